@@ -1,0 +1,48 @@
+# Everything here needs Python 3.11 or later and make; the first call sets up .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PYTEST_FLAGS ?= -n 2
+SCHEDULES ?=
+
+.PHONY: help install demo test test-radosgw lint bench simulate clean
+
+help:
+	@echo "make demo      train a small model with four local replicas"
+	@echo "make test      style, types and tests, as CI runs them"
+	@echo "make test-radosgw  the S3 store at a real Ceph, started on loopback (needs its Debian packages)"
+	@echo "make bench     the benchmarks, each beside its peer"
+	@echo "make simulate  the rendezvous under 250,000 random schedules (SCHEDULES=n: as many)"
+	@echo "make clean     remove .venv and caches"
+
+install: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "replicas needs Python 3.11 or later; $(PYTHON) is older. Try: make PYTHON=python3.12 …"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: install
+	$(BIN)/replicas launch --n 4
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+test-radosgw: install
+	PYTHONPATH=tests $(BIN)/python -m servers.radosgw $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/test_store_s3_radosgw.py
+
+bench: install
+	$(BIN)/python -m tests.benchmarks
+
+simulate: install
+	$(BIN)/python -m tests.simulate $(SCHEDULES)
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,48 @@
+"""Every error of `diloco`; all of them are `executors.errors.ReplicasError` too.
+
+    DiLoCoError                      training together failed
+    ├── QuorumTimeoutError           also TimeoutError; names the missing ranks
+    ├── ContributionError            names, shapes, dtypes or finiteness; also ValueError
+    ├── DivergenceError              two anchors for one round
+    ├── FencedError                  a newer attempt owns this rank
+    └── AbortedError                 a peer aborted the run
+
+Bad constructor arguments raise `ValueError` or `TypeError` before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from executors.errors import ReplicasError
+
+
+class DiLoCoError(ReplicasError):
+    """Training together failed."""
+
+
+class QuorumTimeoutError(DiLoCoError, TimeoutError):
+    """A round was not decided, or its mean not published, in time."""
+
+    def __init__(self, message: str, *, round: int | None = None, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.round = round
+        self.missing = list(missing)
+
+
+class ContributionError(DiLoCoError, ValueError):
+    """A model does not fit the run, or its parameters are not finite."""
+
+
+class DivergenceError(DiLoCoError):
+    """This replica's anchor is not the run's, also after reloading it."""
+
+
+class FencedError(DiLoCoError):
+    """A newer attempt owns this rank."""
+
+    outcome_reason = "fenced"
+
+
+class AbortedError(DiLoCoError):
+    """A peer aborted the run."""

@@ -1,0 +1,190 @@
+"""What is synchronised together: parameters and float buffers, grouped into fragments, each laid out flat.
+
+Everything is keyed by name. Frozen parameters are not sent, tied ones once (under their first name). Integer buffers
+stay local, and so do buffers that the model does not save or that hold infinities: masks and tables, not statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+FragmentSpec: TypeAlias = int | Sequence[Sequence[nn.Module | str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one tensor lies in its fragment."""
+
+    name: str
+    kind: Literal["parameter", "buffer"]
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Tensors that are synchronised together: parameters first, then buffers."""
+
+    index: int
+    slots: tuple[Slot, ...]
+    n_stepped: int
+    """Elements before the first buffer; the outer optimizer steps these."""
+    n_elements: int
+
+
+def plan_fragments(model: nn.Module, fragments: FragmentSpec, *, sync_buffers: bool) -> list[Fragment]:
+    """Lay a model out in fragments.
+
+    Args:
+        fragments: a number (layers are dealt out in turn, as Streaming DiLoCo found best: 2501.18512, 2.3), or lists
+            of modules or names of modules or parameters that cover each trainable parameter exactly once.
+
+    Raises:
+        ValueError: there is nothing to train, not enough layers, or the lists do not cover the model once.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}.")
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise ValueError("The model has no trainable parameters: nothing would be synchronised.")
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point() or parameter.is_meta:
+            kind = "on the meta device" if parameter.is_meta else f"{parameter.dtype}"
+            raise TypeError(f"Parameter {name!r} is {kind}; only real numbers with values can be averaged.")
+    if isinstance(fragments, int):
+        groups = _dealt_out(model, parameters, fragments)
+    else:
+        groups = _listed(model, parameters, fragments)
+    buffers = synchronised_buffers(model) if sync_buffers else {}
+    homes = _homes(groups, buffers)
+    return [
+        _laid_out(
+            index,
+            {name: parameters[name] for name in parameters if name in group},
+            {name: buffer for name, buffer in buffers.items() if homes[name] == index},
+        )
+        for index, group in enumerate(groups)
+    ]
+
+
+def synchronised_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that are averaged: of floats, saved with the model, finite."""
+    found = {}
+    saved = model.state_dict(keep_vars=True).keys()
+    for name, buffer in model.named_buffers():
+        if name in saved and buffer.is_floating_point() and bool(torch.isfinite(buffer).all()):
+            found[name] = buffer
+    return found
+
+
+def _dealt_out(model: nn.Module, parameters: dict[str, nn.Parameter], count: int) -> list[set[str]]:
+    if count < 1:
+        raise ValueError(f"fragments must be at least 1, got fragments={count}.")
+    if count == 1:
+        return [set(parameters)]
+    layers, rest = _layers(model, parameters, count)
+    if len(layers) + len(rest) < count:
+        raise ValueError(
+            f"fragments={count} is more than the model's {len(layers) + len(rest)} modules with trainable parameters."
+        )
+    groups: list[set[str]] = [set() for _ in range(count)]
+    for index, layer in enumerate(layers):
+        groups[index % count].update(layer)
+    for unit in rest:  # embeddings, heads and the like go where there is least
+        sizes = [sum(parameters[name].numel() for name in group) for group in groups]
+        groups[sizes.index(min(sizes))].update(unit)
+    return groups
+
+
+def _layers(
+    model: nn.Module, parameters: dict[str, nn.Parameter], count: int
+) -> tuple[list[list[str]], list[list[str]]]:
+    """Return the names of each layer of the model's longest stack, and those of every other module."""
+    stacks = []
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            prefixes = [f"{path}.{child}." if path else f"{child}." for child, _ in module.named_children()]
+            layers = [[name for name in parameters if name.startswith(prefix)] for prefix in prefixes]
+            stacks.append([layer for layer in layers if layer])
+    stack = max(stacks, key=len, default=[])
+    if len(stack) < count:
+        stack = []
+    stacked = {name for layer in stack for name in layer}
+    rest: dict[str, list[str]] = {}
+    for name in parameters:
+        if name not in stacked:
+            rest.setdefault(name.rpartition(".")[0], []).append(name)
+    return stack, list(rest.values())
+
+
+def _listed(
+    model: nn.Module, parameters: dict[str, nn.Parameter], fragments: Sequence[Sequence[nn.Module | str]]
+) -> list[set[str]]:
+    name_of = {id(p): name for name, p in parameters.items()}
+    groups: list[set[str]] = []
+    for index, items in enumerate(fragments):
+        if isinstance(items, (str, nn.Module)):
+            raise ValueError(f"fragments[{index}] must be a list of modules or names, got {type(items).__name__}.")
+        group: set[str] = set()
+        for item in items:
+            group.update(name_of[id(p)] for p in _parameters_of(model, item, index) if id(p) in name_of)
+        if not group:
+            raise ValueError(f"fragments[{index}] has no trainable parameters.")
+        for earlier, other in enumerate(groups):
+            if group & other:
+                raise ValueError(f"{min(group & other)!r} is in fragments[{earlier}] and in fragments[{index}].")
+        groups.append(group)
+    left = [name for name in parameters if not any(name in group for group in groups)]
+    if left:
+        raise ValueError(f"{left[0]!r} is in none of the {len(groups)} fragments ({len(left)} parameters are not).")
+    return groups
+
+
+def _parameters_of(model: nn.Module, item: nn.Module | str, index: int) -> Iterator[nn.Parameter]:
+    if isinstance(item, nn.Module):
+        yield from item.parameters()
+        return
+    named = dict(model.named_parameters(remove_duplicate=False))
+    found = [p for name, p in named.items() if name == item or name.startswith(f"{item}.")]
+    if not found:
+        raise ValueError(f"fragments[{index}] names {item!r}, which is no parameter or module of the model.")
+    yield from found
+
+
+def _homes(groups: Sequence[set[str]], buffers: dict[str, Tensor]) -> dict[str, int]:
+    """Assign each buffer to the fragment of the parameters it stands closest to."""
+    homes = {}
+    for name in buffers:
+        path = name
+        homes[name] = 0
+        while path:
+            path = path.rpartition(".")[0]
+            near = [i for i, group in enumerate(groups) if any(p.startswith(f"{path}.") for p in group)]
+            if path and near:
+                homes[name] = near[0]
+                break
+    return homes
+
+
+def _laid_out(index: int, parameters: dict[str, nn.Parameter], buffers: dict[str, Tensor]) -> Fragment:
+    slots: list[Slot] = []
+    at = n_stepped = 0
+    kinds: tuple[tuple[Literal["parameter", "buffer"], dict[str, nn.Parameter] | dict[str, Tensor]], ...]
+    kinds = (("parameter", parameters), ("buffer", buffers))
+    for kind, tensors in kinds:
+        for name, tensor in tensors.items():
+            size = prod(tensor.shape)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            slots.append(Slot(name, kind, tuple(tensor.shape), dtype, at, at + size))
+            at += size
+        if kind == "parameter":
+            n_stepped = at
+    return Fragment(index, tuple(slots), n_stepped, at)

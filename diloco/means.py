@@ -1,0 +1,233 @@
+"""The mean of a sealed entry: read it, compute a shard that is due, take over one that is missing.
+
+`mean/<shard>` is itself the decision about unreadable inputs. So whoever computed a shard, also its owner, uses what
+stands, which another replica may have written first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from xxhash import xxh3_128_hexdigest
+
+from diloco.keys import Keys
+from diloco.membership import Identity, Membership
+from diloco.patience import PatientStore
+from diloco.records import (
+    BadRecordError,
+    Contribution,
+    MeanHead,
+    Member,
+    Seal,
+    count_blocks,
+    digests_of,
+    hash_order,
+    head_bytes,
+    shard_blocks,
+)
+from diloco.reduction import BadInputError, Input, Reduce
+from diloco.rounds import READ_TRIES, Pace, Round
+
+
+class InputGoneError(Exception):
+    """A sealed input is no longer there: the mean stands by now, or a newer snapshot does."""
+
+
+class Means:
+    """Brings the mean of a sealed entry about."""
+
+    def __init__(
+        self,
+        store: PatientStore,
+        keys: Keys,
+        me: Identity,
+        membership: Membership,
+        pace: Pace,
+        *,
+        reduce: Reduce,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._me = me
+        self._membership = membership
+        self._block_bytes = pace.block_bytes
+        self._reduce = reduce
+        self._clock = clock
+        self._least_patience_s = pace.patience_s
+        self._usual_s = 0.0
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for another's shard or seal before doing it oneself."""
+        return max(2 * self._usual_s, self._least_patience_s)
+
+    def collect(self, r: Round, seal: Seal) -> list[memoryview] | None:
+        """Do the next things that are missing; return the mean as consecutive ranges once all of it stands."""
+        if not seal.shards:
+            mean = memoryview(seal.mean) if seal.lost_mean is None else self._recover_small(r, seal)
+            r.stuck = mean is None
+            return None if mean is None else [mean]
+        if r.sealed_s is None:
+            r.sealed_s = self._clock()
+        orders = [self.owners(r.entry, seal, shard) for shard in range(seal.shards)]
+        mine_first = sorted(range(seal.shards), key=lambda shard: orders[shard][0] != self._me.rank)
+        for shard in mine_first:
+            if shard not in r.means:
+                mean = self._read(r, seal, shard)
+                if mean is None and self._is_due(r, orders[shard]):
+                    mean = self._bring_about(r, seal, shard)
+                if mean is not None:
+                    r.means[shard] = mean
+        if len(r.means) < seal.shards:
+            return None
+        self._usual_s = 0.8 * self._usual_s + 0.2 * (self._clock() - r.sealed_s)
+        return [r.means[shard] for shard in range(seal.shards)]
+
+    def owners(self, entry: int, seal: Seal, shard: int) -> list[int]:
+        """Return the sealed ranks in the order in which they are to reduce a shard; each is first as often."""
+        order = hash_order(seal.members, "mean", entry)
+        turn = shard % len(order)
+        return order[turn:] + order[:turn]
+
+    def _is_due(self, r: Round, order: list[int]) -> bool:
+        assert r.sealed_s is not None
+        place = 0
+        for rank in order:
+            if rank == self._me.rank:
+                break
+            place += not self._membership.is_gone(rank)
+        return self._clock() - r.sealed_s >= self.patience_s * place
+
+    def _bring_about(self, r: Round, seal: Seal, shard: int) -> memoryview | None:
+        started = self._clock()
+        try:
+            head, payload = self._compute(r, seal, shard)
+        except InputGoneError:
+            r.stuck = True
+            return None
+        r.reduce_s += self._clock() - started
+        self._store.create(self._keys.mean(r.entry, shard), [head.head(), payload])
+        return self._adopt_standing(r, seal, shard, head, payload)
+
+    def _adopt_standing(
+        self, r: Round, seal: Seal, shard: int, head: MeanHead, payload: memoryview
+    ) -> memoryview | None:
+        """Return what stands, whose bytes need not be read when its head says that they are these."""
+        mine = head.head()
+        standing = self._store.look(self._keys.mean(r.entry, shard), size=len(mine))
+        if standing is not None and standing == mine:
+            r.left_out.update(head.left_out)
+            return payload
+        return self._read(r, seal, shard)
+
+    def _read(self, r: Round, seal: Seal, shard: int) -> memoryview | None:
+        """Return a shard of the mean that stands; None when none does."""
+        first, end = self._blocks(r, seal, shard)
+        head = None
+        for _ in range(READ_TRIES):
+            data = self._store.look(self._keys.mean(r.entry, shard))
+            if data is None:
+                return None
+            payload = data[head_bytes(end - first) :]
+            try:
+                head = MeanHead.parse(data)
+            except BadRecordError:
+                continue
+            if len(payload) == self._size(r, first, end) and digests_of(payload, self._block_bytes) == head.blocks:
+                r.left_out.update(head.left_out)
+                return payload
+        return self._recover(r, seal, shard, head)
+
+    def _recover(self, r: Round, seal: Seal, shard: int, said: MeanHead | None) -> memoryview | None:
+        """Compute a shard that stands and is rotten, while its inputs stand; its head proves it, if that is left."""
+        try:
+            head, payload = self._compute(r, seal, shard)
+        except InputGoneError:
+            r.stuck = True
+            return None
+        if said is not None and said != head:
+            r.stuck = True  # another processor sums up differently, or an input has rotted since
+            return None
+        return payload
+
+    def _recover_small(self, r: Round, seal: Seal) -> memoryview | None:
+        """Compute the mean that a seal contained, while its inputs stand; the seal's digest proves it."""
+        whole = replace(seal, shards=1)
+        try:
+            mean = self._compute(r, whole, 0)[1]
+        except InputGoneError:
+            return None
+        return mean if xxh3_128_hexdigest(mean) == seal.lost_mean else None
+
+    def _compute(self, r: Round, seal: Seal, shard: int) -> tuple[MeanHead, memoryview]:
+        """Reduce a shard.
+
+        Raises: InputGoneError.
+        """
+        first, end = self._blocks(r, seal, shard)
+        start, size = first * self._block_bytes, self._size(r, first, end)
+        members = dict(sorted(seal.members.items()))
+        out = self._result_buffer(r, seal, start, size)
+        tries: dict[int, int] = {}
+        while members:
+            try:
+                inputs = [self._input(r, seal, rank, shard) for rank in members]
+                r.spoilt.add(shard)
+                blocks = self._reduce(inputs, out, block_bytes=self._block_bytes)
+                return MeanHead(blocks, tuple(sorted(set(seal.members) - set(members)))), out
+            except BadInputError as bad:
+                tries[bad.rank] = tries.get(bad.rank, 0) + 1
+                if tries[bad.rank] >= READ_TRIES:
+                    del members[bad.rank]
+        np.frombuffer(out, np.float32)[:] = 0.0
+        return MeanHead(digests_of(out, self._block_bytes), tuple(sorted(seal.members))), out
+
+    def _input(self, r: Round, seal: Seal, rank: int, shard: int) -> Input:
+        first, end = self._blocks(r, seal, shard)
+        start, size = first * self._block_bytes, self._size(r, first, end)
+        member = seal.members[rank]
+        if rank == self._me.rank and self._is_own(r, seal) and r.packed is not None and shard not in r.spoilt:
+            payload = r.packed.payload[start : start + size]
+            return Input(rank, member.weight, payload, r.packed.blocks[first:end])
+        contribution = self._head(r, rank, member)
+        offset = head_bytes(len(contribution.blocks)) + start
+        data = self._store.look(self._keys.contribution(r.entry, rank), start=offset, size=size)
+        if data is None:
+            raise InputGoneError
+        if len(data) != size:
+            raise BadInputError(rank, "was cut off")
+        return Input(rank, member.weight, data, contribution.blocks[first:end])
+
+    def _head(self, r: Round, rank: int, member: Member) -> Contribution:
+        if rank in r.seen and r.seen[rank][1] == member.digest:
+            return r.seen[rank][0]
+        size = head_bytes(count_blocks(r.size_bytes, self._block_bytes))
+        data = self._store.look(self._keys.contribution(r.entry, rank), size=size)
+        if data is None:
+            raise InputGoneError
+        try:
+            contribution, digest = Contribution.parse(data)
+        except BadRecordError:
+            raise BadInputError(rank, "has a head that is not what was written") from None
+        if digest != member.digest:
+            raise InputGoneError  # a write that landed after the sealed one had been used and deleted
+        r.seen[rank] = (contribution, digest)
+        return contribution
+
+    def _result_buffer(self, r: Round, seal: Seal, start: int, size: int) -> memoryview:
+        if self._is_own(r, seal) and r.packed is not None:  # the payload's memory is free once it stands in the store
+            return r.packed.payload[start : start + size]
+        return np.empty(size, np.uint8).data
+
+    def _is_own(self, r: Round, seal: Seal) -> bool:
+        member = seal.members.get(self._me.rank)
+        return r.packed is not None and member is not None and member.nonce == self._me.nonce
+
+    def _blocks(self, r: Round, seal: Seal, shard: int) -> tuple[int, int]:
+        return shard_blocks(count_blocks(r.size_bytes, self._block_bytes), seal.shards, shard)
+
+    def _size(self, r: Round, first: int, end: int) -> int:
+        return min(end * self._block_bytes, r.size_bytes) - first * self._block_bytes

@@ -1,0 +1,368 @@
+"""DiLoCo: train a model together with other replicas through nothing but a store.
+
+Each replica trains alone for `inner_steps` steps, then all average how far they have come and step the *anchor*, the
+parameters they share, along that average (Douillard et al., 2311.08105). With several fragments the model is
+synchronised a part at a time, staggered, and a part may travel while training goes on (Streaming DiLoCo, 2501.18512).
+
+This file counts steps and says when; `rendezvous.py` brings the replicas together, `training.py` holds the anchor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from time import monotonic
+from types import TracebackType
+from typing import Any, Literal, Self
+from weakref import WeakValueDictionary
+
+from torch import Tensor, nn
+
+from diloco.attached import Attachments
+from diloco.background import BackgroundThread
+from diloco.errors import DiLoCoError
+from diloco.fragments import FragmentSpec, plan_fragments
+from diloco.identity import find_place
+from diloco.keys import Keys
+from diloco.outer_optimizer import OptimizerFactory, Schedule
+from diloco.patience import PatientStore
+from diloco.rendezvous import Rendezvous
+from diloco.report import RoundReport
+from diloco.rounds import Pace
+from diloco.settings import Settings
+from diloco.training import Training
+from executors.errors import ReplicasError
+from executors.store import Store
+from executors.store.watch import open_watch
+
+log = logging.getLogger(__name__)
+
+_open: WeakValueDictionary[tuple[str, str], DiLoCo] = WeakValueDictionary()
+"""What is open in this process: two of one name would be taken for one model."""
+
+
+class DiLoCo:
+    """Keeps a model in step with those of the other replicas of a run.
+
+        diloco = DiLoCo(model, inner_steps=500)
+        for batch in batches:
+            loss = model(batch); loss.backward(); optimizer.step(); optimizer.zero_grad()
+            diloco.step()
+        diloco.close()
+
+    The constructor blocks until all agree on the first anchor, which replaces the model's parameters: the first
+    replica to publish its own wins. From then on every replica's anchor is the same, bit for bit, after every round.
+    The inner optimizer, its learning rate schedule and the gradients stay local and are never touched. A replica that
+    is late or dies costs the others `grace_s`, once; what a late one did is not lost.
+
+    Args:
+        model: any module. Its trainable parameters are shared, keyed by name; the anchor is float32 on the CPU
+            whatever the model is.
+        inner_steps: calls of `step()` from one round of a fragment to the next; a multiple of the fragments.
+        outer_optimizer: from a list of parameters to a `torch.optim.Optimizer`, taken as it is. The default is
+            Nesterov SGD with `outer_lr`, `outer_momentum`, the ramp and the final average.
+        momentum_warmup: rounds over which the outer momentum grows to its value; "auto": half of the planned ones.
+        final_average: let each fragment's last planned round be a plain average. Needs `total_steps`.
+        total_steps: planned inner steps of each replica, the same for all.
+        fragments: how many parts, or lists of modules or names; one has its round every inner_steps / fragments.
+        overlap_steps: steps between sending a fragment and applying its mean. May differ between replicas.
+        mix: share of the live value that is kept when a mean is applied. May differ between replicas.
+        wire: how contributions travel: "fp32".
+        late: what becomes of work that came too late for its round: "carry" it to the next, or "drop" it.
+        min_quorum: contributions without which no round is decided, as far as so many replicas are left.
+        grace_s: how long to wait, at most, for a replica that took part in the last round and is not known to have
+            ended; less, down to a quarter, when replicas use to arrive close to each other.
+        round_timeout_s: after which a round that does not come about raises `QuorumTimeoutError`.
+        weight: of this replica's work in the mean, relative to the others'; a number, or a callable that is asked at
+            each contribution, as for the tokens it is made of.
+        sync_buffers: average float buffers too, without the outer optimizer. Integer buffers stay local.
+        snapshot_every: rounds between snapshots, from which replicas start that come later or come back.
+        name: tells apart several DiLoCos of one run.
+        store, run_id, rank, world_size: where and who; the default is `current_replica()`'s. rank="join": one more
+            replica of a run that began with `world_size`, under the next rank that is free.
+
+    Raises:
+        ValueError, TypeError: an argument; nothing was written.
+        ContributionError: this model, or these settings, are not the run's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        inner_steps: int = 500,
+        outer_optimizer: OptimizerFactory | None = None,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        momentum_warmup: int | Literal["auto"] = "auto",
+        final_average: bool = True,
+        total_steps: int | None = None,
+        fragments: FragmentSpec = 1,
+        overlap_steps: int = 0,
+        mix: float = 0.0,
+        wire: str = "fp32",
+        late: Literal["carry", "drop"] = "carry",
+        min_quorum: int | None = None,
+        grace_s: float = 30.0,
+        round_timeout_s: float = 1800.0,
+        weight: float | Callable[[], float] = 1.0,
+        sync_buffers: bool = True,
+        snapshot_every: int = 10,
+        name: str = "main",
+        store: Store | str | None = None,
+        run_id: str | None = None,
+        rank: int | Literal["join"] | None = None,
+        world_size: int | None = None,
+        _pace: Pace | None = None,
+    ) -> None:
+        place = find_place(store, run_id, rank, world_size)
+        self._replica = place.replica
+        if not name or "/" in name:
+            raise ValueError(f"name must be a word without '/', as in 'main', got name={name!r}.")
+        plan = plan_fragments(model, fragments, sync_buffers=sync_buffers)
+        self._settings = settings = Settings(
+            inner_steps=inner_steps,
+            outer_optimizer=outer_optimizer,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            momentum_warmup=momentum_warmup,
+            final_average=final_average,
+            total_steps=total_steps,
+            n_fragments=len(plan),
+            overlap_steps=overlap_steps,
+            mix=mix,
+            wire=wire,
+            late=late,
+            min_quorum=min_quorum,
+            grace_s=grace_s,
+            round_timeout_s=round_timeout_s,
+            weight=weight,
+            snapshot_every=snapshot_every,
+            world_size=place.world_size,
+            rank=place.world_size if place.rank is None else place.rank,
+        )
+        settings.check()
+        settings.warn_of_few_rounds()
+        pace = _pace or Pace(grace_s=grace_s, round_timeout_s=round_timeout_s)
+        self._training = Training(
+            model,
+            plan,
+            rank=settings.rank,
+            schedule=Schedule(
+                lr=outer_lr,
+                momentum=outer_momentum,
+                warmup=settings.warmup,
+                n_fragments=len(plan),
+                last_entry=settings.last_entry if final_average else None,
+            ),
+            outer_optimizer=outer_optimizer,
+            settings=settings.agreed(),
+            mix=mix,
+            carry=late == "carry",
+            last_entry=settings.last_entry,
+            block_bytes=pace.block_bytes,
+        )
+        self._watch = open_watch(place.store)
+        patient = PatientStore(place.store, clock=monotonic, error_patience_s=pace.error_patience_s)
+        keys = Keys(place.run_id, name)
+        me = place.identify(patient, keys, self._watch)
+        self._name = (me.nonce, name)
+        if self._name in _open:
+            raise DiLoCoError(
+                f"A DiLoCo named {name!r} is open in this replica already. Close it first, or give this one another "
+                "name: DiLoCo(model, name=…)."
+            )
+        self._training.rank = me.rank
+        self._background = BackgroundThread(f"diloco {name} of rank {me.rank}")
+        self._attachments = Attachments(patient, keys, me, self._background)
+        self._rendezvous = Rendezvous(
+            patient,
+            keys,
+            me,
+            self._training,
+            min_quorum=min_quorum,
+            weight=weight,
+            last_entry=settings.last_entry,
+            snapshot_every=settings.entries_per_snapshot,
+            pace=pace,
+            wait=self._watch.wait,
+            background=self._background,
+        )
+        self._since = 0
+        """Inner steps since the last entry that was due."""
+        self._base = 0
+        """Inner steps before that."""
+        self._round_s = 0.0
+        self._closed = False
+        kept = self._attachments.kept
+        self._rendezvous.start(None if kept is None else (kept.position, kept.progress(self._training.sizes())))
+        self._kept_period = self._rendezvous.position // settings.entries_per_snapshot
+        self._base = self._rendezvous.position * settings.steps_per_entry
+        _open[self._name] = self
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> RoundReport | None:
+        """Count an inner step; when one is due, send a fragment or go through its round.
+
+        Call it after each `optimizer.step()`.
+
+        Returns: the report of the round, if this step had one.
+
+        Raises:
+            QuorumTimeoutError: the round did not come about in `round_timeout_s`.
+            ContributionError: this replica's parameters are not finite.
+            DivergenceError: this replica's anchor is not the others', also after reloading it.
+            FencedError: a newer attempt of this rank has begun; this one is to end.
+            AbortedError: a peer aborted the run.
+        """
+        self._check_open()
+        self._since += 1
+        due = self._settings.steps_per_entry
+        if self._since >= due:
+            return self._meet()
+        if self._settings.overlap_steps and self._since == due - self._settings.overlap_steps:
+            began = monotonic()
+            self._rendezvous.publish()
+            self._round_s += monotonic() - began
+        return None
+
+    def sync(self) -> list[RoundReport]:
+        """Have a round of every fragment now; all replicas must call it at the same step. Inner steps count from here.
+
+        A fragment that is on its way is waited for first, and has this as its round.
+        """
+        self._check_open()
+        met = [self._meet() for _ in self._training.fragments]
+        return [report for report in met if report is not None]
+
+    def attach_state(self, name: str, thing: Any) -> None:
+        """Let a state ride along, so that this rank's next attempt goes on with it and the loss has no bump.
+
+        Attach the inner optimizer, the learning rate schedule, the data's position and the random generators, right
+        after making this DiLoCo; when this is a later attempt of its rank, each is then given the state that the
+        earlier one kept. States are kept once every `snapshot_every` rounds, at the end of the `step()` that had the
+        round: call `step()` last, when everything else has taken its step.
+
+        Args:
+            name: tells apart what is attached; the same in each attempt.
+            thing: has `state_dict` and `load_state_dict`, or is a random generator of torch, numpy or Python. Its
+                state is tensors, arrays and JSON; it is stored as safetensors and JSON, never as a pickle.
+
+        Raises:
+            TypeError: it is something else, or its state is; says where.
+        """
+        self._check_open()
+        self._attachments.attach(name, thing)
+
+    def close(self) -> None:
+        """Apply what is in flight and leave; does not average. Safe to call again."""
+        self._close(wait=True)
+
+    def _close(self, *, wait: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        _open.pop(self._name, None)
+        try:
+            if self._rendezvous.in_flight:
+                self._rendezvous.adopt()
+        finally:
+            self._rendezvous.leave()
+            self._watch.close()
+        if wait:
+            self._background.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(ReplicasError):  # the body's error is the one to report
+            self._rendezvous.forget()
+            self._close(wait=False)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def rounds(self) -> int:
+        """Fragment rounds applied so far."""
+        return self._rendezvous.position
+
+    @property
+    def inner_step(self) -> int:
+        """Inner steps so far, as the run counts them: rounds that went on without this replica included."""
+        return self._base + self._since
+
+    def anchor(self) -> dict[str, Tensor]:
+        """Return a float32 copy of the shared parameters, and buffers, by name."""
+        return {name: values.clone() for name, values in self._training.anchor_views().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return anchor, outer state and position, to go with a checkpoint of the model in the same run."""
+        return {
+            "rounds": self.rounds,
+            "base": self._base,
+            "since": self._since,
+            "anchor": self.anchor(),
+            "outer": [outer.state_dict() for outer in self._training.outer],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a checkpoint of this run, and then on to where the run is now.
+
+        Load the model's own state first: what it holds beyond the anchor is work that goes with the next contribution,
+        unless a round has counted it since.
+
+        Raises:
+            ValueError: the checkpoint is not of this run and model.
+        """
+        self._check_open()
+        views = self._training.anchor_views()
+        if state["anchor"].keys() != views.keys():
+            raise ValueError("This checkpoint is of a model with other parameters.")
+        if state["rounds"] > self.rounds:
+            raise ValueError(
+                f"This checkpoint was made after round {state['rounds']}, the run is at {self.rounds}: it is of "
+                "another run. To begin a new run from a checkpoint, load the model's own state before making a DiLoCo."
+            )
+        for name, view in views.items():
+            view.copy_(state["anchor"][name])
+        for outer, outer_state in zip(self._training.outer, state["outer"], strict=True):
+            outer.load_state_dict(outer_state)
+        self._base, self._since = state["base"], state["since"]
+        self._rendezvous.go_back(state["rounds"])
+        self._rendezvous.catch_up()
+        self._base += (self.rounds - state["rounds"]) * self._settings.steps_per_entry
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _meet(self) -> RoundReport | None:
+        began, before = monotonic(), self.rounds
+        adopted = self._rendezvous.meet()
+        self._keep_attached()
+        self._round_s += monotonic() - began
+        missed = self.rounds - before - 1  # rounds that the others had without us
+        self._base += self._since + missed * self._settings.steps_per_entry
+        self._since = 0
+        report = RoundReport.of(adopted) if adopted else None  # None: a snapshot of the planned end was all there was
+        log.debug("rank %s: %s", self._settings.rank, report)
+        if self._replica is not None:
+            self._replica.report(round=self.rounds, round_s=round(self._round_s, 3))
+        return report
+
+    def _keep_attached(self) -> None:
+        """Store what is attached, once between two snapshots."""
+        period = self.rounds // self._settings.entries_per_snapshot
+        if self._attachments and period != self._kept_period:
+            self._kept_period = period
+            self._attachments.keep(self.rounds, self._training.progress())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DiLoCoError("This DiLoCo is closed: it has left the run.")

@@ -1,0 +1,246 @@
+"""The outer step: Nesterov SGD over flat float32 buffers, in place, a cache-sized chunk at a time.
+
+The mathematics is `torch.optim.SGD(nesterov=True)`'s: b = mu*b + g, d = g + mu*b, anchor -= lr*d. Multiplies and adds
+are separate operations, because a fused one rounds once: the same step gives other bits where the processor, or torch's
+choice of kernel, has none. Each chunk is digested while it is in the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from xxhash import xxh3_128, xxh3_128_hexdigest
+
+from diloco.fragments import Fragment, Slot
+from diloco.snapshot import Array
+from diloco.state_arrays import from_arrays, to_arrays
+
+CHUNK = 256 << 10  # elements; smaller ones cost more in calls than they save in the cache
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How far the outer step goes at each entry.
+
+    From a cold start all replicas move the same way for a while, and a momentum whose gain is 1 / (1 - mu) overshoots.
+    So it is ramped up over the fragment's first `warmup` rounds; and the last planned round of each fragment is a
+    plain average, which takes out the noise that the momentum carries.
+    """
+
+    lr: float
+    momentum: float
+    warmup: int
+    """Rounds of a fragment until the momentum is full; 0: at once."""
+    n_fragments: int
+    last_entry: int | None
+    """The last planned entry, if a final average is wanted."""
+
+    def at(self, entry: int) -> tuple[float, float]:
+        """Return learning rate and momentum for an entry."""
+        if self.last_entry is not None and self.last_entry - self.n_fragments < entry <= self.last_entry:
+            return 1.0, 0.0
+        ramp = min(1.0, (entry // self.n_fragments) / self.warmup) if self.warmup else 1.0
+        return self.lr, self.momentum * ramp
+
+
+class OuterOptimizer(Protocol):
+    """Steps one fragment's anchor."""
+
+    def step(self, entry: int, mean: Sequence[Tensor]) -> None:
+        """Step the anchor by the mean pseudo-gradient, given in consecutive pieces."""
+
+    def digest(self) -> str:
+        """Digest the anchor and the optimizer's state."""
+
+    def fresh_digest(self) -> str:
+        """Digest them as they are in memory now, whatever was digested while stepping."""
+
+    def arrays(self) -> Mapping[str, Array]:
+        """Return the optimizer's state, unless it is the initial one.
+
+        Raises: TypeError: it is more than tensors and JSON.
+        """
+
+    def load_arrays(self, arrays: Mapping[str, Array]) -> None:
+        """Take the state from `arrays`, or return to the initial one; the anchor was replaced."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class NesterovSGD:
+    """The built-in outer optimizer."""
+
+    def __init__(self, fragment: Fragment, anchor: Tensor, schedule: Schedule) -> None:
+        self._fragment = fragment
+        self._stepped = [slot for slot in fragment.slots if slot.kind == "parameter"]
+        self._anchor = anchor  # (n_elements,) float32
+        self._momentum = torch.zeros(fragment.n_stepped if schedule.momentum else 0)  # (n_stepped,) float32
+        self._schedule = schedule
+        self._step = np.empty(min(CHUNK, fragment.n_elements), np.float32)
+        self._digest: str | None = None
+
+    def step(self, entry: int, mean: Sequence[Tensor]) -> None:
+        lr, mu = (np.float32(value) for value in self._schedule.at(entry))
+        all_anchors, all_momenta = self._anchor.numpy(), self._momentum.numpy()
+        anchors, momenta = xxh3_128(), xxh3_128()
+        for start, end, g in _chunks(mean, self._fragment.n_stepped):
+            # numpy's calls cost a third of torch's, and a float32 product or sum has the same bits in both.
+            anchor = all_anchors[start:end]
+            if start < self._fragment.n_stepped:
+                d = self._step[: end - start]
+                if all_momenta.size:
+                    b = all_momenta[start:end]
+                    np.multiply(b, mu, out=b)
+                    np.add(b, g, out=b)
+                    np.multiply(b, mu, out=d)
+                    np.add(d, g, out=d)
+                    np.multiply(d, lr, out=d)
+                    momenta.update(b.data)
+                else:
+                    np.multiply(g, lr, out=d)
+                np.subtract(anchor, d, out=anchor)
+            else:
+                np.subtract(anchor, g, out=anchor)  # a buffer is averaged
+            anchors.update(anchor.data)
+        self._digest = xxh3_128_hexdigest(anchors.digest() + momenta.digest())
+
+    def digest(self) -> str:
+        if self._digest is None:
+            digests = (xxh3_128(_bytes(t)).digest() for t in (self._anchor, self._momentum))
+            self._digest = xxh3_128_hexdigest(b"".join(digests))
+        return self._digest
+
+    def fresh_digest(self) -> str:
+        self._digest = None
+        return self.digest()
+
+    def arrays(self) -> Mapping[str, Array]:
+        if not self._momentum.count_nonzero():
+            return {}
+        return {f"momentum/{slot.name}": self._of(slot) for slot in self._stepped}
+
+    def load_arrays(self, arrays: Mapping[str, Array]) -> None:
+        self._digest = None
+        self._momentum.zero_()
+        if self._momentum.numel():
+            for slot in self._stepped:
+                if (values := arrays.get(f"momentum/{slot.name}")) is not None:
+                    self._of(slot)[...] = values
+
+    def _of(self, slot: Slot) -> Array:
+        values: Array = self._momentum[slot.start : slot.end].view(slot.shape).numpy()
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"momentum": self._momentum.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._momentum.copy_(state["momentum"])
+        self._digest = None
+
+
+class GivenOptimizer:
+    """An outer optimizer of the user's, taken as it is: it sees parameters that are views of the anchor."""
+
+    def __init__(self, fragment: Fragment, anchor: Tensor, factory: OptimizerFactory) -> None:
+        self._fragment = fragment
+        self._anchor = anchor
+        self._slots = [slot for slot in fragment.slots if slot.kind == "parameter"]
+        self._parameters = [nn.Parameter(anchor[slot.start : slot.end].view(slot.shape)) for slot in self._slots]
+        self._optimizer = factory(self._parameters)
+        if not isinstance(self._optimizer, torch.optim.Optimizer):
+            kind = type(self._optimizer).__name__
+            raise TypeError(f"outer_optimizer must return a torch.optim.Optimizer, it returned a {kind}.")
+        self._factory = factory
+        self._digest: str | None = None
+
+    def step(self, entry: int, mean: Sequence[Tensor]) -> None:
+        gradient = torch.cat(list(mean))
+        for slot, parameter in zip(self._slots, self._parameters, strict=True):
+            parameter.grad = gradient[slot.start : slot.end].view(slot.shape)
+        self._optimizer.step()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._anchor[self._fragment.n_stepped :].sub_(gradient[self._fragment.n_stepped :])
+        self._digest = None
+
+    def digest(self) -> str:
+        if self._digest is None:
+            digest = xxh3_128(_bytes(self._anchor))
+            _digest_state(digest, self._optimizer.state_dict()["state"])
+            self._digest = digest.hexdigest()
+        return self._digest
+
+    def fresh_digest(self) -> str:
+        self._digest = None
+        return self.digest()
+
+    def arrays(self) -> Mapping[str, Array]:
+        state = self._optimizer.state_dict()
+        return to_arrays(state, f"outer/{self._fragment.index}") if state["state"] else {}
+
+    def load_arrays(self, arrays: Mapping[str, Array]) -> None:
+        self._digest = None
+        self._optimizer = self._factory(self._parameters)
+        state = from_arrays(arrays, f"outer/{self._fragment.index}")
+        if state is not None:
+            self._optimizer.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state)
+        self._digest = None
+
+
+def tensor_of(data: memoryview) -> Tensor:
+    """View bytes as float32, also read-only ones; `data` must outlive the tensor, which must not be written to."""
+    values = np.frombuffer(data, np.float32)
+    if not data.readonly or not values.size:
+        return torch.from_numpy(values if values.size else np.empty(0, np.float32))
+    memory = (ctypes.c_float * values.size).from_address(values.ctypes.data)  # torch warns of read-only memory
+    return torch.frombuffer(memory, dtype=torch.float32)
+
+
+def _chunks(mean: Sequence[Tensor], n_stepped: int) -> Iterator[tuple[int, int, npt.NDArray[np.float32]]]:
+    """Yield ranges of the fragment with their piece of the mean; none crosses the end of the stepped part."""
+    at = 0
+    for piece in mean:
+        done, values = 0, piece.numpy()
+        while done < piece.numel():
+            size = min(CHUNK, piece.numel() - done)
+            if at < n_stepped:
+                size = min(size, n_stepped - at)
+            yield at, at + size, values[done : done + size]
+            done += size
+            at += size
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().numpy().data.cast("B") if tensor.numel() else memoryview(b"")
+
+
+def _digest_state(digest: Any, value: Any) -> None:
+    """Feed an optimizer's state to a digest: tensors by their bytes, everything else by its text."""
+    if isinstance(value, Tensor):
+        digest.update(_bytes(value.detach().cpu().contiguous().reshape(-1)))
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            digest.update(str(key).encode())
+            _digest_state(digest, value[key])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _digest_state(digest, item)
+    else:
+        digest.update(repr(value).encode())

@@ -1,0 +1,81 @@
+"""What a replica knows of one entry while it goes through it, and what it tells about it afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diloco.records import BLOCK_BYTES, Contribution
+from diloco.work import Packed, Settled
+
+READ_TRIES = 3
+"""How often an object is read before its bytes, rather than the reading, are held to be wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What may take how long, and from which size on a mean is cut into shards. Any values are safe."""
+
+    grace_s: float = 30.0
+    round_timeout_s: float = 1800.0
+    patience_s: float = 5.0
+    error_patience_s: float = 15.0
+    abort_check_s: float = 1.0
+    small_bytes: int = 4 << 20
+    block_bytes: int = BLOCK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """One entry, as this replica went through it."""
+
+    entry: int
+    fragment: int
+    ranks: tuple[int, ...]
+    left_out: tuple[int, ...]
+    settled: Settled
+    bytes_up: int
+    bytes_down: int
+    wait_s: float
+    move_s: float
+    reduce_s: float
+    step_s: float
+
+
+@dataclass(slots=True)
+class Round:
+    """What one replica knows of one entry. All of it is a cache of immutable objects, but for the times."""
+
+    entry: int
+    fragment: int
+    size_bytes: int
+    started_s: float
+    sealed_s: float | None = None
+    packed: Packed | None = None
+    published: bool = False
+    spoilt: set[int] = field(default_factory=set)
+    """Shards whose range of the payload's memory now holds the mean: read one's own input from the store."""
+    seen: dict[int, tuple[Contribution, str]] = field(default_factory=dict)
+    """Contributions by rank, and the digests of their heads."""
+    payloads: dict[int, memoryview] = field(default_factory=dict)
+    """Payloads by rank, when they are small."""
+    unreadable: dict[int, int] = field(default_factory=dict)
+    """Number of failed readings by rank."""
+    means: dict[int, memoryview] = field(default_factory=dict)
+    left_out: set[int] = field(default_factory=set)
+    reloaded: bool = False
+    stuck: bool = False
+    """Whether something that its mean is made of was not there, or not what was written, at the last look."""
+    turn_s: float = 0.0
+    """When to ask again whose turn it is to look for contributions."""
+    looks: int = 0
+    """How often this replica has looked for contributions, because it was its turn or nobody else did."""
+    move_s: float = 0.0
+    wait_s: float = 0.0
+    reduce_s: float = 0.0
+    read_before: int = 0
+    written_before: int = 0
+
+    @property
+    def useless(self) -> set[int]:
+        """Ranks whose contributions stand and are not what was written, whatever they say the next time."""
+        return {rank for rank, tries in self.unreadable.items() if tries >= READ_TRIES}

@@ -1,0 +1,172 @@
+"""The constructor's arguments, checked before anything is written."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+MAX_WARMUP_ROUNDS = 100
+UNKNOWN_WARMUP_ROUNDS = 40
+FEW_ROUNDS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How replicas train together; `DiLoCo` documents each."""
+
+    inner_steps: int
+    outer_optimizer: Callable[..., Any] | None
+    outer_lr: float
+    outer_momentum: float
+    momentum_warmup: int | Literal["auto"]
+    final_average: bool
+    total_steps: int | None
+    n_fragments: int
+    overlap_steps: int
+    mix: float
+    wire: str
+    late: str
+    min_quorum: int | None
+    grace_s: float
+    round_timeout_s: float
+    weight: float | Callable[[], float]
+    snapshot_every: int
+    world_size: int
+    rank: int
+
+    def check(self) -> None:
+        """Raises: ValueError or TypeError: says which argument, its value, and what it may be."""
+        _at_least("inner_steps", self.inner_steps, 1)
+        if self.inner_steps % self.n_fragments:
+            raise ValueError(
+                f"inner_steps must be a multiple of the number of fragments, "
+                f"got inner_steps={self.inner_steps} and {self.n_fragments} fragments."
+            )
+        _at_least("overlap_steps", self.overlap_steps, 0)
+        if self.overlap_steps >= self.steps_per_entry:
+            raise ValueError(
+                f"overlap_steps must be less than inner_steps / fragments = {self.steps_per_entry}, "
+                f"got overlap_steps={self.overlap_steps}."
+            )
+        if self.outer_optimizer is not None and not callable(self.outer_optimizer):
+            raise TypeError(
+                "outer_optimizer must be a callable from a list of parameters to a torch.optim.Optimizer, "
+                f"got a {type(self.outer_optimizer).__name__}."
+            )
+        _number("outer_lr", self.outer_lr, low=0.0)
+        _number("outer_momentum", self.outer_momentum, low=0.0, below=1.0)
+        if self.momentum_warmup != "auto":
+            _at_least("momentum_warmup", self.momentum_warmup, 0, also='"auto" or ')
+        if self.total_steps is not None:
+            _at_least("total_steps", self.total_steps, 1)
+        _number("mix", self.mix, low=0.0, high=1.0)
+        _one_of("wire", self.wire, ("fp32",))
+        _one_of("late", self.late, ("carry", "drop"))
+        if self.min_quorum is not None:
+            _at_least("min_quorum", self.min_quorum, 1)
+            if self.min_quorum > self.world_size:
+                raise ValueError(
+                    f"min_quorum must be at most the world size of {self.world_size}, got min_quorum={self.min_quorum}."
+                )
+        _number("grace_s", self.grace_s, low=0.0)
+        _number("round_timeout_s", self.round_timeout_s, low=0.0)
+        if self.round_timeout_s == 0:
+            raise ValueError("round_timeout_s must be more than 0, got round_timeout_s=0.")
+        if not isinstance(self.final_average, bool):
+            raise TypeError(f"final_average must be True or False, got final_average={self.final_average!r}.")
+        if not callable(self.weight):
+            if isinstance(self.weight, (int, float)) and self.weight <= 0:
+                raise ValueError(f"weight must be more than 0, got weight={self.weight}.")
+            _number("weight", self.weight, low=0.0)
+        _at_least("snapshot_every", self.snapshot_every, 1)
+        _at_least("world_size", self.world_size, 1)
+        _at_least("rank", self.rank, 0)
+
+    @property
+    def steps_per_entry(self) -> int:
+        """Inner steps from one fragment's round to the next fragment's."""
+        return self.inner_steps // self.n_fragments
+
+    @property
+    def planned_entries(self) -> int | None:
+        return None if self.total_steps is None else self.total_steps // self.steps_per_entry
+
+    @property
+    def planned_rounds(self) -> int | None:
+        """Rounds of each fragment, where the total is known."""
+        return None if self.planned_entries is None else self.planned_entries // self.n_fragments
+
+    @property
+    def warmup(self) -> int:
+        """Rounds until the outer momentum is full: half the planned ones, or what was asked for."""
+        if self.momentum_warmup != "auto":
+            return self.momentum_warmup
+        if self.planned_rounds is None:
+            return UNKNOWN_WARMUP_ROUNDS
+        return min(MAX_WARMUP_ROUNDS, max(1, self.planned_rounds // 2))
+
+    @property
+    def last_entry(self) -> int | None:
+        """The last planned entry."""
+        return self.planned_entries - 1 if self.planned_entries else None
+
+    @property
+    def entries_per_snapshot(self) -> int:
+        """Entries from one snapshot to the next: each fragment has had its round in between."""
+        return max(self.snapshot_every, self.n_fragments)
+
+    def warn_of_few_rounds(self) -> None:
+        """Warn of a plan with which the outer momentum is of no use."""
+        rounds = self.planned_rounds
+        if self.outer_optimizer is None and self.outer_momentum and rounds is not None and rounds < FEW_ROUNDS:
+            warnings.warn(
+                f"Only {rounds} rounds are planned (total_steps={self.total_steps}, "
+                f"inner_steps={self.inner_steps}): with fewer than {FEW_ROUNDS} the outer momentum "
+                "does more harm than good. Use a smaller inner_steps, or outer_lr=1.0 and outer_momentum=0.0: "
+                "plain averaging.",
+                stacklevel=3,
+            )
+
+    def agreed(self) -> dict[str, Any]:
+        """Return the settings that every replica must share."""
+        if self.outer_optimizer is None:
+            outer: Any = {"outer_lr": float(self.outer_lr), "outer_momentum": float(self.outer_momentum)}
+        else:
+            named = self.outer_optimizer
+            outer = {"outer_optimizer": getattr(named, "__qualname__", type(named).__name__)}
+        return {
+            "fragments": self.n_fragments,
+            "wire": self.wire,
+            "snapshot_every": self.entries_per_snapshot,
+            "inner_steps": self.inner_steps,
+            "momentum_warmup": self.warmup,
+            "last_entry": self.last_entry,
+            "final_average": self.final_average,
+            **outer,
+        }
+
+
+def _at_least(name: str, value: Any, least: int, also: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be {also}an integer of at least {least}, got {name}={value!r}.")
+    if value < least:
+        raise ValueError(f"{name} must be {also}at least {least}, got {name}={value}.")
+
+
+def _number(name: str, value: Any, *, low: float, high: float | None = None, below: float | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {name}={value!r}.")
+    fits = math.isfinite(value) and value >= low
+    fits = fits and (high is None or value <= high) and (below is None or value < below)
+    if not fits:
+        upper = f" and at most {high:g}" if high is not None else f" and below {below:g}" if below is not None else ""
+        raise ValueError(f"{name} must be at least {low:g}{upper}, got {name}={value}.")
+
+
+def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        known = ", ".join(map(repr, choices))
+        raise ValueError(f"{name} must be one of {known}, got {name}={value!r}.")

@@ -1,0 +1,147 @@
+"""What a rendezvous moves, over torch: the anchor, the outer optimizers, and the live model.
+
+Beside the model it holds the anchor and the momentum, one float32 copy each, and the payload of the largest fragment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from diloco.contract import Contract
+from diloco.fragments import Fragment
+from diloco.outer_optimizer import GivenOptimizer, NesterovSGD, OptimizerFactory, OuterOptimizer, Schedule, tensor_of
+from diloco.pseudo_gradient import difference, live_tensors, mix_live, pack, set_live
+from diloco.records import BLOCK_BYTES
+from diloco.snapshot import Array, Arrays
+from diloco.work import Packed, Settled
+
+
+class Training:
+    """The `Work` of a torch model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fragments: Sequence[Fragment],
+        *,
+        rank: int,
+        schedule: Schedule,
+        outer_optimizer: OptimizerFactory | None,
+        settings: Mapping[str, Any],
+        mix: float,
+        carry: bool,
+        last_entry: int | None = None,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        self.model = model
+        self.fragments = tuple(fragments)
+        self.anchors = [torch.empty(fragment.n_elements) for fragment in fragments]
+        self.rank = rank
+        self._settings = settings
+        self._mix = mix
+        self._carry = carry
+        self._last_entry = last_entry
+        self._block_bytes = block_bytes
+        self._payload = torch.zeros(max(fragment.n_elements for fragment in fragments))
+        for fragment, anchor in zip(self.fragments, self.anchors, strict=True):
+            for slot, live in live_tensors(model, fragment):
+                anchor[slot.start : slot.end].copy_(live.reshape(-1))
+        self.outer: list[OuterOptimizer] = [
+            NesterovSGD(fragment, anchor, schedule)
+            if outer_optimizer is None
+            else GivenOptimizer(fragment, anchor, outer_optimizer)
+            for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
+        ]
+
+    def sizes(self) -> list[int]:
+        return [fragment.n_elements * 4 for fragment in self.fragments]
+
+    def contract(self) -> Contract:
+        tensors = {
+            slot.name: [list(slot.shape), slot.dtype, fragment.index]
+            for fragment in self.fragments
+            for slot in fragment.slots
+        }
+        return {"tensors": tensors, **self._settings}
+
+    def arrays(self) -> Arrays:
+        arrays: dict[str, Array] = {f"anchor/{name}": values.numpy() for name, values in self.anchor_views().items()}
+        for outer in self.outer:
+            arrays |= outer.arrays()
+        return arrays
+
+    def capture(self) -> tuple[Arrays, tuple[str, ...]]:
+        state = tuple(outer.fresh_digest() for outer in self.outer)
+        return {name: np.array(values) for name, values in self.arrays().items()}, state
+
+    @torch.no_grad()
+    def load(self, arrays: Arrays) -> None:
+        for name, values in self.anchor_views().items():
+            values.numpy()[...] = arrays[f"anchor/{name}"]
+        for outer in self.outer:
+            outer.load_arrays(arrays)
+
+    def digest(self, fragment: int) -> str:
+        return self.outer[fragment].digest()
+
+    @torch.no_grad()
+    def pack(self, entry: int) -> Packed:
+        fragment, anchor = self._of(entry)
+        who = f"Contribution of rank {self.rank} for round {entry}"
+        payload = self._payload[: fragment.n_elements]
+        return pack(self.model, fragment, anchor, payload, who=who, block_bytes=self._block_bytes)
+
+    @torch.no_grad()
+    def apply(self, entry: int, mean: Sequence[memoryview], settled: Settled) -> None:
+        fragment, anchor = self._of(entry)
+        scratch = self._payload[: fragment.n_elements]
+        ends = self._last_entry is not None and entry > self._last_entry - len(self.fragments)
+        keep = settled is Settled.KEPT and self._carry and not ends  # a planned run ends with one model
+        if keep:
+            difference(self.model, fragment, anchor, scratch)
+        self.replay(entry, mean)
+        if keep:
+            set_live(self.model, fragment, torch.sub(anchor, scratch, out=scratch))
+        elif self._mix:
+            mix_live(self.model, fragment, anchor, self._mix, scratch)
+        else:
+            set_live(self.model, fragment, anchor)
+
+    @torch.no_grad()
+    def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
+        self.outer[entry % len(self.fragments)].step(entry, [tensor_of(piece) for piece in mean])
+
+    @torch.no_grad()
+    def progress(self) -> list[Tensor]:
+        progress = [torch.empty_like(anchor) for anchor in self.anchors]
+        for fragment, anchor, out in zip(self.fragments, self.anchors, progress, strict=True):
+            difference(self.model, fragment, anchor, out)
+        return progress
+
+    @torch.no_grad()
+    def restore(self, progress: list[Tensor] | None, settled: Sequence[Settled | None] = ()) -> None:
+        for index, (fragment, anchor) in enumerate(zip(self.fragments, self.anchors, strict=True)):
+            verdict = settled[index] if settled else None
+            if progress is None or verdict is Settled.DROPPED:
+                set_live(self.model, fragment, anchor)
+            elif verdict is None or (verdict is Settled.KEPT and self._carry):
+                set_live(self.model, fragment, anchor - progress[index])
+            else:
+                set_live(self.model, fragment, anchor - self._mix * progress[index])
+
+    def anchor_views(self) -> dict[str, Tensor]:
+        """Return the anchor by name, as views."""
+        return {
+            slot.name: anchor[slot.start : slot.end].view(slot.shape)
+            for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
+            for slot in fragment.slots
+        }
+
+    def _of(self, entry: int) -> tuple[Fragment, Tensor]:
+        index = entry % len(self.fragments)
+        return self.fragments[index], self.anchors[index]

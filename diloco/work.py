@@ -1,0 +1,83 @@
+"""What a rendezvous moves: the interface between the protocol and the training state.
+
+The rendezvous decides, the work computes. `diloco.training.Training` is the real one, over torch; the simulation in
+the tests has one of a few integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+from diloco.contract import Contract
+from diloco.snapshot import Arrays
+
+
+class Settled(StrEnum):
+    """What became of the local work of a fragment in an entry."""
+
+    COUNTED = "counted"
+    """The seal names this process: what it sent is in the mean."""
+    KEPT = "kept"
+    """The seal does not name this rank: its work goes with its next contribution."""
+    DROPPED = "dropped"
+    """The seal names another copy of this rank: counting this one's work too would count it twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A payload ready to be sent, in memory that stays as it is until the next one is packed."""
+
+    payload: memoryview
+    blocks: tuple[str, ...]
+    norms: tuple[float, ...]
+
+
+class Work(Protocol):
+    """The anchor, the outer optimizer's state and the live work of one replica, by fragment."""
+
+    def sizes(self) -> Sequence[int]:
+        """Return the payload bytes of each fragment."""
+
+    def contract(self) -> Contract:
+        """Return what every replica must have in common."""
+
+    def arrays(self) -> Arrays:
+        """Return the anchor and whatever outer state differs from the initial one."""
+
+    def load(self, arrays: Arrays) -> None:
+        """Replace anchor and outer state (by the initial one where `arrays` has none). Leaves live work alone."""
+
+    def digest(self, fragment: int) -> str:
+        """Digest anchor and outer state of a fragment."""
+
+    def capture(self) -> tuple[Arrays, tuple[str, ...]]:
+        """Return a copy of what `arrays` returns, and the digest of each fragment, made from memory as it is now.
+
+        Raises: TypeError: the outer optimizer's state is more than tensors and JSON.
+        """
+
+    def pack(self, entry: int) -> Packed:
+        """Pack the work of the entry's fragment that no mean contains yet: anchor - live.
+
+        Raises: ContributionError: it is not finite, or a parameter has changed its shape.
+        """
+
+    def apply(self, entry: int, mean: Sequence[memoryview], settled: Settled) -> None:
+        """Step the anchor by a mean, given as consecutive byte ranges, and merge it into the live parameters."""
+
+    def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
+        """Step the anchor by a mean and leave the live parameters alone."""
+
+    def progress(self) -> Any:
+        """Return a copy of all live work, as distances from the anchor."""
+
+    def restore(self, progress: Any, settled: Sequence[Settled | None] = ()) -> None:
+        """Set the live parameters to the anchor less `progress`; None: to the anchor.
+
+        Args:
+            settled: by fragment, what became of that work in the entries which the anchor has jumped over; None: there
+                were none. Merges accordingly, as `apply` does.
+        """

@@ -1,0 +1,52 @@
+"""Launch N ranked replicas on a serverless backend, and follow, collect or cancel them from anywhere.
+
+from executors import launch
+run = launch("local", train, n=4, args={"steps": 200})
+print(run.results())
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from executors.errors import ReplicasError
+from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
+from executors.replica import current_replica
+from executors.store import Store, open_store
+
+if TYPE_CHECKING:
+    from executors.launching import launch
+    from executors.local import LocalProcessExecutor
+    from executors.run import Run, attach, list_runs
+
+__all__ = [
+    "LocalProcessExecutor",
+    "ReplicaHandle",
+    "ReplicaStatus",
+    "ReplicasError",
+    "Run",
+    "ServerlessExecutor",
+    "Store",
+    "attach",
+    "current_replica",
+    "launch",
+    "list_runs",
+    "open_store",
+]
+
+# Loaded when first used, so that a replica's `import executors` costs little.
+_LAZY = {
+    "LocalProcessExecutor": "executors.local",
+    "Run": "executors.run",
+    "attach": "executors.run",
+    "launch": "executors.launching",
+    "list_runs": "executors.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'executors' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -1,0 +1,115 @@
+"""The command `replicas`: launch, look, follow, collect, cancel; nothing that Python code could not call.
+
+Each verb is a function in one of the modules beside; they import what they need when they run, so that
+`replicas --help` stays quick. Exit codes: 0, 1 a replica failed, 2 usage, 124 only timeouts, 130 cancelled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from executors.cli.backends import backends
+from executors.cli.collect import collect
+from executors.cli.doctor import doctor
+from executors.cli.ending import cancel, rm
+from executors.cli.launch import launch
+from executors.cli.looking import logs, ls, status, wait
+from executors.cli.resume import resume
+from executors.errors import ReplicasError
+
+USAGE = 2
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="replicas",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Launch N ranked replicas on a serverless backend, and follow, collect or cancel them from anywhere.",
+    epilog="[bold]First steps[/bold]\n\nreplicas launch --n 4\n\nreplicas launch train.py:main --n 8 --arg steps=500"
+    "\n\nreplicas logs RUN -f    replicas status RUN    replicas collect RUN --out results",
+)
+for verb in (launch, ls, status, logs, wait, collect, cancel, resume, rm, doctor, backends):
+    app.command(epilog=getattr(verb, "epilog", None))(verb)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"replicas {version('serverless-replicas')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> int:
+    """Run the command line, and return its exit code. User mistakes are one line on stderr, never a traceback."""
+    _put_current_directory_first()
+    _show_warnings_as_lines()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a log may hold what this terminal cannot show
+    command: Any = typer.main.get_command(app)
+    try:
+        returned = command.main(prog_name="replicas", standalone_mode=False)
+        sys.stdout.flush()
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except ReplicasError as error:
+        return _fail(error)
+    except OSError as error:  # a closed pipe is nobody's mistake; a full disk under stdout is told
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit complains as well
+        if not isinstance(error, BrokenPipeError):
+            print(f"Error: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # not one of typer's own: a defect of ours, shown whole
+            raise
+        return _fail(error, error.format_message())
+    return returned if isinstance(returned, int) else 0
+
+
+def _fail(error: Exception, message: str | None = None) -> int:
+    text = message if message is not None else str(error)
+    context = getattr(error, "ctx", None)
+    if message is not None and type(error).__name__ == "NoArgsIsHelpError":
+        print(text)  # the help itself
+        return USAGE
+    print(f"Error: {text}", file=sys.stderr)
+    if context is not None:
+        print(f"Try: {context.command_path} --help", file=sys.stderr)
+    if "--json" in sys.argv:
+        print(json.dumps({"error": text, "kind": type(error).__name__}))
+    return USAGE
+
+
+def _put_current_directory_first() -> None:
+    """As `python -m` does, so that `train:main` is found where the user stands."""
+    if not sys.flags.safe_path:
+        with contextlib.suppress(FileNotFoundError):  # the directory was deleted
+            sys.path.insert(0, os.getcwd())
+
+
+def _show_warnings_as_lines() -> None:
+    import warnings
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        if not issubclass(category, (DeprecationWarning, PendingDeprecationWarning)):
+            print(f"Warning: {message}", file=sys.stderr)
+
+    warnings.showwarning = show

@@ -1,0 +1,66 @@
+"""`replicas cancel` and `rm`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from executors.cli.options import RendezvousOption, RunArgument, RunArguments, find_run, refuse
+from executors.cli.output import Output, name_ranks
+from executors.errors import ReplicasError
+from executors.protocol import ReplicaStatus
+
+
+def cancel(
+    run: RunArgument,
+    rank: Annotated[
+        list[int] | None,
+        typer.Option("--rank", "-r", metavar="R", help="Only this rank. Repeatable.", show_default=False),
+    ] = None,
+    rendezvous: RendezvousOption = None,
+) -> int:
+    """Cancel a run, or some of its ranks.
+
+    Returns when they are gone. Nothing happens to what has ended.
+    """
+    output = Output()
+    found = find_run(run, rendezvous)
+    before = found.status()
+    try:
+        if not rank:
+            found.cancel()
+        for one in rank or ():
+            found.cancel(one)
+    except ValueError as error:
+        refuse(error)
+    after = found.status()
+    ended = [
+        new.rank
+        for old, new in zip(before.replicas, after.replicas, strict=True)
+        if new.status is ReplicaStatus.CANCELLED and not old.status.is_terminal
+    ]
+    if ended:
+        output.say(f"Cancelled {found.run_id}: {name_ranks(ended)}. Now {after.counts}.")
+    else:
+        output.say(f"Nothing to cancel in {found.run_id}: {after.counts}.")
+    return 0
+
+
+def rm(runs: RunArguments, rendezvous: RendezvousOption = None) -> int:
+    """Delete runs and all they left: records, logs, artifacts.
+
+    A run that still runs is refused.
+    """
+    output = Output()
+    code = 0
+    for run in runs:
+        try:
+            found = find_run(run, rendezvous)
+            found.remove()
+            output.say(f"Removed {found.run_id} from {found.store.url}")
+        except (ReplicasError, typer.BadParameter) as error:
+            print(f"Error: {error}", file=sys.stderr)
+            code = 2
+    return code

@@ -1,0 +1,120 @@
+"""Where words go: to stdout; or, beside a JSON document, to stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")  # colours and cursor movements
+MAX_CHARACTERS = 300
+WIDE = 10_000  # columns: what is read by another program is never cut
+
+
+class Output:
+    """The output of one verb.
+
+    Args:
+        as_json: stdout carries exactly one JSON document, and everything else goes to stderr.
+    """
+
+    def __init__(self, as_json: bool = False) -> None:
+        self.as_json = as_json
+
+    @cached_property
+    def console(self) -> Console:
+        """A console that takes text as it is: no markup, no emoji, no guessing of colours."""
+        from rich.console import Console
+
+        file = sys.stderr if self.as_json else sys.stdout
+        width = None if file.isatty() else WIDE
+        return Console(file=file, markup=False, emoji=False, highlight=False, width=width)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether somebody watches a terminal that can redraw."""
+        return self.console.file.isatty() and self.console.is_terminal and not self.console.is_dumb_terminal
+
+    def say(self, text: RenderableType = "", style: str | None = None, *, wrap: bool = False) -> None:
+        """Print a line of text, or a table.
+
+        Args:
+            wrap: break long lines between words; else the terminal does, so that they can be copied whole.
+        """
+        if isinstance(text, str) or self.console.file.isatty():
+            self.console.print(text, style=style, soft_wrap=isinstance(text, str) and not wrap)
+            return
+        with self.console.capture() as captured:
+            self.console.print(text, style=style)
+        lines = captured.get().splitlines()  # without the blanks that fill a table's last column
+        print(*(line.rstrip() for line in lines), sep="\n", file=self.console.file)
+
+    def document(self, value: Any) -> None:
+        """Print the JSON document."""
+        print(strict_json(value))
+
+
+def strict_json(value: Any) -> str:
+    """Return JSON that any reader takes."""
+    return json.dumps(_strict(value), indent=1)
+
+
+def _strict(value: Any) -> Any:
+    """Return the value as strict JSON: what is not a number becomes null, as in JavaScript."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    return value
+
+
+def one_line(text: str, max_characters: int = MAX_CHARACTERS) -> str:
+    """Return a text that comes from a replica as one line without control characters, cut when it is long."""
+    plain = "".join(char if char.isprintable() else " " for char in ESCAPES.sub("", text)).strip()
+    return plain if len(plain) <= max_characters else f"{plain[: max_characters - 1]}…"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks briefly: `rank 3`, `ranks 0-2, 5`."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, span)) for span in spans)
+
+
+def name_limit(timeout_s: float | None) -> str:
+    """Say which time limit each replica has."""
+    if timeout_s is None:
+        return "no time limit"
+    return f"time limit {timeout_s:g} s" if timeout_s < 60 else f"time limit {name_duration(timeout_s)}"
+
+
+def name_duration(seconds: float) -> str:
+    """Write a duration for people: `0.8 s`, `42 s`, `3:05`, `2:10:00`."""
+    if seconds < 10:
+        return f"{max(0.0, seconds):.1f} s"
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
+def name_age(seconds: float) -> str:
+    """Say roughly how long ago something was: `12 s`, `5 min`, `3 h`, `2 d`."""
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{max(0, int(seconds))} s"

@@ -1,0 +1,67 @@
+"""`replicas resume`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from executors.cli.launch import watch
+from executors.cli.options import JsonOption, RendezvousOption, RunArgument, find_run, parse_texts, refuse
+from executors.cli.output import Output
+
+
+def resume(
+    run: RunArgument,
+    rank: Annotated[
+        list[int] | None,
+        typer.Option("--rank", "-r", metavar="R", help="Only this rank. Repeatable.", show_default=False),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", metavar="GPU", help="A GPU for each replica. Default: as launched.")
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", metavar="S", help="Seconds each replica may run. Default: as launched."),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--env",
+            "-e",
+            metavar="K=V",
+            help="A variable of the launch; never recorded. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option("--secret", metavar="NAME", help="A secret, by its name. Repeatable.", show_default=False),
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return at once; the run goes on by itself.")] = False,
+    rendezvous: RendezvousOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Start every rank again that ended without succeeding, and watch the run to its end.
+
+    A replica that trains with DiLoCo catches up with the others, or goes on where all stopped.
+    """
+    from executors.cli.following import Interrupts
+    from executors.resuming import resume as bring_back
+
+    output = Output(as_json)
+    found = find_run(run, rendezvous)
+    with Interrupts() as interrupts:
+        try:
+            resumed = bring_back(
+                found,
+                ranks=rank or None,
+                gpu=gpu,
+                timeout=timeout,
+                env=parse_texts("--env", env),
+                secrets=secret or (),
+                detach=detach,
+            )
+        except (ValueError, TypeError) as error:
+            refuse(error)
+        return watch(resumed, output, interrupts, detach=detach)

@@ -1,0 +1,236 @@
+"""From the name of an entrypoint to a function, and the checks before anything is started.
+
+    pkg.mod:f         function f of a module
+    pkg.mod.f         the same; a module named so wins, and its `main` is meant
+    path/file.py:f    function f of a file
+    path/file.py      its `main`
+
+A file is loaded under its stem, never as `__main__`, so the guarded part of a script does not run.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.machinery
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from executors.errors import EntrypointArgumentsError, EntrypointError, EntrypointImportError
+
+
+@dataclass(frozen=True)
+class EntrypointName:
+    """A parsed entrypoint: either a file or a module, and the function in it (None: not said)."""
+
+    text: str
+    file: Path | None
+    module: str
+    function: str | None
+
+
+def parse_entrypoint(text: str) -> EntrypointName:
+    """Take an entrypoint's name apart.
+
+    Raises:
+        EntrypointError: it has none of the four forms.
+    """
+    place, colon, function = text.rpartition(":") if ":" in text else (text, "", "")
+    if place.endswith(".py") or "/" in place:
+        file = Path(place)
+        if file.suffix != ".py" or (colon and not function.isidentifier()):
+            raise EntrypointError(f"Bad entrypoint {text!r}. A file is given as path/file.py or path/file.py:function.")
+        return EntrypointName(text, file, file.stem, function or "main")
+    if not all(part.isidentifier() for part in place.split(".")) or (colon and not function.isidentifier()):
+        raise EntrypointError(
+            f"Bad entrypoint {text!r}. Use pkg.mod:function, pkg.mod.function, path/file.py:function or path/file.py."
+        )
+    return EntrypointName(text, None, place, function or None)
+
+
+def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
+    """Check that an entrypoint exists and takes these arguments, as far as its source tells, running none of it.
+
+    Raises:
+        EntrypointImportError: no such file, module or function.
+        EntrypointArgumentsError: the function cannot be called with these keyword arguments.
+    """
+    name = parse_entrypoint(text)
+    if name.file is not None:
+        source, function = name.file, name.function
+        if not source.is_file():
+            beside = [path.name for path in source.parent.glob("*.py")] if source.parent.is_dir() else []
+            hint = _did_you_mean(source.name, beside) if difflib.get_close_matches(source.name, beside) else ""
+            raise EntrypointImportError(f"Entrypoint {text!r}: there is no file {str(source.absolute())!r}.{hint}")
+    else:
+        spec, function = _find_module(name.module), name.function or "main"
+        if spec is None and name.function is None and "." in name.module:
+            module, _, function = name.module.rpartition(".")
+            spec = _find_module(module)
+        if spec is None:
+            raise EntrypointImportError(
+                f"Entrypoint {text!r}: there is no module {name.module!r} on sys.path. Run the command from the folder "
+                "that holds it, or install it."
+            )
+        if spec.origin is None or not spec.origin.endswith(".py"):
+            return  # built in, or compiled: only loading it would tell
+        source = Path(spec.origin)
+    try:
+        tree = ast.parse(source.read_bytes(), str(source))
+    except SyntaxError as error:
+        raise EntrypointImportError(f"Entrypoint {text!r}: {source}, line {error.lineno}: {error.msg}.") from error
+    assert function is not None
+    _check_definition(tree, function, args, text)
+
+
+def load_entrypoint(text: str) -> Callable[..., Any]:
+    """Import an entrypoint. Runs the user's module, so only replicas and throw-away processes call it.
+
+    Raises:
+        EntrypointImportError: no such file, module or function. What the module itself raises is passed on.
+    """
+    name = parse_entrypoint(text)
+    if name.file is not None:
+        return _attribute(_load_file(name.file.resolve(), text), name.function or "main", text)
+    if name.function is None and "." in name.module and _find_module(name.module) is None:
+        module, _, function = name.module.rpartition(".")
+        return _attribute(_import(module, text), function, text)
+    return _attribute(_import(name.module, text), name.function or "main", text)
+
+
+def check_call(function: Callable[..., Any], args: Mapping[str, Any], what: str) -> None:
+    """Check that a function takes these keyword arguments, without calling it.
+
+    Raises:
+        EntrypointArgumentsError: it does not.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        return  # a builtin without a signature
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        raise EntrypointArgumentsError(
+            f"{what} cannot be called with the arguments {sorted(args)}: {error}. Its signature is {signature}."
+        ) from None
+
+
+def _import(module: str, text: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
+            raise EntrypointImportError(
+                f"Entrypoint {text!r}: {error}. Run the command from the folder that holds it, or install it."
+            ) from None
+        raise
+
+
+def _load_file(path: Path, text: str) -> Any:
+    if not path.is_file():
+        raise EntrypointImportError(f"Entrypoint {text!r}: there is no file {str(path)!r}.")
+    module = sys.modules.get(path.stem)
+    if module is not None:
+        if getattr(module, "__file__", None) and os.path.realpath(str(module.__file__)) == str(path):
+            return module
+        raise EntrypointImportError(
+            f"Entrypoint {text!r} would be loaded as {path.stem!r}, which is another module "
+            f"({getattr(module, '__file__', 'built in')}). Rename the file."
+        )
+    sys.path.insert(0, str(path.parent))  # as for `python path/file.py`: its neighbours can be imported
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        raise
+    return module
+
+
+def _attribute(module: Any, function: str, text: str) -> Callable[..., Any]:
+    found = getattr(module, function, None)
+    if not callable(found):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        what = "is not a function" if hasattr(module, function) else "does not exist"
+        raise EntrypointImportError(
+            f"Entrypoint {text!r}: {function!r} {what} in {module.__name__!r}.{_did_you_mean(function, known)}"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _find_module(dotted: str) -> importlib.machinery.ModuleSpec | None:
+    """Find a module's spec without importing its parent packages, which `importlib.util.find_spec` would."""
+    path: list[str] | None = None
+    spec = None
+    for index, part in enumerate(dotted.split(".")):
+        if index and path is None:
+            return None
+        name = ".".join(dotted.split(".")[: index + 1])
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None and index == 0:
+            spec = importlib.machinery.BuiltinImporter.find_spec(part)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations) if spec.submodule_search_locations is not None else None
+    return spec
+
+
+def _check_definition(tree: ast.Module, function: str, args: Mapping[str, Any], text: str) -> None:
+    if any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
+        return  # a module that makes its attributes up
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            if any(alias.name == "*" for alias in node.names):
+                return  # what it brings, only importing tells
+            names.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+    definition = next((node for node in tree.body if getattr(node, "name", None) == function), None)
+    if function not in names:
+        known = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        raise EntrypointImportError(
+            f"Entrypoint {text!r}: {function!r} does not exist in it.{_did_you_mean(function, known)}"
+        )
+    if isinstance(definition, ast.FunctionDef) and not definition.decorator_list:
+        _check_arguments(definition.args, args, function, text)
+
+
+def _check_arguments(taken: ast.arguments, given: Mapping[str, Any], function: str, text: str) -> None:
+    named = [arg.arg for arg in [*taken.args, *taken.kwonlyargs]]
+    with_default = {arg.arg for arg in taken.args[len(taken.args) - len(taken.defaults) :]} if taken.defaults else set()
+    with_default |= {
+        arg.arg for arg, value in zip(taken.kwonlyargs, taken.kw_defaults, strict=True) if value is not None
+    }
+    unknown = [] if taken.kwarg else [name for name in given if name not in named]
+    missing = [name for name in named if name not in given and name not in with_default]
+    if unknown:
+        raise EntrypointArgumentsError(
+            f"Entrypoint {text!r}: {function}() takes no argument {unknown[0]!r}.{_did_you_mean(unknown[0], named)}"
+        )
+    if missing:
+        raise EntrypointArgumentsError(
+            f"Entrypoint {text!r}: {function}() needs the argument {missing[0]!r}. "
+            f"Give it with --arg {missing[0]}=… or args={{{missing[0]!r}: …}}."
+        )
+
+
+def _did_you_mean(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    if near:
+        return f" Did you mean {near[0]!r}?"
+    return f" Known: {', '.join(sorted(known))}." if known else ""

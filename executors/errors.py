@@ -1,0 +1,135 @@
+"""Every error this package raises on purpose.
+
+    ReplicasError
+    ├── BackendError                 the backend cannot be used
+    │   ├── UnknownBackendError      also LookupError
+    │   ├── MissingDependencyError   also ImportError
+    │   └── LaunchError              the backend refused a replica; .rank
+    ├── EntrypointError              cannot be found, imported or shipped
+    │   ├── EntrypointImportError    also ImportError
+    │   └── EntrypointArgumentsError also TypeError
+    ├── ResultError                  a result that is no JSON value; also TypeError
+    ├── RunExistsError / RunNotFoundError / UnknownHandleError
+    ├── ReplicaError                 a launched replica gave no result; .rank .attempt .outcome
+    │   ├── ReplicaFailedError       its function raised; the message is the remote traceback
+    │   ├── ReplicaLostError         vanished: killed, evicted, preempted
+    │   ├── ReplicaCancelledError
+    │   └── ReplicaTimeoutError      also TimeoutError
+    └── StoreError                   .key .url
+        ├── KeyNotFoundError         also FileNotFoundError
+        ├── CorruptObjectError
+        └── UnsafeStoreError         put_if_absent is not atomic there
+
+Bad values of arguments (`n=0`) raise `ValueError`, wrong types `TypeError`, as everywhere in Python.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from executors.outcome import Outcome
+
+
+class ReplicasError(Exception):
+    """Base of all errors of `executors` and `diloco`."""
+
+    outcome_reason: ClassVar[str] = "exception"
+    """The `reason` of a replica's outcome when its entrypoint ends with this error."""
+
+
+class BackendError(ReplicasError):
+    """The backend cannot be used."""
+
+
+class UnknownBackendError(BackendError, LookupError):
+    """No backend has this name."""
+
+
+class MissingDependencyError(BackendError, ImportError):
+    """A backend or store needs a package that is not installed."""
+
+
+class LaunchError(BackendError):
+    """The backend refused to start a replica; those already started were cancelled."""
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class EntrypointError(ReplicasError):
+    """The entrypoint cannot be found, imported, called with these arguments, or shipped."""
+
+
+class EntrypointImportError(EntrypointError, ImportError):
+    """The entrypoint's module or function cannot be found or imported."""
+
+
+class EntrypointArgumentsError(EntrypointError, TypeError):
+    """The entrypoint does not take these arguments, or they cannot travel."""
+
+
+class ResultError(ReplicasError, TypeError):
+    """What the entrypoint returned is not a JSON value; the message names the path."""
+
+    outcome_reason = "result_not_serializable"
+
+
+class RunExistsError(ReplicasError):
+    """The chosen run id is taken."""
+
+
+class RunNotFoundError(ReplicasError):
+    """No run with this id is known here."""
+
+
+class UnknownHandleError(ReplicasError):
+    """The handle names a replica that was never launched."""
+
+
+class ReplicaError(ReplicasError):
+    """A launched replica gave no result."""
+
+    def __init__(self, message: str, *, rank: int, attempt: int, outcome: Outcome | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.attempt = attempt
+        self.outcome = outcome
+
+
+class ReplicaFailedError(ReplicaError):
+    """The replica's function raised, or ended without a result."""
+
+
+class ReplicaLostError(ReplicaError):
+    """The replica vanished: killed, evicted, preempted."""
+
+
+class ReplicaCancelledError(ReplicaError):
+    """The replica was cancelled."""
+
+
+class ReplicaTimeoutError(ReplicaError, TimeoutError):
+    """The replica ran into its time limit."""
+
+
+class StoreError(ReplicasError):
+    """A store could not do what was asked."""
+
+    def __init__(self, message: str, *, key: str | None = None, url: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+        self.url = url
+
+
+class KeyNotFoundError(StoreError, FileNotFoundError):
+    """No object stands under this key. (`FileNotFoundError`, because the `str` of a `KeyError` is a repr.)"""
+
+
+class CorruptObjectError(StoreError):
+    """An object is there and is not what was written."""
+
+
+class UnsafeStoreError(StoreError):
+    """`put_if_absent` is not atomic in this store, so nothing may be decided there."""

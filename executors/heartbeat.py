@@ -1,0 +1,75 @@
+"""The thread beside an entrypoint: writes the heartbeat, and ends a replica whose supervisor is gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+
+from executors.errors import StoreError
+from executors.process import kill_descendants
+from executors.records import to_bytes
+from executors.replica import Replica, replica_key
+
+LOOK_S = 1.0  # how often new reports are looked for, and so the least time between two heartbeats
+BEAT_S = 10.0  # how often it beats with nothing new
+
+log = logging.getLogger(__name__)
+
+
+class Heartbeat(threading.Thread):
+    """Beats while its replica runs: `heartbeat.json`, the only object of a run that is overwritten."""
+
+    def __init__(self, replica: Replica, *, supervisor_pid: int | None = None, grace_s: float = 5.0) -> None:
+        super().__init__(name="replicas-heartbeat", daemon=True)
+        self._replica = replica
+        self._supervisor_pid = supervisor_pid
+        self._grace_s = grace_s
+        self._key = replica_key(replica.run_id, replica.rank, replica.attempt, "heartbeat.json")
+        self._written: dict[str, float] | None = None
+        self._writing = threading.Lock()
+        self._stopped = threading.Event()
+        self._complained = False
+
+    @property
+    def supervisor_is_gone(self) -> bool:
+        """Whether the process that watched over this one has ended."""
+        # Not by a descriptor: daemon-style libraries close all they find. A process whose parent ends gets another.
+        return self._supervisor_pid is not None and os.getppid() != self._supervisor_pid
+
+    def run(self) -> None:
+        beaten_at = -BEAT_S
+        while not self._stopped.wait(LOOK_S):
+            if self.supervisor_is_gone:
+                self._end_process()
+            now = time.monotonic()
+            if self._replica.reported != self._written or now - beaten_at >= BEAT_S:
+                self.beat()
+                beaten_at = now
+
+    def beat(self) -> None:
+        """Write the heartbeat now. A store that fails is no reason to end the training."""
+        with self._writing:
+            reported = dict(self._replica.reported)
+            try:
+                self._replica.store.put(self._key, to_bytes({"at": time.time(), **reported}))
+            except StoreError as error:
+                if not self._complained:
+                    log.warning("rank %d: no heartbeat: %s", self._replica.rank, error)
+                    self._complained = True
+            self._written = reported
+
+    def stop(self) -> None:
+        """Beat once more if there is something new to say, and end."""
+        self._stopped.set()
+        if self._replica.reported != (self._written or {}):
+            self.beat()
+
+    def _end_process(self) -> None:
+        """Nobody else is left to end this replica: let it clean up, then end it and all it started."""
+        os.kill(os.getpid(), signal.SIGTERM)
+        self._stopped.wait(self._grace_s)
+        kill_descendants(os.getpid())
+        os.kill(os.getpid(), signal.SIGKILL)

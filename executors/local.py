@@ -1,0 +1,336 @@
+"""Replicas as processes on this machine, forked from a clean zygote and watched over by a supervisor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from executors.entrypoint import check_entrypoint
+from executors.errors import (
+    BackendError,
+    EntrypointArgumentsError,
+    EntrypointImportError,
+    LaunchError,
+    UnknownHandleError,
+)
+from executors.local_launch import LocalLaunch, log_file
+from executors.logs import read_from, tail_lines
+from executors.outcome import Outcome, find_outcome, newest_attempt, record_loss, request_cancel
+from executors.process import is_alive, signal_process, this_machine
+from executors.protocol import ReplicaHandle, ReplicaStatus
+from executors.records import exists, find_json
+from executors.replica import replica_key
+from executors.state import local_store, state_dir, state_path
+from executors.store import Store, store_at
+from executors.task import MASK, RunSpec, create_run, new_run_id, split_rank_env
+from executors.waiting import wait_until_terminal
+from executors.zygote_client import zygote
+
+
+class LocalProcessExecutor:
+    """Runs replicas as local processes.
+
+    They inherit the launcher's working directory, `sys.path` and environment as they are at the launch. Runs go on
+    independently of each other; an attached run ends with its launcher, even when that is killed.
+
+    Args:
+        preload: modules that every replica finds imported already, because they are imported once, in the process
+            that all are forked from. `()` for work without torch.
+        max_parallel: how many replicas run at the same time; the others wait as `pending`. None: all.
+        term_grace_s: seconds between SIGTERM, which runs a replica's `finally`, and SIGKILL.
+        gpus: the GPUs to share out when `gpu=` is asked for, as in `CUDA_VISIBLE_DEVICES`. None: those of this machine.
+    """
+
+    backend_name = "local"
+    supports_inter_replica_network = True
+
+    def __init__(
+        self,
+        *,
+        preload: Sequence[str] = ("torch", "torch._dynamo"),
+        max_parallel: int | None = None,
+        term_grace_s: float = 5.0,
+        gpus: Sequence[str] | None = None,
+    ) -> None:
+        if max_parallel is not None and max_parallel < 1:
+            raise ValueError(f"max_parallel must be at least 1, got max_parallel={max_parallel}.")
+        if term_grace_s < 0:
+            raise ValueError(f"term_grace_s must be at least 0, got term_grace_s={term_grace_s}.")
+        self.preload = tuple(preload)
+        self.max_parallel = max_parallel
+        self.term_grace_s = term_grace_s
+        self.gpus = None if gpus is None else tuple(gpus)
+
+    def __repr__(self) -> str:
+        return f"LocalProcessExecutor(preload={self.preload}, max_parallel={self.max_parallel})"
+
+    def check_launch(
+        self,
+        n_replicas: int,
+        entrypoint: str | Callable[..., Any],
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: float | None = 3600,
+    ) -> None:
+        """Refuse what cannot work, before anything is written or started.
+
+        An entrypoint given by name is imported and its arguments are bound in a throw-away process.
+
+        Raises:
+            ValueError: `n_replicas`, `gpu` or `timeout` has a bad value.
+            BackendError: not this platform, or too few GPUs.
+            EntrypointError: the entrypoint cannot be found, imported, or called with these arguments.
+        """
+        if sys.platform != "linux":
+            raise BackendError(f"The local backend needs Linux; this is {sys.platform}.")
+        if n_replicas < 1:
+            raise ValueError(f"n must be at least 1, got n={n_replicas}.")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout must be more than 0 seconds, got timeout={timeout}.")
+        self._gpu_slots(gpu, n_replicas)
+        zygote(self.preload).start()  # its imports go on while the launch is checked and written
+        if not isinstance(entrypoint, str):
+            return
+        args, _ = split_rank_env(entrypoint_args)
+        check_entrypoint(entrypoint, args)
+        answer = zygote(self.preload).request(
+            {"do": "check", "entrypoint": entrypoint, "args": dict.fromkeys(args), **_surroundings()}
+        )
+        if answer and "kind" not in answer:
+            raise BackendError(f"Backend 'local' cannot fork replicas: {answer['error']}.")
+        if answer.get("kind") == "arguments":
+            raise EntrypointArgumentsError(answer["error"])
+        if answer.get("error"):
+            raise EntrypointImportError(answer["error"])
+
+    def launch_replicas(
+        self,
+        n_replicas: int,
+        entrypoint: str | Callable[..., Any],
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: float | None = 3600,
+        run: RunSpec | None = None,
+    ) -> list[ReplicaHandle]:
+        """Start the replicas and return their handles in rank order; see `ServerlessExecutor.launch_replicas`.
+
+        Args:
+            timeout: seconds; None for no limit.
+            run: the run these replicas belong to, written already. None: a new one in the default store, attached.
+
+        Raises:
+            LaunchError: a replica could not be started; those before it were ended.
+        """
+        if run is None:
+            self.check_launch(n_replicas, entrypoint, entrypoint_args, gpu=gpu, timeout=timeout)
+            run = create_run(
+                local_store(), new_run_id(), entrypoint, entrypoint_args, n_replicas, backend=self.backend_name
+            )
+        launch = self._local_launch(run, gpu, timeout, state_dir())
+        try:
+            answer = zygote(self.preload).request({"do": "launch", "launch": launch.to_json()})
+        except BaseException:  # it may have begun, and nobody would know of it
+            for rank in run.ranks:
+                request_cancel(store_at(run.store_url), run.run_id, rank, run.attempt, "the launch was interrupted")
+            raise
+        if "error" in answer:
+            rank = answer["rank"]
+            who = "the replicas" if rank is None else f"replica {rank} of {run.world_size}"
+            raise LaunchError(
+                f"Backend 'local' could not start {who}: {answer['error']}. Those already started were ended.",
+                rank=rank,
+            )
+        return [ReplicaHandle.from_json(text) for text in answer["handles"]]
+
+    def describe_launch(self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = 3600) -> dict[str, Any]:
+        """Return what `launch_replicas` would tell the run's supervisor, with the environment's values masked."""
+        request = self._local_launch(run, gpu, timeout, state_path()).to_json()
+        request["environ"] = dict.fromkeys(request["environ"], MASK)
+        request["spec"]["env"] = dict.fromkeys(request["spec"]["env"], MASK)
+        return {"preload": list(self.preload), **request}
+
+    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
+        """Return the replica's status. The first to find a replica and its supervisor gone writes it off as lost.
+
+        Raises:
+            UnknownHandleError: no such replica was ever launched.
+        """
+        found = _find(handle)
+        outcome = found.outcome()
+        if outcome is not None:
+            return outcome.status
+        started = find_json(found.store, found.key("started.json"))
+        if _is_gone(found.metadata, started):
+            # Looked at again after its end: the supervisor's last act may have been to write the outcome.
+            return (found.outcome() or found.write_off()).status
+        return ReplicaStatus.PENDING if started is None else ReplicaStatus.RUNNING
+
+    def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
+        """Return the last lines of the replica's output, at most 4 MiB; from another machine, what its outcome kept."""
+        found = _find(handle)
+        if found.log_file.is_file():
+            return tail_lines(found.log_file, n_lines)[0].decode(errors="replace")
+        outcome = found.outcome()
+        return "".join(outcome.output_tail.splitlines(keepends=True)[-n_lines:]) if outcome else ""
+
+    def read_logs(self, handle: ReplicaHandle, *, offset: int | None = None, n_lines: int = 200) -> tuple[bytes, int]:
+        """Return output, and the offset behind it: from byte `offset` on, or the last `n_lines` when it is None.
+
+        At most 4 MiB a call. What following a log needs.
+        """
+        path = _find(handle).log_file
+        return tail_lines(path, n_lines) if offset is None else read_from(path, offset)
+
+    def cancel(self, handle: ReplicaHandle) -> None:
+        """End a replica and everything it started: SIGTERM, `term_grace_s`, SIGKILL. Returns when it is gone."""
+        found = _find(handle)
+        if found.outcome() is not None:
+            return
+        request_cancel(found.store, found.run_id, found.rank, found.attempt)
+        if found.metadata["machine"] == this_machine():
+            import signal
+
+            signal_process(found.metadata["supervisor_pid"], found.metadata["supervisor_started"], signal.SIGUSR1)
+            wait_until_terminal(self.poll, [handle], timeout_s=found.metadata["term_grace_s"] + 10.0)
+
+    def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """Wait for the replicas' outcomes, at most `timeout` seconds, and return them in the order of `handles`."""
+        wait_until_terminal(self.poll, handles, timeout)
+        return [self._row(handle) for handle in handles]
+
+    def _row(self, handle: ReplicaHandle) -> dict[str, Any]:
+        status = self.poll(handle)
+        found = _find(handle)
+        return (found.outcome() or Outcome(found.rank, found.attempt, status)).to_row()
+
+    def _local_launch(self, run: RunSpec, gpu: str | None, timeout: float | None, state: Path) -> LocalLaunch:
+        return LocalLaunch(
+            spec=run,
+            state_dir=str(state),
+            timeout_s=timeout,
+            max_parallel=self.max_parallel,
+            term_grace_s=self.term_grace_s,
+            gpu_slots=self._gpu_slots(gpu, len(run.ranks)),
+            **_surroundings(),
+        )
+
+    def _gpu_slots(self, gpu: str | None, n_replicas: int) -> list[str] | None:
+        """Share the GPUs out: `CUDA_VISIBLE_DEVICES` of each place that a replica can run in."""
+        if gpu is None:
+            return None
+        each = _gpus_each(gpu)
+        available = _gpus_of_this_machine() if self.gpus is None else list(self.gpus)
+        if not available:
+            _warn_once(f"gpu={gpu!r}: this machine has no GPU; the replicas run on the CPU.")
+            return None
+        places = min(self.max_parallel or n_replicas, n_replicas)
+        if places * each > len(available):
+            raise BackendError(
+                f"{places} replicas with {each} GPU each need {places * each} GPUs, this machine has {len(available)}. "
+                f"Launch fewer, or give max_parallel={max(1, len(available) // each)}."
+            )
+        return [",".join(available[place * each : (place + 1) * each]) for place in range(places)]
+
+
+def _surroundings() -> dict[str, Any]:
+    """What a replica inherits of its launcher: as it is now, not as it was when the zygote started."""
+    return {
+        "cwd": os.getcwd(),
+        "sys_path": [os.path.abspath(path) for path in sys.path],
+        "environ": dict(os.environ),
+    }
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The newest attempt of the replica that a handle names."""
+
+    store: Store
+    run_id: str
+    rank: int
+    attempt: int
+    metadata: Mapping[str, Any]
+    """Of the newest handle: its supervisor is the one that watches."""
+
+    @property
+    def log_file(self) -> Path:
+        return log_file(Path(self.metadata["state_dir"]), self.run_id, self.rank, self.metadata["attempt"])
+
+    def key(self, name: str) -> str:
+        return replica_key(self.run_id, self.rank, self.attempt, name)
+
+    def outcome(self) -> Outcome | None:
+        return find_outcome(self.store, self.run_id, self.rank, self.attempt)
+
+    def write_off(self) -> Outcome:
+        record = find_json(self.store, f"{self.run_id}/run.json") or {}
+        world_size = record.get("world_size", self.rank + 1)
+        return record_loss(self.store, self.run_id, self.rank, self.attempt, world_size, "its supervisor is gone")
+
+
+def _find(handle: ReplicaHandle) -> _Found:
+    """Find a replica's newest attempt: the handle's, or a later one that was launched or claimed since."""
+    metadata = handle.metadata
+    try:
+        url, run_id, launched = (metadata[name] for name in ("store_url", "run_id", "attempt"))
+    except KeyError as error:
+        raise UnknownHandleError(
+            f"No replica: the handle of rank {handle.rank} was not made by the local backend; it has no {error}."
+        ) from None
+    store = store_at(url)
+    if not exists(store, replica_key(run_id, handle.rank, launched, "handle.json")):
+        raise UnknownHandleError(f"No replica with run_id={run_id!r}, rank {handle.rank} at {url}.")
+    newest = newest_attempt(store, run_id, handle.rank, launched)
+    for attempt in range(newest, launched, -1):
+        if record := find_json(store, replica_key(run_id, handle.rank, attempt, "handle.json")):
+            metadata = record["metadata"]
+            break
+    return _Found(store, run_id, handle.rank, newest, metadata)
+
+
+def _is_gone(metadata: Mapping[str, Any], started: Mapping[str, Any] | None) -> bool:
+    """Whether nobody is left who could write the outcome, as far as this machine can tell."""
+    here, there = this_machine(), metadata["machine"]
+    if here != there:
+        host, boot, _ = here.split(" ")
+        return bool(there.split(" ")[0] == host and there.split(" ")[1] != boot)  # this host was restarted since
+    if is_alive(metadata["supervisor_pid"], metadata["supervisor_started"]):
+        return False
+    return started is None or not is_alive(started["pid"], started["pid_started"])
+
+
+def _gpus_each(gpu: str) -> int:
+    name, _, count = gpu.partition(":")
+    if not name or (count and not (count.isdigit() and int(count) > 0)):
+        raise ValueError(f"gpu is a name and perhaps a count, as in 'H100' or 'H100:2', got {gpu!r}.")
+    return int(count or 1)
+
+
+def _gpus_of_this_machine() -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [device for device in visible.split(",") if device.strip() not in ("", "-1")]
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return listed.stdout.split()
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=4)

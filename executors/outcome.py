@@ -1,0 +1,155 @@
+"""What a replica leaves behind: one write-once `outcome.json` per attempt, which decides its status.
+
+Normally the worker writes it. When a process ends without one, whoever learns it first does. Whoever comes later
+finds the key taken, so an outcome never changes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
+
+from executors.errors import CorruptObjectError, StoreError
+from executors.protocol import ReplicaStatus
+from executors.records import exists, find_json, to_bytes
+from executors.replica import replica_key
+from executors.store import Store
+
+Reason = Literal[
+    "exception",  # the entrypoint raised
+    "timeout",  # ran into the time limit of its launch
+    "signal",  # ended by a signal nobody of us sent
+    "oom",  # the kernel killed it for want of memory
+    "lost",  # vanished with whoever watched it
+    "preempted",  # the backend took the machine back
+    "fenced",  # a newer attempt of this rank took over; neutral
+    "no_result",  # the process ended by itself before the entrypoint returned
+    "result_not_serializable",  # it returned something that is no JSON value
+    "cancelled",
+    "start_failed",  # the backend could not start it
+]
+REASONS: tuple[str, ...] = get_args(Reason)
+BY_USER = "cancelled by the user"
+OUTPUT_TAIL_BYTES = 64 * 1024
+OUTCOME_RETRY_S = 10.0  # a full disk or a store's hiccup must not cost the result
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one attempt of one rank ended."""
+
+    rank: int
+    attempt: int
+    status: ReplicaStatus
+    reason: Reason | None = None
+    exit_code: int | None = None
+    """The exit status; minus the signal's number when a signal ended the process."""
+    signal: str | None = None
+    error: str | None = None
+    """A traceback, or a sentence that says what happened."""
+    error_line: str | None = None
+    """The line that begins the exception, of an error that is a traceback."""
+    result: Any = None
+    host: str = ""
+    pid: int | None = None
+    started_at: float | None = None
+    finished_at: float = 0.0
+    """Seconds since the epoch, by the clock of whoever recorded the outcome."""
+    output_tail: str = ""
+
+    @property
+    def headline(self) -> str:
+        """What went wrong, in one line."""
+        return self.error_line or (self.error or "").strip().rpartition("\n")[2]
+
+    def to_row(self) -> dict[str, Any]:
+        """Return what `collect` tells of this replica."""
+        return {
+            "rank": self.rank,
+            "status": self.status,
+            "exit_code": self.exit_code,
+            "error": self.error,
+            "result": self.result,
+            "reason": self.reason,
+        }
+
+
+def newest_attempt(store: Store, run_id: str, rank: int, at_least: int = 0) -> int:
+    """Return the number of the rank's newest attempt that was launched or claimed, or `at_least` when none is newer.
+
+    Attempts are dense: launched ones have a handle, a second copy of a launched one has a claim alone.
+    """
+    attempt = at_least
+    while any(exists(store, replica_key(run_id, rank, attempt + 1, name)) for name in ("started.json", "handle.json")):
+        attempt += 1
+    return attempt
+
+
+def find_outcome(store: Store, run_id: str, rank: int, attempt: int) -> Outcome | None:
+    """Read the outcome of one attempt; None while it has none."""
+    key = replica_key(run_id, rank, attempt, "outcome.json")
+    record = find_json(store, key)
+    if record is None:
+        return None
+    try:
+        return Outcome(**{**record, "status": ReplicaStatus(record["status"])})
+    except (TypeError, ValueError, KeyError) as error:
+        raise CorruptObjectError(f"{key!r} in {store.url} is no outcome: {error}", key=key, url=store.url) from None
+
+
+def record_outcome(store: Store, run_id: str, outcome: Outcome) -> Outcome:
+    """Write the outcome unless one stands, and return the one that stands.
+
+    What ends after its cancel marker was written is `cancelled`, however it ended.
+    """
+    marker = find_json(store, replica_key(run_id, outcome.rank, outcome.attempt, "cancel.json"))
+    if marker is not None:
+        error = outcome.error or f"Replica {outcome.rank} was ended: {marker.get('why', 'cancelled')}."
+        outcome = replace(outcome, status=ReplicaStatus.CANCELLED, reason="cancelled", result=None, error=error)
+    outcome = replace(
+        outcome, host=outcome.host or socket.gethostname(), finished_at=outcome.finished_at or time.time()
+    )
+    store.put_if_absent(replica_key(run_id, outcome.rank, outcome.attempt, "outcome.json"), to_bytes(asdict(outcome)))
+    standing = find_outcome(store, run_id, outcome.rank, outcome.attempt)
+    return standing if standing is not None else outcome
+
+
+def request_cancel(store: Store, run_id: str, rank: int, attempt: int, why: str = BY_USER) -> None:
+    """Leave the cancel marker of an attempt, so that whatever ends it now is a cancellation. Idempotent."""
+    marker = {"by": f"{socket.gethostname()}:{os.getpid()}", "why": why, "at": time.time()}
+    store.put_if_absent(replica_key(run_id, rank, attempt, "cancel.json"), to_bytes(marker))
+
+
+def insist_on_outcome(store: Store, run_id: str, outcome: Outcome, limit_s: float = OUTCOME_RETRY_S) -> Outcome:
+    """Write the outcome as `record_outcome` does, trying again while the store fails, `limit_s` seconds at most.
+
+    Raises:
+        StoreError: what the store said last.
+    """
+    try:
+        return record_outcome(store, run_id, outcome)
+    except StoreError:
+        import tenacity  # 30 ms, on the way of every replica otherwise
+
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(StoreError),
+        wait=tenacity.wait_random_exponential(multiplier=0.1, max=1),
+        stop=tenacity.stop_after_delay(limit_s),
+        reraise=True,
+    )
+    return retrying(record_outcome, store, run_id, outcome)
+
+
+def record_loss(store: Store, run_id: str, rank: int, attempt: int, world_size: int, who_says: str) -> Outcome:
+    """Write the outcome of a replica that vanished without one.
+
+    Args:
+        who_says: as in "its supervisor is gone" or "Modal reports it gone".
+    """
+    beat = find_json(store, replica_key(run_id, rank, attempt, "heartbeat.json"))
+    age = f" Its last heartbeat was {time.time() - beat['at']:.0f} s ago." if beat else " It never sent a heartbeat."
+    error = f"Replica {rank} of {world_size} (attempt {attempt}) was lost: {who_says} and it left no outcome.{age}"
+    return record_outcome(store, run_id, Outcome(rank, attempt, ReplicaStatus.FAILED, "lost", error=error))

@@ -1,0 +1,139 @@
+"""Processes on this machine, seen through /proc: who is who, who descends from whom, and ending them all."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import time
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@cache
+def this_machine() -> str:
+    """Name this boot and process namespace: where a pid means what it means here."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:  # sandboxes with a /proc of their own making
+        boot = space = "unknown"
+    return f"{socket.gethostname()} {boot} {space}"
+
+
+def start_time(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since the boot; None when there is none, or only its zombie."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in ("Z", "X") else int(fields[19])
+
+
+def is_alive(pid: int, started: int) -> bool:
+    """Tell whether the process that had this pid and start time still runs. Pids are used again; the pair is not."""
+    return start_time(pid) == started
+
+
+def become_subreaper() -> None:
+    """Make orphaned descendants children of this process instead of init's."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that forked it ends."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    """List a process's children, zombies too; -1 stands for "unknown" where the kernel does not tell."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return [-1]
+
+
+def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
+    """List the living processes below `root`, without those in `spare` and what is below them."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (fields := _stat(int(name))) is not None and fields[0] not in ("Z", "X"):
+            children.setdefault(int(fields[1]), []).append(int(name))
+    found: list[int] = []
+    pending = [root]
+    while pending:
+        for pid in children.get(pending.pop(), ()):
+            if pid not in spare:
+                found.append(pid)
+                pending.append(pid)
+    return found
+
+
+def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 5.0) -> list[int]:
+    """Kill everything below `root`, again until nothing is left: a killed parent's children only move up to us.
+
+    Returns: what still lives after `limit_s`, as a process stuck in the kernel does.
+    """
+    deadline = time.monotonic() + limit_s
+    pause_s = 0.0005
+    while left := descendants(root, spare):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, 0.05)
+    return []
+
+
+def signal_process(pid: int, started: int, number: signal.Signals) -> bool:
+    """Send a signal to exactly that process; False if it is gone."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        if not is_alive(pid, started):
+            return False
+        signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def oom_kills() -> int:
+    """Count the processes this machine's kernel has killed for want of memory, 0 when it does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Return the fields of /proc/<pid>/stat from the state on; the name before it may hold anything."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].decode().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def flush_c_streams() -> None:
+    """Flush what C code printed: `os._exit` does not."""
+    _libc.fflush(None)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))

@@ -1,0 +1,148 @@
+"""What a replica knows of itself: the environment contract, its keys, `report()` and `save_artifact()`.
+
+Every backend gives a replica the same five variables; inside one, `current_replica()` returns them typed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from executors.errors import KeyNotFoundError, ReplicasError
+from executors.records import read_json
+from executors.store import Store, store_at
+
+RANK = "REPLICA_RANK"
+WORLD_SIZE = "REPLICA_WORLD_SIZE"
+RUN_ID = "REPLICA_RUN_ID"
+ATTEMPT = "REPLICA_ATTEMPT"
+RENDEZVOUS = "REPLICA_RENDEZVOUS"
+
+CONTRACT = (RANK, WORLD_SIZE, RUN_ID, ATTEMPT, RENDEZVOUS)
+
+# A replica is not a member of a torch process group: a leftover of these would make libraries think it is.
+TORCH_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def replica_key(run_id: str, rank: int, attempt: int, name: str) -> str:
+    """Name an object of one attempt of one rank: `<run>/replicas/0003/0/<name>`."""
+    return f"{run_id}/replicas/{rank:04d}/{attempt}/{name}"
+
+
+@dataclass
+class Replica:
+    """One replica, seen from inside."""
+
+    rank: int
+    world_size: int
+    run_id: str
+    attempt: int
+    rendezvous: str
+    """The store's url; the run's keys start with `run_id`."""
+    reported: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What `report` was given so far; the worker's heartbeat carries it."""
+    claimed_nonce: str | None = field(default=None, repr=False)
+
+    @cached_property
+    def store(self) -> Store:
+        """The run's store, opened once."""
+        return store_at(self.rendezvous)
+
+    @cached_property
+    def nonce(self) -> str:
+        """The nonce of this attempt's claim, which tells this process from any other copy of the rank."""
+        if self.claimed_nonce is not None:
+            return self.claimed_nonce
+        key = replica_key(self.run_id, self.rank, self.attempt, "started.json")
+        try:
+            return str(read_json(self.store, key)["nonce"])
+        except KeyNotFoundError:
+            raise ReplicasError(
+                f"Rank {self.rank} of run {self.run_id!r} has no claim {key!r}: no replicas worker started it."
+            ) from None
+
+    def report(self, *, step: int | None = None, loss: float | None = None, **numbers: float) -> None:
+        """Show progress: merged into the heartbeat, at most once a second, and so into the live table and `status`.
+
+        Costs a dictionary update, so it may be called at every step. Call it in the process that runs the entrypoint.
+
+        Raises:
+            TypeError: a value is not a number.
+        """
+        named = {"step": step, "loss": loss, **numbers}
+        for name, value in named.items():
+            if value is not None:
+                self.reported[name] = _number(name, value)
+
+    def save_artifact(self, name: str, path: str | Path) -> None:
+        """Keep a file, or a folder of files, with the run: `replicas collect` and `Run.artifacts` bring it back.
+
+        Args:
+            name: what it is called there; may contain `/`.
+            path: the file or folder to copy.
+
+        Raises:
+            FileNotFoundError: there is nothing at `path`.
+        """
+        source = Path(path)
+        if source.is_dir():
+            for file in sorted(entry for entry in source.rglob("*") if entry.is_file()):
+                self.save_artifact(f"{name}/{file.relative_to(source).as_posix()}", file)
+            return
+        from executors.store.file import read_file
+
+        self.store.put(replica_key(self.run_id, self.rank, self.attempt, f"artifacts/{name}"), read_file(source))
+
+
+_lock = threading.Lock()
+_current: Replica | None = None
+
+
+def current_replica() -> Replica:
+    """Return this process's replica.
+
+    Raises:
+        ReplicasError: this process was not started by `replicas`.
+    """
+    global _current
+    with _lock:
+        if _current is None:
+            _current = replica_from(os.environ)
+        return _current
+
+
+def set_current_replica(replica: Replica | None) -> None:
+    """Make this process's replica known; the worker's business."""
+    global _current
+    with _lock:
+        _current = replica
+
+
+def replica_from(environ: Mapping[str, str]) -> Replica:
+    """Read the environment contract, as a helper process started by a replica does."""
+    missing = [name for name in CONTRACT if name not in environ]
+    if missing:
+        raise ReplicasError(
+            f"This process is not a replica: {', '.join(missing)} is not set. Start it with "
+            "executors.launch(...) or the command `replicas launch`."
+        )
+    return Replica(
+        rank=int(environ[RANK]),
+        world_size=int(environ[WORLD_SIZE]),
+        run_id=environ[RUN_ID],
+        attempt=int(environ[ATTEMPT]),
+        rendezvous=environ[RENDEZVOUS],
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    item = getattr(value, "item", None)  # a one-element numpy or torch scalar
+    plain = item() if callable(item) else value
+    if isinstance(plain, bool) or not isinstance(plain, (int, float)):
+        raise TypeError(f"report() takes numbers, got {name}={value!r}.")
+    return plain

@@ -1,0 +1,389 @@
+"""Runs: `attach()` finds one again from any process, `list_runs()` all of them, and a `Run` follows it.
+
+Everything here is written once, over the five verbs of any executor and the keys of any store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, overload
+
+from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, StoreError
+from executors.following import follow_logs
+from executors.outcome import (
+    REASONS,
+    Outcome,
+    find_outcome,
+    newest_attempt,
+    record_loss,
+    record_outcome,
+    request_cancel,
+)
+from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
+from executors.records import exists, find_json
+from executors.registry import get_executor
+from executors.replica import replica_key
+from executors.root_cause import raise_root_cause
+from executors.state import forget, known_run_ids, locate
+from executors.status import ReplicaState, RunStatus
+from executors.store import Store, store_at
+from executors.store.opening import address_of, directory_of, split_address
+from executors.task import check_run_id
+from executors.waiting import as_status, wait_until_terminal
+
+MAX_THREADS = 16
+
+
+def attach(run: str, *, rendezvous: str | Path | None = None) -> Run:
+    """Find a run again, from any process.
+
+    Args:
+        run: the id of a run that this machine knows, or `<rendezvous url>/<run id>`.
+        rendezvous: the url of its store, when `run` is an id.
+
+    Raises:
+        RunNotFoundError: there is no such run.
+    """
+    url: str | None
+    if rendezvous is None and ("://" in run or "/" in run):
+        url, run_id = split_address(run)
+    else:
+        run_id = run
+        url = str(rendezvous) if rendezvous is not None else locate(check_run_id(run))
+    if url is None:
+        import difflib
+
+        near = difflib.get_close_matches(run_id, known_run_ids(), n=1)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        raise RunNotFoundError(
+            f"No run {run_id!r} is known on this machine. {hint}For a run that was launched elsewhere give its "
+            f"address, as in 's3://BUCKET/PREFIX/{run_id}'."
+        )
+    store = _existing_store(url)
+    if not exists(store, f"{check_run_id(run_id)}/run.json"):
+        raise RunNotFoundError(f"No run {run_id!r} at {store.url}.")
+    return Run(store, run_id)
+
+
+def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
+    """List the runs that this machine knows of, or all in a store; oldest first."""
+    if rendezvous is not None:
+        store = _existing_store(rendezvous)
+        keys = (entry.key.split("/") for entry in store.list(""))
+        runs = [Run(store, key[0]) for key in keys if len(key) == 2 and key[1] == "run.json"]
+    else:
+        runs = []
+        for run_id in known_run_ids():
+            with contextlib.suppress(
+                RunNotFoundError, StoreError, ValueError
+            ):  # removed by another machine, or unreachable
+                runs.append(attach(run_id))
+    return sorted(runs, key=_created_at)
+
+
+def _created_at(run: Run) -> float:
+    try:
+        return float(run.record["created_at"])
+    except (CorruptObjectError, KeyError, TypeError, ValueError):
+        return 0.0  # a power cut left a record that cannot be read
+
+
+def _existing_store(url: str | Path) -> Store:
+    """Open a store to look into it: a directory that is not there is not made."""
+    directory = directory_of(url)
+    if directory is not None and not directory.is_dir():
+        raise RunNotFoundError(f"No runs at {directory.absolute()}: there is no such directory.")
+    return store_at(url)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A file that a replica kept with `save_artifact`."""
+
+    rank: int
+    name: str
+    size_bytes: int
+    store: Store
+    key: str
+
+    def read(self) -> memoryview:
+        """Return its content."""
+        return self.store.get(self.key)
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file, making the folders it needs."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(self.read())
+
+
+class Run:
+    """One run: follow it, read its logs, cancel it, collect its results.
+
+    A context manager: leaving it cancels what still runs.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        *,
+        executor: ServerlessExecutor | None = None,
+        handles: Sequence[Any] | None = None,
+    ) -> None:
+        self.store = store
+        self.run_id = run_id
+        self._executor = executor
+        self._handles = handles
+        self._outcomes: dict[int, Outcome] = {}
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """What `run.json` says: who, what, when, backend, options."""
+        record = find_json(self.store, f"{self.run_id}/run.json")
+        if record is None:
+            raise RunNotFoundError(f"No run {self.run_id!r} at {self.store.url}.")
+        return dict(record)
+
+    @property
+    def url(self) -> str:
+        """The run's address: `attach(url)` finds it from any machine that reaches its store."""
+        return address_of(self.store.url, self.run_id)
+
+    @property
+    def backend(self) -> str:
+        """The backend's name."""
+        return str(self.record["backend"])
+
+    @property
+    def world_size(self) -> int:
+        """How many replicas were launched."""
+        return int(self.record["world_size"])
+
+    @property
+    def executor(self) -> ServerlessExecutor:
+        """The executor; for an attached run a default-constructed one."""
+        if self._executor is None:
+            self._executor = get_executor(str(self.record.get("executor") or self.backend))
+        return self._executor
+
+    @property
+    def handles(self) -> list[Any]:
+        """The replicas' handles in rank order; None for one that left no handle that this process can read."""
+        if self._handles is None:
+            self._handles = [self._read_handle(rank) for rank in range(self.world_size)]
+        return list(self._handles)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.run_id!r}: {self.world_size} replicas on {self.backend!r}, {self.store.url}>"
+
+    def _repr_html_(self) -> str:
+        return self.status().to_html()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until every replica has ended; False if `timeout` seconds were over first.
+
+        Ctrl-C leaves the run alone.
+        """
+        return wait_until_terminal(self._poll, range(self.world_size), timeout)
+
+    def results(self) -> list[Any]:
+        """Wait, and return what each replica's entrypoint returned, in rank order.
+
+        Raises:
+            ReplicaError: a replica gave no result. It tells of the earliest failure, with the remote traceback as its
+                message; the other failures are its notes.
+        """
+        self.wait()
+        outcomes = self.outcomes()
+        raise_root_cause(outcomes)
+        return [outcome.result for outcome in outcomes]
+
+    def outcomes(self) -> list[Outcome]:
+        """Return how each replica ended, in rank order, without waiting; those that have not are pending or running."""
+        statuses = [self._poll(rank) for rank in range(self.world_size)]
+        if all(status.is_terminal for status in statuses):
+            self._collect_missing()
+        return [
+            self._outcomes.get(rank) or Outcome(rank, self.newest_attempt(rank), status)
+            for rank, status in enumerate(statuses)
+        ]
+
+    def status(self) -> RunStatus:
+        """Return the state of every replica: status, and what it reported last."""
+        return RunStatus(self.run_id, self.backend, [self._state(rank) for rank in range(self.world_size)])
+
+    @overload
+    def logs(self, rank: int | Sequence[int] | None = None, tail: int = 200, follow: Literal[False] = False) -> str: ...
+    @overload
+    def logs(
+        self, rank: int | Sequence[int] | None = None, tail: int = 200, *, follow: Literal[True]
+    ) -> Iterator[str]: ...
+    def logs(
+        self, rank: int | Sequence[int] | None = None, tail: int = 200, follow: bool = False
+    ) -> str | Iterator[str]:
+        """Return the last lines of one replica's output, or of several or all, each line then led by `[rank]`.
+
+        Args:
+            rank: one, some, or None: all.
+            tail: how many lines of each replica.
+            follow: return an iterator over these and all later lines instead, which ends with the run.
+        """
+        is_one = isinstance(rank, int)
+        chosen = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
+        ranks = [self._check_rank(r) for r in chosen]
+        if follow:
+            return follow_logs(self.executor, self._poll, {r: self.handles[r] for r in ranks}, tail, prefix=not is_one)
+        texts = self._in_parallel(lambda r: self._tail(r, tail), ranks)
+        if is_one:
+            return str(texts[0])
+        return "".join(
+            f"[{r}] {line}\n" for r, text in zip(ranks, texts, strict=True) for line in text.split("\n") if line
+        )
+
+    def artifacts(self, rank: int) -> list[Artifact]:
+        """List the files that a replica kept with `save_artifact`."""
+        prefix = replica_key(self.run_id, self._check_rank(rank), self.newest_attempt(rank), "artifacts/")
+        return [
+            Artifact(rank, entry.key.removeprefix(prefix), entry.size_bytes, self.store, entry.key)
+            for entry in self.store.list(prefix)
+        ]
+
+    def ask_to_end(self) -> None:
+        """Leave the cancel marker of every replica that has not ended, and return: `cancel` also sees to their end."""
+        for rank in range(self.world_size):
+            if not self._poll(rank).is_terminal:
+                request_cancel(self.store, self.run_id, rank, self.newest_attempt(rank))
+
+    def cancel(self, rank: int | None = None) -> None:
+        """Cancel one replica, or all that still run; returns when they are gone. Nothing changes for the others."""
+        ranks = range(self.world_size) if rank is None else [self._check_rank(rank)]
+        alive = [r for r in ranks if not self._poll(r).is_terminal]
+        for handle in (self.handles[r] for r in alive):
+            if handle is None:
+                raise RunNotFoundError(
+                    f"Run {self.run_id!r}: backend {self.backend!r} left no handle that another process can read. "
+                    "Cancel it in the process that launched it."
+                )
+        self._in_parallel(lambda r: self.executor.cancel(self.handles[r]), alive)
+
+    def remove(self) -> None:
+        """Delete everything the run left, here and in its store.
+
+        Raises:
+            RunExistsError: a replica still runs.
+        """
+        is_over = True
+        with contextlib.suppress(CorruptObjectError):  # what cannot be read can be removed
+            is_over = self.status().is_terminal
+        if not is_over:
+            raise RunExistsError(f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`.")
+        for entry in list(self.store.list(f"{self.run_id}/")):
+            self.store.delete(entry.key)
+        forget(self.run_id)
+
+    # How one replica fares
+
+    def _poll(self, rank: int) -> ReplicaStatus:
+        """Ask the executor, unless the replica is known to have ended."""
+        if rank in self._outcomes:
+            return self._outcomes[rank].status
+        handle = self.handles[rank]
+        told = None if handle is None else as_status(self.executor.poll(handle))
+        # After the poll: an outcome is written before its process ends.
+        outcome = find_outcome(self.store, self.run_id, rank, self.newest_attempt(rank))
+        if outcome is None and told in (ReplicaStatus.FAILED, ReplicaStatus.CANCELLED):
+            outcome = self._record_for(rank, told)
+        if outcome is not None:
+            self._outcomes[rank] = outcome
+            return outcome.status
+        if told is not None:
+            return told
+        started = exists(self.store, replica_key(self.run_id, rank, self.newest_attempt(rank), "started.json"))
+        return ReplicaStatus.RUNNING if started else ReplicaStatus.PENDING
+
+    def _record_for(self, rank: int, told: ReplicaStatus) -> Outcome:
+        """Write the outcome that a stranger's replica could not: its peers need to know that it is gone."""
+        (row,) = self.executor.collect([self.handles[rank]], timeout=0)
+        if told is not ReplicaStatus.CANCELLED and row.get("reason") not in REASONS:
+            who_says = f"{self.backend} reports it {told}"
+            return record_loss(self.store, self.run_id, rank, self.newest_attempt(rank), self.world_size, who_says)
+        return record_outcome(self.store, self.run_id, self._outcome_of_row(rank, {**row, "status": told}))
+
+    def _outcome_of_row(self, rank: int, row: Mapping[str, Any]) -> Outcome:
+        status = as_status(row.get("status"))
+        reason: Any = row.get("reason") if status is not ReplicaStatus.CANCELLED else "cancelled"
+        return Outcome(
+            rank,
+            self.newest_attempt(rank),
+            status,
+            reason,
+            row.get("exit_code"),
+            error=row.get("error"),
+            result=row.get("result"),
+        )
+
+    def _collect_missing(self) -> None:
+        """Take from `collect` what the store does not have: replicas that succeeded without reaching the store."""
+        missing = [rank for rank in range(self.world_size) if rank not in self._outcomes]
+        if not missing:
+            return
+        for rank, row in zip(missing, self.executor.collect([self.handles[r] for r in missing]), strict=True):
+            if as_status(row.get("status")).is_terminal:
+                self._outcomes[rank] = self._outcome_of_row(rank, row)
+
+    def _state(self, rank: int) -> ReplicaState:
+        status = self._poll(rank)
+        attempt = self.newest_attempt(rank)
+        beat = find_json(self.store, replica_key(self.run_id, rank, attempt, "heartbeat.json")) or {}
+        at = beat.pop("at", None)
+        age_s = None if at is None else max(0.0, time.time() - at)
+        return ReplicaState(rank, attempt, status, self._outcomes.get(rank), age_s, beat)
+
+    def newest_attempt(self, rank: int) -> int:
+        """Return the number of a rank's newest attempt: 0 until it was resumed, or its process started twice."""
+        return newest_attempt(self.store, self.run_id, rank)
+
+    def _read_handle(self, rank: int) -> ReplicaHandle | None:
+        """Read the handle of the newest attempt that has one."""
+        for attempt in range(self.newest_attempt(rank), -1, -1):
+            record = find_json(self.store, replica_key(self.run_id, rank, attempt, "handle.json"))
+            if record is not None:
+                handle = ReplicaHandle(**record)
+                here = {"store_url": self.store.url} if "store_url" in handle.metadata else {}
+                return replace(handle, metadata={**handle.metadata, **here})  # the store may have moved since
+        return None
+
+    def _tail(self, rank: int, n_lines: int) -> str:
+        handle = self.handles[rank]
+        text = "" if handle is None else self.executor.stream_logs(handle, n_lines=n_lines)
+        if text or not self._poll(rank).is_terminal:
+            return text
+        outcome = self._outcomes.get(rank)  # the backend has nothing: what the replica itself left
+        kept = (outcome.output_tail or outcome.error or "") if outcome else ""
+        return "".join(kept.splitlines(keepends=True)[-n_lines:])
+
+    def _check_rank(self, rank: int) -> int:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"Run {self.run_id!r} has the ranks 0 to {self.world_size - 1}, got rank={rank}.")
+        return rank
+
+    def _in_parallel(self, act: Callable[[int], Any], ranks: Sequence[int]) -> list[Any]:
+        if len(ranks) <= 1:
+            return [act(rank) for rank in ranks]
+        with ThreadPoolExecutor(min(MAX_THREADS, len(ranks))) as pool:
+            return list(pool.map(act, ranks))

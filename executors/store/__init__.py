@@ -1,0 +1,11 @@
+"""Where replicas meet: a flat map from keys to write-once bytes, behind five verbs.
+
+`protocol.py` says what a store promises, `file.py` and `memory.py` keep those promises, and
+`executors.testing.StoreContract` proves it for any of them, yours included.
+"""
+
+from executors.store.memory import MemoryStore
+from executors.store.opening import open_store, store_at
+from executors.store.protocol import Buffer, Data, Entry, Store, check_key
+
+__all__ = ["Buffer", "Data", "Entry", "MemoryStore", "Store", "check_key", "open_store", "store_at"]

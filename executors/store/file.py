@@ -1,0 +1,285 @@
+"""A directory as a store: one file per object, found under its key.
+
+Objects are written to an anonymous file (`O_TMPFILE`, or a hidden one where the file system has none) and get
+their name only when they are whole: by `link`, which fails if the name is taken, or by `rename`, which replaces
+it. So nothing half-written is ever visible, a killed writer leaves nothing, and creation is exclusive across
+processes and, on a network file system with working `link`, across machines.
+
+Nothing is fsynced: an object survives its writer, not a power cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import mmap
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from executors.errors import KeyNotFoundError, StoreError, UnsafeStoreError
+from executors.store.protocol import Data, Entry, buffers_of, check_key, check_range
+
+UNFINISHED = ".unfinished~"  # the one reserved name at the top: files that have no key yet
+MAP_FROM_BYTES = 128 * 1024  # below this, copying is cheaper than the page faults of a mapping
+WRITEV_MAX_BUFFERS = 1024  # IOV_MAX
+WRITEV_MAX_BYTES = 1 << 30  # Linux transfers at most 0x7ffff000 bytes a call
+
+T = TypeVar("T")
+
+
+class FileStore:
+    """The store that `open_store("file:///…")` opens.
+
+    Raises:
+        UnsafeStoreError: `link` does not create exclusively on this file system.
+        StoreError: the directory cannot be created.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self._url = self.root.as_uri()
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._fail(error, None, "create this directory for")
+        self._probe()
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def put_if_absent(self, key: str, data: Data) -> bool:
+        path = self._path(key)
+        if path.is_file():
+            return False  # spares writing what cannot win
+        try:
+            with _unfinished_file(self.root, data) as source:
+                return _link(source, path)
+        except OSError as error:
+            self._fail(error, key, "create")
+
+    def put(self, key: str, data: Data) -> None:
+        path = self._path(key)
+        try:
+            with _unfinished_file(self.root, data) as source:
+                staged = source if source.parent.name == UNFINISHED else _hidden_name(self.root)
+                if staged is not source:
+                    _link(source, staged)
+                try:
+                    _with_parents(path, lambda: os.replace(staged, path))
+                except OSError:
+                    staged.unlink(missing_ok=True)
+                    raise
+        except OSError as error:
+            self._fail(error, key, "write")
+
+    def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+        path = self._path(key)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            raise KeyNotFoundError(f"No object {key!r} in {self.url}.", key=key, url=self.url) from None
+        except OSError as error:
+            self._fail(error, key, "read")
+        try:
+            status = os.fstat(descriptor)
+            # The size is checked first: touching a mapping behind the end of its file is a SIGBUS.
+            end = check_range(key, self.url, status.st_size, start, size) if stat.S_ISREG(status.st_mode) else -1
+            if end >= 0:
+                return _read(descriptor, start, end)
+        except OSError as error:
+            self._fail(error, key, "read")
+        finally:
+            os.close(descriptor)
+        raise KeyNotFoundError(f"No object {key!r} in {self.url}: it is a folder of keys.", key=key, url=self.url)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        folder, _, start_of_name = prefix.rpartition("/")
+        segments = folder.split("/") if "/" in prefix else []
+        if any(segment in ("", ".", "..") for segment in segments) or segments[:1] == [UNFINISHED]:
+            return iter(())  # no key starts so
+        return self._walk(self.root / folder, f"{folder}/" if folder else "", start_of_name)
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        try:
+            path.unlink()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return
+        except OSError as error:
+            self._fail(error, key, "delete")
+        with contextlib.suppress(OSError):  # until a folder is in use
+            for parent in itertools.takewhile(lambda folder: folder != self.root, path.parents):
+                parent.rmdir()
+
+    def _path(self, key: str) -> Path:
+        check_key(key, self.url)
+        if key.split("/", 1)[0] == UNFINISHED:
+            raise ValueError(f"Bad key {key!r} for {self.url}: the name {UNFINISHED!r} is reserved.")
+        return self.root / key
+
+    def _walk(self, folder: Path, folder_key: str, start_of_name: str) -> Iterator[Entry]:
+        try:
+            with os.scandir(folder) as found:
+                # A folder sorts as its keys do, with the slash.
+                rows = sorted(
+                    (entry.name + ("/" if entry.is_dir(follow_symlinks=False) else ""), entry)
+                    for entry in found
+                    if entry.name.startswith(start_of_name) and not (not folder_key and entry.name == UNFINISHED)
+                )
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            self._fail(error, folder_key, "list")
+        for name, entry in rows:
+            if name.endswith("/"):
+                yield from self._walk(Path(entry.path), folder_key + name, "")
+                continue
+            with contextlib.suppress(FileNotFoundError):  # deleted while we list
+                found_as = entry.stat(follow_symlinks=False)
+                yield Entry(folder_key + name, found_as.st_size, found_as.st_mtime)
+
+    def _probe(self) -> None:
+        """Create the same name twice: the second must fail."""
+        name = _hidden_name(self.root)
+        try:
+            with _unfinished_file(self.root, b"") as source:
+                exclusive = _link(source, name) and not _link(source, name)
+        except PermissionError as error:
+            if error.errno == errno.EACCES:
+                return  # ours to read only; a write will say so
+            exclusive = False  # EPERM: a file system without hard links
+        except OSError as error:
+            if error.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+                return  # can be read all the same; a write will say so
+            if error.errno not in (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL):
+                self._fail(error, None, "use")
+            exclusive = False
+        finally:
+            with contextlib.suppress(OSError):
+                name.unlink()
+                name.parent.rmdir()  # unless somebody else is writing
+        if not exclusive:
+            raise UnsafeStoreError(
+                f"{self.root} is on a {_file_system_of(self.root)} file system, where a file cannot be created "
+                "exclusively by link(2), so replicas there could not agree on anything. Use a directory on "
+                "another file system, or an object store.",
+                url=self.url,
+            )
+
+    def _fail(self, error: OSError, key: str | None, verb: str) -> NoReturn:
+        what = f"{key!r} in {self.url}" if key is not None else self.url
+        hint = ""
+        if error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY):
+            hint = " A directory store cannot hold both a key and keys below it."
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = " Nothing was written; free some space and try again."
+        raise StoreError(f"Cannot {verb} {what}: {error.strerror}.{hint}", key=key, url=self.url) from error
+
+
+def read_file(path: Path) -> memoryview:
+    """Read a file outside any store the way `FileStore.get` does: mapped when it is large."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _read(descriptor, 0, os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _unfinished_file(root: Path, data: Data) -> Iterator[Path]:
+    """Write the data to a file without a name, and give a path that can be linked while the context is open."""
+    hidden = None
+    try:
+        descriptor = os.open(root, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        source = Path(f"/proc/self/fd/{descriptor}")
+    except (AttributeError, OSError) as error:  # macOS, or a file system without O_TMPFILE
+        unsupported = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+        if isinstance(error, OSError) and error.errno not in unsupported:
+            raise
+        source = hidden = _hidden_name(root)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        descriptor = _with_parents(hidden, lambda: os.open(source, flags, 0o666))
+    try:
+        _write(descriptor, data)
+        yield source
+    finally:
+        os.close(descriptor)
+        if hidden is not None:
+            hidden.unlink(missing_ok=True)
+
+
+def _hidden_name(root: Path) -> Path:
+    return root / UNFINISHED / secrets.token_hex(12)
+
+
+def _link(source: Path, path: Path) -> bool:
+    """Give a file its name; False if the name is taken."""
+    try:
+        # A directory descriptor makes Python call linkat(AT_SYMLINK_FOLLOW); link(2) would not follow /proc/self/fd/N.
+        # The source is absolute, so the descriptor itself is never looked at.
+        _with_parents(path, lambda: os.link(source, path, src_dir_fd=0, follow_symlinks=True))
+    except FileExistsError:
+        if path.is_dir():
+            raise
+        return False
+    return True
+
+
+def _with_parents(path: Path, act: Callable[[], T]) -> T:
+    """Do something that needs the path's folders; make them when missing, again when a `delete` just pruned them."""
+    for _ in range(100):
+        with contextlib.suppress(FileNotFoundError):
+            return act()
+        with contextlib.suppress(FileNotFoundError, FileExistsError):  # mkdir races with the pruning, too
+            path.parent.mkdir(parents=True, exist_ok=True)
+    return act()
+
+
+def _write(descriptor: int, data: Data) -> None:
+    """Write all buffers. Never through a mapping: a full disk is an error here and a SIGBUS there."""
+    pending = [
+        buffer[at : at + WRITEV_MAX_BYTES]
+        for buffer in buffers_of(data)
+        for at in range(0, len(buffer), WRITEV_MAX_BYTES)
+    ]
+    while pending:
+        written = os.writev(descriptor, pending[:WRITEV_MAX_BUFFERS])
+        while pending and written >= len(pending[0]):
+            written -= len(pending.pop(0))
+        if written:
+            pending[0] = pending[0][written:]
+
+
+def _read(descriptor: int, start: int, end: int) -> memoryview:
+    if end - start < MAP_FROM_BYTES:
+        data = os.pread(descriptor, end - start, start) if end > start or start == 0 else b""
+        return memoryview(data)
+    aligned = start - start % mmap.ALLOCATIONGRANULARITY
+    mapped = mmap.mmap(
+        descriptor,
+        end - aligned,
+        flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0),
+        prot=mmap.PROT_READ,
+        offset=aligned,
+    )
+    return memoryview(mapped)[start - aligned :]
+
+
+def _file_system_of(path: Path) -> str:
+    """Name the type of the file system that holds `path`, as in /proc/mounts."""
+    best, name = "", "unknown"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/mounts").read_bytes().splitlines():
+            _, mount_point, kind, *_ = line.split()
+            unescaped = re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), mount_point)  # space is \040
+            mount = os.fsdecode(unescaped)
+            if len(mount) > len(best) and path.is_relative_to(mount):
+                best, name = mount, kind.decode()
+    return name

@@ -1,0 +1,122 @@
+"""The `Store` protocol: what a rendezvous needs of a bucket or a directory, and nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from executors.errors import StoreError
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Data: TypeAlias = Buffer | Sequence[Buffer]
+
+MAX_KEY_BYTES = 1024  # S3's limit for a whole key
+MAX_SEGMENT_BYTES = 255  # NAME_MAX of every common file system
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One object in a listing."""
+
+    key: str
+    size_bytes: int
+    modified_at: float
+    """Seconds since the epoch by the store's clock; for people only, nothing is decided by it."""
+
+
+@runtime_checkable
+class Store(Protocol):
+    """A flat map from keys to bytes.
+
+    Keys are relative paths of one or more segments joined by `/`; `check_key` says which are refused.
+    Objects appear whole or not at all, at every reader, and a key that was written can be read at once by
+    its writer. Every error is a `StoreError` that names key and url. All methods are safe to call from
+    several threads.
+    """
+
+    @property
+    def url(self) -> str:
+        """The address that `open_store` opens this store with. Never holds credentials."""
+
+    def put_if_absent(self, key: str, data: Data) -> bool:
+        """Create an object unless the key is taken, atomically.
+
+        Returns: True if this call created it, False if something stood there already (and stands still).
+        Of any number of concurrent calls for one key exactly one gets True.
+        """
+
+    def put(self, key: str, data: Data) -> None:
+        """Write an object, replacing what stood there. A sequence of buffers is written joined, not copied."""
+
+    def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+        """Return an object, or `size` bytes of it from `start` on, read-only.
+
+        The bytes stay what they are when the object is replaced or deleted later; where the store can, they
+        are mapped rather than copied.
+
+        Raises:
+            KeyNotFoundError: nothing stands there.
+            StoreError: the object ends before `start + size`.
+        """
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        """List every object whose key starts with exactly `prefix`, sorted by key (code point order).
+
+        Unfinished writes never show. May be stale: nothing but tidying up may depend on it.
+        """
+
+    def delete(self, key: str) -> None:
+        """Remove an object; a missing one is no error."""
+
+
+def check_key(key: str, url: str) -> None:
+    """Refuse keys that could escape the store or mean different things to different stores.
+
+    Raises:
+        ValueError: empty, absolute, too long, with an empty, `.` or `..` segment, or with a NUL or lone surrogate.
+    """
+    problem = None
+    segments = key.split("/")
+    try:
+        encoded = key.encode()
+    except UnicodeEncodeError:
+        problem = "it is not valid Unicode"
+    else:
+        if not key:
+            problem = "it is empty"
+        elif "\0" in key:
+            problem = "it contains a NUL character"
+        elif any(segment in ("", ".", "..") for segment in segments):
+            problem = "it has an empty, '.' or '..' segment"
+        elif len(encoded) > MAX_KEY_BYTES:
+            problem = f"it has {len(encoded)} bytes, more than {MAX_KEY_BYTES}"
+        elif max(len(segment.encode()) for segment in segments) > MAX_SEGMENT_BYTES:
+            problem = f"one of its segments has more than {MAX_SEGMENT_BYTES} bytes"
+    if problem:
+        raise ValueError(f"Bad key {key!r} for {url}: {problem}. Use a relative path such as 'runs/a/1'.")
+
+
+def buffers_of(data: Data) -> list[memoryview]:
+    """View the data as a list of flat byte buffers, without copying."""
+    parts: Iterable[Buffer] = (data,) if isinstance(data, (bytes, bytearray, memoryview)) else data
+    return [memoryview(part).cast("B") for part in parts if len(part)]
+
+
+def check_range(key: str, url: str, object_bytes: int, start: int, size: int | None) -> int:
+    """Return the end of a byte range of an object that has `object_bytes` bytes.
+
+    Raises:
+        ValueError: `start` or `size` is negative.
+        StoreError: the range ends after the object.
+    """
+    if start < 0 or (size is not None and size < 0):
+        raise ValueError(f"A byte range needs start and size of at least 0, got start={start}, size={size}.")
+    end = object_bytes if size is None else start + size
+    if max(start, end) > object_bytes:
+        raise StoreError(
+            f"Object {key!r} in {url} has {object_bytes} bytes; bytes {start} to {end} were asked for.",
+            key=key,
+            url=url,
+        )
+    return end

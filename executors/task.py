@@ -1,0 +1,284 @@
+"""A task: an entrypoint and its arguments, as they are stored with a run and read back by its replicas.
+
+    <run>/run.json            who, what, when, backend; environment and secrets by name only
+    <run>/task/task.json      the entrypoint, its arguments, the sha256 of the pickle
+    <run>/task/callable.pkl   a function and its arguments, by cloudpickle
+
+`REPLICA_TASK_DIGEST`, the sha256 of task.json, reaches a replica with its launch and not through the store, so what
+is unpickled is what was launched.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import json
+import os
+import platform
+import re
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from executors.entrypoint import check_call, load_entrypoint
+from executors.errors import EntrypointArgumentsError, EntrypointError, RunExistsError, StoreError
+from executors.records import to_bytes
+from executors.store import Store
+from executors.words import random_words
+
+RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+MASK = "***"  # shown instead of a value of the environment
+PYTHON = "{}.{}".format(*sys.version_info)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What an executor of ours needs to know of the run its replicas belong to. JSON; never stored."""
+
+    run_id: str
+    store_url: str
+    task_digest: str
+    world_size: int
+    ranks: tuple[int, ...]
+    attempt: int = 0
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Additional environment of the replicas: reaches them and is never recorded."""
+    secret_names: tuple[str, ...] = ()
+    detach: bool = False
+
+
+@dataclass(frozen=True)
+class StoredTask:
+    """A task as it was read from the store: nothing of the user's was imported or unpickled yet."""
+
+    store: Store
+    run_id: str
+    record: Mapping[str, Any]
+
+    @property
+    def seed(self) -> int | None:
+        """What the replicas' generators are seeded from; None: the run id."""
+        return self.record["seed"]  # type: ignore[no-any-return]
+
+    @property
+    def rank_env(self) -> str | None:
+        """The name of one more environment variable for the rank."""
+        return self.record["rank_env"]  # type: ignore[no-any-return]
+
+    def load(self) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+        """Import or unpickle the entrypoint, and return it with its arguments.
+
+        Raises:
+            StoreError: the pickle is not what was launched.
+            EntrypointError: the entrypoint cannot be loaded here. What the user's module raises is passed on.
+        """
+        if self.record["entrypoint"] is not None:
+            return load_entrypoint(self.record["entrypoint"]), self.record["args"]
+        if self.record["python"] != PYTHON:
+            raise EntrypointError(
+                f"The callable was pickled by Python {self.record['python']}, this replica runs {PYTHON}. "
+                "Use the same version, or an importable entrypoint."
+            )
+        key = f"{self.run_id}/task/callable.pkl"
+        pickled = self.store.get(key)
+        _check_digest(pickled, self.record["callable_sha256"], key, self.store)
+        import cloudpickle
+
+        function, args = cloudpickle.loads(pickled)
+        return function, args
+
+
+@dataclass(frozen=True)
+class NewRun:
+    """A run that is not written yet: its objects, and what its executor will be told."""
+
+    spec: RunSpec
+    record: dict[str, Any]
+    task: bytes
+    callable_pickle: bytes | None
+
+
+def new_run_id() -> str:
+    """Make a run id that people can tell apart: two words and four hex digits."""
+    return f"{random_words()}-{secrets.token_hex(2)}"
+
+
+def check_run_id(run_id: str) -> str:
+    """Return the run id.
+
+    Raises:
+        ValueError: it cannot be a name everywhere (paths, labels, buckets).
+    """
+    if not RUN_ID.fullmatch(run_id):
+        raise ValueError(
+            f"Bad run id {run_id!r}: use 1 to 40 lower-case letters, digits and hyphens, not a hyphen first, "
+            "as in 'my-run-1'."
+        )
+    return run_id
+
+
+def split_rank_env(args: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """Take `rank_env`, the name of one more variable for the rank, out of the arguments."""
+    rest = dict(args)
+    for name in rest:
+        if not isinstance(name, str):
+            raise TypeError(f"Arguments are named by strings, got {name!r}.")
+    rank_env = rest.pop("rank_env", None)
+    if rank_env is not None and (not isinstance(rank_env, str) or not rank_env.isidentifier()):
+        raise ValueError(f"rank_env names an environment variable, got {rank_env!r}.")
+    return rest, rank_env
+
+
+def pack_task(
+    entrypoint: str | Callable[..., Any], args: Mapping[str, Any], seed: int | None = None
+) -> tuple[bytes, bytes | None]:
+    """Turn an entrypoint and its arguments into (task.json, callable.pkl or None), and check that they can travel.
+
+    Raises:
+        EntrypointArgumentsError: an argument is no JSON value (string entrypoint), or the callable does not take them.
+        EntrypointError: the callable cannot be pickled.
+    """
+    kwargs, rank_env = split_rank_env(args)
+    record: dict[str, Any] = {"python": PYTHON, "rank_env": rank_env, "seed": seed}
+    if isinstance(entrypoint, str):
+        try:
+            json.dumps(kwargs)
+        except (TypeError, ValueError) as error:
+            raise EntrypointArgumentsError(
+                f"The arguments of {entrypoint!r} travel as JSON: {error}. Pass JSON values, or a callable."
+            ) from None
+        return to_bytes({**record, "entrypoint": entrypoint, "args": kwargs}), None
+    check_call(entrypoint, kwargs, describe(entrypoint))
+    import cloudpickle
+
+    try:
+        pickled: bytes = cloudpickle.dumps((entrypoint, kwargs))
+    except Exception as error:
+        raise EntrypointError(
+            f"{describe(entrypoint)} and its arguments cannot be pickled: {error}. Create such objects inside the "
+            "function, or give an importable entrypoint such as 'train.py:main'."
+        ) from error
+    digest = hashlib.sha256(pickled).hexdigest()
+    return to_bytes({**record, "entrypoint": None, "name": describe(entrypoint), "callable_sha256": digest}), pickled
+
+
+def plan_run(
+    store_url: str,
+    run_id: str,
+    entrypoint: str | Callable[..., Any],
+    args: Mapping[str, Any],
+    world_size: int,
+    *,
+    backend: str,
+    env: Mapping[str, str] | None = None,
+    secret_names: Sequence[str] = (),
+    seed: int | None = None,
+    detach: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> NewRun:
+    """Compose a new run and its task, writing nothing.
+
+    Args:
+        options: what else `run.json` tells: gpu, timeout_s, the executor's class.
+
+    Raises:
+        EntrypointError: the task cannot travel.
+    """
+    check_run_id(run_id)
+    task, pickled = pack_task(entrypoint, args, seed)
+    record = {
+        "run_id": run_id,
+        "backend": backend,
+        "world_size": world_size,
+        "entrypoint": describe(entrypoint),
+        "created_at": time.time(),
+        "created_by": f"{_user()}@{socket.gethostname()}",
+        "launcher_pid": os.getpid(),
+        "cwd": os.getcwd(),
+        "python": platform.python_version(),
+        "detach": detach,
+        "seed": seed,
+        "env": sorted(env or {}),
+        "secrets": sorted(secret_names),
+        **(options or {}),
+    }
+    spec = RunSpec(
+        run_id=run_id,
+        store_url=store_url,
+        task_digest=hashlib.sha256(task).hexdigest(),
+        world_size=world_size,
+        ranks=tuple(range(world_size)),
+        env=dict(env or {}),
+        secret_names=tuple(secret_names),
+        detach=detach,
+    )
+    return NewRun(spec, record, task, pickled)
+
+
+def create_run(
+    store: Store,
+    run_id: str,
+    entrypoint: str | Callable[..., Any],
+    args: Mapping[str, Any],
+    world_size: int,
+    **more: Any,
+) -> RunSpec:
+    """Write a new run and its task into the store. Takes what `plan_run` takes.
+
+    Raises:
+        RunExistsError: the id is taken; nothing was changed.
+        EntrypointError: the task cannot travel; nothing was written.
+    """
+    new = plan_run(store.url, run_id, entrypoint, args, world_size, **more)
+    if not store.put_if_absent(f"{run_id}/run.json", to_bytes(new.record)):
+        raise RunExistsError(
+            f"Run {run_id!r} exists at {store.url}. Look at it with executors.attach({run_id!r}) or "
+            f"`replicas status {run_id}`, or choose another run id."
+        )
+    if new.callable_pickle is not None:
+        store.put(f"{run_id}/task/callable.pkl", new.callable_pickle)
+    store.put(f"{run_id}/task/task.json", new.task)
+    return new.spec
+
+
+def read_task(store: Store, run_id: str, digest: str | None = None) -> StoredTask:
+    """Read a run's task, checking that it is the one that was launched.
+
+    Args:
+        digest: the sha256 of task.json that came with the launch; None where a launch cannot carry one.
+
+    Raises:
+        StoreError: what the store holds is not what was launched.
+    """
+    key = f"{run_id}/task/task.json"
+    data = store.get(key)
+    _check_digest(data, digest, key, store)
+    return StoredTask(store, run_id, json.loads(bytes(data)))
+
+
+def describe(entrypoint: str | Callable[..., Any]) -> str:
+    """Name an entrypoint for people."""
+    if isinstance(entrypoint, str):
+        return entrypoint
+    name = getattr(entrypoint, "__qualname__", None) or repr(entrypoint)
+    return f"{getattr(entrypoint, '__module__', '?')}.{name}"
+
+
+def _check_digest(data: memoryview, digest: str | None, key: str, store: Store) -> None:
+    if digest is not None and hashlib.sha256(data).hexdigest() != digest:
+        raise StoreError(
+            f"{key!r} in {store.url} is not what was launched: its sha256 differs from the launch's {digest}.",
+            key=key,
+            url=store.url,
+        )
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())

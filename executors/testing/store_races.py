@@ -1,0 +1,206 @@
+"""What a `Store` keeps when many use it at once: threads, processes, and writers that are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from executors.errors import KeyNotFoundError
+from executors.store import Store
+from executors.testing import store_process
+from executors.testing.processes import Helper, heard, python_process, tell
+from executors.testing.waiting import eventually
+
+N_KEYS = 100
+MIB = 1 << 20
+
+
+class StoreRaces:
+    """The part of `StoreContract` that needs company."""
+
+    in_process: ClassVar[bool] = False
+    opener: ClassVar[str] = "executors.store:open_store"
+    """`module:function` with which another process opens the store's url."""
+    n_threads: ClassVar[int] = 16
+    n_processes: ClassVar[int] = 8
+    n_times: ClassVar[int] = 1000
+    """How often each thread creates and deletes; fewer where every call is a request."""
+
+    @pytest.fixture
+    def others(self, store: Store) -> Callable[..., contextlib.AbstractContextManager[Helper]]:
+        """Start another process at this store."""
+        if self.in_process:
+            pytest.skip("this store lives in one process")
+
+        def start(*role: str) -> contextlib.AbstractContextManager[Helper]:
+            return python_process(Path(store_process.__file__), self.opener, store.url, *role)
+
+        return start
+
+    def test_of_many_threads_exactly_one_creates_a_key(self, store: Store) -> None:
+        barrier = threading.Barrier(self.n_threads)
+
+        def race(name: int) -> list[int]:
+            won = []
+            for index in range(N_KEYS):
+                barrier.wait()
+                if store.put_if_absent(f"race/{index}", str(name).encode()):
+                    won.append(index)
+            return won
+
+        with ThreadPoolExecutor(self.n_threads) as pool:
+            wins = list(pool.map(race, range(self.n_threads)))
+        _check_winners(store, "race/", {str(name): won for name, won in enumerate(wins)})
+
+    def test_of_many_processes_exactly_one_creates_a_key(
+        self, store: Store, others: Callable[..., contextlib.AbstractContextManager[Helper]]
+    ) -> None:
+        with contextlib.ExitStack() as stack:
+            racers = {
+                f"process-{n}": stack.enter_context(others("race", f"process-{n}", "race/", str(N_KEYS)))
+                for n in range(self.n_processes)
+            }
+            for racer in racers.values():
+                assert heard(racer) == "ready"
+            for racer in racers.values():
+                tell(racer, "go")
+            _check_winners(store, "race/", {name: heard(racer) for name, racer in racers.items()})
+
+    def test_readers_never_see_part_of_a_replaced_object(self, store: Store) -> None:
+        store.put("model", bytes(2 * MIB))
+        stop = threading.Event()
+
+        def replace() -> None:
+            filling = 0
+            while not stop.is_set():
+                filling = (filling + 1) % 251
+                store.put("model", [bytes([filling]) * MIB] * 2)
+
+        with ThreadPoolExecutor(4) as pool:
+            writers = [pool.submit(replace) for _ in range(2)]
+            try:
+                readers = [pool.submit(_read_whole_objects, store, "model", 2 * MIB, 100) for _ in range(2)]
+                seen = [reader.result() for reader in readers]
+            finally:
+                stop.set()
+            for writer in writers:
+                writer.result()
+        assert all(seen)
+
+    def test_readers_never_see_part_of_what_another_process_replaces(
+        self, store: Store, others: Callable[..., contextlib.AbstractContextManager[Helper]]
+    ) -> None:
+        store.put("model", bytes(4 * MIB))
+        with others("replace", "model", "4") as writer:
+            assert heard(writer) == "ready"
+            assert heard(writer) == "replaced"
+            fillings = _read_whole_objects(store, "model", 4 * MIB, 200)
+        assert len(fillings) > 1, "the writer stood still"
+
+    def test_a_created_object_appears_whole(
+        self, store: Store, others: Callable[..., contextlib.AbstractContextManager[Helper]]
+    ) -> None:
+        with others("create", "shard/", "8") as writer:
+            assert heard(writer) == "ready"
+            for number in range(12):
+                find = functools.partial(_find, store, f"shard/{number}")
+                assert eventually(find, "the writer's next object", every_s=0) == bytes([number]) * (8 * MIB)
+
+    @pytest.mark.parametrize("verb", ["put", "put_if_absent"])
+    def test_a_killed_writer_leaves_nothing_to_see(
+        self, store: Store, others: Callable[..., contextlib.AbstractContextManager[Helper]], verb: str
+    ) -> None:
+        with others("write_one", verb, "half", "1024") as writer:
+            assert heard(writer) == "ready"
+            writer.kill()
+            assert writer.wait() != 0, "it was too quick to be killed"
+        assert list(store.list("")) == []
+        assert store.put_if_absent("half", b"whole")
+
+    def test_a_writer_killed_between_objects_leaves_whole_ones(
+        self, store: Store, others: Callable[..., contextlib.AbstractContextManager[Helper]]
+    ) -> None:
+        for attempt in range(5):
+            with others("create", f"{attempt}/", "8") as writer:
+                assert heard(writer) == "ready"
+                assert heard(writer) == 0
+                writer.kill()
+                writer.wait()
+            entries = list(store.list(f"{attempt}/"))
+            assert entries
+            for entry in entries:
+                number = int(entry.key.rpartition("/")[2])
+                assert entry.size_bytes == 8 * MIB
+                assert store.get(entry.key) == bytes([number]) * (8 * MIB)
+
+    def test_creating_beside_deleting_always_creates(self, store: Store) -> None:
+        def create_and_delete(name: int) -> list[str]:
+            failed = []
+            for index in range(self.n_times):
+                key = f"rounds/7/shards/{name}-{index}"  # the last key of a folder may take the folder with it
+                if not store.put_if_absent(key, b"x"):
+                    failed.append(f"{key} was taken")
+                store.delete(key)
+                store.put(key, b"y")
+                store.delete(key)
+            return failed
+
+        with ThreadPoolExecutor(8) as pool:
+            assert [line for lines in pool.map(create_and_delete, range(8)) for line in lines] == []
+
+    def test_listing_beside_writing_and_deleting_goes_on(self, store: Store) -> None:
+        store.put("steady/kept", b"x")
+        stop = threading.Event()
+
+        def churn(name: int) -> None:
+            while not stop.is_set():
+                for index in range(20):
+                    store.put(f"steady/{name}/{index}", b"x")
+                for index in range(20):
+                    store.delete(f"steady/{name}/{index}")
+
+        with ThreadPoolExecutor(3) as pool:
+            churners = [pool.submit(churn, name) for name in range(3)]
+            try:
+                for _ in range(100):
+                    keys = [entry.key for entry in store.list("steady/")]
+                    assert "steady/kept" in keys
+                    assert keys == sorted(set(keys))
+            finally:
+                stop.set()
+            for churner in churners:
+                churner.result()
+
+
+def _check_winners(store: Store, prefix: str, wins: dict[str, list[int]]) -> None:
+    times_won = Counter(index for won in wins.values() for index in won)
+    assert {index: times_won[index] for index in range(N_KEYS)} == dict.fromkeys(range(N_KEYS), 1)
+    for name, won in wins.items():
+        for index in won:
+            assert bytes(store.get(f"{prefix}{index}")).decode() == name, "somebody else's value stands there"
+
+
+def _read_whole_objects(store: Store, key: str, size: int, times: int) -> set[int]:
+    """Read an object again and again; every reading is of one filling. Return the fillings seen."""
+    seen = set()
+    for _ in range(times):
+        view = store.get(key)
+        assert len(view) == size
+        assert view == bytes([view[0]]) * size, "two writings are mixed in one reading"
+        seen.add(view[0])
+    return seen
+
+
+def _find(store: Store, key: str) -> bytes | None:
+    try:
+        return bytes(store.get(key))
+    except KeyNotFoundError:
+        return None

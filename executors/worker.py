@@ -1,0 +1,312 @@
+"""What every replica runs, on every backend: claim the attempt, call the entrypoint, leave one outcome.
+
+`main()` owns its process: a forked child locally, `python -m executors.worker` elsewhere. `call()` does the same
+inside a stranger's process, and so touches neither its descriptors nor its signals.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import hashlib
+import os
+import random
+import secrets
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+from executors import replica as environment
+from executors.errors import ReplicasError, ResultError
+from executors.heartbeat import Heartbeat
+from executors.logs import tail_bytes
+from executors.outcome import OUTPUT_TAIL_BYTES, Outcome, Reason, insist_on_outcome, record_outcome
+from executors.process import children, flush_c_streams, kill_descendants, start_time
+from executors.protocol import ReplicaStatus
+from executors.records import exists, read_json, to_bytes
+from executors.replica import Replica, replica_key, set_current_replica
+from executors.result import to_json_value
+from executors.store import Store, store_at
+from executors.store.opening import split_address
+from executors.task import read_task
+
+TERMINATED = 143  # 128 + SIGTERM, as a shell says it
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a replica's process is told by whoever started it."""
+
+    store_url: str
+    run_id: str
+    rank: int
+    world_size: int
+    attempt: int
+    """The attempt asked for; the replica claims this one or the next that is free."""
+    task_digest: str | None = None
+    supervisor_pid: int | None = None
+    """This process's parent, which watches over it and with which it ends. None: nobody does."""
+    log_file: Path | None = None
+    term_grace_s: float = 5.0
+    torch_threads: int | None = None
+
+
+class CancelledBeforeStart(ReplicasError):
+    """The attempt was cancelled before its process came up."""
+
+
+def main(assignment: Assignment) -> NoReturn:
+    """Run one replica in a process of its own, and leave it."""
+    faulthandler.enable()  # a segfault tells its Python stack
+    signal.signal(signal.SIGTERM, _terminate)
+    os.register_at_fork(after_in_child=_forget_terminate)
+    code = 1
+    try:
+        code = _run(assignment)
+    except (CancelledBeforeStart, SystemExit):
+        code = TERMINATED
+    except BaseException:
+        traceback.print_exc()
+    _leave(code)
+
+
+def call(run: str) -> Any:
+    """Run one replica inside a process that is not ours: the entrypoint of executors that know nothing of runs.
+
+    Args:
+        run: `<store url>/<run id>`. The rank comes from `REPLICA_RANK`.
+
+    Returns: what the user's entrypoint returned, as a JSON value. Its exceptions are passed on.
+    """
+    store_url, run_id = split_address(run)
+    store = store_at(store_url)
+    rank = int(os.environ[environment.RANK])
+    world_size = int(read_json(store, f"{run_id}/run.json")["world_size"])
+    replica = claim(store, Assignment(store_url, run_id, rank, world_size, attempt=0))
+    _set_environment(replica, None)
+    heartbeat = Heartbeat(replica)
+    heartbeat.start()
+    started_at = time.time()
+    try:
+        task = _load(replica, None)
+        outcome = _outcome_of_value(replica, started_at, task())
+        error: BaseException | None = None
+    except BaseException as raised:
+        outcome, error = _outcome_of_error(replica, started_at, raised, raised.__traceback__), raised
+    heartbeat.stop()
+    standing = insist_on_outcome(store, run_id, outcome)
+    if error is not None:
+        raise error
+    if standing.status is not ReplicaStatus.SUCCEEDED and standing.error:
+        raise ReplicasError(standing.error)
+    return outcome.result
+
+
+def claim(store: Store, asked: Assignment) -> Replica:
+    """Claim the attempt asked for, or the next free one: a vendor may start the same input twice.
+
+    Raises:
+        CancelledBeforeStart: an attempt on the way, from the one asked for on, was cancelled.
+    """
+    nonce = secrets.token_hex(16)
+    record = {
+        "nonce": nonce,
+        "pid": os.getpid(),
+        "pid_started": start_time(os.getpid()),
+        "host": socket.gethostname(),
+        "at": time.time(),
+    }
+    attempt = asked.attempt
+    while True:
+        if exists(store, replica_key(asked.run_id, asked.rank, attempt, "cancel.json")):
+            now = time.time()
+            cancelled = Outcome(
+                asked.rank, attempt, ReplicaStatus.CANCELLED, "cancelled", pid=os.getpid(), started_at=now
+            )
+            record_outcome(store, asked.run_id, cancelled)
+            raise CancelledBeforeStart(f"Attempt {attempt} of rank {asked.rank} was cancelled before it started.")
+        key = replica_key(asked.run_id, asked.rank, attempt, "started.json")
+        # Whether the create succeeded is not the question: its reply may be lost. What stands decides.
+        store.put_if_absent(key, to_bytes(record))
+        if read_json(store, key)["nonce"] == nonce:
+            break
+        attempt += 1
+    return Replica(asked.rank, asked.world_size, asked.run_id, attempt, asked.store_url, claimed_nonce=nonce)
+
+
+def _run(assignment: Assignment) -> int:
+    """Run the replica; return the process's exit code."""
+    started_at = time.time()
+    store = store_at(assignment.store_url)
+    replica = claim(store, assignment)
+    _set_environment(replica, assignment.torch_threads)
+    heartbeat = Heartbeat(replica, supervisor_pid=assignment.supervisor_pid, grace_s=assignment.term_grace_s)
+    heartbeat.start()
+    try:
+        task = _load(replica, assignment.task_digest)
+        value = task()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is finished is worth writing down
+        outcome = _outcome_of_value(replica, started_at, value)
+    except BaseException as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if _terminated and assignment.supervisor_pid is not None and not heartbeat.supervisor_is_gone:
+            heartbeat.stop()
+            return TERMINATED  # who sent SIGTERM knows why, and writes the outcome
+        if _terminated:
+            outcome = _outcome_of_termination(replica, started_at)
+        else:
+            outcome = _outcome_of_error(replica, started_at, error, error.__traceback__)
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the user may have closed or unset it
+            sys.stderr.write(f"{outcome.error}\n")
+    heartbeat.stop()
+    _flush()
+    if assignment.log_file is not None:
+        tail = tail_bytes(assignment.log_file, OUTPUT_TAIL_BYTES).decode(errors="replace")
+        outcome = replace(outcome, output_tail=tail)
+    insist_on_outcome(store, assignment.run_id, outcome)
+    return outcome.exit_code if outcome.exit_code is not None else 1
+
+
+def _load(replica: Replica, digest: str | None) -> Callable[[], Any]:
+    """Load the task; seed every generator before the user's module is imported, and those that came with it after."""
+    stored = read_task(replica.store, replica.run_id, digest)
+    seeded = _seed(replica, stored.seed, but=set())
+    function, args = stored.load()
+    _seed(replica, stored.seed, but=seeded)
+    if stored.rank_env is not None:
+        os.environ[stored.rank_env] = str(replica.rank)
+    return functools.partial(function, **args)
+
+
+def _set_environment(replica: Replica, torch_threads: int | None) -> None:
+    for name in environment.TORCH_DISTRIBUTED:
+        os.environ.pop(name, None)
+    os.environ[environment.RANK] = str(replica.rank)
+    os.environ[environment.WORLD_SIZE] = str(replica.world_size)
+    os.environ[environment.RUN_ID] = replica.run_id
+    os.environ[environment.ATTEMPT] = str(replica.attempt)
+    os.environ[environment.RENDEZVOUS] = replica.rendezvous
+    set_current_replica(replica)
+    if torch_threads is not None:
+        threads = os.environ.setdefault("OMP_NUM_THREADS", str(torch_threads))
+        if "torch" in sys.modules and threads.isdigit():  # imported before the variable was set: it must be told
+            sys.modules["torch"].set_num_threads(int(threads))
+
+
+def _seed(replica: Replica, seed: int | None, but: set[str]) -> set[str]:
+    """Give every generator that is loaded a stream of this rank's own; return their names.
+
+    Args:
+        but: those seeded before, which the user's module may have seeded otherwise since.
+    """
+    source = f"{replica.run_id if seed is None else seed}/{replica.rank}".encode()
+    number = int.from_bytes(hashlib.sha256(source).digest()[:8], "big") >> 1
+    loaded: set[str] = {name for name in ("random", "numpy", "torch") if name in sys.modules}
+    if "random" in loaded - but:
+        random.seed(number)
+    if "numpy" in loaded - but:
+        sys.modules["numpy"].random.seed(number % 2**32)
+    if "torch" in loaded - but:
+        torch = sys.modules["torch"]
+        torch.default_generator.manual_seed(number)  # torch.manual_seed takes 3 ms on a build without accelerators
+        if torch.version.cuda or torch.version.hip:
+            torch.cuda.manual_seed_all(number)
+    return loaded
+
+
+def _outcome_of_value(replica: Replica, started_at: float, value: Any) -> Outcome:
+    try:
+        result = to_json_value(value)
+    except ResultError as error:
+        return _failed(replica, started_at, "result_not_serializable", str(error), 1)
+    return Outcome(
+        replica.rank,
+        replica.attempt,
+        ReplicaStatus.SUCCEEDED,
+        exit_code=0,
+        result=result,
+        pid=os.getpid(),
+        started_at=started_at,
+    )
+
+
+def _outcome_of_error(
+    replica: Replica, started_at: float, error: BaseException, trace: TracebackType | None
+) -> Outcome:
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        said = f" ({error.code})" if isinstance(error.code, str) else ""
+        text = f"The entrypoint ended its process with exit code {code}{said} instead of returning a result."
+        return _failed(replica, started_at, "no_result", text, code)
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") == __name__:
+        trace = trace.tb_next  # the user's frames are enough
+    text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    reason: Any = error.outcome_reason if isinstance(error, ReplicasError) else "exception"
+    line = "".join(traceback.format_exception_only(type(error), error)).strip().partition("\n")[0]
+    return replace(_failed(replica, started_at, reason, text, 1), error_line=line)
+
+
+def _outcome_of_termination(replica: Replica, started_at: float) -> Outcome:
+    who = f"Replica {replica.rank} of {replica.world_size} (attempt {replica.attempt})"
+    text = f"{who} was lost: its supervisor is gone (was it killed?). `replicas resume` brings it back."
+    return replace(_failed(replica, started_at, "lost", text, TERMINATED), signal="SIGTERM")
+
+
+def _failed(replica: Replica, started_at: float, reason: Reason, error: str, exit_code: int) -> Outcome:
+    return Outcome(
+        replica.rank,
+        replica.attempt,
+        ReplicaStatus.FAILED,
+        reason,
+        exit_code,
+        error=error,
+        pid=os.getpid(),
+        started_at=started_at,
+    )
+
+
+_terminated = False
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    """Turn the first SIGTERM into SystemExit, so that `finally` runs; a second one ends the process."""
+    global _terminated
+    _terminated = True
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise SystemExit(TERMINATED)
+
+
+def _forget_terminate() -> None:
+    """Let a helper that the replica forks die of SIGTERM as any process: its pool would wait for it for ever."""
+    if signal.getsignal(signal.SIGTERM) is _terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a full disk; closed or unset by the user
+            stream.flush()
+    flush_c_streams()
+
+
+def _leave(code: int) -> NoReturn:
+    """Run what was registered at exit, flush, and go without the half second that tearing torch down takes.
+
+    What the user's code left running ends here: a supervisor that would do it may be gone.
+    """
+    try:
+        atexit._run_exitfuncs()
+        _flush()
+        if children(os.getpid()):
+            kill_descendants(os.getpid())
+    finally:
+        os._exit(code)

@@ -1,0 +1,52 @@
+"""The command `python -m tests.benchmarks`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from . import launch, outer_step, rounds
+from .harness import Comparison, Options, report
+
+Benchmark = Callable[[Options], list[Comparison]]
+
+# What measures what: some goals come out of one measurement.
+BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
+    ("L1", "L3", "L4"): launch.first_line,
+    ("L2",): launch.first_step,
+    ("L5",): launch.many,
+    ("S1", "S8"): rounds.rounds,
+    ("O1", "O2"): outer_step.outer_step,
+}
+NAMES = sorted(name for names in BENCHMARKS for name in names)
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Comparison]:
+    """Run the benchmarks that the command line names, all by default."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description="Benchmarks beside their peers.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(NAMES)}; all by default")
+    parser.add_argument("--repeat", type=int, metavar="N", help="repetitions of everything")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
+    parser.add_argument("--quick", action="store_true", help="toy sizes, to see that everything runs")
+    chosen = parser.parse_args(arguments)
+    if unknown := set(chosen.names) - set(NAMES):
+        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    options = Options(chosen.repeat, chosen.quick)
+    comparisons: list[Comparison] = []
+    for names, benchmark in BENCHMARKS.items():
+        if not chosen.names or set(names) & set(chosen.names):
+            began = time.monotonic()
+            comparisons += benchmark(options)
+            print(f"{' '.join(names)}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+    if options.quick:
+        for comparison in comparisons:
+            comparison.goals = {}  # they are not meant for toy sizes
+    report(comparisons, chosen.json)
+    return comparisons
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""A directory store that counts what goes through it: payload bytes exactly, and everything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.records import BLOCK_BYTES, count_blocks, head_bytes, shard_blocks
+from executors.store import Data
+from executors.store.file import FileStore
+from executors.store.protocol import buffers_of
+
+
+@dataclass
+class Bytes:
+    """Bytes of one direction."""
+
+    payload: int = 0
+    """Pseudo-gradients and means."""
+    other: int = 0
+    """Their heads, seals, claims, snapshots."""
+
+
+class CountingStore(FileStore):
+    """Counts for a rendezvous in which everybody sends one fragment and owns one shard of it."""
+
+    def __init__(self, root: Path, fragment_bytes: int, n_shards: int) -> None:
+        super().__init__(root)
+        self.read, self.written = Bytes(), Bytes()
+        self._n_blocks = count_blocks(fragment_bytes, BLOCK_BYTES)
+        self._n_shards = n_shards
+
+    def reset(self) -> None:
+        self.read, self.written = Bytes(), Bytes()
+
+    def put_if_absent(self, key: str, data: Data) -> bool:
+        self._count(self.written, key, 0, sum(map(len, buffers_of(data))))
+        return super().put_if_absent(key, data)
+
+    def put(self, key: str, data: Data) -> None:
+        self._count(self.written, key, 0, sum(map(len, buffers_of(data))))
+        super().put(key, data)
+
+    def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+        data = super().get(key, start=start, size=size)
+        self._count(self.read, key, start, start + len(data))
+        return data
+
+    def _count(self, where: Bytes, key: str, start: int, end: int) -> None:
+        *_, kind, number = ("", *key.split("/"))
+        head = end
+        if kind == "contribution":
+            head = head_bytes(self._n_blocks)
+        elif kind == "mean":
+            first, last = shard_blocks(self._n_blocks, self._n_shards, int(number))
+            head = head_bytes(last - first)
+        payload = max(0, end - max(start, head))
+        where.payload += payload
+        where.other += end - start - payload

@@ -1,0 +1,41 @@
+"""The outer step: its time beside the memory traffic it cannot avoid (O1), and the memory it takes (O2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .harness import Comparison, Options
+from .launch import state_of_its_own
+
+FLOOR = "floor: read and write two buffers, read one"
+
+
+def outer_step(options: Options) -> list[Comparison]:
+    """O1 and O2: GPT-2's shapes, 96 million parameters in 148 tensors, one thread."""
+    shape = {"width": 64, "layers": 2, "vocabulary": 256} if options.quick else USUAL
+    where = "a toy model" if options.quick else "96M parameters in 148 tensors"
+    times = _in_a_process("time_step", **shape, repetitions=options.repetitions(15))
+    ours, peer = "outer step, with its digest", "torch.optim.SGD(nesterov, foreach)"
+    samples = {FLOOR: times["floor"], ours: times["ours"], peer: times["sgd"]}
+    found = [Comparison("O1", f"outer step, {where}, one thread", "s", samples, FLOOR, {ours: 2.2})]
+    memory = {
+        "outer step": _in_a_process("memory_of_step", **shape, how="ours"),
+        "copy of the model and torch.optim.SGD(foreach)": _in_a_process("memory_of_step", **shape, how="sgd"),
+        "DiLoCo, one fragment": _in_a_process("memory_of_replica", **shape, fragments=1),
+        "DiLoCo, 4 fragments": _in_a_process("memory_of_replica", **shape, fragments=4),
+    }
+    for when in ("peak", "steady"):
+        taken = {method: [each[when]] for method, each in memory.items()}
+        title = f"memory beside the model, {when}"
+        found.append(Comparison("O2", title, "models", taken, goals={"outer step": 2.05}))
+    return found
+
+
+USUAL = {"width": 768, "layers": 12, "vocabulary": 13_312}
+
+
+def _in_a_process(task: str, **arguments: Any) -> Any:
+    from executors import launch
+
+    with state_of_its_own():
+        return launch("local", f"{__package__}.outer_step_replica:{task}", 1, args=arguments).results()[0]

@@ -1,0 +1,144 @@
+"""What a process of its own does in the benchmark of the outer step: time it, or watch the memory it takes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from diloco import DiLoCo
+from diloco.fragments import Fragment, plan_fragments
+from diloco.outer_optimizer import NesterovSGD, Schedule
+
+SCHEDULE = Schedule(lr=0.7, momentum=0.9, warmup=0, n_fragments=1, last_entry=None)
+ENTRY = 1
+
+
+def gpt(width: int, layers: int, vocabulary: int) -> nn.Module:
+    """Return parameters with the shapes of GPT-2: 12 tensors a layer and 4 more."""
+    model = nn.Module()
+    shapes: list[tuple[int, ...]] = [(vocabulary, width), (1024, width)]
+    for _ in range(layers):
+        shapes += [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
+        shapes += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    shapes += [(width,), (width,)]
+    model.tensors = nn.ParameterList([nn.Parameter(torch.full(shape, 0.1)) for shape in shapes])
+    return model
+
+
+def time_step(width: int, layers: int, vocabulary: int, repetitions: int) -> dict[str, list[float]]:
+    """Time one outer step by several methods, in turn, on one thread; the first round is not counted."""
+    torch.set_num_threads(1)
+    model = gpt(width, layers, vocabulary)
+    parameters = list(model.parameters())
+    (fragment,) = plan_fragments(model, 1, sync_buffers=False)
+    anchor, mean = (torch.full((fragment.n_elements,), value) for value in (0.1, 1e-3))
+    ours = NesterovSGD(fragment, anchor, SCHEDULE)
+    for parameter, slot in zip(parameters, fragment.slots, strict=True):
+        parameter.grad = mean[slot.start : slot.end].view(slot.shape)
+    theirs = torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True, foreach=True)
+    momentum = torch.zeros_like(anchor)
+    methods: dict[str, Callable[[], object]] = {
+        "floor": lambda: _stream(anchor, momentum, mean),
+        "ours": lambda: ours.step(ENTRY, [mean]),
+        "sgd": theirs.step,
+    }
+    samples: dict[str, list[float]] = {name: [] for name in methods}
+    with torch.no_grad():
+        for _ in range(repetitions + 1):
+            for name, act in methods.items():
+                began = time.perf_counter()
+                act()
+                samples[name].append(time.perf_counter() - began)
+    return {name: taken[1:] for name, taken in samples.items()}
+
+
+def _stream(anchor: Tensor, momentum: Tensor, mean: Tensor) -> None:
+    """Touch what a step has to touch, once, in the cheapest way: read and write two buffers, read a third."""
+    anchor.mul_(1.0)
+    momentum.mul_(1.0)
+    mean.sum()
+
+
+def memory_of_step(width: int, layers: int, vocabulary: int, how: str) -> dict[str, float]:
+    """Return the memory that the outer optimizer takes beside model and mean, in models."""
+    torch.set_num_threads(1)
+    model = gpt(width, layers, vocabulary)
+    (fragment,) = plan_fragments(model, 1, sync_buffers=False)
+    mean = torch.full((fragment.n_elements,), 1e-3)
+    with Watch(4 * fragment.n_elements) as watch, torch.no_grad():
+        act = _ours(fragment, mean) if how == "ours" else _sgd(model, fragment, mean)
+        for _ in range(3):
+            act()
+    return watch.found
+
+
+def _ours(fragment: Fragment, mean: Tensor) -> Callable[[], object]:
+    optimizer = NesterovSGD(fragment, torch.full((fragment.n_elements,), 0.1), SCHEDULE)
+    return lambda: optimizer.step(ENTRY, [mean])
+
+
+def _sgd(model: nn.Module, fragment: Fragment, mean: Tensor) -> Callable[[], object]:
+    """Return the usual way: a copy of the parameters as the anchor, and torch's optimizer over it."""
+    anchors = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+    for parameter, slot in zip(anchors, fragment.slots, strict=True):
+        parameter.grad = mean[slot.start : slot.end].view(slot.shape)
+    return torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True, foreach=True).step
+
+
+def memory_of_replica(width: int, layers: int, vocabulary: int, fragments: int) -> dict[str, float]:
+    """Return the memory that all of DiLoCo takes beside the model, in models; mapped files are not counted."""
+    torch.set_num_threads(1)
+    model = gpt(width, layers, vocabulary)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    groups = [[f"tensors.{i}" for i in range(part, 12 * layers + 4, fragments)] for part in range(fragments)]
+    with Watch(4 * size) as watch:
+        diloco = DiLoCo(model, inner_steps=1000 * fragments, fragments=groups, sync_buffers=False)
+        watch.forget_peak()  # the first anchor's agreement is over
+        for _ in range(2):
+            diloco.sync()
+    diloco.close()
+    return watch.found
+
+
+class Watch:
+    """Anonymous memory of this process during a block: at its peak and at the end, less that at the start, in models.
+
+    Also `start_peak`, the peak before `forget_peak`.
+    """
+
+    def __init__(self, model_bytes: int) -> None:
+        self.found: dict[str, float] = {}
+        self._model_bytes = model_bytes
+
+    def __enter__(self) -> Watch:
+        self._before = self._peak = _anonymous_bytes()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+        return self
+
+    def forget_peak(self) -> None:
+        self.found["start_peak"] = self._models(self._peak)
+        self._peak = _anonymous_bytes()
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.found |= {"peak": self._models(self._peak), "steady": self._models(_anonymous_bytes())}
+
+    def _look(self) -> None:
+        while not self._over.wait(0.002):
+            self._peak = max(self._peak, _anonymous_bytes())
+
+    def _models(self, size: int) -> float:
+        return (size - self._before) / self._model_bytes
+
+
+def _anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:")) << 10

@@ -1,0 +1,93 @@
+"""Rounds: averaging one flat tensor over a directory, beside gloo in the same processes (S1), and its bytes (S8)."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from operator import itemgetter
+from statistics import fmean, median
+from typing import Any
+
+from .harness import Comparison, Options
+from .launch import state_of_its_own
+
+Costs = dict[str, Any]
+"""What one round cost one replica, as `rounds_replica.exchange` tells."""
+GLOO, MEAN, WHOLE = "gloo all_reduce", "file store, until the mean is there", "the same and the outer step"
+
+
+def rounds(options: Options) -> list[Comparison]:
+    """Measure every size and number of replicas."""
+    if options.quick:
+        return _exchange(3_000_000, 2, 1, 2)  # large enough for a mean in shards
+    found = []
+    for n_elements, n in ((10_000_000, 2), (10_000_000, 4), (100_000_000, 2), (100_000_000, 4)):
+        found += _exchange(n_elements, n, options.repetitions(2), 4)
+    return found
+
+
+def _exchange(n_elements: int, n: int, groups: int, rounds_each: int) -> list[Comparison]:
+    """Let some groups of processes, one after the other, go through rounds."""
+    by_group = [_group(n_elements, n, rounds_each) for _ in range(groups)]
+    first = [group[0] for group in by_group]
+    steady = [costs for group in by_group for costs in group[1:]]
+    size = f"{n_elements / 1e6:g}M float32, N={n}"
+    goals = {MEAN: 0.9} if (n_elements, n) == (100_000_000, 4) else {}
+    return [
+        Comparison("S1", f"{size}: first round", "s", _times(first), GLOO, goals, _shares(first)),
+        Comparison("S1", f"{size}: later rounds", "s", _times(steady), GLOO, goals, _shares(steady)),
+        _bytes(size, n, 4 * n_elements, first + steady),
+    ]
+
+
+def _group(n_elements: int, n: int, rounds_each: int) -> list[list[Costs]]:
+    """Start N processes; return the costs of each round, by rank."""
+    from executors import launch
+
+    with state_of_its_own(), tempfile.TemporaryDirectory(prefix="rounds-") as folder:
+        arguments = {"n_elements": n_elements, "rounds": rounds_each, "meeting_file": f"{folder}/gloo"}
+        run = launch("local", f"{__package__}.rounds_replica:exchange", n, args=arguments, rendezvous=f"{folder}/store")
+        by_rank: list[list[Costs]] = run.results()
+    by_round = [list(costs) for costs in zip(*by_rank, strict=True)]
+    for costs in by_round:
+        assert all(each["ranks"] == list(range(n)) for each in costs), "a round went without somebody"
+    return by_round
+
+
+def _times(rounds_: list[list[Costs]]) -> dict[str, list[float]]:
+    """A round ends when its last replica has it."""
+    return {
+        GLOO: [max(each["gloo_s"] for each in costs) for costs in rounds_],
+        MEAN: [max(each["round_s"] - each["step_s"] for each in costs) for costs in rounds_],
+        WHOLE: [max(each["round_s"] for each in costs) for costs in rounds_],
+    }
+
+
+def _shares(rounds_: list[list[Costs]]) -> str:
+    parts = ", ".join(f"{what[:-2]} {_middle(rounds_, itemgetter(what)):.3f}" for what in _PARTS)
+    return f"of which, mean over the replicas, s: {parts}"
+
+
+_PARTS = ("move_s", "reduce_s", "wait_s", "step_s")
+
+
+def _middle(rounds_: list[list[Costs]], value: Callable[[Costs], float]) -> float:
+    return median(fmean(value(each) for each in costs) for costs in rounds_)
+
+
+def _bytes(size: str, n: int, payload_bytes: int, rounds_: list[list[Costs]]) -> Comparison:
+    def per_round(direction: str) -> list[float]:
+        return [fmean(each[direction]["payload"] for each in costs) / payload_bytes for costs in rounds_]
+
+    other = (
+        _middle(rounds_, lambda each: each["read"]["other"]),
+        _middle(rounds_, lambda each: each["written"]["other"]),
+    )
+    return Comparison(
+        "S8",
+        f"{size}: payload per replica and round",
+        "M",
+        {"read": per_round("read"), "written": per_round("written")},
+        goals={"read": 2 - 2 / n, "written": 1 + 1 / n},
+        note="heads, seals and so on, bytes: {:,.0f} read, {:,.0f} written".format(*other),
+    )

@@ -1,0 +1,68 @@
+"""Every test has a state directory of its own, and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes_of_tests import MARK, end, left_over, marked_pids
+from servers.s3_server import CREDENTIALS, S3Server, running_server
+
+from executors import LocalProcessExecutor
+
+os.environ[MARK] = str(os.getpid())  # every process that a test starts inherits it
+for name in ("REPLICAS_RENDEZVOUS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A private place for runs, so that no test touches the user's own."""
+    home = tmp_path / "state"
+    monkeypatch.setenv("XDG_STATE_HOME", str(home))
+    return home
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> None:
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_running(state_home: Path) -> Iterator[None]:
+    """Fail a test that leaves a process behind, and end that process."""
+    before = marked_pids()
+    yield
+    if survivors := left_over(before, within_s=10.0):
+        end(survivors)
+        pytest.fail("left running: " + "; ".join(f"{pid}: {command}" for pid, command in survivors.items()))
+
+
+@pytest.fixture(scope="session")
+def _s3_server() -> Iterator[S3Server]:
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(_s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """An S3 server with one empty bucket, and credentials for it. It is shared by all tests, one after the other."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "no-such-file"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    _s3_server.empty()
+    return _s3_server
+
+
+@pytest.fixture
+def local() -> LocalProcessExecutor:
+    """The local executor, for work without torch. Its zygote is shared by all tests."""
+    return LocalProcessExecutor(preload=(), term_grace_s=0.5)

@@ -1,0 +1,79 @@
+"""Which processes the tests started: they inherit a mark in their environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+MARK = "REPLICAS_TEST_PROCESS_OF"
+
+
+def marked_pids() -> set[int]:
+    """Return the pids of all live processes that descend from this test process."""
+    mark = f"{MARK}={os.getpid()}".encode()
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*") if os.path.isdir("/proc/self") else ():
+        with contextlib.suppress(OSError):
+            if mark in (folder / "environ").read_bytes().split(b"\0") and not is_zombie(int(folder.name)):
+                found.add(int(folder.name))
+    return found - {os.getpid()}
+
+
+def left_over(before: set[int], within_s: float) -> dict[int, str]:
+    """Wait for the processes started since `before` to end; return those that do not, with their command lines.
+
+    This process's zygote may stay: there is one for each launcher process, and it ends with it.
+    """
+    deadline = time.monotonic() + within_s
+    while survivors := {pid: command_of(pid) for pid in marked_pids() - before if not _is_our_zygote(pid)}:
+        if time.monotonic() > deadline:
+            return survivors
+        time.sleep(0.02)
+    return {}
+
+
+def end(pids: dict[int, str]) -> None:
+    """Kill processes that a test left behind."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process runs; a zombie does not."""
+    return os.path.exists(f"/proc/{pid}") and not is_zombie(pid)
+
+
+def is_zombie(pid: int) -> bool:
+    return _stat(pid)[:1] == ["Z"]
+
+
+def parent_of(pid: int) -> int | None:
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the pids of a process's live children."""
+    everyone = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return [other for other in everyone if parent_of(other) == pid and is_alive(other)]
+
+
+def command_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return ""
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat behind the name: state, parent, …"""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
+
+
+def _is_our_zygote(pid: int) -> bool:
+    return parent_of(pid) == os.getpid() and "zygote" in command_of(pid)

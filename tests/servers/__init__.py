@@ -1,0 +1,1 @@
+"""Servers that the tests start on loopback."""

@@ -1,0 +1,191 @@
+"""A WSGI layer before an S3 server that misbehaves as it is told: at random by a seed, or once, at a place.
+
+It also does what a server for tests lacks: one request at a time reaches the application behind it (moto looks whether
+a key is taken and then sets it, without a lock), and a request whose body was cut off does not reach it at all.
+
+Its own requests: `PUT /_faults` with `Faults` as JSON, `POST /_once`, `GET /_requests`, `POST /_reset`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+LINE_FEED = "␊".encode().decode("latin-1")  # as WSGI writes it
+
+Environ = dict[str, Any]
+Application = Callable[..., Iterable[bytes]]
+Headers = list[tuple[str, str]]
+
+ERROR = "<?xml version='1.0' encoding='UTF-8'?><Error><Code>{code}</Code><Message>{text}</Message></Error>"
+ERRORS = {
+    "unavailable": ("503 Slow Down", "SlowDown", "Please reduce your request rate."),
+    "lost": ("503 Slow Down", "SlowDown", "Please reduce your request rate."),
+    "conflict": ("409 Conflict", "ConditionalRequestConflict", "Somebody else is creating this key."),
+    "forbidden": ("403 Forbidden", "AccessDenied", "Access Denied"),
+    "checksum": ("400 Bad Request", "InvalidRequest", "Checksums are not supported."),
+    "not_implemented": ("501 Not Implemented", "NotImplemented", "A header you provided is not implemented."),
+}
+
+
+@dataclass
+class Faults:
+    """How the server misbehaves. Rates are of the requests that a fault can hit."""
+
+    seed: int = 0
+    unavailable: float = 0.0
+    """503, and nothing was done."""
+    conflict: float = 0.0
+    """409 for a conditional PUT, and nothing was done."""
+    lost: float = 0.0
+    """Done, and then 503."""
+    truncated: float = 0.0
+    """A body that ends in the middle, with its connection."""
+    delay_s: float = 0.0
+    """Every request waits, up to so long."""
+    ignores_condition: bool = False
+    knows_no_condition: bool = False
+    knows_no_ranges: bool = False
+    refuses_checksums: bool = False
+    forbidden: list[str] = field(default_factory=list)
+    """Methods that are answered 403."""
+
+
+@dataclass
+class Reply:
+    status: str = ""
+    """Empty: no reply at all."""
+    headers: Headers = field(default_factory=list)
+    body: bytes = b""
+    hang_up: bool = False
+    """The connection ends here."""
+
+
+class FaultLayer:
+    def __init__(self, application: Application) -> None:
+        self._application = application
+        self._one_at_a_time = threading.Lock()
+        self._state = threading.Lock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._faults = Faults()
+        self._random = random.Random(0)
+        self._once: list[dict[str, str]] = []
+        self._requests: list[dict[str, str]] = []
+
+    def answer(self, environ: Environ) -> Reply:
+        """Answer one request of WSGI's kind."""
+        length = int(environ["CONTENT_LENGTH"])
+        body = environ["wsgi.input"].read(length)
+        if len(body) < length:  # the client died; S3 would not store half an object
+            return Reply(hang_up=True)
+        path = environ["PATH_INFO"]
+        if path.startswith("/_"):
+            return self._control(path, body)
+        fault, delay_s = self._choose(environ)
+        if delay_s:
+            time.sleep(delay_s)
+        reply = self._answer(environ, body, fault)
+        with self._state:
+            self._requests.append(
+                {
+                    "method": environ["REQUEST_METHOD"],
+                    "path": path,
+                    "query": environ["QUERY_STRING"],
+                    "range": environ.get("HTTP_RANGE", ""),
+                    "expect": environ.get("HTTP_EXPECT", ""),
+                    "connection": str(environ["REMOTE_PORT"]),
+                    "fault": fault,
+                    "status": reply.status,
+                }
+            )
+        half = reply.body[: len(reply.body) // 2]
+        if fault == "dropped":
+            return Reply(hang_up=True)
+        if fault == "truncated":
+            return Reply(reply.status, reply.headers, half, hang_up=True)
+        if fault == "short":  # as by a proxy that believes the half it got
+            return Reply(reply.status, _with_length(reply.headers, len(half)), half)
+        return reply
+
+    def _choose(self, environ: Environ) -> tuple[str, float]:
+        """Return which fault hits this request ("" for none), and how long it waits."""
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        conditional = method == "PUT" and "HTTP_IF_NONE_MATCH" in environ
+        with self._state:
+            faults = self._faults
+            delay_s = self._random.uniform(0, faults.delay_s)
+            for rule in self._once:
+                if rule["method"] == method and re.search(rule["path"], path):
+                    self._once.remove(rule)
+                    return rule["fault"], delay_s
+            if method in faults.forbidden:
+                return "forbidden", delay_s
+            if faults.refuses_checksums and any("CHECKSUM" in name or "TRAILER" in name for name in environ):
+                return "checksum", delay_s
+            if faults.knows_no_condition and conditional:
+                return "not_implemented", delay_s
+            rates = (
+                ("unavailable", faults.unavailable),
+                ("conflict", faults.conflict if conditional else 0),
+                ("lost", faults.lost),
+                ("truncated", faults.truncated if method == "GET" else 0),
+            )
+            for name, rate in rates:
+                if self._random.random() < rate:
+                    return name, delay_s
+        return "", delay_s
+
+    def _answer(self, environ: Environ, body: bytes, fault: str) -> Reply:
+        if fault and fault not in ("lost", "dropped", "truncated", "short"):
+            return _error(fault, environ)
+        if self._faults.ignores_condition:
+            environ.pop("HTTP_IF_NONE_MATCH", None)
+        if self._faults.knows_no_ranges:
+            environ.pop("HTTP_RANGE", None)
+        answered: list[Any] = []
+        environ["wsgi.input"] = io.BytesIO(body)
+        # moto's routes know no line feed, so that another character stands for it there.
+        for name in ("PATH_INFO", "RAW_URI", "REQUEST_URI", "QUERY_STRING"):
+            environ[name] = environ[name].replace("\n", LINE_FEED).replace("%0A", quote(LINE_FEED.encode("latin-1")))
+        with self._one_at_a_time:
+            chunks = self._application(environ, lambda status, headers, _=None: answered.extend((status, headers)))
+            reply = b"".join(chunks)
+            if "list-type=2" in environ["QUERY_STRING"]:
+                reply = reply.replace(quote(LINE_FEED.encode("latin-1")).encode(), b"%0A")
+                answered[1] = _with_length(answered[1], len(reply))
+            if close := getattr(chunks, "close", None):
+                close()
+        status, headers = answered
+        return _error(fault, environ) if fault == "lost" else Reply(status, list(headers), reply)
+
+    def _control(self, path: str, body: bytes) -> Reply:
+        with self._state:
+            if path == "/_faults":
+                self._faults = Faults(**json.loads(body))
+                self._random = random.Random(self._faults.seed)
+            elif path == "/_once":
+                self._once.append(json.loads(body))
+            elif path == "/_reset":
+                self._reset()
+            text = json.dumps(self._requests if path == "/_requests" else None).encode()
+        return Reply("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(text)))], text)
+
+
+def _error(fault: str, environ: Environ) -> Reply:
+    status, code, text = ERRORS[fault]
+    reply = b"" if environ["REQUEST_METHOD"] == "HEAD" else ERROR.format(code=code, text=text).encode()
+    return Reply(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(reply)))], reply)
+
+
+def _with_length(headers: Iterable[tuple[str, str]], length: int) -> Headers:
+    return [row for row in headers if row[0].lower() != "content-length"] + [("Content-Length", str(length))]

@@ -1,0 +1,246 @@
+"""A deterministic world for the rendezvous: one greenlet per replica, a simulated clock, and a store with faults.
+
+Every store call is a point where anything may happen: the caller dies before or after it, the reply is lost, nothing
+was done and an error comes, the write lands later (after the caller's death, too), the reply is stale or garbled, or
+the caller is asleep for a long time. All of it follows from one seed, so a schedule can be replayed and printed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
+
+from diloco.records import head_bytes
+from executors.errors import KeyNotFoundError, StoreError
+from executors.store import Data, Entry
+
+HEAD_BYTES = head_bytes(1)
+ROTS = re.compile("/contribution/|/mean/|/part/")
+
+
+class Died(BaseException):
+    """The simulated process was killed here."""
+
+
+@dataclass
+class Faults:
+    """How often what goes wrong, per store call, until `until_s`."""
+
+    lost_reply: float = 0.0
+    refused: float = 0.0
+    lands_later: float = 0.0
+    stale: float = 0.0
+    garbled: float = 0.0
+    rots: float = 0.0
+    slow: float = 0.0
+    asleep: float = 0.0
+    dies: float = 0.0
+    deaths_left: int = 0
+    until_s: float = 200.0
+
+
+@dataclass
+class World:
+    """The scheduler: runs the replica that is due, and picks among those that are by the seed."""
+
+    seed: int
+    faults: Faults = field(default_factory=Faults)
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.trace: list[tuple[float, str, str]] = []
+        self._queue: list[tuple[float, float, int, Callable[[], None]]] = []
+        self._number = 0
+        self._names: dict[greenlet, str] = {}
+        self._main = getcurrent()
+
+    def clock(self) -> float:
+        return self.now
+
+    def at(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Do something later; ties are broken by the seed."""
+        self._number += 1
+        heapq.heappush(self._queue, (self.now + delay_s, self.rng.random(), self._number, action))
+
+    def spawn(self, name: str, body: Callable[[], None], delay_s: float = 0.0) -> None:
+        """Start a simulated process."""
+        task = greenlet(body, parent=self._main)  # not the process that starts it: it would be woken in our place
+        self._names[task] = name
+        self.at(delay_s, lambda: self._run(task))
+
+    def sleep(self, seconds: float) -> None:
+        """Let others run for a while; called from inside a simulated process."""
+        if not self._queue or self._queue[0][0] > self.now + seconds:
+            self.now += seconds  # nobody would run in between
+            return
+        task = getcurrent()
+        self.at(seconds, lambda: self._run(task))
+        self._main.switch()
+
+    def wait(self, timeout_s: float, prefixes: Sequence[str]) -> None:
+        self.sleep(timeout_s)
+
+    def run(self) -> None:
+        """Run until nothing is left to do."""
+        while self._queue:
+            self.now, _, _, action = heapq.heappop(self._queue)
+            action()
+
+    def note(self, what: str) -> None:
+        """Record a line of the schedule."""
+        self.trace.append((self.now, self.who(), what))
+
+    def who(self) -> str:
+        return self._names.get(getcurrent(), "store")
+
+    def happens(self, probability: float) -> bool:
+        return self.now < self.faults.until_s and probability > 0 and self.rng.random() < probability
+
+    def _run(self, task: greenlet) -> None:
+        if not task.dead:
+            task.switch()
+
+    def schedule(self) -> str:
+        """Return the whole schedule, readably."""
+        return "\n".join(f"{at:9.3f} s  {who:<10} {what}" for at, who, what in self.trace)
+
+
+class SimulatedStore:
+    """A `Store` in which every call is a fault point."""
+
+    def __init__(self, world: World) -> None:
+        self.url = "simulated://"
+        self.objects: dict[str, bytes] = {}
+        self.ever: dict[str, list[bytes]] = {}
+        """Every value that ever stood under a key, deletions included."""
+        self.ever_rotten: set[str] = set()
+        self.headless: set[str] = set()
+        """Means whose heads have rotted, which prove the rest."""
+        self.misled: set[tuple[str, str]] = set()
+        """Who was told of which key wrongly that nothing stands there, or could not read it."""
+        self.garbled: dict[str, int] = {}
+        """Number of garbled replies by key."""
+        self._world = world
+
+    def put_if_absent(self, key: str, data: Data) -> bool:
+        value = _joined(data)
+        return self._write("create", key, lambda: self._create(key, value))
+
+    def put(self, key: str, data: Data) -> None:
+        value = _joined(data)
+        self._write("put", key, lambda: self._set(key, value))
+
+    def delete(self, key: str) -> None:
+        self._write("delete", key, lambda: self._delete(key))
+
+    def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+        faults, world = self._world.faults, self._world
+        self._before("get", key)
+        if world.happens(faults.refused):
+            world.note(f"get {key}: error")
+            self.misled.add((world.who(), key))
+            raise StoreError("refused", key=key)
+        value = self.objects.get(key)
+        if value is None or world.happens(faults.stale):
+            world.note(f"get {key}: {'nothing' if value is None else 'nothing (stale)'}")
+            if value is not None:
+                self.misled.add((world.who(), key))
+            raise KeyNotFoundError("nothing", key=key)
+        if ROTS.search(key) and world.happens(faults.rots):
+            value = self.objects[key] = _rotten(value, world.rng)
+            self.ever_rotten.add(key)
+            if "/mean/" in key and value[:HEAD_BYTES] != self.ever[key][-1][:HEAD_BYTES]:
+                self.headless.add(key)
+            world.note(f"{key} rots")
+        if world.happens(faults.garbled):
+            value = _garble(value, world.rng)
+            self.garbled[key] = self.garbled.get(key, 0) + 1
+            world.note(f"get {key}: garbled")
+            self.misled.add((world.who(), key))
+        else:
+            world.note(f"get {key}")
+        self._after()
+        end = len(value) if size is None else start + size
+        if end > len(value):
+            raise StoreError("too short", key=key)
+        return memoryview(value)[start:end]
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        return iter([Entry(key, len(self.objects[key]), 0.0) for key in sorted(self.objects) if key.startswith(prefix)])
+
+    def _write(self, verb: str, key: str, apply: Callable[[], bool]) -> bool:
+        faults, world = self._world.faults, self._world
+        self._before(verb, key)
+        if world.happens(faults.refused):
+            world.note(f"{verb} {key}: error, not applied")
+            raise StoreError("refused", key=key)
+        if world.happens(faults.lands_later):
+            delay_s = world.rng.choice([0.1, 3.0, 40.0, 150.0])
+            world.note(f"{verb} {key}: error, lands in {delay_s} s")
+            world.at(delay_s, lambda: world.note(f"{verb} {key} lands: {apply()}"))
+            raise StoreError("timed out", key=key)
+        result = apply()
+        if world.happens(faults.lost_reply):
+            world.note(f"{verb} {key}: applied ({result}), error")
+            raise StoreError("reply lost", key=key)
+        world.note(f"{verb} {key}: {result}")
+        self._after()
+        return result
+
+    def _before(self, verb: str, key: str) -> None:
+        faults, world = self._world.faults, self._world
+        seconds = 0.001
+        if world.happens(faults.asleep):
+            seconds = world.rng.choice([5.0, 60.0, 150.0])
+            world.note(f"sleeps {seconds} s before {verb} {key}")
+        elif world.happens(faults.slow):
+            seconds = world.rng.uniform(0.0, 2.0)
+        world.sleep(seconds)
+        self._perhaps_die(f"before {verb} {key}")
+
+    def _after(self) -> None:
+        self._perhaps_die("after it")
+
+    def _perhaps_die(self, where: str) -> None:
+        world = self._world
+        if world.faults.deaths_left and world.happens(world.faults.dies):
+            world.faults.deaths_left -= 1
+            world.note(f"dies {where}")
+            raise Died
+
+    def _create(self, key: str, value: bytes) -> bool:
+        if key in self.objects:
+            return False
+        return self._set(key, value)
+
+    def _set(self, key: str, value: bytes) -> bool:
+        self.objects[key] = value
+        standing = self.ever.setdefault(key, [])
+        if value not in standing:
+            standing.append(value)
+        return True
+
+    def _delete(self, key: str) -> bool:
+        return self.objects.pop(key, None) is not None
+
+
+def _garble(value: bytes, rng: random.Random) -> bytes:
+    if not value:
+        return value
+    reach = len(value) if rng.random() < 0.5 else min(len(value), 48)  # half of the time in the payload, at the end
+    at = len(value) - 1 - rng.randrange(reach)
+    return value[:at] + bytes([value[at] ^ (1 << rng.randrange(8))]) + value[at + 1 :]
+
+
+def _rotten(value: bytes, rng: random.Random) -> bytes:
+    return value[: rng.randrange(len(value))] if value and rng.random() < 0.3 else _garble(value, rng)
+
+
+def _joined(data: Data) -> bytes:
+    return bytes(data) if isinstance(data, (bytes, bytearray, memoryview)) else b"".join(data)

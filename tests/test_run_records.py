@@ -1,0 +1,62 @@
+"""Runs whose records moved, broke, or say more than one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from executors import LocalProcessExecutor, attach, launch, list_runs
+from executors.errors import ReplicaFailedError, RunNotFoundError
+
+PLAIN = LocalProcessExecutor(preload=())
+
+
+def raise_three_lines() -> None:
+    raise ValueError("line one\nline two\nline three")
+
+
+def test_a_failure_is_named_by_the_line_that_begins_its_exception() -> None:
+    run = launch(PLAIN, raise_three_lines, 2)
+    with pytest.raises(ReplicaFailedError) as caught:
+        run.results()
+    assert any(note.endswith("exception: ValueError: line one") for note in caught.value.__notes__)
+    assert run.status().replicas[0].note == "exception: ValueError: line one"
+
+
+def test_a_store_that_moved_is_found_where_the_user_says_it_is(tmp_path: Path) -> None:
+    run = launch(PLAIN, str, 1, rendezvous=tmp_path / "here", run_id="mover")
+    assert run.results() == [""]
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert attach(f"{tmp_path}/there/mover").results() == [""]
+
+
+def test_looking_for_runs_makes_no_directories(tmp_path: Path) -> None:
+    for look in (lambda: attach(f"{tmp_path}/typo/run"), lambda: list_runs(tmp_path / "typo")):
+        with pytest.raises(RunNotFoundError, match="there is no such directory"):
+            look()
+    assert list(tmp_path.glob("typo*")) == []
+
+
+def test_a_broken_record_hides_no_other_run_and_can_be_removed(state_home: Path) -> None:
+    launch(PLAIN, str, 1, run_id="whole").wait(30)
+    broken = state_home / "replicas" / "broken"
+    broken.mkdir()
+    (broken / "run.json").write_text("{half a rec")
+    assert {run.run_id for run in list_runs()} == {"whole", "broken"}
+    attach("broken").remove()
+    assert [run.run_id for run in list_runs()] == ["whole"]
+
+
+def test_a_cancelled_replica_says_why() -> None:
+    with launch(PLAIN, "signal:pause", 1) as run:
+        run.cancel()
+    (outcome,) = run.outcomes()
+    assert outcome.error is not None
+    assert "cancelled by the user" in outcome.error
+
+
+@pytest.mark.parametrize("entrypoint", [5, None, ["f"]])
+def test_an_entrypoint_that_cannot_be_called_is_refused(entrypoint: object) -> None:
+    with pytest.raises(TypeError, match="entrypoint is a callable or the name of one"):
+        launch(PLAIN, entrypoint, 1)  # type: ignore[arg-type]
