@@ -50,22 +50,30 @@ class Heartbeat(threading.Thread):
                 beaten_at = now
 
     def beat(self) -> None:
-        """Write the heartbeat now. A store that fails is no reason to end the training."""
+        """Write the heartbeat now, unless stopped. A store that fails is no reason to end the training."""
         with self._writing:
-            reported = dict(self._replica.reported)
-            try:
-                self._replica.store.put(self._key, to_bytes({"at": time.time(), **reported}))
-            except StoreError as error:
-                if not self._complained:
-                    log.warning("rank %d: no heartbeat: %s", self._replica.rank, error)
-                    self._complained = True
-            self._written = reported
+            if not self._stopped.is_set():
+                self._write()
 
     def stop(self) -> None:
-        """Beat once more if there is something new to say, and end."""
-        self._stopped.set()
-        if self._replica.reported != (self._written or {}):
-            self.beat()
+        """Beat once more if there is something new to say, and end: nothing is written after this returns.
+
+        Else a beat that comes late makes the folder of a run again that somebody deletes once it has ended.
+        """
+        with self._writing:
+            self._stopped.set()
+            if self._replica.reported != (self._written or {}):
+                self._write()
+
+    def _write(self) -> None:
+        reported = dict(self._replica.reported)
+        try:
+            self._replica.store.put(self._key, to_bytes({"at": time.time(), **reported}))
+        except StoreError as error:
+            if not self._complained:
+                log.warning("rank %d: no heartbeat: %s", self._replica.rank, error)
+                self._complained = True
+        self._written = reported
 
     def _end_process(self) -> None:
         """Nobody else is left to end this replica: let it clean up, then end it and all it started."""
