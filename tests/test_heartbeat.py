@@ -46,4 +46,5 @@ def test_nothing_is_written_after_a_heartbeat_was_stopped() -> None:
     for thread in (beating, stopping):
         thread.join(30)
     heartbeat.beat()
-    assert puts_when_stopped == [1] and store.puts == 1
+    assert puts_when_stopped == [1]
+    assert store.puts == 1
