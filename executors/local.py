@@ -71,13 +71,14 @@ class LocalProcessExecutor:
         *,
         gpu: str | None = None,
         timeout: float | None = 3600,
+        secrets: Sequence[str] = (),
     ) -> None:
         """Refuse what cannot work, before anything is written or started.
 
         An entrypoint given by name is imported and its arguments are bound in a throw-away process.
 
         Raises:
-            ValueError: `n_replicas`, `gpu` or `timeout` has a bad value.
+            ValueError: `n_replicas`, `gpu` or `timeout` has a bad value, or a secret is not set.
             BackendError: not this platform, or too few GPUs.
             EntrypointError: the entrypoint cannot be found, imported, or called with these arguments.
         """
@@ -87,6 +88,11 @@ class LocalProcessExecutor:
             raise ValueError(f"n must be at least 1, got n={n_replicas}.")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout must be more than 0 seconds, got timeout={timeout}.")
+        if missing := [name for name in secrets if name not in os.environ]:
+            raise ValueError(
+                f"The secret {missing[0]!r} is not set. Local replicas inherit this environment: "
+                "set it before the launch."
+            )
         self._gpu_slots(gpu, n_replicas)
         zygote(self.preload).start()  # its imports go on while the launch is checked and written
         if not isinstance(entrypoint, str):

@@ -23,6 +23,9 @@ RUN_ID = "REPLICA_RUN_ID"
 ATTEMPT = "REPLICA_ATTEMPT"
 RENDEZVOUS = "REPLICA_RENDEZVOUS"
 
+TASK_DIGEST = "REPLICA_TASK_DIGEST"  # the sha256 of task.json: what a bucket cannot change
+TIMEOUT_S = "REPLICA_TIMEOUT_S"
+
 CONTRACT = (RANK, WORLD_SIZE, RUN_ID, ATTEMPT, RENDEZVOUS)
 
 # A replica is not a member of a torch process group: a leftover of these would make libraries think it is.

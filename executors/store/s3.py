@@ -24,7 +24,7 @@ from executors.errors import StoreError, UnsafeStoreError
 from executors.store.protocol import MAX_KEY_BYTES, Data, Entry, buffers_of, check_key, check_range
 from executors.store.s3_address import S3Address
 from executors.store.s3_body import BufferBody, is_made_of
-from executors.store.s3_client import connect
+from executors.store.s3_client import connect, elsewhere
 from executors.store.s3_errors import code_of, explain, failures, retried, status_of
 from executors.store.s3_ranges import RangeReader
 
@@ -121,6 +121,14 @@ class S3Store:
 
     def delete(self, key: str) -> None:
         self._delete(key, self._name(key))
+
+    def reach_from_elsewhere(self) -> tuple[str, dict[str, str]]:
+        """Return a url without a profile of this machine, and the variables that boto3 finds these credentials in.
+
+        Temporary credentials end when they end, for the replicas as well.
+        """
+        with self._told("use", None):
+            return elsewhere(self.address)
 
     # --- creating
 
