@@ -16,7 +16,7 @@ from executors.outcome import Outcome, find_outcome, record_outcome, request_can
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.records import exists
 from executors.registry import check_executor, get_executor, import_path
-from executors.replica import CONTRACT, TORCH_DISTRIBUTED, replica_key
+from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED, replica_key
 from executors.run import Run, attach
 from executors.shared_rendezvous import shared_rendezvous
 from executors.state import local_store, locate, remember
@@ -268,7 +268,7 @@ def _check_env(
         if not isinstance(value, str) or not name or "=" in name or "\0" in name + value:
             raise ValueError(f"env maps names to strings, got {name!r}: {type(value).__name__}.")
     for name in env or {}:
-        if name in TORCH_DISTRIBUTED or name in CONTRACT:
+        if name in (*TORCH_DISTRIBUTED, *CONTRACT, *FOR_THE_WORKER):
             raise ValueError(f"env cannot set {name!r}: replicas get or lose it themselves, see the README.")
 
 

@@ -28,6 +28,12 @@ TIMEOUT_S = "REPLICA_TIMEOUT_S"
 
 CONTRACT = (RANK, WORLD_SIZE, RUN_ID, ATTEMPT, RENDEZVOUS)
 
+# For the worker alone, where a replica is started by a command and not forked.
+TASK_DIGEST = "REPLICA_TASK_DIGEST"
+TIMEOUT_S = "REPLICA_TIMEOUT_S"
+BOOTSTRAP_S = "REPLICA_BOOTSTRAP_S"  # how much of the time limit was gone when the worker started
+FOR_THE_WORKER = (TASK_DIGEST, TIMEOUT_S, BOOTSTRAP_S)
+
 # A replica is not a member of a torch process group: a leftover of these would make libraries think it is.
 TORCH_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
