@@ -133,6 +133,11 @@ class HubServer:
         assert job is not None, f"there is no job {job_id}"
         return job
 
+    def until(self, ready: Callable[[], object], timeout_s: float = 60.0) -> None:
+        """Wait until something is so of the jobs."""
+        with self.jobs.changed:
+            assert self.jobs.changed.wait_for(ready, timeout_s), f"it was not so within {timeout_s} s"
+
     def kill(self, job_id: str, reason: str = "Error") -> None:
         """Kill a job's process with SIGKILL; the job's message names the reason, such as "OOMKilled"."""
         self.jobs.kill(self.job(job_id), reason)

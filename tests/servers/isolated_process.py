@@ -2,7 +2,8 @@
 
 It has its own session, nothing of the launcher's environment, and a `python` on its PATH that has every package of this
 environment but the project's own. When its first process ends, all that it started ends too, also what left its group.
-What a container also hides, this does not: the file system, the network and the other processes.
+What a container also hides, this does not: the file system, the network and the other processes. And who leaves the
+group, the directory and HOME together, escapes.
 """
 
 from __future__ import annotations
