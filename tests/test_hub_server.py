@@ -17,6 +17,11 @@ from servers.hub_server import HubServer, hub_server
 GPU = "h200"
 
 
+@pytest.fixture
+def client(hub: HubServer) -> Client:
+    return Client(hub)
+
+
 def test_a_job_runs_and_completes(hub: HubServer, client: Client) -> None:
     job = client.run("print('hello')", labels={"team": "ml"}, name="first")
     assert job.status.stage in ("SCHEDULING", "RUNNING")
