@@ -107,7 +107,8 @@ def record_outcome(store: Store, run_id: str, outcome: Outcome) -> Outcome:
     """
     marker = find_json(store, replica_key(run_id, outcome.rank, outcome.attempt, "cancel.json"))
     if marker is not None:
-        error = outcome.error or f"Replica {outcome.rank} was ended: {marker.get('why', 'cancelled')}."
+        told = None if outcome.reason == "signal" else outcome.error  # the signal was the cancellation's
+        error = told or f"Replica {outcome.rank} was ended: {marker.get('why', 'cancelled')}."
         outcome = replace(outcome, status=ReplicaStatus.CANCELLED, reason="cancelled", result=None, error=error)
     outcome = replace(
         outcome, host=outcome.host or socket.gethostname(), finished_at=outcome.finished_at or time.time()

@@ -5,6 +5,7 @@ Whatever is the same for all ranks is done before the fork: what a child only re
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import os
@@ -14,6 +15,8 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from executors.local_launch import LocalLaunch
+from executors.logs import tail_text
+from executors.outcome import OUTPUT_TAIL_BYTES
 from executors.process import become_subreaper
 from executors.worker import Assignment, main
 
@@ -85,7 +88,7 @@ def _assignment(launch: LocalLaunch, rank: int, supervisor_pid: int) -> Assignme
         attempt=spec.attempt,
         task_digest=spec.task_digest,
         supervisor_pid=supervisor_pid,
-        log_file=launch.log_file(rank),
+        output_tail=functools.partial(tail_text, launch.log_file(rank), OUTPUT_TAIL_BYTES),
         term_grace_s=launch.term_grace_s,
         torch_threads=max(1, len(os.sched_getaffinity(0)) // launch.places),
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from executors.errors import EntrypointError
+from executors.versions import installed_version
 
 # What `executors.worker` and `diloco` import inside a replica. Not what only a launcher needs.
 OURS = (
@@ -45,16 +46,6 @@ def requirements_of(pip: Sequence[str], root: Path) -> tuple[str, ...]:
         users = [line for line in users if name_of(line) not in pins]
     named = {name_of(line) for line in users}
     return (*(pin for name, pin in pins.items() if name not in named), *users)
-
-
-def installed_version(distribution: str) -> str | None:
-    """Return the public part of an installed version (`2.13.0` of `2.13.0+cpu`); None when it is not installed."""
-    from importlib import metadata
-
-    try:
-        return metadata.version(distribution).partition("+")[0]
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def name_of(requirement: str) -> str | None:

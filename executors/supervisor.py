@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from executors.errors import ReplicasError, StoreError
 from executors.local_launch import LocalLaunch
-from executors.logs import tail_bytes
+from executors.logs import tail_text
 from executors.outcome import (
     OUTCOME_RETRY_S,
     OUTPUT_TAIL_BYTES,
@@ -296,7 +296,6 @@ class Supervisor:
             if find_outcome(self._store, self._spec.run_id, running.rank, attempt) is not None:
                 return
         status, reason, error = self._explain(running, exit_code)
-        tail = tail_bytes(self._launch.log_file(running.rank), OUTPUT_TAIL_BYTES).decode(errors="replace")
         outcome = Outcome(
             running.rank,
             attempt,
@@ -307,7 +306,7 @@ class Supervisor:
             error=error,
             pid=pid,
             started_at=running.started_at,
-            output_tail=tail,
+            output_tail=tail_text(self._launch.log_file(running.rank), OUTPUT_TAIL_BYTES),
         )
         self._record(outcome)
 

@@ -29,6 +29,7 @@ from executors.entrypoint import check_call, load_entrypoint
 from executors.errors import EntrypointArgumentsError, EntrypointError, RunExistsError, StoreError
 from executors.records import to_bytes
 from executors.store import Store
+from executors.versions import versions_here
 from executors.words import random_words
 
 if TYPE_CHECKING:
@@ -156,11 +157,8 @@ def pack_task(
     kwargs, rank_env = split_rank_env(args)
     record: dict[str, Any] = {"python": PYTHON, "rank_env": rank_env, "seed": seed}
     if package is not None:
-        from executors.requirements import installed_version
-
         record |= {
-            "python_version": platform.python_version(),
-            "torch": installed_version("torch"),
+            **versions_here(),
             "code_sha256": package.workspace.sha256,
             "requirements": list(package.requirements),
             "paths": list(package.paths),

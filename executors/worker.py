@@ -21,15 +21,14 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from executors import replica as environment
+from executors.deadline import TIMED_OUT, Deadline
 from executors.errors import ReplicasError, ResultError
 from executors.heartbeat import Heartbeat
-from executors.logs import tail_bytes
-from executors.outcome import OUTPUT_TAIL_BYTES, Outcome, Reason, insist_on_outcome, record_outcome
+from executors.outcome import Outcome, Reason, insist_on_outcome, record_outcome
 from executors.process import children, flush_c_streams, kill_descendants, start_time
 from executors.protocol import ReplicaStatus
 from executors.records import exists, read_json, to_bytes
@@ -38,6 +37,7 @@ from executors.result import to_json_value
 from executors.store import Store, store_at
 from executors.store.opening import split_address
 from executors.task import read_task
+from executors.versions import difference
 
 TERMINATED = 143  # 128 + SIGTERM, as a shell says it
 
@@ -55,9 +55,14 @@ class Assignment:
     task_digest: str | None = None
     supervisor_pid: int | None = None
     """This process's parent, which watches over it and with which it ends. None: nobody does."""
-    log_file: Path | None = None
+    output_tail: Callable[[], str] | None = None
+    """Returns the end of the output, for the outcome."""
     term_grace_s: float = 5.0
     torch_threads: int | None = None
+    timeout_s: float | None = None
+    """The time limit, where this process has to end itself."""
+    spent_s: float = 0.0
+    """How much of the limit was gone when this process started."""
 
 
 class CancelledBeforeStart(ReplicasError):
@@ -151,6 +156,7 @@ def _run(assignment: Assignment) -> int:
     _set_environment(replica, assignment.torch_threads)
     heartbeat = Heartbeat(replica, supervisor_pid=assignment.supervisor_pid, grace_s=assignment.term_grace_s)
     heartbeat.start()
+    deadline = _start_deadline(assignment, replica, started_at)
     try:
         task = _load(replica, assignment.task_digest)
         value = task()
@@ -161,24 +167,49 @@ def _run(assignment: Assignment) -> int:
         if _terminated and assignment.supervisor_pid is not None and not heartbeat.supervisor_is_gone:
             heartbeat.stop()
             return TERMINATED  # who sent SIGTERM knows why, and writes the outcome
-        if _terminated:
-            outcome = _outcome_of_termination(replica, started_at)
+        if deadline is not None and deadline.has_passed:
+            outcome = _outcome_of_timeout(replica, started_at, assignment, TERMINATED)
+        elif _terminated:
+            outcome = _outcome_of_termination(replica, started_at, assignment.supervisor_pid is not None)
         else:
             outcome = _outcome_of_error(replica, started_at, error, error.__traceback__)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # the user may have closed or unset it
             sys.stderr.write(f"{outcome.error}\n")
+    if deadline is not None:
+        deadline.stop()
     heartbeat.stop()
     _flush()
-    if assignment.log_file is not None:
-        tail = tail_bytes(assignment.log_file, OUTPUT_TAIL_BYTES).decode(errors="replace")
-        outcome = replace(outcome, output_tail=tail)
+    if assignment.output_tail is not None:
+        outcome = replace(outcome, output_tail=assignment.output_tail())
     insist_on_outcome(store, assignment.run_id, outcome)
     return outcome.exit_code if outcome.exit_code is not None else 1
+
+
+def _start_deadline(assignment: Assignment, replica: Replica, started_at: float) -> Deadline | None:
+    if assignment.timeout_s is None:
+        return None
+
+    def end() -> None:
+        outcome = _outcome_of_timeout(replica, started_at, assignment, TIMED_OUT)
+        if assignment.output_tail is not None:
+            outcome = replace(outcome, output_tail=assignment.output_tail())
+        try:
+            insist_on_outcome(replica.store, replica.run_id, outcome)
+            kill_descendants(os.getpid())
+        finally:
+            os._exit(TIMED_OUT)
+
+    spent_s = assignment.spent_s + time.time() - started_at
+    deadline = Deadline(assignment.timeout_s - spent_s, assignment.term_grace_s, end)
+    deadline.start()
+    return deadline
 
 
 def _load(replica: Replica, digest: str | None) -> Callable[[], Any]:
     """Load the task; seed every generator before the user's module is imported, and those that came with it after."""
     stored = read_task(replica.store, replica.run_id, digest)
+    if told := difference(stored.record):
+        print(told, file=sys.stderr)
     seeded = _seed(replica, stored.seed, but=set())
     function, args = stored.load()
     _seed(replica, stored.seed, but=seeded)
@@ -255,10 +286,20 @@ def _outcome_of_error(
     return replace(_failed(replica, started_at, reason, text, 1), error_line=line)
 
 
-def _outcome_of_termination(replica: Replica, started_at: float) -> Outcome:
-    who = f"Replica {replica.rank} of {replica.world_size} (attempt {replica.attempt})"
-    text = f"{who} was lost: its supervisor is gone (was it killed?). `replicas resume` brings it back."
-    return replace(_failed(replica, started_at, "lost", text, TERMINATED), signal="SIGTERM")
+def _outcome_of_termination(replica: Replica, started_at: float, had_supervisor: bool) -> Outcome:
+    who = f"Replica {replica.rank} of {replica.world_size}"
+    if had_supervisor:
+        who = f"{who} (attempt {replica.attempt})"
+        text = f"{who} was lost: its supervisor is gone (was it killed?). `replicas resume` brings it back."
+        return replace(_failed(replica, started_at, "lost", text, TERMINATED), signal="SIGTERM")
+    text = f"{who} was told to end (SIGTERM), by nobody of ours."
+    return replace(_failed(replica, started_at, "signal", text, TERMINATED), signal="SIGTERM")
+
+
+def _outcome_of_timeout(replica: Replica, started_at: float, assignment: Assignment, exit_code: int) -> Outcome:
+    who = f"Replica {replica.rank} of {replica.world_size}"
+    text = f"{who} ran into its time limit of {assignment.timeout_s:g} s."
+    return _failed(replica, started_at, "timeout", text, exit_code)
 
 
 def _failed(replica: Replica, started_at: float, reason: Reason, error: str, exit_code: int) -> Outcome:
@@ -310,3 +351,9 @@ def _leave(code: int) -> NoReturn:
             kill_descendants(os.getpid())
     finally:
         os._exit(code)
+
+
+if __name__ == "__main__":
+    from executors import standalone  # which imports this module once more, by its name
+
+    standalone.main()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,14 @@ from huggingface_hub.errors import BadRequestError, HfHubHTTPError
 from processes_of_tests import is_alive
 from servers.hub_server import HubServer, hub_server
 
+from executors.testing.processes import environment
+
 GPU = "h200"
+
+
+@pytest.fixture
+def client(hub: HubServer) -> Client:
+    return Client(hub)
 
 
 def test_a_job_runs_and_completes(hub: HubServer, client: Client) -> None:
@@ -53,6 +62,22 @@ def test_a_secret_is_shown_by_its_name_alone(hub: HubServer, client: Client) -> 
 def test_a_secret_in_the_wrong_place_is_found(hub: HubServer, client: Client, leak: dict[str, str]) -> None:
     client.run(secrets={"KEY": "s3cr3t"}, **leak)
     assert hub.places_of("s3cr3t") == [f"POST /api/jobs/{hub.namespace}"]
+
+
+def test_a_secret_is_found_however_it_is_escaped(hub: HubServer, client: Client) -> None:
+    secret = 'a "quoted"\nsecret & more'
+    client.run(secrets={"KEY": secret})
+    assert hub.places_of(secret) == []
+    client.run(env={"KEY": f"before {secret} behind"})
+    assert hub.places_of(secret) == [f"POST /api/jobs/{hub.namespace}"]
+    client.listed(labels={"key": secret})
+    assert hub.places_of(secret)[1:] == [f"GET /api/jobs/{hub.namespace}"]
+
+
+def test_a_client_in_a_process_of_its_own_finds_the_server_by_its_environment(hub: HubServer) -> None:
+    code = "import huggingface_hub; print(huggingface_hub.run_job(image='a', command=['true']).id)"
+    told = subprocess.run([sys.executable, "-c", code], env=environment(**hub.environment), stdout=subprocess.PIPE)
+    assert [told.stdout.decode().strip()] == [job.id for job in hub.jobs.newest_first()]
 
 
 def test_the_token_is_in_no_recorded_request(hub: HubServer, client: Client) -> None:

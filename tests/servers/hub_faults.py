@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import unquote_plus
 
 ROUTES = (
     "create", "list", "inspect", "logs", "metrics", "cancel", "duplicate", "labels", "hardware", "whoami",
@@ -35,14 +36,25 @@ class Request:
     def json(self) -> Any:
         return json.loads(self.body) if self.body else None
 
-    def text_beside_secrets(self) -> str:
-        """Return all that was sent, but the `secrets` of a job to be run."""
-        body = self.body.decode(errors="replace")
-        if self.route == "create" and self.body:
-            spec = self.json
-            spec.pop("secrets", None)
-            body = json.dumps(spec, ensure_ascii=False)
-        return "\n".join((self.method, self.path, self.query, json.dumps(self.headers), body))
+    def texts_beside_secrets(self) -> list[str]:
+        """Return every text that was sent, decoded, but the `secrets` of a job to be run."""
+        value = self.json
+        if self.route == "create" and isinstance(value, dict):
+            value = {name: part for name, part in value.items() if name != "secrets"}
+        return [self.path, unquote_plus(self.query), *self.headers.values(), *_texts_in(value)]
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Walk through a JSON value; give every key, and every leaf as a text."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield name
+            yield from _texts_in(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts_in(part)
+    else:
+        yield str(value)
 
 
 @dataclass

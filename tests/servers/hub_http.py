@@ -33,6 +33,7 @@ class HttpServer(ThreadingHTTPServer):
     def __init__(self, hub: HubServer) -> None:
         self.hub = hub
         self.connections: set[socket.socket] = set()
+        self.to_be_reset: set[socket.socket] = set()
         self.lock = threading.Lock()
         super().__init__(("127.0.0.1", 0), Handler)
         self.endpoint = f"http://127.0.0.1:{self.server_address[1]}"
@@ -49,10 +50,17 @@ class HttpServer(ThreadingHTTPServer):
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self.lock:
+            self.connections.add(request)
+        super().process_request(request, client_address)
+
     def shutdown_request(self, request: Any) -> None:
         with self.lock:
             self.connections.discard(request)
-        if request.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8) == RESET_WHEN_CLOSED:
+            reset = request in self.to_be_reset
+            self.to_be_reset.discard(request)
+        if reset:
             request.close()  # an orderly end first would not be a reset
         else:
             super().shutdown_request(request)
@@ -66,11 +74,6 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     server: HttpServer
-
-    def setup(self) -> None:
-        super().setup()
-        with self.server.lock:
-            self.server.connections.add(self.connection)
 
     def answer(self) -> None:
         hub = self.server.hub
@@ -118,6 +121,8 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         if reset:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_WHEN_CLOSED)
+            with self.server.lock:
+                self.server.to_be_reset.add(self.connection)
 
     def refuse(self, request: Request, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
         """Answer with an error, as the Hub words it."""

@@ -85,6 +85,11 @@ class HubServer:
         self._http = HttpServer(self)
         self.endpoint = self._http.endpoint
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes the client in a process of its own talk to this server, and to no other."""
+        return {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": self.token, "HF_HUB_DISABLE_TELEMETRY": "1"}
+
     def fail(
         self,
         route: str,
@@ -156,8 +161,11 @@ class HubServer:
 
     def places_of(self, value: str) -> list[str]:
         """Return which requests hold a value anywhere but in the secrets of a job to be run."""
-        found = [request for request in self.requests if value in request.text_beside_secrets()]
-        return [f"{request.method} {request.path}" for request in found]
+        return [
+            f"{request.method} {request.path}"
+            for request in self.requests
+            if any(value in text for text in request.texts_beside_secrets())
+        ]
 
     def close(self) -> None:
         """Hang up on everybody, end every process, and remove what the jobs left on the disk."""
