@@ -46,6 +46,7 @@ class HFJobsExecutor(CloudExecutor):
 
     backend_name = "hf"
     vendor = "Hugging Face"
+    sdk = "huggingface_hub"
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class HFJobsExecutor(CloudExecutor):
         self.pip = tuple(pip)
         self.labels = dict(labels or {})
         self.secrets = tuple(secrets)
-        self._api = huggingface_hub.HfApi()
+        self._api = huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))  # the SDK reads it at import alone
         self._lines = LinesOfJobs()
 
     def __repr__(self) -> str:

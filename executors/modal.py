@@ -41,6 +41,7 @@ class ModalExecutor(CloudExecutor):
 
     backend_name = "modal"
     vendor = "Modal"
+    sdk = "modal"
 
     def __init__(
         self,

@@ -23,9 +23,6 @@ RUN_ID = "REPLICA_RUN_ID"
 ATTEMPT = "REPLICA_ATTEMPT"
 RENDEZVOUS = "REPLICA_RENDEZVOUS"
 
-TASK_DIGEST = "REPLICA_TASK_DIGEST"  # the sha256 of task.json: what a bucket cannot change
-TIMEOUT_S = "REPLICA_TIMEOUT_S"
-
 CONTRACT = (RANK, WORLD_SIZE, RUN_ID, ATTEMPT, RENDEZVOUS)
 
 # For the worker alone, where a replica is started by a command and not forked.

@@ -111,6 +111,8 @@ class Vendor(abc.ABC):
 
     vendor: ClassVar[str]
     """The vendor's name for people, as in "Modal"."""
+    sdk: ClassVar[str]
+    """The distribution of its SDK."""
 
     @abc.abstractmethod
     def check_account(self, n: int, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:

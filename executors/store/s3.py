@@ -27,6 +27,7 @@ from executors.store.s3_body import BufferBody, is_made_of
 from executors.store.s3_client import connect, elsewhere
 from executors.store.s3_errors import code_of, explain, failures, retried, status_of
 from executors.store.s3_ranges import RangeReader
+from executors.store.s3_settings import Problem, settings_that_hurt
 
 PROBES = ".probe~"  # the one reserved name at the top: what opening leaves for a moment
 MAX_PUT_BYTES = 5 << 30  # S3's limit for an object in one request
@@ -129,6 +130,11 @@ class S3Store:
         """
         with self._told("use", None):
             return elsewhere(self.address)
+
+    def settings_that_hurt(self) -> list[Problem]:
+        """Return the settings of the bucket that would hurt a run, as far as these credentials may read them."""
+        with self._told("use", None):
+            return list(settings_that_hurt(self._client, self.address))
 
     # --- creating
 
