@@ -131,7 +131,7 @@ class S3Store:
         with self._told("use", None):
             return elsewhere(self.address)
 
-    def settings_that_hurt(self) -> list[Problem]:
+    def settings_that_hurt(self) -> Sequence[Problem]:
         """Return the settings of the bucket that would hurt a run, as far as these credentials may read them."""
         with self._told("use", None):
             return list(settings_that_hurt(self._client, self.address))
