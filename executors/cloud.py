@@ -210,7 +210,8 @@ class CloudExecutor(Vendor):
         return record_outcome(found.store, found.run_id, self._outcome_of(found, state))
 
     def _outcome_of(self, found: FoundReplica, state: JobState) -> Outcome:
-        reason, error = _explain(found, state, self.vendor)
+        is_ours = exists(found.store, found.key("cancel.json"))  # and then the marker says why
+        reason, error = CANCELLED if is_ours else _explain(found, state, self.vendor)
         output = ""
         with contextlib.suppress(VendorError):
             output = self.job_logs(found.metadata["job"], LOG_LINES)[-OUTPUT_TAIL_BYTES:]
@@ -227,10 +228,11 @@ class CloudExecutor(Vendor):
         )
 
 
+CANCELLED: tuple[Reason, str | None] = ("cancelled", None)
 _SIGNALS = {137: "SIGKILL", 143: "SIGTERM", 139: "SIGSEGV", 134: "SIGABRT", 130: "SIGINT"}
 
 
-def _explain(found: FoundReplica, state: JobState, vendor: str) -> tuple[Reason, str]:
+def _explain(found: FoundReplica, state: JobState, vendor: str) -> tuple[Reason, str | None]:
     """Name the reason of an end without an outcome, and put it into a sentence."""
     who = f"Replica {found.rank} of {found.world_size} (attempt {found.attempt})"
     said = f" {vendor} says: {state.message}" if state.message else ""
