@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cli_of_tests import JOB
 from processes_of_tests import MARK, end, left_over, marked_pids
 from servers.hub_server import HubServer, hub_server
 from servers.s3_server import CREDENTIALS, S3Server, running_server
@@ -72,6 +73,24 @@ def hub() -> Iterator[HubServer]:
     """A Hugging Face Hub with no jobs yet. It ends all of them with the test."""
     with hub_server() as server:
         yield server
+
+
+@pytest.fixture
+def hf(hub: HubServer, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """The Hub, with all that a user of it has: a token, a rendezvous, and a folder with `job.py` to launch from."""
+    for name, value in {**hub.environment, "REPLICAS_RENDEZVOUS": s3.url("runs")}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path / "work")
+    return hub
+
+
+@pytest.fixture
+def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried again is tried again soon."""
+    monkeypatch.setattr("executors.vendor_patience.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("executors.vendor_patience.LONGEST_PAUSE_S", 0.02)
 
 
 @pytest.fixture
