@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 
 import pytest
 from servers.hub_faults import Misconduct, Request
 from servers.hub_server import HubServer
 
-from executors import HFJobsExecutor, Run, attach, launch, open_store
+from executors import HFJobsExecutor, Run, attach, launch
 from executors.errors import BackendError, LaunchError, RunNotFoundError
-from executors.testing import eventually
+from executors.resuming import resume
 
 CPU = "cpu-basic"
 N = 8
@@ -161,8 +162,6 @@ def test_one_job_of_those_that_two_answers_hid_is_kept(hf: HubServer) -> None:
 
 def abandoned_intent(run: Run, rank: int, attempt: int, age_s: float) -> None:
     """Leave the intent of a launcher that died before it had called the vendor."""
-    import time
-
     key = f"{run.run_id}/replicas/{rank:04d}/{attempt}/intent.json"
     record = {"nonce": "of another", "by": "elsewhere:1", "job": "-", "at": time.time() - age_s}
     assert run.store.put_if_absent(key, json.dumps(record).encode())
@@ -193,8 +192,6 @@ def test_an_intent_that_came_to_nothing_is_a_failed_start_in_the_end(hf: HubServ
 
 
 def test_a_run_is_resumed_after_a_resume_that_failed(hf: HubServer) -> None:
-    from executors.resuming import resume
-
     run = launched(hf, 2)
     run.cancel(0)
     hf.fail("create", 403)
@@ -219,5 +216,4 @@ def test_a_run_that_is_being_launched_can_be_cancelled_by_another(hf: HubServer)
     job.labels = labels
     run.store.put(key, handle)
     other.cancel()
-    eventually(lambda: job.stage == "CANCELED")
-    assert open_store(run.store.url).url == run.store.url
+    assert job.stage == "CANCELED"

@@ -238,5 +238,5 @@ def test_a_cancellation_is_asked_for_until_it_is_heard(
 def test_a_service_that_never_answers_is_given_up(hf: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("executors.hf_jobs.ANSWER_S", 0.2)
     hf.fail("whoami", "silent")
-    with pytest.raises(BackendError, match="cannot be reached: no answer within 0.2 s"):
+    with pytest.raises(BackendError, match=r"cannot be reached: no answer within 0\.2 s"):
         launch("hf", "job.py:main", 1)

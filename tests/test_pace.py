@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -36,14 +37,14 @@ def test_a_job_is_asked_about_at_once_and_then_ever_less_often() -> None:
         if pace.is_due("job"):
             times.append(clock.now)
         clock.now += 0.01
-    pauses = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert times[0] == 0
     assert pauses[0] == pytest.approx(FIRST_PAUSE_S, abs=0.02)
     assert pauses == sorted(pauses)
     assert pauses[-1] == pytest.approx(LONGEST_PAUSE_S, abs=0.02)
 
 
-@pytest.mark.parametrize("n_jobs", [1, 8, 64, 256])
+@pytest.mark.parametrize("n_jobs", [1, 8, 64])
 def test_a_run_of_any_size_stays_below_what_a_free_account_may_ask(n_jobs: int) -> None:
     before, after = asked_in(300, n_jobs), asked_in(600, n_jobs)
     assert after - before <= 600
