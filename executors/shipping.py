@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from executors import replica as environment
 from executors.entrypoint import parse_entrypoint
 from executors.errors import EntrypointError
 from executors.requirements import requirements_of
-from executors.workspace import LIMIT_BYTES, Workspace, snapshot_workspace
+from executors.workspace import LIMIT_BYTES, OURS, Workspace, snapshot_workspace
 
 if TYPE_CHECKING:
     from executors.task import RunSpec
@@ -59,12 +60,13 @@ def make_package(
 
 
 def check_shipped(entrypoint: str | Callable[..., Any], root: Path, workspace: Workspace) -> None:
-    """Check that an entrypoint given as a file is one of the files that travel.
+    """Check that an entrypoint given as a file is one of the files that travel, and the module of a function, too.
 
     Raises:
         EntrypointError: it is not; the message says how to name it, or why it stays behind.
     """
     if not isinstance(entrypoint, str):
+        _check_module_shipped(entrypoint, root, workspace)
         return
     name = parse_entrypoint(entrypoint)
     if name.file is None:
@@ -86,6 +88,24 @@ def check_shipped(entrypoint: str | Callable[..., Any], root: Path, workspace: W
             f"Entrypoint {entrypoint!r} is not shipped to replicas: git ignores {relative!r}. Take it out of "
             ".gitignore, or move it."
         )
+
+
+def _check_module_shipped(function: Callable[..., Any], root: Path, workspace: Workspace) -> None:
+    """A function of an importable module travels by its name. One of a script, a notebook or a function by value."""
+    name = getattr(function, "__module__", None) or "__main__"
+    path = getattr(sys.modules.get(name), "__file__", None)
+    if name == "__main__" or path is None or "<locals>" in getattr(function, "__qualname__", "<locals>"):
+        return
+    file = Path(path).resolve()
+    if file.is_relative_to(root) and file.relative_to(root).as_posix() in workspace.files:
+        return
+    installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    if name.partition(".")[0] in OURS or installed.intersection(file.parents):
+        return  # comes with our code, with Python, or with the requirements
+    raise EntrypointError(
+        f"The module {name!r} of the entrypoint is not shipped to replicas: {str(file)!r} is none of the files of the "
+        f"workspace {str(root)!r} that travel. Launch from a folder that holds it, and see that git does not ignore it."
+    )
 
 
 def replica_environment(run: RunSpec, rank: int, timeout_s: float | None = None) -> dict[str, str]:

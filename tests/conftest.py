@@ -18,6 +18,8 @@ from executors import LocalProcessExecutor
 os.environ[MARK] = str(os.getpid())  # every process that a test starts inherits it
 for name in ("REPLICAS_RENDEZVOUS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
+LIVE = {name: os.environ[name] for name in ("HF_TOKEN", "REPLICAS_LIVE_RENDEZVOUS") if os.environ.get(name)}
+"""What tests marked `live` need, and no other may use."""
 # huggingface_hub reads these when it is imported: none of the user's own, and no token of theirs.
 for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING_FACE_", "HUGGINGFACE_"))]:
     os.environ.pop(name)

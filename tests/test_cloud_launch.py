@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from servers.hub_faults import Misconduct, Request
-from servers.hub_server import HubServer
+from servers.hub_server import HubServer, Reply
 
 from executors import HFJobsExecutor, Run, attach, launch
-from executors.errors import BackendError, LaunchError, RunNotFoundError
+from executors.errors import BackendError, EntrypointError, LaunchError, RunNotFoundError
 from executors.resuming import resume
 
 CPU = "cpu-basic"
@@ -26,7 +26,7 @@ def _no_hardware(hf: HubServer) -> None:
     hf.hold(CPU)
 
 
-def is_rank(rank: int) -> object:
+def is_rank(rank: int) -> Callable[[Request], bool]:
     def asks_for_it(request: Request) -> bool:
         if request.route == "create":
             return bool(request.json["labels"]["replicas-rank"] == str(rank))
@@ -68,8 +68,8 @@ PASSING: list[tuple[Misconduct, bool]] = [
 def test_an_answer_lost_in_the_middle_of_a_launch_costs_no_job_and_leaves_none(
     hf: HubServer, answer: Misconduct, applied: bool
 ) -> None:
-    hf.fail("create", answer, after_applying=applied, when=is_rank(3))  # type: ignore[arg-type]
-    hf.fail("create", answer, after_applying=applied, when=is_rank(5), times=2)  # type: ignore[arg-type]
+    hf.fail("create", answer, after_applying=applied, when=is_rank(3))
+    hf.fail("create", answer, after_applying=applied, when=is_rank(5), times=2)
     launched(hf)
     surplus = [job for job in hf.jobs.newest_first() if job.is_over]
     assert all(job.stage == "CANCELED" for job in surplus)
@@ -95,7 +95,7 @@ REFUSALS: list[tuple[Misconduct, int | None, str]] = [
 def test_a_rank_that_cannot_be_started_ends_all_and_is_named(
     hf: HubServer, answer: Misconduct, times: int | None, message: str
 ) -> None:
-    hf.fail("create", answer, times=times, when=is_rank(3))  # type: ignore[arg-type]
+    hf.fail("create", answer, times=times, when=is_rank(3))
     with pytest.raises(LaunchError, match=f"'hf' could not start replica 3 of 8: .*{message}") as caught:
         launch("hf", "job.py:main", N, run_id="otter")
     assert caught.value.rank == 3
@@ -108,22 +108,22 @@ def test_a_rank_that_cannot_be_started_ends_all_and_is_named(
 
 
 def test_a_job_created_behind_the_last_lost_answer_is_ended_with_the_others(hf: HubServer) -> None:
-    hf.fail("create", 500, after_applying=True, times=None, when=is_rank(3))  # type: ignore[arg-type]
-    hf.fail("list", 400, times=1, when=is_rank(3))  # type: ignore[arg-type]
+    hf.fail("create", 500, after_applying=True, times=None, when=is_rank(3))
+    hf.fail("list", 400, times=1, when=is_rank(3))
     with pytest.raises(LaunchError, match="replica 3"):
         launch("hf", "job.py:main", N)
     assert living(hf) == []
 
 
 def test_what_could_not_be_ended_is_named(hf: HubServer) -> None:
-    hf.fail("create", 403, when=is_rank(3))  # type: ignore[arg-type]
+    hf.fail("create", 403, when=is_rank(3))
     hf.fail("cancel", 403, times=None)
     with pytest.raises(LaunchError, match=r"What could not be ended may still run: .*r0000-a0 .*HTTP 403"):
         launch("hf", "job.py:main", 4, run_id="otter")
     hf.forgive()
     hf.release(CPU)  # a marker is there, which ends those that come up
     hf.until(lambda: not living(hf))
-    assert [outcome.status for outcome in attach("otter").outcomes()].count("cancelled") == 3
+    assert [outcome.reason for outcome in attach("otter").outcomes()] == ["cancelled"] * 3 + ["start_failed"]
 
 
 @pytest.mark.parametrize(("answer", "message"), [(401, "Invalid user token.*hf auth login"), (500, "HTTP 500")])
@@ -141,21 +141,20 @@ def test_an_account_that_cannot_be_used_is_refused_before_anything_is_written(
 
 def test_one_job_of_those_that_two_answers_hid_is_kept(hf: HubServer) -> None:
     """The service may list a job late: then it is asked for twice, and the surplus is ended."""
-    hf.fail("create", "reset", after_applying=True, when=is_rank(1))  # type: ignore[arg-type]
-    first = threading.Event()
-
-    def is_first_look(request: Request) -> bool:
-        return bool(is_rank(1)(request)) and not first.is_set() and not first.set()  # type: ignore[operator]
-
+    hf.fail("create", "reset", after_applying=True, when=is_rank(1))
+    asks_for_rank_1 = is_rank(1)
+    looks = []
     real = hf._list
 
-    def late(request: Request) -> object:
+    def late(request: Request) -> Reply:
         reply = real(request)
-        if is_first_look(request):
-            reply.value = []
+        if asks_for_rank_1(request):
+            looks.append(request)
+            if len(looks) == 1:
+                reply.value = []
         return reply
 
-    hf._list = late  # type: ignore[assignment, method-assign]
+    hf._list = late  # type: ignore[method-assign]
     launched(hf, 2)
     assert hf.count("create") == 3
 
@@ -217,3 +216,16 @@ def test_a_run_that_is_being_launched_can_be_cancelled_by_another(hf: HubServer)
     run.store.put(key, handle)
     other.cancel()
     assert job.stage == "CANCELED"
+
+
+def in_no_workspace() -> None:
+    """A function of a module that the tests' workspace does not hold."""
+
+
+def test_a_function_whose_module_does_not_travel_is_refused_before_anything_is_written(hf: HubServer) -> None:
+    with pytest.raises(EntrypointError, match=r"The module 'test_cloud_launch' .* is not shipped to replicas"):
+        launch("hf", in_no_workspace, 1, run_id="otter")
+    with pytest.raises(RunNotFoundError):
+        attach("otter")
+    launch("hf", str, 1).cancel()
+    assert hf.count("create") == 1

@@ -170,7 +170,7 @@ def test_a_log_that_breaks_off_is_read_again(hf: HubServer, quick_tries: None) -
     run.results()
     lines = [f"hello {number} of rank 0" for number in range(5)]
     for answer in ("cut", "reset", 500, 429):
-        hf.fail("logs", answer, after_lines=2 if isinstance(answer, str) else None)  # type: ignore[arg-type]
+        hf.fail("logs", answer, after_lines=2 if isinstance(answer, str) else None)
         assert run.logs(rank=0).splitlines() == lines
 
 
