@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Literal
 
-from servers.orphans import end_all_after_us, end_all_in
+from servers.orphans import end_all_after_us, end_all_in, forget
 
 PROJECT = "serverless-replicas"
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -151,3 +151,4 @@ class IsolatedProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         end_all_in(self._directory)
+        forget(self._directory)

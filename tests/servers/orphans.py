@@ -28,9 +28,18 @@ def end_all_in(directory: Path) -> None:
 
 def end_all_after_us(directory: Path) -> None:
     """Have the processes in a directory ended once this process has."""
+    _tell(b"+", directory)
+
+
+def forget(directory: Path) -> None:
+    """Nothing is left in a directory."""
+    _tell(b"-", directory)
+
+
+def _tell(sign: bytes, directory: Path) -> None:
     guard = _guard()
     assert guard.stdin is not None
-    guard.stdin.write(os.fsencode(directory) + b"\0")
+    guard.stdin.write(sign + os.fsencode(directory) + b"\0")
 
 
 def _processes_in(directory: Path) -> list[int]:
@@ -64,7 +73,13 @@ def _guard() -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    for directory in sys.stdin.buffer.read().split(b"\0")[:-1]:
+    remembered: dict[bytes, None] = {}
+    for told in sys.stdin.buffer.read().split(b"\0")[:-1]:
+        if told.startswith(b"+"):
+            remembered[told[1:]] = None
+        else:
+            remembered.pop(told[1:], None)
+    for directory in remembered:
         end_all_in(Path(os.fsdecode(directory)))
 
 
