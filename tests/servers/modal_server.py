@@ -1,7 +1,7 @@
 """A Modal control plane on loopback, for the real SDK: started, told how to misbehave, and stopped.
 
-    with modal_server() as server:
-        os.environ |= server.environment     # then use `modal` as ever
+    with modal_server() as server, server.used_by_the_sdk():
+        modal.App.lookup("app", create_if_missing=True)     # `modal` as ever, here and in child processes
 
 Sandboxes are processes of this machine (`modal_sandboxes`), each with an empty directory, nothing of this process's
 environment, and a `python` that has every installed package except this project. What it knows of the vendor comes
@@ -13,15 +13,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+import modal
 from grpclib import GRPCError, Status
 from grpclib.server import Server
 from modal._utils.grpc_utils import custom_detail_codec
@@ -70,6 +73,27 @@ class ModalServer:
             "MODAL_CONFIG_PATH": str(self._folder / "no-such-file.toml"),
             "MODAL_ENVIRONMENT": ENVIRONMENT,
         }
+
+    @contextlib.contextmanager
+    def used_by_the_sdk(self) -> Iterator[None]:
+        """Point the SDK of this process at this server, and what it starts too.
+
+        The SDK reads its settings from `os.environ` when it needs them, except the path of the file and the name of
+        the profile, read when it is imported. It keeps one client for all calls that name none, with the address it
+        has met; closing that client makes it forget it. Handles of the closed client are of no more use.
+        """
+        others = {name: value for name, value in os.environ.items() if name.startswith("MODAL_")}
+        for name in others:
+            del os.environ[name]
+        os.environ.update(self.environment)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(modal.exception.AuthError):  # there was no client, and nothing to make one with
+                modal.Client.from_env().close()
+            for name in [name for name in os.environ if name.startswith("MODAL_")]:
+                del os.environ[name]
+            os.environ.update(others)
 
     # How it is to behave
 
@@ -160,6 +184,13 @@ class ModalServer:
     def calls_of(self, *rpcs: str) -> list[Call]:
         """The calls so far of these names."""
         return [call for call in list(self._dispatcher.calls) if call.rpc in rpcs]
+
+    def wait_for(self, rpc: str, n_calls: int = 1, within_s: float = 30.0) -> None:
+        """Wait until there have been so many calls of a name."""
+        deadline = time.monotonic() + within_s
+        while len(self.calls_of(rpc)) < n_calls:
+            assert time.monotonic() < deadline, f"{len(self.calls_of(rpc))} calls of {rpc}, not {n_calls}"
+            time.sleep(0.01)
 
     def requests_carrying(self, value: str) -> list[str]:
         """The names of the calls whose request holds a text, wherever; what makes secrets does not count.
