@@ -153,11 +153,13 @@ def _run(assignment: Assignment) -> int:
     started_at = time.time()
     store = store_at(assignment.store_url)
     replica = claim(store, assignment)
-    _set_environment(replica, assignment.torch_threads)
     heartbeat = Heartbeat(replica, supervisor_pid=assignment.supervisor_pid, grace_s=assignment.term_grace_s)
-    heartbeat.start()
-    deadline = _start_deadline(assignment, replica, started_at)
+    deadline = _deadline(assignment, replica, started_at)
     try:
+        _set_environment(replica, assignment.torch_threads)
+        heartbeat.start()
+        if deadline is not None:
+            deadline.start()  # its SIGTERM may come at once
         task = _load(replica, assignment.task_digest)
         value = task()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is finished is worth writing down
@@ -185,7 +187,7 @@ def _run(assignment: Assignment) -> int:
     return outcome.exit_code if outcome.exit_code is not None else 1
 
 
-def _start_deadline(assignment: Assignment, replica: Replica, started_at: float) -> Deadline | None:
+def _deadline(assignment: Assignment, replica: Replica, started_at: float) -> Deadline | None:
     if assignment.timeout_s is None:
         return None
 
@@ -200,9 +202,7 @@ def _start_deadline(assignment: Assignment, replica: Replica, started_at: float)
             os._exit(TIMED_OUT)
 
     spent_s = assignment.spent_s + time.time() - started_at
-    deadline = Deadline(assignment.timeout_s - spent_s, assignment.term_grace_s, end)
-    deadline.start()
-    return deadline
+    return Deadline(assignment.timeout_s - spent_s, assignment.term_grace_s, end)
 
 
 def _load(replica: Replica, digest: str | None) -> Callable[[], Any]:
