@@ -172,7 +172,7 @@ def _git(root: Path, *command: str) -> bytes | None:
     environment.update(LC_ALL="C", GIT_OPTIONAL_LOCKS="0")
     try:
         done = subprocess.run(["git", *command], cwd=root, env=environment, capture_output=True, check=False)
-    except FileNotFoundError:
+    except OSError:  # there is no git
         return None
     said = done.stderr.decode(errors="replace").strip()
     if done.returncode == 0:

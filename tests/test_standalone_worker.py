@@ -235,7 +235,9 @@ def test_what_the_bootstrap_took_is_part_of_the_time_limit(cloud: Cloud, workspa
     spec = ship(shared, workspace, "tasks_of_user:waits")
     environ = {**cloud.environ(), **replica_environment(spec, 0, 1000.0), "REPLICA_BOOTSTRAP_S": "999.9"}
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(workspace)])
-    done = subprocess.run([cloud.python, "-P", "-m", "executors.worker"], env=environ, check=False, timeout=LIMIT_S)
+    done = subprocess.run(
+        [str(cloud.python), "-P", "-m", "executors.worker"], env=environ, check=False, timeout=LIMIT_S
+    )
     assert (done.returncode, outcome_of(spec).reason) == (143, "timeout")
 
 
@@ -264,7 +266,7 @@ def test_a_process_that_is_told_too_little_says_what_is_missing(cloud: Cloud, mi
     spec = RunSpec("otter", "file:///nowhere", "00", 1, (0,))
     environ = {**cloud.environ(), **replica_environment(spec, 0), "PYTHONPATH": str(ROOT)}
     del environ[missing]
-    command = [cloud.python, "-P", "-m", "executors.worker"]
+    command = [str(cloud.python), "-P", "-m", "executors.worker"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (78, "", 1)
     assert f"{missing} is not set" in done.stderr
