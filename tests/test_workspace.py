@@ -206,8 +206,8 @@ def test_what_may_hold_a_secret_stays_and_is_named(root: Path) -> None:
         ".env": "TOKEN=hunter2",
         "pkg/.env.prod": "",
         "id_ed25519": "",
-        "tls.key": PRIVATE_KEY,
-        "a.pem": PRIVATE_KEY,
+        "tls.key": KEY,
+        "a.pem": KEY,
     }
     for name, text in {**kept, **secret}.items():
         (root / name).write_text(text)
