@@ -158,8 +158,9 @@ def is_satisfied(requirement: str) -> bool:
 def install(requirements: list[str]) -> None:
     missing = [requirement for requirement in requirements if not is_satisfied(requirement)]
     print(f"replicas: installing {', '.join(missing)}", file=sys.stderr, flush=True)
-    pip = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-    code = subprocess.run([*pip, *requirements], check=False).returncode
+    options = ("--quiet", "--disable-pip-version-check", "--no-input", "--root-user-action=ignore")
+    command = [sys.executable, "-P", "-m", "pip", "install", *options, *requirements]
+    code = subprocess.run(command, check=False).returncode
     if code != 0:
         refuse(f"pip could not install what it needs (exit code {code}); what pip says stands above.")
 

@@ -24,7 +24,7 @@ from executors.task import RunSpec
 ROOT = Path(__file__).parent.parent
 
 TASKS = """
-import os, signal, subprocess, sys, threading, time
+import multiprocessing, os, signal, subprocess, sys, threading
 from pathlib import Path
 
 HOME = Path(os.environ["HOME"])
@@ -55,6 +55,13 @@ def talks():
     print("on stderr: \\N{OTTER}", file=sys.stderr)
     print("no newline", end="")
     return sys.stdin.read()
+
+def spawns():
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.map(twice, [1, 2])
+
+def twice(x):
+    return 2 * x
 
 def dies():
     print("the last words")
@@ -126,6 +133,38 @@ def test_folders_that_the_launcher_imports_from_are_on_the_replicas_path(
     spec = ship(shared, workspace, "module_in_src:f")
     assert ended(cloud.start(spec)) == (0, "", "")
     assert outcome_of(spec).result == "found"
+
+
+def test_helpers_that_it_spawns_find_the_users_modules(cloud: Cloud, workspace: Path, shared: Path) -> None:
+    spec = ship(shared, workspace, "tasks_of_user:spawns")
+    assert ended(cloud.start(spec)) == (0, "", "")
+    assert outcome_of(spec).result == [2, 4]
+
+
+def test_replicas_train_one_model_together_through_a_bucket(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
+    def train_together(steps: int) -> dict[str, object]:
+        import torch
+
+        from diloco import DiLoCo
+
+        torch.set_num_threads(1)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        with DiLoCo(model, inner_steps=5, total_steps=steps) as diloco:
+            while diloco.inner_step < steps:
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                diloco.step()
+            anchor = {name: values.tolist() for name, values in diloco.anchor().items()}
+        return {"rounds": diloco.rounds, "anchor": anchor}
+
+    spec = ship(s3.url("runs"), workspace, train_together, {"steps": 25}, n=2)
+    processes = [cloud.start(spec, rank) for rank in spec.ranks]
+    assert [ended(process)[0] for process in processes] == [0, 0]
+    first, second = (outcome_of(spec, rank).result for rank in spec.ranks)
+    assert first["rounds"] == 5
+    assert first == second
 
 
 # How it ends
@@ -276,5 +315,5 @@ def test_a_profile_of_the_launchers_machine_stays_there() -> None:
     spec = RunSpec("otter", "s3://bucket/runs?region=eu-central-1&profile=mine", "00", 2, (0, 1), env={"A": "b"})
     told = replica_environment(spec, 1, 60.0)
     assert told["REPLICA_RENDEZVOUS"] == "s3://bucket/runs?region=eu-central-1"
-    assert told["REPLICA_TIMEOUT_S"] == "60"
+    assert told["REPLICA_TIMEOUT_S"] == "60.0"
     assert "A" not in told

@@ -154,6 +154,8 @@ def test_links_inside_travel_as_what_they_point_to_and_others_are_named(root: Pa
     (outside / "secret").write_text("not ours")
     (root / "link.py").symlink_to("train.py")
     (root / "linked").symlink_to("pkg")
+    (root / ".env").write_text("TOKEN=hunter2")
+    (root / "settings").symlink_to(".env")
     (root / "away").symlink_to(outside)
     (root / "away.txt").symlink_to(outside / "secret")
     (root / "dangling").symlink_to("nowhere")
@@ -162,9 +164,11 @@ def test_links_inside_travel_as_what_they_point_to_and_others_are_named(root: Pa
     assert "linked/mod.py" in workspace.files
     assert all(member.isreg() for member in unpacked(workspace).values())
     assert workspace.left_out == (
+        ".env (it may hold a secret)",
         f"away (a link to {outside})",
         f"away.txt (a link to {outside}/secret)",
         "dangling (a link to nowhere)",
+        "settings (it may hold a secret)",
     )
 
 
@@ -292,6 +296,23 @@ def test_an_entrypoint_that_replicas_would_not_find_is_refused(root: Path, entry
     with pytest.raises(EntrypointError) as caught:
         make_package(entrypoint.format(root=root), root=root)
     assert message in str(caught.value)
+
+
+def a_function_of_another_folder() -> None: ...
+
+
+def test_a_callable_that_replicas_could_not_import_is_refused(root: Path) -> None:
+    with pytest.raises(EntrypointError, match=r"a_function_of_another_folder' lies outside the workspace"):
+        make_package(a_function_of_another_folder, root=root)
+    here = Path(__file__).parent.parent
+    for travels, folder in (
+        (a_function_of_another_folder, here),
+        (lambda: None, root),
+        (os.path.join, root),
+        (create_run, root),
+        (pytest.skip, root),
+    ):
+        make_package(travels, root=folder)
 
 
 def test_folders_of_the_workspace_on_the_path_are_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
