@@ -94,7 +94,7 @@ def _check(line: str, place: str) -> str:
     """Return a requirement.
 
     Raises:
-        EntrypointError: it is an option of pip's.
+        EntrypointError: it is an option of pip's, or would show credentials.
     """
     line = line.strip()
     option = line if line.startswith("-") else next(iter(re.findall(r"\s(--?[A-Za-z].*)", line)), "")
@@ -102,5 +102,10 @@ def _check(line: str, place: str) -> str:
         raise EntrypointError(
             f"{place}: the option {option!r} is not taken to replicas, only requirements and '-r FILE' are. Install "
             "such packages in the image that the replicas start from, or give pip= without them."
+        )
+    if re.search(r"https?://[^/\s]*@", line):
+        raise EntrypointError(
+            f"{place}: the requirement {name_of(line) or 'of a url'!r} holds credentials. Requirements are stored with "
+            "the run: install such a package in the image that the replicas start from."
         )
     return line

@@ -66,25 +66,20 @@ def check_shipped(entrypoint: str | Callable[..., Any], root: Path, workspace: W
         EntrypointError: it does not travel; the message says why, and what to do.
     """
     what = describe(entrypoint)
-    if isinstance(entrypoint, str):
-        name = parse_entrypoint(entrypoint)
-        if name.file is None:
-            return
-        file = Path(os.path.normpath(root / name.file))
-    else:
-        found = _file_of(entrypoint)
-        if found is None:
-            return
-        name, file = None, found
-    if not file.is_relative_to(root):
+    named = None if callable(entrypoint) else parse_entrypoint(entrypoint)
+    file = named.file if named else _file_of(entrypoint)
+    if file is None:
+        return
+    inside = Path(os.path.normpath(root / file))
+    if not inside.is_relative_to(root):
         raise EntrypointError(
-            f"Entrypoint {what!r} lies outside the workspace {str(root)!r}, which is what replicas get: in {str(file)!r}. "
-            "Launch from a folder that holds it."
+            f"Entrypoint {what!r} lies outside the workspace {str(root)!r}, which is what replicas get: in "
+            f"{str(inside)!r}. Launch from a folder that holds it."
         )
-    relative = file.relative_to(root).as_posix()
-    if name is not None and name.file is not None and name.file.is_absolute():
+    relative = inside.relative_to(root).as_posix()
+    if named is not None and file.is_absolute():
         raise EntrypointError(
-            f"Entrypoint {what!r}: replicas find files by their path in the workspace. Use {relative}:{name.function}"
+            f"Entrypoint {what!r}: replicas find files by their path in the workspace. Use {relative}:{named.function}"
         )
     if relative not in workspace.files:
         raise EntrypointError(
@@ -93,7 +88,7 @@ def check_shipped(entrypoint: str | Callable[..., Any], root: Path, workspace: W
         )
 
 
-def _file_of(function: Callable[..., Any]) -> Path | None:
+def _file_of(function: object) -> Path | None:
     """Return the file from which a replica would have to import a callable; None when it needs none of the user's."""
     module = sys.modules.get(str(getattr(function, "__module__", None)))
     file = getattr(module, "__file__", None)

@@ -119,6 +119,14 @@ def test_an_option_of_pip_is_refused_by_name(tmp_path: Path, line: str) -> None:
         requirements_of([line], tmp_path)
 
 
+@pytest.mark.parametrize("url", ["https://me:hunter2@example.com/a.whl", "git+https://hunter2@example.com/a.git"])
+def test_credentials_do_not_travel_in_a_requirement(tmp_path: Path, url: str) -> None:
+    with pytest.raises(EntrypointError, match="'mine' holds credentials") as caught:
+        requirements_of([f"mine @ {url}"], tmp_path)
+    assert "hunter2" not in str(caught.value)
+    assert requirements_of(["mine @ git+ssh://git@example.com/a.git"], tmp_path)[-1].startswith("mine")
+
+
 def test_a_file_that_includes_itself_or_is_not_there_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text("-r other.txt")
     with pytest.raises(EntrypointError, match=r"other\.txt cannot be read"):

@@ -24,7 +24,7 @@ from executors.task import RunSpec
 ROOT = Path(__file__).parent.parent
 
 TASKS = """
-import multiprocessing, os, signal, subprocess, sys, threading
+import multiprocessing, os, signal, subprocess, sys, threading, time
 from pathlib import Path
 
 HOME = Path(os.environ["HOME"])
@@ -42,6 +42,15 @@ def waits():
         threading.Event().wait()
     finally:
         (HOME / "cleaned up").touch()
+
+def cleans_slowly():
+    try:
+        print("waiting", flush=True)
+        threading.Event().wait()
+    finally:
+        print("cleaning", flush=True)
+        while not (HOME / "go on").exists():
+            time.sleep(0.01)
 
 def ignores():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -224,6 +233,18 @@ def test_sigterm_runs_finally_and_the_replica_says_itself_how_it_ended(
     assert outcome.signal == "SIGTERM"
     assert outcome.error == "Replica 1 of 4 was told to end (SIGTERM), by nobody of ours."
     assert outcome.output_tail.startswith("waiting\n")
+
+
+def test_a_second_sigterm_does_not_cost_the_outcome(cloud: Cloud, workspace: Path, shared: Path) -> None:
+    spec = ship(shared, workspace, "tasks_of_user:cleans_slowly")
+    process = cloud.start(spec)
+    wait_for_line(process, "waiting")
+    process.send_signal(signal.SIGTERM)
+    wait_for_line(process, "cleaning")
+    process.send_signal(signal.SIGTERM)
+    (cloud.folder / "go on").touch()
+    assert ended(process)[0] == 143
+    assert outcome_of(spec).reason == "signal"
 
 
 def test_sigterm_after_a_cancel_marker_is_a_cancellation(cloud: Cloud, workspace: Path, shared: Path) -> None:
