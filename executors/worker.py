@@ -22,10 +22,9 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from executors import replica as environment
-from executors.deadline import TIMED_OUT, Deadline
 from executors.endings import TERMINATED, outcome_of_error, outcome_of_termination, outcome_of_timeout, outcome_of_value
 from executors.errors import ReplicasError
 from executors.heartbeat import Heartbeat
@@ -37,7 +36,9 @@ from executors.replica import Replica, replica_key, set_current_replica
 from executors.store import Store, store_at
 from executors.store.opening import split_address
 from executors.task import read_task
-from executors.versions import difference
+
+if TYPE_CHECKING:
+    from executors.deadline import Deadline
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,7 @@ def _deadline(assignment: Assignment, replica: Replica, started_at: float) -> De
     limit_s = assignment.timeout_s
     if limit_s is None:
         return None
+    from executors.deadline import TIMED_OUT, Deadline
 
     def end() -> None:
         outcome = outcome_of_timeout(replica, started_at, limit_s, TIMED_OUT)
@@ -210,8 +212,11 @@ def _deadline(assignment: Assignment, replica: Replica, started_at: float) -> De
 def _load(replica: Replica, digest: str | None) -> Callable[[], Any]:
     """Load the task; seed every generator before the user's module is imported, and those that came with it after."""
     stored = read_task(replica.store, replica.run_id, digest)
-    if told := difference(stored.record):
-        print(told, file=sys.stderr)
+    if "python_version" in stored.record:  # it came from another machine
+        from executors.versions import difference
+
+        if told := difference(stored.record):
+            print(told, file=sys.stderr)
     seeded = _seed(replica, stored.seed, but=set())
     function, args = stored.load()
     _seed(replica, stored.seed, but=seeded)
