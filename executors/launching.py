@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from executors.records import exists
 from executors.registry import check_executor, get_executor, import_path
 from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED, replica_key
 from executors.run import Run, attach
+from executors.shared_rendezvous import shared_rendezvous
 from executors.state import local_store, locate, remember
 from executors.store import Store, open_store
 from executors.store.opening import address_of
@@ -187,16 +187,20 @@ def plan_launch(
     args = dict(args or {})
     if str(rendezvous).startswith("memory:"):
         raise ValueError(f"rendezvous={str(rendezvous)!r} lives in this process alone; replicas could not see it.")
+    if getattr(executor, "needs_shared_rendezvous", False):
+        rendezvous = shared_rendezvous(executor.backend_name, rendezvous, entrypoint, n)
     knows_runs = "run" in inspect.signature(executor.launch_replicas).parameters
-    if not knows_runs and timeout is None:
-        timeout = STRANGERS_TIMEOUT_S
+    if timeout is None:
+        timeout = getattr(executor, "default_timeout_s", None if knows_runs else STRANGERS_TIMEOUT_S)
     _check_env(executor, knows_runs, env, secrets)
     chosen_id = check_run_id(run_id) if run_id is not None else new_run_id()
     check_launch = getattr(executor, "check_launch", None)
     if check_launch is not None:
-        check_launch(n, entrypoint, args, gpu=gpu, timeout=timeout)
+        check_launch(n, entrypoint, args, gpu=gpu, timeout=timeout, secrets=secrets)
     elif isinstance(entrypoint, str):
         check_entrypoint(entrypoint, split_rank_env(args)[0])
+    package = executor.package(entrypoint) if hasattr(executor, "package") else None
+    options = getattr(executor, "recorded_options", {})
     return LaunchPlan(
         executor,
         entrypoint,
@@ -213,7 +217,13 @@ def plan_launch(
             "secret_names": secrets,
             "seed": seed,
             "detach": detach,
-            "options": {"executor": import_path(executor), "gpu": gpu, "timeout_s": timeout},
+            "package": package,
+            "options": {
+                "executor": import_path(executor),
+                "executor_options": options,
+                "gpu": gpu,
+                "timeout_s": timeout,
+            },
         },
     )
 
@@ -260,11 +270,6 @@ def _check_env(
     for name in env or {}:
         if name in (*TORCH_DISTRIBUTED, *CONTRACT, *FOR_THE_WORKER):
             raise ValueError(f"env cannot set {name!r}: replicas get or lose it themselves, see the README.")
-    missing = [name for name in secrets if executor.backend_name == "local" and name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"The secret {missing[0]!r} is not set. Local replicas inherit this environment: set it before the launch."
-        )
 
 
 def _give_up(store: Store, run_id: str, n: int, error: BaseException) -> None:

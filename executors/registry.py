@@ -12,7 +12,11 @@ from executors.errors import BackendError, UnknownBackendError
 from executors.protocol import ServerlessExecutor
 
 ENTRY_POINTS = "replicas.backends"
-BUILT_IN = {"local": "executors.local:LocalProcessExecutor"}
+BUILT_IN = {
+    "hf": "executors.hf_jobs:HFJobsExecutor",
+    "local": "executors.local:LocalProcessExecutor",
+    "modal": "executors.modal:ModalExecutor",
+}
 VERBS = ("launch_replicas", "poll", "stream_logs", "cancel", "collect")
 ATTRIBUTES = ("backend_name", "supports_inter_replica_network")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from processes_of_tests import MARK, end, left_over, marked_pids
+from servers.hub_server import HubServer, hub_server
 from servers.s3_server import CREDENTIALS, S3Server, running_server
 
 from executors import LocalProcessExecutor
@@ -16,6 +17,10 @@ from executors import LocalProcessExecutor
 os.environ[MARK] = str(os.getpid())  # every process that a test starts inherits it
 for name in ("REPLICAS_RENDEZVOUS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
+# huggingface_hub reads these when it is imported: none of the user's own, and no token of theirs.
+for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING_FACE_", "HUGGINGFACE_"))]:
+    os.environ.pop(name)
+os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": "/nonexistent/huggingface"}
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +65,13 @@ def s3(_s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     _s3_server.empty()
     return _s3_server
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    """A Hugging Face Hub with no jobs yet. It ends all of them with the test."""
+    with hub_server() as server:
+        yield server
 
 
 @pytest.fixture
