@@ -22,9 +22,9 @@ from modal.exception import (
     UnimplementedError,
 )
 from processes_of_tests import is_alive
+from sandboxes_of_tests import app, create, gpu, text_of
 from servers.modal_sandboxes import pids_with
 from servers.modal_server import ModalServer, modal_server
-from test_modal_server import app, create, gpu, text_of
 
 __all__ = ["app", "gpu"]  # fixtures
 
