@@ -164,6 +164,18 @@ def test_a_sandbox_that_vanished_is_not_found_ever_after(
             act()
 
 
+def test_who_waits_for_a_sandbox_learns_that_it_vanished(
+    modal_cloud: ModalServer, app: modal.App, gpu: str | None
+) -> None:
+    sandbox = create(app, "sleep", "60", gpu=gpu)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(sandbox.wait)
+        modal_cloud.wait_for(of_backend("SandboxWait", gpu))
+        modal_cloud.vanish(sandbox.object_id)
+        with pytest.raises(NotFoundError):
+            waiting.result(timeout=30)
+
+
 def test_a_gpu_sandbox_without_room_is_refused_and_ended(modal_cloud: ModalServer, app: modal.App) -> None:
     modal_cloud.capacity = 1
     modal_cloud.scheduling_limit_s = 0.2

@@ -18,7 +18,6 @@ import signal
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -30,6 +29,7 @@ from grpclib.server import Server
 from modal._utils.grpc_utils import custom_detail_codec
 from modal_proto import api_pb2
 
+from executors.testing.waiting import eventually
 from servers.modal_account import ENVIRONMENT, Account
 from servers.modal_control_plane import SandboxCalls
 from servers.modal_dispatch import Call, Dispatcher
@@ -187,10 +187,7 @@ class ModalServer:
 
     def wait_for(self, rpc: str, n_calls: int = 1, within_s: float = 30.0) -> None:
         """Wait until there have been so many calls of a name."""
-        deadline = time.monotonic() + within_s
-        while len(self.calls_of(rpc)) < n_calls:
-            assert time.monotonic() < deadline, f"{len(self.calls_of(rpc))} calls of {rpc}, not {n_calls}"
-            time.sleep(0.01)
+        eventually(lambda: len(self.calls_of(rpc)) >= n_calls, f"{n_calls} calls of {rpc}", within_s=within_s)
 
     def requests_carrying(self, value: str) -> list[str]:
         """The names of the calls whose request holds a text, wherever; what makes secrets does not count.
