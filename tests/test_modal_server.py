@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from pathlib import Path
 
 import modal
 import pytest
@@ -21,34 +21,17 @@ from modal.exception import (
     SandboxTimeoutError,
 )
 from processes_of_tests import is_alive
+from sandboxes_of_tests import app, create, gpu, text_of
 from servers.modal_sandboxes import pids_with
 from servers.modal_server import ModalServer
+
+__all__ = ["app", "gpu"]  # fixtures
 
 SAYS_ITS_SURROUNDINGS = """
 import importlib.util, json, os, sys
 found = {name: bool(importlib.util.find_spec(name)) for name in ("torch", "boto3", "numpy", "executors", "diloco")}
 print(json.dumps([dict(os.environ), os.getcwd(), os.listdir(), found, sys.version_info[:2]]))
 """
-
-
-@pytest.fixture(params=[None, "H100"], ids=["cpu", "gpu"])
-def gpu(request: pytest.FixtureRequest) -> str | None:
-    """What decides about the back end."""
-    kind: str | None = request.param
-    return kind
-
-
-@pytest.fixture
-def app(modal_cloud: ModalServer) -> modal.App:
-    return modal.App.lookup("an-app", create_if_missing=True)
-
-
-def create(app: modal.App, *command: str, timeout: int = 60, **options: Any) -> modal.Sandbox:
-    return modal.Sandbox.create(*command, app=app, timeout=timeout, **options)
-
-
-def text_of(sandbox: modal.Sandbox, entries: int = 100) -> str:
-    return "".join(entry.message for entry in sandbox.logs.tail(entries))
 
 
 def in_another_process(code: str, *arguments: str) -> str:
@@ -94,7 +77,7 @@ def test_a_working_directory_is_made_inside_the_sandboxs_own(
     assert sandbox.stdout.read().endswith("/work/here\n")
 
 
-def test_local_files_of_the_image_are_there(modal_cloud: ModalServer, app: modal.App, tmp_path: Any) -> None:
+def test_local_files_of_the_image_are_there(modal_cloud: ModalServer, app: modal.App, tmp_path: Path) -> None:
     (tmp_path / "note").write_text("carried along")
     image = modal.Image.debian_slim(python_version="3.11").add_local_file(str(tmp_path / "note"), "/data/note")
     assert create(app, "sh", "-c", 'cat "$HOME/data/note"', image=image).stdout.read() == "carried along"

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import modal
@@ -15,6 +19,7 @@ from modal.exception import (
     AlreadyExistsError,
     AuthError,
     ConflictError,
+    ExecutionError,
     InternalError,
     NotFoundError,
     ResourceExhaustedError,
@@ -22,9 +27,12 @@ from modal.exception import (
     UnimplementedError,
 )
 from processes_of_tests import is_alive
+from sandboxes_of_tests import app, create, gpu, text_of
 from servers.modal_sandboxes import pids_with
 from servers.modal_server import ModalServer, modal_server
-from test_modal_server import app, create, gpu, text_of
+
+from executors.testing.processes import environment
+from executors.testing.waiting import eventually
 
 __all__ = ["app", "gpu"]  # fixtures
 
@@ -156,6 +164,18 @@ def test_a_sandbox_that_vanished_is_not_found_ever_after(
             act()
 
 
+def test_who_waits_for_a_sandbox_learns_that_it_vanished(
+    modal_cloud: ModalServer, app: modal.App, gpu: str | None
+) -> None:
+    sandbox = create(app, "sleep", "60", gpu=gpu)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(sandbox.wait)
+        modal_cloud.wait_for(of_backend("SandboxWait", gpu))
+        modal_cloud.vanish(sandbox.object_id)
+        with pytest.raises(NotFoundError):
+            waiting.result(timeout=30)
+
+
 def test_a_gpu_sandbox_without_room_is_refused_and_ended(modal_cloud: ModalServer, app: modal.App) -> None:
     modal_cloud.capacity = 1
     modal_cloud.scheduling_limit_s = 0.2
@@ -183,7 +203,11 @@ def test_a_pending_sandbox_that_is_ended_is_a_conflict(modal_cloud: ModalServer,
     with concurrent.futures.ThreadPoolExecutor() as pool:
         pending = pool.submit(create, app, "true", gpu="H100", name="pending")
         modal_cloud.wait_for("SandboxGetTaskId")
-        modal.Sandbox.from_name("an-app", "pending").terminate()
+        found = modal.Sandbox.from_name("an-app", "pending")
+        assert found.poll() is None
+        with pytest.raises(ExecutionError):
+            text_of(found)  # it has no task yet
+        found.terminate()
         with pytest.raises(ConflictError):
             pending.result(timeout=30)
 
@@ -211,6 +235,22 @@ def test_stopping_the_server_ends_every_sandbox() -> None:
     with modal_server() as server, server.used_by_the_sdk():
         sandbox = create(modal.App.lookup("left", create_if_missing=True), "sleep", "60")
         pid = server.pid_of(sandbox.object_id)
-        assert pids_with({"MODAL_SANDBOX_ID": sandbox.object_id}) == [pid]
+        assert is_alive(pid)
     assert not is_alive(pid)
     assert not pids_with({"MODAL_SANDBOX_ID": sandbox.object_id})
+
+
+def test_a_killed_test_process_leaves_no_sandbox(tmp_path: Path) -> None:
+    code = """
+import modal, os, signal
+from servers.modal_server import modal_server
+with modal_server() as server, server.used_by_the_sdk():
+    app = modal.App.lookup("left", create_if_missing=True)
+    print(server.pid_of(modal.Sandbox.create("sleep", "60", app=app, timeout=60).object_id), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    # Its temporary files stay behind, so they are put where the test's own go.
+    surroundings = {**environment(), "TMPDIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", code], env=surroundings, capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    eventually(lambda: not is_alive(int(ended.stdout)), "the sandbox ends")

@@ -26,6 +26,9 @@ TERMINATED = api_pb2.GenericResult.GENERIC_STATUS_TERMINATED
 INIT_FAILURE = api_pb2.GenericResult.GENERIC_STATUS_INIT_FAILURE
 KERNEL_OOM_KILL = api_pb2.GenericResult.GENERIC_STATUS_KERNEL_OOM_KILL
 
+# Not even a test process that is killed leaves sandboxes behind; util-linux has it, macOS has not.
+ENDS_WITH_THE_SERVER = [setpriv, "--pdeathsig", "KILL"] if (setpriv := shutil.which("setpriv")) else []
+
 
 @dataclasses.dataclass(frozen=True)
 class LogEntry:
@@ -126,6 +129,7 @@ class Sandbox:
             if program is None:
                 raise FileNotFoundError(f"no such command: {arguments[0]}")
             self.process = await asyncio.create_subprocess_exec(
+                *ENDS_WITH_THE_SERVER,
                 program,
                 *arguments[1:],
                 cwd=workdir,
@@ -150,8 +154,10 @@ class Sandbox:
         timer = asyncio.get_running_loop().call_later(self.definition.timeout_secs, self._time_out)
         code = await self.process.wait()
         timer.cancel()
-        while self._kill_everything():
-            await asyncio.sleep(0.01)
+        n_looks_in_vain = 0
+        while n_looks_in_vain < 2:  # a process that is just being started has no environment for a moment
+            n_looks_in_vain = 0 if self._kill_everything() else n_looks_in_vain + 1
+            await asyncio.sleep(0.005)
         await asyncio.gather(*readers)
         exit_code = code if code >= 0 else 128 - code
         ended_by_itself = api_pb2.GenericResult(status=FAILURE if exit_code else SUCCESS, exitcode=exit_code)

@@ -18,7 +18,6 @@ import signal
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -30,12 +29,13 @@ from grpclib.server import Server
 from modal._utils.grpc_utils import custom_detail_codec
 from modal_proto import api_pb2
 
+from executors.testing.waiting import eventually
 from servers.modal_account import ENVIRONMENT, Account
 from servers.modal_control_plane import SandboxCalls
 from servers.modal_dispatch import Call, Dispatcher
 from servers.modal_faults import Fault, Faults
 from servers.modal_logs import LogCalls
-from servers.modal_python import make_environment
+from servers.modal_python import bin_folder_of_sandboxes
 from servers.modal_sandboxes import KERNEL_OOM_KILL, TERMINATED, Sandbox
 
 TOKEN_ID = "ak-oftheteststestst"
@@ -50,7 +50,7 @@ class ModalServer:
         self.account = Account()
         self.secrets = self.account.secrets
         """Named secrets: `server.secrets["my-secret"] = {"KEY": "value"}`."""
-        self.calls = SandboxCalls(self.account, folder, make_environment(folder / "python"))
+        self.calls = SandboxCalls(self.account, folder, bin_folder_of_sandboxes())
         self.token = (TOKEN_ID, TOKEN_SECRET)
         """The credentials that it takes; a test may change them, and every call fails from then on."""
         self._folder = folder
@@ -187,10 +187,7 @@ class ModalServer:
 
     def wait_for(self, rpc: str, n_calls: int = 1, within_s: float = 30.0) -> None:
         """Wait until there have been so many calls of a name."""
-        deadline = time.monotonic() + within_s
-        while len(self.calls_of(rpc)) < n_calls:
-            assert time.monotonic() < deadline, f"{len(self.calls_of(rpc))} calls of {rpc}, not {n_calls}"
-            time.sleep(0.01)
+        eventually(lambda: len(self.calls_of(rpc)) >= n_calls, f"{n_calls} calls of {rpc}", within_s=within_s)
 
     def requests_carrying(self, value: str) -> list[str]:
         """The names of the calls whose request holds a text, wherever; what makes secrets does not count.
@@ -227,7 +224,9 @@ class ModalServer:
     def _serve(self, ready: Future[None]) -> None:
         asyncio.set_event_loop(self._loop)
         server = Server([self._dispatcher], status_details_codec=custom_detail_codec)
-        listener = socket.create_server(("127.0.0.1", 0))
+        # asyncio turns Nagle's algorithm off only where the protocol is named; every call would take 40 ms.
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.bind(("127.0.0.1", 0))
         try:
             self._loop.run_until_complete(server.start(sock=listener))
             self.calls.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
