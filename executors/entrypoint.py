@@ -11,6 +11,7 @@ A file is loaded under its stem, never as `__main__`, so the guarded part of a s
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import importlib
 import importlib.machinery
@@ -21,6 +22,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from executors.errors import EntrypointArgumentsError, EntrypointError, EntrypointImportError
@@ -90,6 +92,22 @@ def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
     _check_definition(tree, function, args, text)
 
 
+_compiled: dict[Path, CodeType] = {}
+"""By `prepare_entrypoint`: what the processes that are forked from this one need not compile again."""
+
+
+def prepare_entrypoint(text: str) -> None:
+    """Compile the file of an entrypoint, if it names one, for this process and those it forks. Runs none of it."""
+    name = parse_entrypoint(text)
+    if name.file is None:
+        return
+    path = name.file.resolve()
+    with contextlib.suppress(OSError, SyntaxError, ValueError):  # loading it will say what is wrong
+        code = importlib.machinery.SourceFileLoader(path.stem, str(path)).get_code(path.stem)
+        if code is not None:
+            _compiled[path] = code
+
+
 def load_entrypoint(text: str) -> Callable[..., Any]:
     """Import an entrypoint. Runs the user's module, so only replicas and throw-away processes call it.
 
@@ -152,7 +170,10 @@ def _load_file(path: Path, text: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     try:
-        spec.loader.exec_module(module)
+        if code := _compiled.get(path):
+            exec(code, vars(module))
+        else:
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[path.stem]
         raise

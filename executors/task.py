@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from executors.entrypoint import check_call, load_entrypoint
+from executors.entrypoint import check_call, load_entrypoint, prepare_entrypoint
 from executors.errors import EntrypointArgumentsError, EntrypointError, RunExistsError, StoreError
 from executors.records import to_bytes
 from executors.store import Store
@@ -72,6 +72,11 @@ class StoredTask:
     def rank_env(self) -> str | None:
         """The name of one more environment variable for the rank."""
         return self.record["rank_env"]  # type: ignore[no-any-return]
+
+    def prepare(self) -> None:
+        """Compile the entrypoint's file, if it is one, for this process and those it forks. Runs nothing of it."""
+        if self.record["entrypoint"] is not None:
+            prepare_entrypoint(self.record["entrypoint"])
 
     def load(self) -> tuple[Callable[..., Any], Mapping[str, Any]]:
         """Import or unpickle the entrypoint, and return it with its arguments.

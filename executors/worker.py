@@ -37,7 +37,7 @@ from executors.replica import Replica, replica_key, set_current_replica
 from executors.result import to_json_value
 from executors.store import Store, store_at
 from executors.store.opening import split_address
-from executors.task import read_task
+from executors.task import StoredTask, read_task
 
 TERMINATED = 143  # 128 + SIGTERM, as a shell says it
 
@@ -53,6 +53,8 @@ class Assignment:
     attempt: int
     """The attempt asked for; the replica claims this one or the next that is free."""
     task_digest: str | None = None
+    task: StoredTask | None = None
+    """The task, if whoever started the process read it already."""
     supervisor_pid: int | None = None
     """This process's parent, which watches over it and with which it ends. None: nobody does."""
     log_file: Path | None = None
@@ -97,7 +99,7 @@ def call(run: str) -> Any:
     heartbeat.start()
     started_at = time.time()
     try:
-        task = _load(replica, None)
+        task = _load(replica, read_task(store, run_id))
         outcome = _outcome_of_value(replica, started_at, task())
         error: BaseException | None = None
     except BaseException as raised:
@@ -152,7 +154,7 @@ def _run(assignment: Assignment) -> int:
     heartbeat = Heartbeat(replica, supervisor_pid=assignment.supervisor_pid, grace_s=assignment.term_grace_s)
     heartbeat.start()
     try:
-        task = _load(replica, assignment.task_digest)
+        task = _load(replica, assignment.task or read_task(store, replica.run_id, assignment.task_digest))
         value = task()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is finished is worth writing down
         outcome = _outcome_of_value(replica, started_at, value)
@@ -176,9 +178,8 @@ def _run(assignment: Assignment) -> int:
     return outcome.exit_code if outcome.exit_code is not None else 1
 
 
-def _load(replica: Replica, digest: str | None) -> Callable[[], Any]:
+def _load(replica: Replica, stored: StoredTask) -> Callable[[], Any]:
     """Load the task; seed every generator before the user's module is imported, and those that came with it after."""
-    stored = read_task(replica.store, replica.run_id, digest)
     seeded = _seed(replica, stored.seed, but=set())
     function, args = stored.load()
     _seed(replica, stored.seed, but=seeded)
