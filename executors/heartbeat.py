@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import os
 import signal
-import threading
+import sys
 import time
 
 from executors.errors import StoreError
@@ -26,9 +27,9 @@ class Heartbeat:
         self._grace_s = grace_s
         self._key = replica_key(replica.run_id, replica.rank, replica.attempt, "heartbeat.json")
         self._written: dict[str, float] | None = None
-        self._writing = threading.Lock()
+        self._writing = _thread.allocate_lock()
         self._is_stopped = False
-        self._stop = threading.Lock()  # held until the thread is to end
+        self._stop = _thread.allocate_lock()  # held until the thread is to end
         self._stop.acquire()
         self._complained = False
 
@@ -41,6 +42,7 @@ class Heartbeat:
     def start(self) -> None:
         """Begin to beat, beside the entrypoint."""
         # Not a threading.Thread: its start() waits for the thread's first turn, which is long among 256 new processes.
+        # For the same reason the thread must import nothing: `threading` takes who imports it for the main thread.
         _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
@@ -77,10 +79,9 @@ class Heartbeat:
             self._replica.store.put(self._key, to_bytes({"at": time.time(), **reported}))
         except StoreError as error:
             if not self._complained:
-                import logging
-
-                logging.getLogger(__name__).warning("rank %d: no heartbeat: %s", self._replica.rank, error)
                 self._complained = True
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # the disk is full; closed by the user
+                    sys.stderr.write(f"replicas: rank {self._replica.rank}: no heartbeat: {error}\n")
         self._written = reported
 
     def _end_process(self) -> None:

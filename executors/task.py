@@ -11,13 +11,10 @@ is unpickled is what was launched.
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import json
 import os
-import platform
 import re
-import secrets
 import socket
 import sys
 import time
@@ -29,7 +26,6 @@ from executors.entrypoint import check_call, load_entrypoint, prepare_entrypoint
 from executors.errors import EntrypointArgumentsError, EntrypointError, RunExistsError, StoreError
 from executors.records import to_bytes
 from executors.store import Store
-from executors.words import random_words
 
 if TYPE_CHECKING:
     from executors.shipping import Package
@@ -114,7 +110,9 @@ class NewRun:
 
 def new_run_id() -> str:
     """Make a run id that people can tell apart: two words and four hex digits."""
-    return f"{random_words()}-{secrets.token_hex(2)}"
+    from executors.words import random_words
+
+    return f"{random_words()}-{os.urandom(2).hex()}"
 
 
 def check_run_id(run_id: str) -> str:
@@ -161,6 +159,8 @@ def pack_task(
     kwargs, rank_env = split_rank_env(args)
     record: dict[str, Any] = {"python": PYTHON, "rank_env": rank_env, "seed": seed}
     if package is not None:
+        import platform
+
         from executors.requirements import installed_version
 
         record |= {
@@ -227,7 +227,7 @@ def plan_run(
         "created_by": f"{_user()}@{socket.gethostname()}",
         "launcher_pid": os.getpid(),
         "cwd": os.getcwd(),
-        "python": platform.python_version(),
+        "python": sys.version.split()[0],
         "detach": detach,
         "seed": seed,
         "env": sorted(env or {}),
@@ -312,6 +312,8 @@ def _check_digest(data: memoryview, digest: str | None, key: str, store: Store) 
 
 def _user() -> str:
     try:
+        import getpass
+
         return getpass.getuser()
     except (KeyError, OSError):
         return str(os.getuid())

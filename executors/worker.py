@@ -13,7 +13,6 @@ import functools
 import hashlib
 import os
 import random
-import secrets
 import signal
 import socket
 import sys
@@ -119,7 +118,7 @@ def claim(store: Store, asked: Assignment) -> Replica:
     Raises:
         CancelledBeforeStart: an attempt on the way, from the one asked for on, was cancelled.
     """
-    nonce = secrets.token_hex(16)
+    nonce = os.urandom(16).hex()
     record = {
         "nonce": nonce,
         "pid": os.getpid(),
@@ -190,7 +189,8 @@ def _load(replica: Replica, stored: StoredTask) -> Callable[[], Any]:
 
 def _set_environment(replica: Replica, torch_threads: int | None) -> None:
     for name in environment.TORCH_DISTRIBUTED:
-        os.environ.pop(name, None)
+        if name in os.environ:
+            del os.environ[name]
     os.environ[environment.RANK] = str(replica.rank)
     os.environ[environment.WORLD_SIZE] = str(replica.world_size)
     os.environ[environment.RUN_ID] = replica.run_id
@@ -209,11 +209,13 @@ def _seed(replica: Replica, seed: int | None, but: set[str]) -> set[str]:
     Args:
         but: those seeded before, which the user's module may have seeded otherwise since.
     """
-    source = f"{replica.run_id if seed is None else seed}/{replica.rank}".encode()
-    number = int.from_bytes(hashlib.sha256(source).digest()[:8], "big") >> 1
+    source = f"{replica.run_id if seed is None else seed}/{replica.rank}"
     loaded: set[str] = {name for name in ("random", "numpy", "torch") if name in sys.modules}
     if "random" in loaded - but:
-        random.seed(number)
+        random.seed(source)
+    if not loaded - but - {"random"}:
+        return loaded
+    number = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "big") >> 1
     if "numpy" in loaded - but:
         sys.modules["numpy"].random.seed(number % 2**32)
     if "torch" in loaded - but:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import re
 import stat
@@ -267,6 +266,8 @@ def _read(descriptor: int, start: int, end: int) -> memoryview:
     if end - start < MAP_FROM_BYTES:
         data = os.pread(descriptor, end - start, start) if end > start or start == 0 else b""
         return memoryview(data)
+    import mmap  # of no use to a process that only claims and reports
+
     aligned = start - start % mmap.ALLOCATIONGRANULARITY
     mapped = mmap.mmap(
         descriptor,
