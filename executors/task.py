@@ -11,13 +11,10 @@ is unpickled is what was launched.
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import json
 import os
-import platform
 import re
-import secrets
 import socket
 import sys
 import time
@@ -25,11 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from executors.entrypoint import check_call, load_entrypoint
+from executors.entrypoint import check_call, load_entrypoint, prepare_entrypoint
 from executors.errors import EntrypointArgumentsError, EntrypointError, RunExistsError, StoreError
 from executors.records import to_bytes
 from executors.store import Store
-from executors.words import random_words
 
 if TYPE_CHECKING:
     from executors.shipping import Package
@@ -73,6 +69,11 @@ class StoredTask:
         """The name of one more environment variable for the rank."""
         return self.record["rank_env"]  # type: ignore[no-any-return]
 
+    def prepare(self) -> None:
+        """Compile the entrypoint's file, if it is one, for this process and those it forks. Runs nothing of it."""
+        if self.record["entrypoint"] is not None:
+            prepare_entrypoint(self.record["entrypoint"])
+
     def load(self) -> tuple[Callable[..., Any], Mapping[str, Any]]:
         """Import or unpickle the entrypoint, and return it with its arguments.
 
@@ -109,7 +110,9 @@ class NewRun:
 
 def new_run_id() -> str:
     """Make a run id that people can tell apart: two words and four hex digits."""
-    return f"{random_words()}-{secrets.token_hex(2)}"
+    from executors.words import random_words
+
+    return f"{random_words()}-{os.urandom(2).hex()}"
 
 
 def check_run_id(run_id: str) -> str:
@@ -221,7 +224,7 @@ def plan_run(
         "created_by": f"{_user()}@{socket.gethostname()}",
         "launcher_pid": os.getpid(),
         "cwd": os.getcwd(),
-        "python": platform.python_version(),
+        "python": sys.version.split()[0],
         "detach": detach,
         "seed": seed,
         "env": sorted(env or {}),
@@ -306,6 +309,8 @@ def _check_digest(data: memoryview, digest: str | None, key: str, store: Store) 
 
 def _user() -> str:
     try:
+        import getpass
+
         return getpass.getuser()
     except (KeyError, OSError):
         return str(os.getuid())

@@ -13,7 +13,6 @@ import functools
 import hashlib
 import os
 import random
-import secrets
 import signal
 import socket
 import sys
@@ -35,7 +34,7 @@ from executors.records import exists, read_json, to_bytes
 from executors.replica import Replica, replica_key, set_current_replica
 from executors.store import Store, store_at
 from executors.store.opening import split_address
-from executors.task import read_task
+from executors.task import StoredTask, read_task
 
 if TYPE_CHECKING:
     from executors.deadline import Deadline
@@ -52,6 +51,8 @@ class Assignment:
     attempt: int
     """The attempt asked for; the replica claims this one or the next that is free."""
     task_digest: str | None = None
+    task: StoredTask | None = None
+    """The task, if whoever started the process read it already."""
     supervisor_pid: int | None = None
     """This process's parent, which watches over it and with which it ends. None: nobody does."""
     output_tail: Callable[[], str] | None = None
@@ -104,7 +105,7 @@ def call(run: str) -> Any:
     heartbeat.start()
     started_at = time.time()
     try:
-        task = _load(replica, None)
+        task = _load(replica, read_task(store, run_id))
         outcome = outcome_of_value(replica, started_at, task())
         error: BaseException | None = None
     except BaseException as raised:
@@ -124,7 +125,7 @@ def claim(store: Store, asked: Assignment) -> Replica:
     Raises:
         CancelledBeforeStart: an attempt on the way, from the one asked for on, was cancelled.
     """
-    nonce = secrets.token_hex(16)
+    nonce = os.urandom(16).hex()
     record = {
         "nonce": nonce,
         "pid": os.getpid(),
@@ -162,7 +163,7 @@ def _run(assignment: Assignment) -> int:
         heartbeat.start()
         if deadline is not None:
             deadline.start()  # its SIGTERM may come at once
-        task = _load(replica, assignment.task_digest)
+        task = _load(replica, assignment.task or read_task(store, replica.run_id, assignment.task_digest))
         value = task()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is finished is worth writing down
         outcome = outcome_of_value(replica, started_at, value)
@@ -209,9 +210,8 @@ def _deadline(assignment: Assignment, replica: Replica, started_at: float) -> De
     return Deadline(limit_s - spent_s, assignment.term_grace_s, end)
 
 
-def _load(replica: Replica, digest: str | None) -> Callable[[], Any]:
+def _load(replica: Replica, stored: StoredTask) -> Callable[[], Any]:
     """Load the task; seed every generator before the user's module is imported, and those that came with it after."""
-    stored = read_task(replica.store, replica.run_id, digest)
     if "python_version" in stored.record:  # it came from another machine
         from executors.versions import difference
 
@@ -227,7 +227,8 @@ def _load(replica: Replica, digest: str | None) -> Callable[[], Any]:
 
 def _set_environment(replica: Replica, torch_threads: int | None) -> None:
     for name in environment.TORCH_DISTRIBUTED:
-        os.environ.pop(name, None)
+        if name in os.environ:
+            del os.environ[name]
     os.environ[environment.RANK] = str(replica.rank)
     os.environ[environment.WORLD_SIZE] = str(replica.world_size)
     os.environ[environment.RUN_ID] = replica.run_id
@@ -246,11 +247,13 @@ def _seed(replica: Replica, seed: int | None, but: set[str]) -> set[str]:
     Args:
         but: those seeded before, which the user's module may have seeded otherwise since.
     """
-    source = f"{replica.run_id if seed is None else seed}/{replica.rank}".encode()
-    number = int.from_bytes(hashlib.sha256(source).digest()[:8], "big") >> 1
+    source = f"{replica.run_id if seed is None else seed}/{replica.rank}"
     loaded: set[str] = {name for name in ("random", "numpy", "torch") if name in sys.modules}
     if "random" in loaded - but:
-        random.seed(number)
+        random.seed(source)
+    if not loaded - but - {"random"}:
+        return loaded
+    number = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "big") >> 1
     if "numpy" in loaded - but:
         sys.modules["numpy"].random.seed(number % 2**32)
     if "torch" in loaded - but:
