@@ -88,4 +88,5 @@ def _assignment(launch: LocalLaunch, rank: int, supervisor_pid: int) -> Assignme
         log_file=launch.log_file(rank),
         term_grace_s=launch.term_grace_s,
         torch_threads=max(1, len(os.sched_getaffinity(0)) // launch.places),
+        chaos=spec.chaos,
     )

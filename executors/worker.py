@@ -28,8 +28,9 @@ from typing import Any, NoReturn
 from executors import replica as environment
 from executors.errors import ReplicasError, ResultError
 from executors.heartbeat import Heartbeat
+from executors.insisting import insist
 from executors.logs import tail_bytes
-from executors.outcome import OUTPUT_TAIL_BYTES, Outcome, Reason, insist_on_outcome, record_outcome
+from executors.outcome import OUTPUT_TAIL_BYTES, Outcome, Reason, insist_on_outcome
 from executors.process import children, flush_c_streams, kill_descendants, start_time
 from executors.protocol import ReplicaStatus
 from executors.records import exists, read_json, to_bytes
@@ -58,6 +59,8 @@ class Assignment:
     log_file: Path | None = None
     term_grace_s: float = 5.0
     torch_threads: int | None = None
+    chaos: tuple[str, ...] = ()
+    """Faults to suffer; see `chaos.py`."""
 
 
 class CancelledBeforeStart(ReplicasError):
@@ -127,27 +130,37 @@ def claim(store: Store, asked: Assignment) -> Replica:
     }
     attempt = asked.attempt
     while True:
-        if exists(store, replica_key(asked.run_id, asked.rank, attempt, "cancel.json")):
+        if insist(functools.partial(exists, store, replica_key(asked.run_id, asked.rank, attempt, "cancel.json"))):
             now = time.time()
             cancelled = Outcome(
                 asked.rank, attempt, ReplicaStatus.CANCELLED, "cancelled", pid=os.getpid(), started_at=now
             )
-            record_outcome(store, asked.run_id, cancelled)
+            insist_on_outcome(store, asked.run_id, cancelled)
             raise CancelledBeforeStart(f"Attempt {attempt} of rank {asked.rank} was cancelled before it started.")
         key = replica_key(asked.run_id, asked.rank, attempt, "started.json")
-        # Whether the create succeeded is not the question: its reply may be lost. What stands decides.
-        store.put_if_absent(key, to_bytes(record))
-        if read_json(store, key)["nonce"] == nonce:
+        if insist(functools.partial(_standing_nonce, store, key, to_bytes(record))) == nonce:
             break
         attempt += 1
     return Replica(asked.rank, asked.world_size, asked.run_id, attempt, asked.store_url, claimed_nonce=nonce)
+
+
+def _standing_nonce(store: Store, key: str, record: bytes) -> str:
+    """Create a claim and return the nonce of the one that stands; safe to do again when a reply was lost."""
+    # Whether the create succeeded is not the question: only what stands decides.
+    store.put_if_absent(key, record)
+    return str(read_json(store, key)["nonce"])
 
 
 def _run(assignment: Assignment) -> int:
     """Run the replica; return the process's exit code."""
     started_at = time.time()
     store = store_at(assignment.store_url)
+    if assignment.chaos:
+        from executors.chaos import troubled
+
+        store = troubled(store, assignment.chaos, assignment.rank, assignment.attempt)
     replica = claim(store, assignment)
+    replica.store = store
     _set_environment(replica, assignment.torch_threads)
     heartbeat = Heartbeat(replica, supervisor_pid=assignment.supervisor_pid, grace_s=assignment.term_grace_s)
     heartbeat.start()
