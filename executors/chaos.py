@@ -76,7 +76,7 @@ class Kill:
     count: int = 1
     """Which of such calls it is."""
     when: Literal["before", "after"] = "before"
-    """Before the call is done, or after it and before the replica knows."""
+    """Before the call is done, or after it and before the replica knows; a read that finds nothing is not done."""
     attempt: int = 0
 
     def check(self) -> None:

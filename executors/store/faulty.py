@@ -111,7 +111,8 @@ class FaultyStore:
             count: 1 is the next such call; None means every one.
             action: "error": `StoreError`, and nothing was done. "lost": done, and then `StoreError`.
             before: called before the call is done (to die there, or to raise).
-            after: called when it is done, before its caller knows.
+            after: called when it is done, before its caller knows. Calls that fail do not count, such as a read that
+                finds nothing.
 
         Raises:
             ValueError: there is no such verb, count is below 1, or not exactly one of action, before, after is given.
@@ -152,7 +153,7 @@ class FaultyStore:
             self._calls[verb, key] += 1
             call = _Call(self._n_calls, verb, key, self.log)
             dice = random.Random(f"{self._seed} {verb} {key!a} {self._calls[verb, key]}")
-            points = [point for point in self._points if self._hits(point, verb, key, inside)]
+            points = [p for p in self._points if p.after is None and self._hits(p, verb, key, inside)]
         delay_s, *rolls = dice.uniform(0, self._delay_s), *(dice.random() for _ in range(4))
         fails, loses, corrupts, truncates = (
             roll < rate
@@ -169,10 +170,12 @@ class FaultyStore:
             call.note("not done, error")
             raise self._failure(verb, key, "was not done")
         result = act()
-        for point in points:
-            if point.after is not None:
-                call.note("fault point after it")
-                point.after()
+        with self._lock:
+            later = [p for p in self._points if p.after is not None and self._hits(p, verb, key, inside)]
+        for point in later:
+            assert point.after is not None
+            call.note("fault point after it")
+            point.after()
         if loses or any(point.action == "lost" for point in points):
             call.note("done, reply lost")
             raise self._failure(verb, key, "may have been done; its reply was lost")
