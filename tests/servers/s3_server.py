@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import http.client
@@ -44,6 +45,14 @@ class S3Server:
         """Return the requests since the server was emptied."""
         seen: list[dict[str, str]] = self._ask("GET", "/_requests")
         return [row for row in seen if method in (None, row["method"]) and path in row["path"]]
+
+    def kept(self) -> dict[str, list[bytes]]:
+        """Return what was written to the paths that `Faults.keeps`, by key, in order."""
+        found: dict[str, list[str]] = self._ask("GET", "/_kept")
+        return {
+            path.removeprefix(f"/{BUCKET}/"): [base64.b64decode(text) for text in texts]
+            for path, texts in found.items()
+        }
 
     def empty(self) -> None:
         """Forget everything, and behave."""
