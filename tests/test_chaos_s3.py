@@ -12,7 +12,7 @@ from diloco.records import Contribution, Seal, head_bytes
 from diloco.reduction import Floats
 from executors import LocalProcessExecutor, Run, launch
 
-ROUNDS, INNER_STEPS = 4, 3
+ROUNDS, INNER_STEPS = 3, 3
 BLOCK_BYTES, N_VALUES = 16, 16  # four blocks
 REPLICAS = {False: 4, True: 2}  # by whether the mean is sharded; their weights are exact in binary
 
