@@ -43,6 +43,7 @@ def launch(
     seed: int | None = None,
     detach: bool = False,
     resume: bool = False,
+    chaos: Sequence[str] = (),
 ) -> Run:
     """Start `n` ranked replicas of an entrypoint.
 
@@ -62,6 +63,7 @@ def launch(
         seed: the replicas' generators are seeded from this and their rank. None: from the run id and their rank.
         detach: go on when this process ends. Otherwise the run ends with it.
         resume: bring back what ended of the run `run_id`, with the task it was launched with; see `resuming.resume`.
+        chaos: faults that the replicas are to suffer, as in "kill:rank=1,round=3"; local backend only, see `chaos`.
 
     Raises:
         ValueError, TypeError: a bad argument.
@@ -71,6 +73,8 @@ def launch(
         StoreError: the rendezvous cannot be used.
     """
     if resume:
+        if chaos:
+            raise ValueError("A resumed run keeps the chaos it was launched with: leave chaos= away.")
         return _resume(executor, entrypoint, n, run_id, rendezvous, gpu, timeout, env, secrets, detach)
     return plan_launch(
         executor,
@@ -85,6 +89,7 @@ def launch(
         secrets=secrets,
         seed=seed,
         detach=detach,
+        chaos=chaos,
     ).start()
 
 
@@ -102,7 +107,7 @@ class LaunchPlan:
     gpu: str | None
     timeout: float | None
     run_options: Mapping[str, Any]
-    """What else `plan_run` takes: backend, env, secret_names, seed, detach, options."""
+    """What else `plan_run` takes: backend, env, secret_names, seed, detach, chaos, options."""
 
     @property
     def knows_runs(self) -> bool:
@@ -168,6 +173,7 @@ def plan_launch(
     secrets: Sequence[str] = (),
     seed: int | None = None,
     detach: bool = False,
+    chaos: Sequence[str] = (),
 ) -> LaunchPlan:
     """Check everything about a launch but its store. Takes and raises what `launch` does."""
     if isinstance(executor, str):
@@ -193,6 +199,8 @@ def plan_launch(
     if timeout is None:
         timeout = getattr(executor, "default_timeout_s", None if knows_runs else STRANGERS_TIMEOUT_S)
     _check_env(executor, knows_runs, env, secrets)
+    if chaos:
+        chaos = _check_chaos(executor, chaos, n)
     chosen_id = check_run_id(run_id) if run_id is not None else new_run_id()
     check_launch = getattr(executor, "check_launch", None)
     if check_launch is not None:
@@ -218,6 +226,7 @@ def plan_launch(
             "seed": seed,
             "detach": detach,
             "package": package,
+            "chaos": chaos,
             "options": {
                 "executor": import_path(executor),
                 "executor_options": options,
@@ -270,6 +279,19 @@ def _check_env(
     for name in env or {}:
         if name in (*TORCH_DISTRIBUTED, *CONTRACT, *FOR_THE_WORKER):
             raise ValueError(f"env cannot set {name!r}: replicas get or lose it themselves, see the README.")
+
+
+def _check_chaos(executor: ServerlessExecutor, chaos: Sequence[str], n: int) -> Sequence[str]:
+    from executors.chaos import check_chaos
+
+    if executor.backend_name != "local":
+        raise ValueError(
+            f"Backend {executor.backend_name!r} takes no chaos: faults are injected into local replicas only. "
+            "Try it with --backend local."
+        )
+    if isinstance(chaos, str):
+        raise TypeError(f"chaos is a list of specs, as in [{chaos!r}], got a string.")
+    return check_chaos(chaos, n)
 
 
 def _give_up(store: Store, run_id: str, n: int, error: BaseException) -> None:

@@ -64,6 +64,7 @@ def assign_all(launch: LocalLaunch) -> list[Assignment]:
             output_tail=functools.partial(tail_text, launch.log_file(rank), OUTPUT_TAIL_BYTES),
             term_grace_s=launch.term_grace_s,
             torch_threads=torch_threads,
+            chaos=spec.chaos,
         )
         for rank in spec.ranks
     ]

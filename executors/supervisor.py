@@ -22,10 +22,10 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from executors.errors import ReplicasError, StoreError
+from executors.insisting import RETRY_S
 from executors.local_launch import LocalLaunch
 from executors.logs import tail_text
 from executors.outcome import (
-    OUTCOME_RETRY_S,
     OUTPUT_TAIL_BYTES,
     Outcome,
     Reason,
@@ -331,7 +331,7 @@ class Supervisor:
     def _record_start_failure(self, rank: int, why: str) -> None:
         self._record(Outcome(rank, self._spec.attempt, ReplicaStatus.FAILED, "start_failed", error=why), limit_s=0)
 
-    def _record(self, outcome: Outcome, limit_s: float = OUTCOME_RETRY_S) -> None:
+    def _record(self, outcome: Outcome, limit_s: float = RETRY_S) -> None:
         try:
             insist_on_outcome(self._store, self._spec.run_id, outcome, limit_s)
         except StoreError as error:

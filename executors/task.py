@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from executors.entrypoint import check_call, load_entrypoint, prepare_entrypoint
 from executors.errors import EntrypointArgumentsError, EntrypointError, RunExistsError, StoreError
+from executors.insisting import insist
 from executors.records import to_bytes
 from executors.store import Store
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from executors.shipping import Package
 
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+READ_TRIES = 3
 MASK = "***"  # shown instead of a value of the environment
 PYTHON = "{}.{}".format(*sys.version_info)
 
@@ -49,6 +51,8 @@ class RunSpec:
     """Additional environment of the replicas: reaches them and is never recorded."""
     secret_names: tuple[str, ...] = ()
     detach: bool = False
+    chaos: tuple[str, ...] = ()
+    """Faults that the replicas are to suffer; see `chaos.py`."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,7 @@ class StoredTask:
                 "Use the same version, or an importable entrypoint."
             )
         key = f"{self.run_id}/task/callable.pkl"
-        pickled = self.store.get(key)
-        _check_digest(pickled, self.record["callable_sha256"], key, self.store)
+        pickled = _get_checked(self.store, key, self.record["callable_sha256"])
         import cloudpickle
 
         function, args = cloudpickle.loads(pickled)
@@ -201,6 +204,7 @@ def plan_run(
     secret_names: Sequence[str] = (),
     seed: int | None = None,
     detach: bool = False,
+    chaos: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     package: Package | None = None,
 ) -> NewRun:
@@ -229,6 +233,7 @@ def plan_run(
         "seed": seed,
         "env": sorted(env or {}),
         "secrets": sorted(secret_names),
+        "chaos": list(chaos),
         **(options or {}),
     }
     if package is not None:
@@ -243,6 +248,7 @@ def plan_run(
         env=dict(env or {}),
         secret_names=tuple(secret_names),
         detach=detach,
+        chaos=tuple(chaos),
     )
     return NewRun(spec, record, task, pickled, None if package is None else package.workspace.archive)
 
@@ -285,8 +291,7 @@ def read_task(store: Store, run_id: str, digest: str | None = None) -> StoredTas
         StoreError: what the store holds is not what was launched.
     """
     key = f"{run_id}/task/task.json"
-    data = store.get(key)
-    _check_digest(data, digest, key, store)
+    data = _get_checked(store, key, digest)
     return StoredTask(store, run_id, json.loads(bytes(data)))
 
 
@@ -298,13 +303,17 @@ def describe(entrypoint: str | Callable[..., Any]) -> str:
     return f"{getattr(entrypoint, '__module__', '?')}.{name}"
 
 
-def _check_digest(data: memoryview, digest: str | None, key: str, store: Store) -> None:
-    if digest is not None and hashlib.sha256(data).hexdigest() != digest:
-        raise StoreError(
-            f"{key!r} in {store.url} is not what was launched: its sha256 differs from the launch's {digest}.",
-            key=key,
-            url=store.url,
-        )
+def _get_checked(store: Store, key: str, digest: str | None) -> memoryview:
+    """Read what was launched; a failing store, or a reading that is not it, is worth another try."""
+    for _ in range(READ_TRIES):
+        data = insist(lambda: store.get(key))
+        if digest is None or hashlib.sha256(data).hexdigest() == digest:
+            return data
+    raise StoreError(
+        f"{key!r} in {store.url} is not what was launched: its sha256 differs from the launch's {digest}.",
+        key=key,
+        url=store.url,
+    )
 
 
 def _user() -> str:

@@ -27,7 +27,8 @@ from executors import replica as environment
 from executors.endings import TERMINATED, outcome_of_error, outcome_of_termination, outcome_of_timeout, outcome_of_value
 from executors.errors import ReplicasError
 from executors.heartbeat import Heartbeat
-from executors.outcome import Outcome, insist_on_outcome, record_outcome
+from executors.insisting import insist
+from executors.outcome import Outcome, insist_on_outcome
 from executors.process import children, flush_c_streams, kill_descendants, start_time
 from executors.protocol import ReplicaStatus
 from executors.records import exists, read_json, to_bytes
@@ -63,6 +64,8 @@ class Assignment:
     """The time limit, where this process has to end itself."""
     spent_s: float = 0.0
     """How much of the limit was gone when this process started."""
+    chaos: tuple[str, ...] = ()
+    """Faults to suffer; see `chaos.py`."""
 
 
 class CancelledBeforeStart(ReplicasError):
@@ -135,27 +138,37 @@ def claim(store: Store, asked: Assignment) -> Replica:
     }
     attempt = asked.attempt
     while True:
-        if exists(store, replica_key(asked.run_id, asked.rank, attempt, "cancel.json")):
+        if insist(functools.partial(exists, store, replica_key(asked.run_id, asked.rank, attempt, "cancel.json"))):
             now = time.time()
             cancelled = Outcome(
                 asked.rank, attempt, ReplicaStatus.CANCELLED, "cancelled", pid=os.getpid(), started_at=now
             )
-            record_outcome(store, asked.run_id, cancelled)
+            insist_on_outcome(store, asked.run_id, cancelled)
             raise CancelledBeforeStart(f"Attempt {attempt} of rank {asked.rank} was cancelled before it started.")
         key = replica_key(asked.run_id, asked.rank, attempt, "started.json")
-        # Whether the create succeeded is not the question: its reply may be lost. What stands decides.
-        store.put_if_absent(key, to_bytes(record))
-        if read_json(store, key)["nonce"] == nonce:
+        if insist(functools.partial(_standing_nonce, store, key, to_bytes(record))) == nonce:
             break
         attempt += 1
     return Replica(asked.rank, asked.world_size, asked.run_id, attempt, asked.store_url, claimed_nonce=nonce)
+
+
+def _standing_nonce(store: Store, key: str, record: bytes) -> str:
+    """Create a claim and return the nonce of the one that stands; safe to do again when a reply was lost."""
+    # Whether the create succeeded is not the question: only what stands decides.
+    store.put_if_absent(key, record)
+    return str(read_json(store, key)["nonce"])
 
 
 def _run(assignment: Assignment) -> int:
     """Run the replica; return the process's exit code."""
     started_at = time.time()
     store = store_at(assignment.store_url)
+    if assignment.chaos:
+        from executors.chaos import troubled
+
+        store = troubled(store, assignment.chaos, assignment.rank, assignment.attempt)
     replica = claim(store, assignment)
+    replica.store = store
     heartbeat = Heartbeat(replica, supervisor_pid=assignment.supervisor_pid, grace_s=assignment.term_grace_s)
     deadline = _deadline(assignment, replica, started_at)
     try:
