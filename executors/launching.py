@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from executors.entrypoint import check_entrypoint
 from executors.errors import RunExistsError, StoreError
@@ -17,12 +18,14 @@ from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.records import exists
 from executors.registry import check_executor, get_executor, import_path
 from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED, replica_key
-from executors.run import Run, attach
 from executors.shared_rendezvous import shared_rendezvous
 from executors.state import local_store, locate, remember
 from executors.store import Store, open_store
 from executors.store.opening import address_of
 from executors.task import check_run_id, create_run, describe, new_run_id, split_rank_env
+
+if TYPE_CHECKING:
+    from executors.run import Run
 
 STRANGERS_TIMEOUT_S = 3600  # the protocol's default, for executors that cannot be told "no limit"
 STRANGERS_ENTRYPOINT = "executors.worker.call"  # what an executor that knows nothing of runs is given to call
@@ -126,6 +129,8 @@ class LaunchPlan:
 
     def start(self) -> Run:
         """Write the run and start its replicas. If that fails half-way, the run is left cancelled, not waiting."""
+        from executors.run import Run
+
         store = local_store() if self.rendezvous is None else open_store(self.rendezvous)
         if self.run_id_is_chosen and (known := locate(self.run_id)) not in (None, store.url):
             raise RunExistsError(
@@ -202,6 +207,9 @@ def plan_launch(
     if chaos:
         chaos = _check_chaos(executor, chaos, n)
     chosen_id = check_run_id(run_id) if run_id is not None else new_run_id()
+    if hasattr(executor, "warm_up"):
+        executor.warm_up()
+        importlib.import_module("executors.run")  # needed soon, and meanwhile another process warms up
     check_launch = getattr(executor, "check_launch", None)
     if check_launch is not None:
         check_launch(n, entrypoint, args, gpu=gpu, timeout=timeout, secrets=secrets)
@@ -250,6 +258,7 @@ def _resume(
     detach: bool,
 ) -> Run:
     from executors.resuming import resume
+    from executors.run import Run, attach
 
     if run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
