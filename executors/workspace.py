@@ -38,6 +38,7 @@ SECRET_NAMES = (
 )  # fmt: skip
 EXAMPLES_OF_SECRETS = (".env.example", ".env.sample", ".env.template", ".env.dist")
 KEY_FILES = ("*.pem", "*.key")  # certificates are called so, too, and may be needed
+LARGEST_KEY_BYTES = 1 << 20
 KEY_MARK = b"PRIVATE KEY-----"
 GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
 
@@ -75,7 +76,8 @@ def snapshot_workspace(root: Path, *, limit_bytes: int = LIMIT_BYTES) -> Workspa
     """
     root = root.resolve()
     left_out: list[str] = []
-    files = dict(sorted(_choose(root, left_out)))
+    listed = _listed(root)
+    files = dict(sorted(_choose(root, listed, left_out)))
     _check_size(files, limit_bytes)
     contents = [(f"{WORKSPACE}/{name}", path) for name, path in files.items()]
     contents += [(f"{PACKAGES}/{name}", path) for name, path in _our_files()]
@@ -85,7 +87,7 @@ def snapshot_workspace(root: Path, *, limit_bytes: int = LIMIT_BYTES) -> Workspa
         raise EntrypointError(
             f"The workspace {str(root)!r} cannot be packed: {error}. Make the file readable, or name it in .gitignore."
         ) from error
-    commit = _git(root, "rev-parse", "--verify", "--quiet", "HEAD")
+    commit = _git(root, "rev-parse", "--verify", "--quiet", "HEAD") if listed else None
     dirty = None if commit is None else bool(_git(root, "status", "--porcelain", "--", "."))
     return Workspace(
         archive,
@@ -99,11 +101,11 @@ def snapshot_workspace(root: Path, *, limit_bytes: int = LIMIT_BYTES) -> Workspa
     )
 
 
-def _choose(root: Path, left_out: list[str]) -> Iterator[tuple[str, Path]]:
+def _choose(root: Path, listed: bytes | None, left_out: list[str]) -> Iterator[tuple[str, Path]]:
     """Yield the files that travel, each with its name in the workspace."""
     links: dict[str, Path] = {}
     plain: dict[str, Path] = {}
-    for name in _names(root, left_out):
+    for name in _names(root, listed, left_out):
         path = root / name
         try:
             mode = path.lstat().st_mode
@@ -125,16 +127,23 @@ def _choose(root: Path, left_out: list[str]) -> Iterator[tuple[str, Path]]:
             for other in [other for other in plain if other.startswith(below) and not other.startswith(f"{name}/")]:
                 plain.setdefault(f"{name}/{other.removeprefix(below)}", plain[other])
     for name, path in plain.items():
-        if _is_secret(path):
+        if _is_secret(name, path):
             left_out.append(f"{name} (it may hold a secret)")
         else:
             yield name, path
 
 
-def _names(root: Path, left_out: list[str]) -> Iterator[str]:
+def _listed(root: Path) -> bytes | None:
+    """Return the names that git knows or would take in; nothing where there is no repository that means this folder.
+
+    One around the home directory, say, may ignore it as a whole.
+    """
+    return _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+
+
+def _names(root: Path, listed: bytes | None, left_out: list[str]) -> Iterator[str]:
     """Yield the names of the files and links below `root` that belong to it."""
-    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    if not listed:  # no repository; or one that ignores this whole folder, as one around the home directory may
+    if not listed:
         yield from _walk(root)
         return
     for name in {os.fsdecode(name) for name in listed.split(b"\0") if name}:
@@ -142,7 +151,7 @@ def _names(root: Path, left_out: list[str]) -> Iterator[str]:
         if path.is_symlink() or not path.is_dir():
             yield name
         elif (path / ".git").exists():  # a submodule, or a repository within this one
-            yield from (f"{name.rstrip('/')}/{inner}" for inner in _names(path, left_out))
+            yield from (f"{name.rstrip('/')}/{inner}" for inner in _names(path, _listed(path), left_out))
         else:
             left_out.append(f"{name} (a submodule that is not checked out)")
 
@@ -172,7 +181,7 @@ def _git(root: Path, *command: str) -> bytes | None:
     environment.update(LC_ALL="C", GIT_OPTIONAL_LOCKS="0")
     try:
         done = subprocess.run(["git", *command], cwd=root, env=environment, capture_output=True, check=False)
-    except FileNotFoundError:
+    except OSError:  # there is no git
         return None
     said = done.stderr.decode(errors="replace").strip()
     if done.returncode == 0:
@@ -182,12 +191,13 @@ def _git(root: Path, *command: str) -> bytes | None:
     raise EntrypointError(f"The workspace {str(root)!r} cannot be listed: git says: {said}")
 
 
-def _is_secret(path: Path) -> bool:
-    name = path.name.lower()
-    if any(fnmatch.fnmatchcase(name, pattern) for pattern in SECRET_NAMES):
-        return name not in EXAMPLES_OF_SECRETS
-    if any(fnmatch.fnmatchcase(name, pattern) for pattern in KEY_FILES):
-        return KEY_MARK in path.read_bytes()
+def _is_secret(name: str, path: Path) -> bool:
+    for called in (Path(name).name.lower(), path.name.lower()):  # a link may be called otherwise than its file
+        if any(fnmatch.fnmatchcase(called, pattern) for pattern in SECRET_NAMES) and called not in EXAMPLES_OF_SECRETS:
+            return True
+        if any(fnmatch.fnmatchcase(called, pattern) for pattern in KEY_FILES):
+            with open(path, "rb") as file:
+                return KEY_MARK in file.read(LARGEST_KEY_BYTES)
     return False
 
 

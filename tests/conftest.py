@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from cli_of_tests import JOB
@@ -15,6 +16,10 @@ from servers.s3_server import CREDENTIALS, S3Server, running_server
 
 from executors import LocalProcessExecutor
 
+if TYPE_CHECKING:
+    from servers.modal_server import ModalServer
+
+os.environ["MODAL_CONFIG_PATH"] = os.devnull  # the SDK reads the user's settings when it is imported
 os.environ[MARK] = str(os.getpid())  # every process that a test starts inherits it
 for name in ("REPLICAS_RENDEZVOUS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
@@ -93,6 +98,15 @@ def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried again soon."""
     monkeypatch.setattr("executors.vendor_patience.FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr("executors.vendor_patience.LONGEST_PAUSE_S", 0.02)
+
+
+@pytest.fixture
+def modal_cloud() -> Iterator[ModalServer]:
+    """A Modal control plane of the test's own, at which the SDK of this process and its children is pointed."""
+    from servers.modal_server import modal_server  # the SDK takes a third of a second to import
+
+    with modal_server() as server, server.used_by_the_sdk():
+        yield server
 
 
 @pytest.fixture

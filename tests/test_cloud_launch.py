@@ -11,7 +11,7 @@ from servers.hub_faults import Misconduct, Request
 from servers.hub_server import HubServer, Reply
 
 from executors import HFJobsExecutor, Run, attach, launch
-from executors.errors import BackendError, EntrypointError, LaunchError, RunNotFoundError
+from executors.errors import BackendError, LaunchError, RunNotFoundError
 from executors.resuming import resume
 
 CPU = "cpu-basic"
@@ -216,16 +216,3 @@ def test_a_run_that_is_being_launched_can_be_cancelled_by_another(hf: HubServer)
     run.store.put(key, handle)
     other.cancel()
     assert job.stage == "CANCELED"
-
-
-def in_no_workspace() -> None:
-    """A function of a module that the tests' workspace does not hold."""
-
-
-def test_a_function_whose_module_does_not_travel_is_refused_before_anything_is_written(hf: HubServer) -> None:
-    with pytest.raises(EntrypointError, match=r"The module 'test_cloud_launch' .* is not shipped to replicas"):
-        launch("hf", in_no_workspace, 1, run_id="otter")
-    with pytest.raises(RunNotFoundError):
-        attach("otter")
-    launch("hf", str, 1).cancel()
-    assert hf.count("create") == 1

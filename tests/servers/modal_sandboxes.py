@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from modal_proto import api_pb2
@@ -25,6 +25,9 @@ TIMEOUT = api_pb2.GenericResult.GENERIC_STATUS_TIMEOUT
 TERMINATED = api_pb2.GenericResult.GENERIC_STATUS_TERMINATED
 INIT_FAILURE = api_pb2.GenericResult.GENERIC_STATUS_INIT_FAILURE
 KERNEL_OOM_KILL = api_pb2.GenericResult.GENERIC_STATUS_KERNEL_OOM_KILL
+
+# Not even a test process that is killed leaves sandboxes behind; util-linux has it, macOS has not.
+ENDS_WITH_THE_SERVER = [setpriv, "--pdeathsig", "KILL"] if (setpriv := shutil.which("setpriv")) else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +82,6 @@ class Sandbox:
         asked = self.definition.resources.gpu_config
         return asked.gpu_type.upper(), asked.count if asked.gpu_type else 0
 
-    @property
-    def pid(self) -> int:
-        """The process of its command, in the machine's numbering."""
-        assert self.process is not None, f"{self.sandbox_id} has not started"
-        return self.process.pid
-
     def start(self, bin_folder: Path) -> None:
         """Schedule it: from now on its command runs and its time does too."""
         self.is_scheduled = True
@@ -100,20 +97,26 @@ class Sandbox:
         else:
             self._kill_everything()
 
+    async def running(self) -> asyncio.subprocess.Process:
+        """Wait until its command runs; return the process."""
+        until = time.monotonic() + 10
+        while self.process is None and self.result is None and await self.news(until):
+            pass
+        assert self.process is not None, f"{self.sandbox_id} did not start: {self.result}"
+        return self.process
+
     async def gone(self) -> None:
         """Wait until nothing of it runs."""
         if self._life:
             await self._life
 
-    async def more_than(self, seen: Callable[[], bool], until: float) -> bool:
-        """Wait until `seen` holds or the sandbox has ended; return whether that was before a time of the clock."""
-        while not (seen() or self.result):
-            left = until - time.monotonic()
-            if left <= 0:
-                return False
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), left)
-        return True
+    async def news(self, until: float) -> bool:
+        """Wait for more output, its start or its end; return False if a time of the clock comes first."""
+        left_s = until - time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), max(left_s, 0))
+            return True
+        return False
 
     async def _live(self, bin_folder: Path) -> None:
         surroundings = {"PATH": f"{bin_folder}:/usr/local/bin:/usr/bin:/bin", "HOME": str(self.folder)}
@@ -126,6 +129,7 @@ class Sandbox:
             if program is None:
                 raise FileNotFoundError(f"no such command: {arguments[0]}")
             self.process = await asyncio.create_subprocess_exec(
+                *ENDS_WITH_THE_SERVER,
                 program,
                 *arguments[1:],
                 cwd=workdir,
@@ -144,13 +148,16 @@ class Sandbox:
             asyncio.create_task(self._read(1, self.process.stdout)),
             asyncio.create_task(self._read(2, self.process.stderr)),
         ]
+        self._tell()
         if self._verdict:  # ended before it had begun
             self._kill_everything()
         timer = asyncio.get_running_loop().call_later(self.definition.timeout_secs, self._time_out)
         code = await self.process.wait()
         timer.cancel()
-        while self._kill_everything():
-            await asyncio.sleep(0.01)
+        n_looks_in_vain = 0
+        while n_looks_in_vain < 2:  # a process that is just being started has no environment for a moment
+            n_looks_in_vain = 0 if self._kill_everything() else n_looks_in_vain + 1
+            await asyncio.sleep(0.005)
         await asyncio.gather(*readers)
         exit_code = code if code >= 0 else 128 - code
         ended_by_itself = api_pb2.GenericResult(status=FAILURE if exit_code else SUCCESS, exitcode=exit_code)

@@ -1,7 +1,7 @@
 """A Modal control plane on loopback, for the real SDK: started, told how to misbehave, and stopped.
 
-    with modal_server() as server:
-        os.environ |= server.environment     # then use `modal` as ever
+    with modal_server() as server, server.used_by_the_sdk():
+        modal.App.lookup("app", create_if_missing=True)     # `modal` as ever, here and in child processes
 
 Sandboxes are processes of this machine (`modal_sandboxes`), each with an empty directory, nothing of this process's
 environment, and a `python` that has every installed package except this project. What it knows of the vendor comes
@@ -13,25 +13,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import signal
+import socket
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+import modal
 from grpclib import GRPCError, Status
 from grpclib.server import Server
 from modal._utils.grpc_utils import custom_detail_codec
 from modal_proto import api_pb2
 
+from executors.testing.waiting import eventually
 from servers.modal_account import ENVIRONMENT, Account
 from servers.modal_control_plane import SandboxCalls
 from servers.modal_dispatch import Call, Dispatcher
 from servers.modal_faults import Fault, Faults
 from servers.modal_logs import LogCalls
-from servers.modal_python import make_environment
+from servers.modal_python import bin_folder_of_sandboxes
 from servers.modal_sandboxes import KERNEL_OOM_KILL, TERMINATED, Sandbox
 
 TOKEN_ID = "ak-oftheteststestst"
@@ -46,12 +50,13 @@ class ModalServer:
         self.account = Account()
         self.secrets = self.account.secrets
         """Named secrets: `server.secrets["my-secret"] = {"KEY": "value"}`."""
-        self.calls = SandboxCalls(self.account, folder, make_environment(folder / "python"))
+        self.calls = SandboxCalls(self.account, folder, bin_folder_of_sandboxes())
         self.token = (TOKEN_ID, TOKEN_SECRET)
         """The credentials that it takes; a test may change them, and every call fails from then on."""
         self._folder = folder
         self._faults = Faults()
-        self._dispatcher = Dispatcher([self.account, self.calls, LogCalls(self.calls)], self._check, self._faults)
+        answering = [self.account, self.calls, LogCalls(self.account, self.calls)]
+        self._dispatcher = Dispatcher(answering, self._check, self._faults)
         self._loop = asyncio.new_event_loop()
 
     @property
@@ -68,6 +73,27 @@ class ModalServer:
             "MODAL_CONFIG_PATH": str(self._folder / "no-such-file.toml"),
             "MODAL_ENVIRONMENT": ENVIRONMENT,
         }
+
+    @contextlib.contextmanager
+    def used_by_the_sdk(self) -> Iterator[None]:
+        """Point the SDK of this process at this server, and what it starts too.
+
+        The SDK reads its settings from `os.environ` when it needs them, except the path of the file and the name of
+        the profile, read when it is imported. It keeps one client for all calls that name none, with the address it
+        has met; closing that client makes it forget it. Handles of the closed client are of no more use.
+        """
+        others = {name: value for name, value in os.environ.items() if name.startswith("MODAL_")}
+        for name in others:
+            del os.environ[name]
+        os.environ.update(self.environment)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(modal.exception.AuthError):  # there was no client, and nothing to make one with
+                modal.Client.from_env().close()
+            for name in [name for name in os.environ if name.startswith("MODAL_")]:
+                del os.environ[name]
+            os.environ.update(others)
 
     # How it is to behave
 
@@ -121,11 +147,17 @@ class ModalServer:
         """Send a signal to a sandbox's command."""
 
         async def send() -> None:
-            process = self.calls.find(sandbox_id).process
-            assert process is not None
-            process.send_signal(number)
+            (await self.calls.find(sandbox_id).running()).send_signal(number)
 
         self._do(send())
+
+    def pid_of(self, sandbox_id: str) -> int:
+        """Return the process of a sandbox's command, in the machine's numbering."""
+
+        async def running() -> int:
+            return (await self.calls.find(sandbox_id).running()).pid
+
+        return self._do(running())
 
     def vanish(self, sandbox_id: str) -> None:
         """End a sandbox and forget it: NOT_FOUND from now on."""
@@ -153,6 +185,10 @@ class ModalServer:
         """The calls so far of these names."""
         return [call for call in list(self._dispatcher.calls) if call.rpc in rpcs]
 
+    def wait_for(self, rpc: str, n_calls: int = 1, within_s: float = 30.0) -> None:
+        """Wait until there have been so many calls of a name."""
+        eventually(lambda: len(self.calls_of(rpc)) >= n_calls, f"{n_calls} calls of {rpc}", within_s=within_s)
+
     def requests_carrying(self, value: str) -> list[str]:
         """The names of the calls whose request holds a text, wherever; what makes secrets does not count.
 
@@ -170,9 +206,9 @@ class ModalServer:
             return
         if (metadata.get("x-modal-token-id"), metadata.get("x-modal-token-secret")) != self.token:
             raise GRPCError(Status.UNAUTHENTICATED, "Token ID or token secret is invalid.")
-        if rpc.startswith("Sandbox") and rpc.endswith("V2"):
-            if metadata.get("x-modal-auth-token") not in self.account.auth_tokens:
-                raise GRPCError(Status.UNAUTHENTICATED, "Auth token is missing or invalid.")
+        needs_more = rpc.startswith("Sandbox") and rpc.endswith("V2")
+        if needs_more and metadata.get("x-modal-auth-token") not in self.account.auth_tokens:
+            raise GRPCError(Status.UNAUTHENTICATED, "Auth token is missing or invalid.")
 
     def _end(self, sandbox_id: str, verdict: api_pb2.GenericResult) -> None:
         async def end() -> None:
@@ -188,13 +224,16 @@ class ModalServer:
     def _serve(self, ready: Future[None]) -> None:
         asyncio.set_event_loop(self._loop)
         server = Server([self._dispatcher], status_details_codec=custom_detail_codec)
+        # asyncio turns Nagle's algorithm off only where the protocol is named; every call would take 40 ms.
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.bind(("127.0.0.1", 0))
         try:
-            self._loop.run_until_complete(server.start("127.0.0.1", 0))
-            port = server._server.sockets[0].getsockname()[1]
-            self.calls.url = f"http://127.0.0.1:{port}"
+            self._loop.run_until_complete(server.start(sock=listener))
+            self.calls.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             ready.set_result(None)
             self._loop.run_forever()
             server.close()
+            self._dispatcher.disconnect()
             self._loop.run_until_complete(server.wait_closed())
             self._loop.run_until_complete(self.calls.close())
         finally:
@@ -212,7 +251,7 @@ def without_secrets(call: Call) -> Call:
 
 
 @contextlib.contextmanager
-def modal_server(on_exit: Callable[[ModalServer], None] | None = None) -> Iterator[ModalServer]:
+def modal_server() -> Iterator[ModalServer]:
     """Serve in a thread until the block ends; then end every sandbox, and fail if a call could not be answered."""
     with tempfile.TemporaryDirectory(prefix="modal-") as folder:
         server = ModalServer(Path(folder))
