@@ -129,7 +129,7 @@ class S3Store:
         Temporary credentials end when they end, for the replicas as well.
         """
         with self._told("use", None):
-            return elsewhere(self.address)
+            return elsewhere(self.address, self._client)
 
     def settings_that_hurt(self) -> Sequence[Problem]:
         """Return the settings of the bucket that would hurt a run, as far as these credentials may read them."""

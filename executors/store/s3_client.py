@@ -57,12 +57,14 @@ def connect(address: S3Address, n_connections: int) -> tuple[Any, tuple[str, ...
         raise explain(error, address, None, "use") from error
 
 
-def elsewhere(address: S3Address) -> tuple[str, dict[str, str]]:
-    """Return the url and the credentials with which another machine reaches the same bucket."""
+def elsewhere(address: S3Address, client: Any) -> tuple[str, dict[str, str]]:
+    """Return the url and the credentials with which another machine reaches the same bucket.
+
+    Args:
+        client: of the address, as `connect` makes it: it knows the endpoint and the region.
+    """
     import boto3
 
-    session = boto3.Session(profile_name=address.profile, region_name=address.region)
-    client = session.client("s3", endpoint_url=address.endpoint_url)
     found = client.meta.endpoint_url
     there = replace(
         address,
@@ -70,7 +72,7 @@ def elsewhere(address: S3Address) -> tuple[str, dict[str, str]]:
         region=address.region or client.meta.region_name,
         endpoint_url=address.endpoint_url or (None if _is_aws(found) else found),
     )
-    credentials = session.get_credentials()
+    credentials = boto3.Session(profile_name=address.profile).get_credentials()
     if credentials is None:
         from botocore.exceptions import NoCredentialsError
 
