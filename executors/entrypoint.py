@@ -18,6 +18,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from types import CodeType
 from typing import Any
 
 from executors.errors import EntrypointArgumentsError, EntrypointError, EntrypointImportError
+
+_PARSING = threading.Lock()  # ast.parse in two threads fails now and then: "AST constructor recursion depth mismatch"
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
             return  # built in, or compiled: only loading it would tell
         source = Path(spec.origin)
     try:
-        tree = ast.parse(source.read_bytes(), str(source))
+        with _PARSING:
+            tree = ast.parse(source.read_bytes(), str(source))
     except SyntaxError as error:
         raise EntrypointImportError(f"Entrypoint {text!r}: {source}, line {error.lineno}: {error.msg}.") from error
     assert function is not None
