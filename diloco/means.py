@@ -23,12 +23,12 @@ from diloco.records import (
     Seal,
     count_blocks,
     digests_of,
-    hash_order,
     head_bytes,
     shard_blocks,
 )
 from diloco.reduction import BadInputError, Input, Reduce
 from diloco.rounds import READ_TRIES, Pace, Round
+from diloco.sharding import owners
 
 
 class InputGoneError(Exception):
@@ -72,7 +72,7 @@ class Means:
             return None if mean is None else [mean]
         if r.sealed_s is None:
             r.sealed_s = self._clock()
-        orders = [self.owners(r.entry, seal, shard) for shard in range(seal.shards)]
+        orders = [owners(r.entry, seal.members, shard) for shard in range(seal.shards)]
         mine_first = sorted(range(seal.shards), key=lambda shard: orders[shard][0] != self._me.rank)
         for shard in mine_first:
             if shard not in r.means:
@@ -85,12 +85,6 @@ class Means:
             return None
         self._usual_s = 0.8 * self._usual_s + 0.2 * (self._clock() - r.sealed_s)
         return [r.means[shard] for shard in range(seal.shards)]
-
-    def owners(self, entry: int, seal: Seal, shard: int) -> list[int]:
-        """Return the sealed ranks in the order in which they are to reduce a shard; each is first as often."""
-        order = hash_order(seal.members, "mean", entry)
-        turn = shard % len(order)
-        return order[turn:] + order[:turn]
 
     def _is_due(self, r: Round, order: list[int]) -> bool:
         assert r.sealed_s is not None
@@ -189,9 +183,9 @@ class Means:
         first, end = self._blocks(r, seal, shard)
         start, size = first * self._block_bytes, self._size(r, first, end)
         member = seal.members[rank]
-        if rank == self._me.rank and self._is_own(r, seal) and r.packed is not None and shard not in r.spoilt:
-            payload = r.packed.payload[start : start + size]
-            return Input(rank, member.weight, payload, r.packed.blocks[first:end])
+        if rank == self._me.rank and shard not in r.spoilt and (kept := self._kept(r, seal, start, size)) is not None:
+            assert r.packed is not None
+            return Input(rank, member.weight, kept, r.packed.blocks[first:end])
         contribution = self._head(r, rank, member)
         offset = head_bytes(len(contribution.blocks)) + start
         data = self._store.look(self._keys.contribution(r.entry, rank), start=offset, size=size)
@@ -218,13 +212,15 @@ class Means:
         return contribution
 
     def _result_buffer(self, r: Round, seal: Seal, start: int, size: int) -> memoryview:
-        if self._is_own(r, seal) and r.packed is not None:  # the payload's memory is free once it stands in the store
-            return r.packed.payload[start : start + size]
-        return np.empty(size, np.uint8).data
+        kept = self._kept(r, seal, start, size)  # is free once it stands in the store
+        return np.empty(size, np.uint8).data if kept is None else kept
 
-    def _is_own(self, r: Round, seal: Seal) -> bool:
+    def _kept(self, r: Round, seal: Seal, start: int, size: int) -> memoryview | None:
+        """Return the memory of a range of the payload that this process sent, if it was sealed and is in memory."""
         member = seal.members.get(self._me.rank)
-        return r.packed is not None and member is not None and member.nonce == self._me.nonce
+        if r.packed is None or member is None or member.nonce != self._me.nonce:
+            return None
+        return r.packed.part(start, size)
 
     def _blocks(self, r: Round, seal: Seal, shard: int) -> tuple[int, int]:
         return shard_blocks(count_blocks(r.size_bytes, self._block_bytes), seal.shards, shard)

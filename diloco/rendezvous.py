@@ -23,10 +23,11 @@ from diloco.log import Log
 from diloco.means import Means
 from diloco.membership import Identity, Membership
 from diloco.patience import PatientStore, backoff
-from diloco.records import Buffer, Contribution, Seal
+from diloco.records import Seal
 from diloco.reduction import Reduce, weighted_mean
 from diloco.rounds import Adopted, Pace, Round
 from diloco.sealing import Sealing
+from diloco.sending import Sending
 from diloco.work import Settled, Work
 
 Wait = Callable[[float, Sequence[str]], None]
@@ -78,6 +79,7 @@ class Rendezvous:
             store, keys, me, self._members, work, self.pace,
             min_quorum=min_quorum or 1, reduce=reduce, clock=clock, reload=self._reload,
         )  # fmt: skip
+        self._sending = Sending(store, keys, me, self._members, work, self.pace)
         self._log = Log(store, keys, me, self.pace, clock=clock, wait=wait, rng=self._rng)
         self._loader = Loader(
             store, keys, me, work, self.pace, snapshot_every=snapshot_every,
@@ -158,22 +160,10 @@ class Rendezvous:
         if r.published or self._log.seal(r.entry) is not None:
             return
         began = self._clock()
-        r.packed = packed = self._work.pack(r.entry)
-        mine = Contribution(
-            rank=self._me.rank,
-            attempt=self._me.attempt,
-            nonce=self._me.nonce,
-            weight=check_weight(self._weight, self._me.rank, r.entry),
-            anchor=self._work.digest(r.fragment),
-            size_bytes=r.size_bytes,
-            blocks=packed.blocks,
-            norms=packed.norms,
-            waited_s=self._waited_s,
-        )
-        data: list[Buffer] = [mine.head(), packed.payload]
+        weight = check_weight(self._weight, self._me.rank, r.entry)
         pauses = self._pauses()
         while True:
-            self._store.create(self._keys.contribution(r.entry, self._me.rank), data)
+            self._sending.send(r, weight, self._waited_s)
             if self._sealing.look_at_contribution(r, self._me.rank) or self._log.seal(r.entry) is not None:
                 break
             self._check_time(r)

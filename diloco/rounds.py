@@ -53,7 +53,7 @@ class Round:
     packed: Packed | None = None
     published: bool = False
     spoilt: set[int] = field(default_factory=set)
-    """Shards whose range of the payload's memory now holds the mean: read one's own input from the store."""
+    """Shards whose range of what was kept of the payload now holds the mean: read one's own input from the store."""
     seen: dict[int, tuple[Contribution, str]] = field(default_factory=dict)
     """Contributions by rank, and the digests of their heads."""
     payloads: dict[int, memoryview] = field(default_factory=dict)

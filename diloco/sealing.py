@@ -27,6 +27,7 @@ from diloco.records import (
 )
 from diloco.reduction import BadInputError, Input, Reduce
 from diloco.rounds import READ_TRIES, Pace, Round
+from diloco.sharding import count_shards
 from diloco.work import Work
 
 LOOKS_PER_FRONTIER = 8
@@ -169,7 +170,7 @@ class Sealing:
             for rank, (head, digest) in sorted(r.seen.items())
             if rank in good
         }
-        shards = 0 if mean is not None else min(len(members), count_blocks(r.size_bytes, self._pace.block_bytes))
+        shards = 0 if mean is not None else count_shards(len(members), r.size_bytes, self._pace.block_bytes)
         self._store.create(self._keys.seal(r.entry), Seal(members, anchor, shards, mean or b"").data())
         return True
 

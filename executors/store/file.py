@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from executors.errors import KeyNotFoundError, StoreError, UnsafeStoreError
-from executors.store.protocol import Data, Entry, buffers_of, check_key, check_range
+from executors.store.protocol import Data, Entry, Produce, buffers_of, check_key, check_range
 
 UNFINISHED = ".unfinished~"  # the one reserved name at the top: files that have no key yet
 MAP_FROM_BYTES = 128 * 1024  # below this, copying is cheaper than the page faults of a mapping
@@ -59,7 +59,26 @@ class FileStore:
         if path.is_file():
             return False  # spares writing what cannot win
         try:
-            with _unfinished_file(self.root, data) as source:
+            with _unfinished_file(self.root, lambda descriptor: _write(descriptor, data)) as source:
+                return _link(source, path)
+        except OSError as error:
+            self._fail(error, key, "create")
+
+    def put_if_absent_streamed(self, key: str, head_bytes: int, produce: Produce) -> bool:
+        path = self._path(key)
+        if path.is_file():
+            return False
+
+        def fill(descriptor: int) -> None:
+            os.lseek(descriptor, head_bytes, os.SEEK_SET)
+            head = produce(lambda piece: _write(descriptor, piece))
+            if len(head) != head_bytes:
+                raise ValueError(f"The head of {key!r} has {len(head)} bytes, {head_bytes} were announced.")
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            _write(descriptor, head)
+
+        try:
+            with _unfinished_file(self.root, fill) as source:
                 return _link(source, path)
         except OSError as error:
             self._fail(error, key, "create")
@@ -67,7 +86,7 @@ class FileStore:
     def put(self, key: str, data: Data) -> None:
         path = self._path(key)
         try:
-            with _unfinished_file(self.root, data) as source:
+            with _unfinished_file(self.root, lambda descriptor: _write(descriptor, data)) as source:
                 staged = source if source.parent.name == UNFINISHED else _hidden_name(self.root)
                 if staged is not source:
                     _link(source, staged)
@@ -149,7 +168,7 @@ class FileStore:
         """Create the same name twice: the second must fail."""
         name = _hidden_name(self.root)
         try:
-            with _unfinished_file(self.root, b"") as source:
+            with _unfinished_file(self.root, lambda _: None) as source:
                 exclusive = _link(source, name) and not _link(source, name)
         except PermissionError as error:
             if error.errno == errno.EACCES:
@@ -193,8 +212,8 @@ def read_file(path: Path) -> memoryview:
 
 
 @contextlib.contextmanager
-def _unfinished_file(root: Path, data: Data) -> Iterator[Path]:
-    """Write the data to a file without a name, and give a path that can be linked while the context is open."""
+def _unfinished_file(root: Path, fill: Callable[[int], None]) -> Iterator[Path]:
+    """Fill a file without a name, and give a path that can be linked while the context is open."""
     hidden = None
     try:
         descriptor = os.open(root, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
@@ -207,7 +226,7 @@ def _unfinished_file(root: Path, data: Data) -> Iterator[Path]:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
         descriptor = _with_parents(hidden, lambda: os.open(source, flags, 0o666))
     try:
-        _write(descriptor, data)
+        fill(descriptor)
         yield source
     finally:
         os.close(descriptor)
