@@ -14,6 +14,7 @@ from xxhash import xxh3_128_hexdigest
 
 from diloco.keys import Keys
 from diloco.membership import Identity, Membership
+from diloco.parallel import Map
 from diloco.patience import PatientStore
 from diloco.records import (
     BadRecordError,
@@ -48,6 +49,7 @@ class Means:
         *,
         reduce: Reduce,
         clock: Callable[[], float],
+        map: Map,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -56,6 +58,7 @@ class Means:
         self._block_bytes = pace.block_bytes
         self._reduce = reduce
         self._clock = clock
+        self._map = map
         self._least_patience_s = pace.patience_s
         self._usual_s = 0.0
 
@@ -73,10 +76,12 @@ class Means:
         if r.sealed_s is None:
             r.sealed_s = self._clock()
         orders = [owners(r.entry, seal.members, shard) for shard in range(seal.shards)]
-        mine_first = sorted(range(seal.shards), key=lambda shard: orders[shard][0] != self._me.rank)
-        for shard in mine_first:
-            if shard not in r.means:
-                mean = self._read(r, seal, shard)
+        missing = [shard for shard in range(seal.shards) if shard not in r.means]
+        for mine in (True, False):  # one's own shards first: others wait for them
+            shards = [shard for shard in missing if (orders[shard][0] == self._me.rank) is mine]
+            keys = [self._keys.mean(r.entry, shard) for shard in shards]
+            for shard, data in zip(shards, self._map(self._store.look, keys), strict=True):
+                mean = self._check(r, seal, shard, data)
                 if mean is None and self._is_due(r, orders[shard]):
                     mean = self._bring_about(r, seal, shard)
                 if mean is not None:
@@ -115,14 +120,15 @@ class Means:
         if standing is not None and standing == mine:
             r.left_out.update(head.left_out)
             return payload
-        return self._read(r, seal, shard)
+        return self._check(r, seal, shard, self._store.look(self._keys.mean(r.entry, shard)))
 
-    def _read(self, r: Round, seal: Seal, shard: int) -> memoryview | None:
-        """Return a shard of the mean that stands; None when none does."""
+    def _check(self, r: Round, seal: Seal, shard: int, data: memoryview | None) -> memoryview | None:
+        """Return a shard of the mean that stands, as it was read or read again; None when none does."""
         first, end = self._blocks(r, seal, shard)
         head = None
-        for _ in range(READ_TRIES):
-            data = self._store.look(self._keys.mean(r.entry, shard))
+        for readings in range(READ_TRIES):
+            if readings:
+                data = self._store.look(self._keys.mean(r.entry, shard))
             if data is None:
                 return None
             payload = data[head_bytes(end - first) :]
@@ -168,7 +174,7 @@ class Means:
         tries: dict[int, int] = {}
         while members:
             try:
-                inputs = [self._input(r, seal, rank, shard) for rank in members]
+                inputs = list(self._map(lambda rank: self._input(r, seal, rank, shard), members))
                 r.spoilt.add(shard)
                 blocks = self._reduce(inputs, out, block_bytes=self._block_bytes)
                 return MeanHead(blocks, tuple(sorted(set(seal.members) - set(members)))), out

@@ -22,6 +22,7 @@ from diloco.loading import Loader
 from diloco.log import Log
 from diloco.means import Means
 from diloco.membership import Identity, Membership
+from diloco.parallel import Map
 from diloco.patience import PatientStore, backoff
 from diloco.records import Seal
 from diloco.reduction import Reduce, weighted_mean
@@ -59,6 +60,7 @@ class Rendezvous:
         wait: Wait,
         rng: random.Random | None = None,
         background: Background = in_the_foreground,
+        map: Map = map,
     ) -> None:
         self.pace = pace or Pace()
         self.position = 0
@@ -74,10 +76,10 @@ class Rendezvous:
         self._wait = wait
         self._rng = rng or random.Random()
         self._members = Membership(store, keys, me.world_size)
-        self._means = Means(store, keys, me, self._members, self.pace, reduce=reduce, clock=clock)
+        self._means = Means(store, keys, me, self._members, self.pace, reduce=reduce, clock=clock, map=map)
         self._sealing = Sealing(
             store, keys, me, self._members, work, self.pace,
-            min_quorum=min_quorum or 1, reduce=reduce, clock=clock, reload=self._reload,
+            min_quorum=min_quorum or 1, reduce=reduce, clock=clock, map=map, reload=self._reload,
         )  # fmt: skip
         self._sending = Sending(store, keys, me, self._members, work, self.pace)
         self._log = Log(store, keys, me, self.pace, clock=clock, wait=wait, rng=self._rng)

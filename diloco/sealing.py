@@ -14,6 +14,7 @@ import numpy as np
 
 from diloco.keys import Keys
 from diloco.membership import Identity, Membership
+from diloco.parallel import Map
 from diloco.patience import PatientStore
 from diloco.records import (
     BadRecordError,
@@ -55,6 +56,7 @@ class Sealing:
         min_quorum: int,
         reduce: Reduce,
         clock: Callable[[], float],
+        map: Map,
         reload: Callable[[], object],
     ) -> None:
         self.min_quorum = min_quorum
@@ -66,6 +68,7 @@ class Sealing:
         self._pace = pace
         self._reduce = reduce
         self._clock = clock
+        self._map = map
         self._reload = reload
         self._spread_s = 0.0
         self._rounds_learned = 0
@@ -83,9 +86,8 @@ class Sealing:
         if r.looks % LOOKS_PER_FRONTIER == 0:
             self._members.look_for_joiners()
         r.looks += 1
-        for rank in self.ranks():
-            if rank not in r.seen and rank not in r.useless:
-                self.look_at_contribution(r, rank)
+        unseen = [rank for rank in self.ranks() if rank not in r.seen and rank not in r.useless]
+        list(self._map(lambda rank: self.look_at_contribution(r, rank), unseen))
         anchor = self._work.digest(r.fragment)
         votes = Counter(head.anchor for head, _ in r.seen.values())
         ours, theirs = votes.pop(anchor, 0), max(votes.values(), default=0)

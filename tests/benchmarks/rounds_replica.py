@@ -93,7 +93,7 @@ def _note_when_the_mean_is_there() -> list[Moment]:
         dist.barrier()
         apply(self, *arguments)
 
-    Training.apply = applying  # type: ignore[method-assign]
+    Training.apply = applying  # type: ignore[method-assign,assignment]
     return arrivals
 
 
