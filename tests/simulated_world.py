@@ -100,7 +100,7 @@ class World:
         return self._names.get(getcurrent(), "store")
 
     def happens(self, probability: float) -> bool:
-        return self.now < self.faults.until_s and probability > 0 and self.rng.random() < probability
+        return probability > 0 and self.now < self.faults.until_s and self.rng.random() < probability
 
     def _run(self, task: greenlet) -> None:
         if not task.dead:
