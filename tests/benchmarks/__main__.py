@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import launch, outer_step, rounds
+from . import far, launch, outer_step, rounds
 from .harness import Comparison, Options, report
 
 Benchmark = Callable[[Options], list[Comparison]]
@@ -19,6 +19,7 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("L2",): launch.first_step,
     ("L5",): launch.many,
     ("S1", "S8"): rounds.rounds,
+    ("S9", "S10"): far.far,
     ("O1", "O2"): outer_step.outer_step,
 }
 NAMES = sorted(name for names in BENCHMARKS for name in names)

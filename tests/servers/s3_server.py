@@ -62,9 +62,9 @@ class S3Server:
 
 
 @contextlib.contextmanager
-def running_server() -> Iterator[S3Server]:
+def running_server(module: str = "servers.moto_behind_faults") -> Iterator[S3Server]:
     """Start a server in a process of its own; it ends with the block, or with this process."""
-    command = [sys.executable, "-m", "servers.moto_behind_faults"]
+    command = [sys.executable, "-m", module]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(**CREDENTIALS)
     ) as process:
