@@ -28,7 +28,7 @@ from diloco.records import (
     shard_blocks,
 )
 from diloco.reduction import BadInputError, Input, Reduce
-from diloco.rounds import READ_TRIES, Pace, Round
+from diloco.rounds import READ_TRIES, Pace, Round, asking_again_s
 from diloco.sharding import owners
 
 
@@ -73,32 +73,41 @@ class Means:
             mean = memoryview(seal.mean) if seal.lost_mean is None else self._recover_small(r, seal)
             r.stuck = mean is None
             return None if mean is None else [mean]
-        if r.sealed_s is None:
-            r.sealed_s = self._clock()
+        now = self._clock()
+        asks = r.sealed_s is not None and now >= r.ask_s  # not at the first look: usually nobody is gone
+        if asks or r.sealed_s is None:
+            r.ask_s = now + asking_again_s(self._store)
+        r.sealed_s = now if r.sealed_s is None else r.sealed_s
         orders = [owners(r.entry, seal.members, shard) for shard in range(seal.shards)]
-        missing = [shard for shard in range(seal.shards) if shard not in r.means]
-        for mine in (True, False):  # one's own shards first: others wait for them
-            shards = [shard for shard in missing if (orders[shard][0] == self._me.rank) is mine]
+        missing = sorted(set(range(seal.shards)) - r.means.keys(), key=lambda shard: orders[shard][0] != self._me.rank)
+        # One's own first, because others wait for them, and one of the others': the rest stands when that does.
+        n_first = 1 + sum(orders[shard][0] == self._me.rank for shard in missing)
+        for shards in (missing[:n_first], missing[n_first:]):
             keys = [self._keys.mean(r.entry, shard) for shard in shards]
             for shard, data in zip(shards, self._map(self._store.look, keys), strict=True):
                 mean = self._check(r, seal, shard, data)
-                if mean is None and self._is_due(r, orders[shard]):
+                if mean is None and self._is_due(r, orders[shard], asks=asks):
                     mean = self._bring_about(r, seal, shard)
                 if mean is not None:
                     r.means[shard] = mean
-        if len(r.means) < seal.shards:
-            return None
+            if not r.means.keys() >= set(shards):
+                return None
         self._usual_s = 0.8 * self._usual_s + 0.2 * (self._clock() - r.sealed_s)
         return [r.means[shard] for shard in range(seal.shards)]
 
-    def _is_due(self, r: Round, order: list[int]) -> bool:
+    def _is_due(self, r: Round, order: list[int], *, asks: bool) -> bool:
+        """Tell whether a missing shard is this replica's to reduce: after a while for each of those before it.
+
+        Args:
+            asks: leave out those that are gone.
+        """
         assert r.sealed_s is not None
-        place = 0
-        for rank in order:
-            if rank == self._me.rank:
-                break
-            place += not self._membership.is_gone(rank)
-        return self._clock() - r.sealed_s >= self.patience_s * place
+        waited_s, place = self._clock() - r.sealed_s, 0
+        for rank in order[: order.index(self._me.rank)] if self._me.rank in order else order:
+            place += not (asks and self._membership.is_gone(rank))
+            if waited_s < self.patience_s * place:
+                return False
+        return True
 
     def _bring_about(self, r: Round, seal: Seal, shard: int) -> memoryview | None:
         started = self._clock()

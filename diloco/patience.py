@@ -25,6 +25,8 @@ class PatientStore:
         self.store = store
         self.read_bytes = 0
         self.written_bytes = 0
+        self.answer_s = 0.0
+        """How long the store took to say that nothing stands somewhere, the last time."""
         self._clock = clock
         self._patience_s = error_patience_s
         self._failing_since: dict[str, float] = {}
@@ -32,10 +34,12 @@ class PatientStore:
 
     def look(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview | None:
         """Return what stands there, or None: nothing, or no answer. An object that was cut off gives fewer bytes."""
+        asked_s = self._clock()
         try:
             data = self._get(key, start, size)
         except KeyNotFoundError:
             data = None
+            self.answer_s = self._clock() - asked_s
         except StoreError as error:
             self._failed("get", error)
             return None

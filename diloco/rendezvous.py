@@ -35,6 +35,9 @@ Wait = Callable[[float, Sequence[str]], None]
 """Returns after some seconds, or earlier when something changes below one of the key prefixes."""
 
 
+MOST_PAUSE_S = 1.0
+
+
 def in_the_foreground(job: Callable[[], None]) -> None:
     """Do it now."""
     job()
@@ -216,7 +219,8 @@ class Rendezvous:
                 return None
             self._check_time(r)
             paused = self._clock()
-            self._wait(next(pauses), self._changes(r, seal))
+            pause_s = max(next(pauses), min(self._store.answer_s, MOST_PAUSE_S))  # a far store is not asked on and on
+            self._wait(pause_s, self._changes(r, seal))
             r.wait_s += self._clock() - paused
 
     def _is_stuck(self, r: Round) -> bool:
@@ -352,7 +356,7 @@ class Rendezvous:
         return r
 
     def _pauses(self) -> Iterator[float]:
-        return backoff(self._rng, most_s=min(1.0, max(0.02, self.pace.grace_s / 4)))
+        return backoff(self._rng, most_s=min(MOST_PAUSE_S, max(0.02, self.pace.grace_s / 4)))
 
     def _check_time(self, r: Round) -> None:
         if self._clock() - r.started_s <= self.pace.round_timeout_s:

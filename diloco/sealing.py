@@ -27,7 +27,7 @@ from diloco.records import (
     head_bytes,
 )
 from diloco.reduction import BadInputError, Input, Reduce
-from diloco.rounds import READ_TRIES, Pace, Round
+from diloco.rounds import READ_TRIES, Pace, Round, asking_again_s
 from diloco.sharding import count_shards
 from diloco.work import Work
 
@@ -37,8 +37,6 @@ LOOKS_PER_FRONTIER = 8
 
 GRACE_SPREADS, LEAST_GRACE, LEARNING_ROUNDS = 4.0, 0.25, 3
 """The grace is four times the usual spread of arrivals, at least a quarter of `grace_s`; the first rounds have all."""
-TURN_CHECK_S = 0.1
-"""Whoever is not to look asks again so much later whether those before it are gone; until then it polls one key."""
 
 
 class Sealing:
@@ -81,7 +79,7 @@ class Sealing:
             if now < r.turn_s:
                 return False
             if not self._is_my_turn(r):
-                r.turn_s = now + TURN_CHECK_S
+                r.turn_s = now + asking_again_s(self._store)
                 return False
         if r.looks % LOOKS_PER_FRONTIER == 0:
             self._members.look_for_joiners()
@@ -128,11 +126,14 @@ class Sealing:
         return True
 
     def _is_my_turn(self, r: Round) -> bool:
-        """Tell whether this replica is the first of the expected ones, in the entry's hash order, that is not gone."""
+        """Tell whether this replica is the first of the expected ones, in the entry's hash order, that is not gone.
+
+        The first time it does not ask who is gone: usually nobody is.
+        """
         for rank in hash_order(self._members.expected, "seal", r.entry):
             if rank == self._me.rank:
                 return True
-            if not self._members.is_gone(rank):
+            if not r.turn_s or not self._members.is_gone(rank):
                 return False
         return True
 

@@ -32,7 +32,7 @@ def small_s3() -> Application:
         if path.startswith("/moto-api/"):
             objects.clear()
             return _reply(start, "200 OK")
-        _, bucket, key = (*path.split("/", 2), "")[:3]
+        key = (*path.split("/", 2), "")[2]
         if not key:
             return _list(start, objects, environ) if method == "GET" else _reply(start, "200 OK")
         if method == "PUT":
