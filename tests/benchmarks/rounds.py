@@ -1,4 +1,4 @@
-"""Rounds: averaging one flat tensor over a directory, beside gloo in the same processes (S1), and its bytes (S8)."""
+"""Rounds: averaging one flat tensor over a directory, beside gloo in the same processes (S1); its bytes (S5, S8)."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def _exchange(n_elements: int, n: int, groups: int, rounds_each: int) -> list[Co
         Comparison("S1", f"{size}: later rounds", "s", _times(steady), GLOO, goals, _shares(steady)),
         Comparison("S1", f"{size}: later rounds, processor time of all", "s", _processor(steady), GLOO),
         _bytes(size, n, 4 * n_elements, first + steady),
+        _wire(size, n, 4 * n_elements, first + steady),
     ]
 
 
@@ -81,6 +82,20 @@ _PARTS = ("move_s", "reduce_s", "wait_s")
 
 def _middle(rounds_: list[list[Costs]], value: Callable[[Costs], float]) -> float:
     return median(fmean(value(each) for each in costs) for costs in rounds_)
+
+
+def _wire(size: str, n: int, payload_bytes: int, rounds_: list[list[Costs]]) -> Comparison:
+    """Compare all that is written and read with what float32 in shards cannot do without."""
+    least = "the payload, sharded: (3 - 1/N) M"
+    sums = [
+        fmean(sum(each[way][what] for way in ("read", "written") for what in ("payload", "other")) for each in costs)
+        for costs in rounds_
+    ]
+    samples = {
+        least: [(3 - 1 / n) * payload_bytes / 1e6],
+        "fp32, heads and seals and all": [total / 1e6 for total in sums],
+    }
+    return Comparison("S5", f"{size}: bytes on the wire per replica and round", "MB", samples, least)
 
 
 def _bytes(size: str, n: int, payload_bytes: int, rounds_: list[list[Costs]]) -> Comparison:
