@@ -79,7 +79,7 @@ def running_bucket() -> Iterator[S3Server]:
     before = {name: os.environ.get(name) for name in CREDENTIALS}
     os.environ.update(CREDENTIALS)
     try:
-        with running_server("servers.small_s3") as server:
+        with running_server(module="servers.small_s3") as server:
             yield server
     finally:
         for name, value in before.items():
