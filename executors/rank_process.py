@@ -56,13 +56,13 @@ def assign_all(launch: LocalLaunch) -> list[Assignment]:
             world_size=spec.world_size,
             attempt=spec.attempt,
             task_digest=spec.task_digest,
-            task=task,
+            task=task if place < launch.places else None,  # who has to wait looks again what stands
             supervisor_pid=os.getpid(),
             log_file=launch.log_file(rank),
             term_grace_s=launch.term_grace_s,
             torch_threads=torch_threads,
         )
-        for rank in spec.ranks
+        for place, rank in enumerate(spec.ranks)
     ]
 
 
