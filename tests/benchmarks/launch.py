@@ -67,6 +67,7 @@ def launch_command(case: Case, method: str, preload: tuple[str, ...] = ()) -> La
         case.use_memory()
         mark = f"{MARK}={secrets.token_hex(8)}"
         environment = {**os.environ, **dict([mark.split("=")])}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed is compiled, the standard library always
         started_at = time.monotonic()
         process = subprocess.Popen(
             command(case, method, gate, preload), env=environment, stdout=said, stderr=said, start_new_session=True
