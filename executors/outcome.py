@@ -88,6 +88,14 @@ def newest_attempt(store: Store, run_id: str, rank: int, at_least: int = 0) -> i
     return attempt
 
 
+def count_joined(store: Store, run_id: str, world_size: int) -> int:
+    """Return how many ranks beyond those that were launched have joined the run since; their numbers are dense."""
+    joined = 0
+    while exists(store, replica_key(run_id, world_size + joined, 0, "started.json")):
+        joined += 1
+    return joined
+
+
 def find_outcome(store: Store, run_id: str, rank: int, attempt: int) -> Outcome | None:
     """Read the outcome of one attempt; None while it has none."""
     key = replica_key(run_id, rank, attempt, "outcome.json")

@@ -71,7 +71,7 @@ def test_random_replicas_are_killed_again_and_again_and_the_run_is_as_good(
 ) -> None:
     dice, gates = random.Random(7), [5, 10, 15]
     with closed_gates(tmp_path / "gates", gates) as closed:
-        run = start(tmp_path / "gates", 4, 30, gates, url=place(s3), args={"snapshot_every": 5})
+        run = start(tmp_path / "gates", 4, 20, gates, url=place(s3), args={"snapshot_every": 5})
         store, seals = run.store, f"{run.run_id}/diloco/main/seal"
         for gate in gates:
             seal = f"{seals}/{gate - dice.randrange(1, 5)}"
@@ -82,7 +82,7 @@ def test_random_replicas_are_killed_again_and_again_and_the_run_is_as_good(
             assert death_of(run, rank, attempt).signal == "SIGKILL"
             run = resume(run, ranks=[rank])
             closed.open(gate)
-    is_unharmed(run, 4, 30)
+    is_unharmed(run, 4, 20)
 
 
 AT_THE_END = ("bye", "outcome")  # of a training: no gate comes after these
