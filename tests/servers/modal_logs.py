@@ -11,6 +11,7 @@ from typing import Any
 from grpclib import GRPCError, Status
 from modal_proto import api_pb2, task_command_router_pb2
 
+from servers.modal_account import Account
 from servers.modal_control_plane import SandboxCalls
 from servers.modal_sandboxes import LogEntry, Sandbox
 
@@ -21,7 +22,8 @@ POLL_S = 0.02
 class LogCalls:
     """Answers the calls that read what sandboxes wrote."""
 
-    def __init__(self, calls: SandboxCalls) -> None:
+    def __init__(self, account: Account, calls: SandboxCalls) -> None:
+        self._account = account
         self._calls = calls
 
     async def AppFetchLogs(self, request: Any, metadata: Any) -> api_pb2.AppFetchLogsResponse:
@@ -121,7 +123,7 @@ class LogCalls:
         return sorted(found, key=lambda pair: pair[1].timestamp_ns)
 
     def _all(self, request: Any) -> list[tuple[Sandbox, LogEntry]]:
-        if request.app_id not in {sandbox.app_id for sandbox in self._calls.sandboxes.values()}:
+        if request.app_id not in self._account.apps:
             raise GRPCError(Status.NOT_FOUND, f"App {request.app_id!r} not found")
         return [
             (sandbox, entry)

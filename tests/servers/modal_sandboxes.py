@@ -79,12 +79,6 @@ class Sandbox:
         asked = self.definition.resources.gpu_config
         return asked.gpu_type.upper(), asked.count if asked.gpu_type else 0
 
-    @property
-    def pid(self) -> int:
-        """The process of its command, in the machine's numbering."""
-        assert self.process is not None, f"{self.sandbox_id} has not started"
-        return self.process.pid
-
     def start(self, bin_folder: Path) -> None:
         """Schedule it: from now on its command runs and its time does too."""
         self.is_scheduled = True
@@ -99,6 +93,12 @@ class Sandbox:
             self._finish(verdict)
         else:
             self._kill_everything()
+
+    async def running(self) -> asyncio.subprocess.Process:
+        """Wait until its command runs; return the process."""
+        await self.more_than(lambda: self.process is not None, until=time.monotonic() + 10)
+        assert self.process is not None, f"{self.sandbox_id} did not start: {self.result}"
+        return self.process
 
     async def gone(self) -> None:
         """Wait until nothing of it runs."""
@@ -144,6 +144,7 @@ class Sandbox:
             asyncio.create_task(self._read(1, self.process.stdout)),
             asyncio.create_task(self._read(2, self.process.stderr)),
         ]
+        self._tell()
         if self._verdict:  # ended before it had begun
             self._kill_everything()
         timer = asyncio.get_running_loop().call_later(self.definition.timeout_secs, self._time_out)

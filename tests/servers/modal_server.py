@@ -16,7 +16,7 @@ import dataclasses
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,7 +51,8 @@ class ModalServer:
         """The credentials that it takes; a test may change them, and every call fails from then on."""
         self._folder = folder
         self._faults = Faults()
-        self._dispatcher = Dispatcher([self.account, self.calls, LogCalls(self.calls)], self._check, self._faults)
+        answering = [self.account, self.calls, LogCalls(self.account, self.calls)]
+        self._dispatcher = Dispatcher(answering, self._check, self._faults)
         self._loop = asyncio.new_event_loop()
 
     @property
@@ -121,11 +122,17 @@ class ModalServer:
         """Send a signal to a sandbox's command."""
 
         async def send() -> None:
-            process = self.calls.find(sandbox_id).process
-            assert process is not None
-            process.send_signal(number)
+            (await self.calls.find(sandbox_id).running()).send_signal(number)
 
         self._do(send())
+
+    def pid_of(self, sandbox_id: str) -> int:
+        """Return the process of a sandbox's command, in the machine's numbering."""
+
+        async def running() -> int:
+            return (await self.calls.find(sandbox_id).running()).pid
+
+        return self._do(running())
 
     def vanish(self, sandbox_id: str) -> None:
         """End a sandbox and forget it: NOT_FOUND from now on."""
@@ -212,7 +219,7 @@ def without_secrets(call: Call) -> Call:
 
 
 @contextlib.contextmanager
-def modal_server(on_exit: Callable[[ModalServer], None] | None = None) -> Iterator[ModalServer]:
+def modal_server() -> Iterator[ModalServer]:
     """Serve in a thread until the block ends; then end every sandbox, and fail if a call could not be answered."""
     with tempfile.TemporaryDirectory(prefix="modal-") as folder:
         server = ModalServer(Path(folder))
