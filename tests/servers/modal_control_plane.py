@@ -170,7 +170,9 @@ class SandboxCalls:
         return held[kind] + count <= self.capacity.get(kind, 0)
 
     async def _wait(self, sandbox: Sandbox, timeout_s: float) -> api_pb2.SandboxWaitResponse:
-        await sandbox.more_than(lambda: False, until=time.monotonic() + timeout_s)
+        until = time.monotonic() + timeout_s
+        while sandbox.result is None and await sandbox.news(until):
+            pass
         return api_pb2.SandboxWaitResponse(result=sandbox.result, metadata=described(sandbox))
 
     async def _terminate(self, sandbox: Sandbox) -> api_pb2.SandboxTerminateResponse:

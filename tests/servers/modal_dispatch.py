@@ -57,6 +57,13 @@ class Dispatcher:
         self._check = check
         self._faults = faults
         self._replies: dict[tuple[str, str], Message] = {}
+        self._transports: set[Any] = set()
+
+    def disconnect(self) -> None:
+        """Cut every connection, with all that is under way on it."""
+        for transport in self._transports:
+            transport.abort()
+        self._transports.clear()
 
     def __mapping__(self) -> dict[str, Handler]:
         handlers = {}
@@ -71,6 +78,7 @@ class Dispatcher:
         method = next((getattr(owner, rpc) for owner in self._objects if hasattr(owner, rpc)), None)
 
         async def handle(stream: Any) -> None:
+            self._transports.add(stream._stream._transport)
             request = await stream.recv_message()
             metadata = {name: value for name, value in stream.metadata.items() if isinstance(value, str)}
             self.calls.append(Call(rpc, request, metadata))

@@ -85,8 +85,7 @@ class LogCalls:
             if ended:
                 yield api_pb2.TaskLogsBatch(task_id=sandbox.task_id, entry_id=str(seen), eof=True)
                 return
-            so_far = len(sandbox.logs)
-            if so_far == seen and not await sandbox.more_than(lambda: len(sandbox.logs) > so_far, until=deadline):
+            if len(sandbox.logs) == seen and not await sandbox.news(deadline):
                 return
 
     async def SandboxStdioReadV2(
@@ -107,7 +106,7 @@ class LogCalls:
             elif ended:
                 return
             else:
-                await sandbox.more_than(lambda: len(output) > offset, until=time.monotonic() + 60)
+                await sandbox.news(until=time.monotonic() + 60)
 
     def _entries(self, request: Any) -> list[tuple[Sandbox, LogEntry]]:
         since, until = request.since.ToNanoseconds(), request.until.ToNanoseconds()

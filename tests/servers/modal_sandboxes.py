@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from modal_proto import api_pb2
@@ -96,7 +96,9 @@ class Sandbox:
 
     async def running(self) -> asyncio.subprocess.Process:
         """Wait until its command runs; return the process."""
-        await self.more_than(lambda: self.process is not None, until=time.monotonic() + 10)
+        until = time.monotonic() + 10
+        while self.process is None and self.result is None and await self.news(until):
+            pass
         assert self.process is not None, f"{self.sandbox_id} did not start: {self.result}"
         return self.process
 
@@ -105,15 +107,13 @@ class Sandbox:
         if self._life:
             await self._life
 
-    async def more_than(self, seen: Callable[[], bool], until: float) -> bool:
-        """Wait until `seen` holds or the sandbox has ended; return whether that was before a time of the clock."""
-        while not (seen() or self.result):
-            left = until - time.monotonic()
-            if left <= 0:
-                return False
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), left)
-        return True
+    async def news(self, until: float) -> bool:
+        """Wait for more output, its start or its end; return False if a time of the clock comes first."""
+        left_s = until - time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), max(left_s, 0))
+            return True
+        return False
 
     async def _live(self, bin_folder: Path) -> None:
         surroundings = {"PATH": f"{bin_folder}:/usr/local/bin:/usr/bin:/bin", "HOME": str(self.folder)}

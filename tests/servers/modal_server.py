@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
@@ -177,9 +178,9 @@ class ModalServer:
             return
         if (metadata.get("x-modal-token-id"), metadata.get("x-modal-token-secret")) != self.token:
             raise GRPCError(Status.UNAUTHENTICATED, "Token ID or token secret is invalid.")
-        if rpc.startswith("Sandbox") and rpc.endswith("V2"):
-            if metadata.get("x-modal-auth-token") not in self.account.auth_tokens:
-                raise GRPCError(Status.UNAUTHENTICATED, "Auth token is missing or invalid.")
+        needs_more = rpc.startswith("Sandbox") and rpc.endswith("V2")
+        if needs_more and metadata.get("x-modal-auth-token") not in self.account.auth_tokens:
+            raise GRPCError(Status.UNAUTHENTICATED, "Auth token is missing or invalid.")
 
     def _end(self, sandbox_id: str, verdict: api_pb2.GenericResult) -> None:
         async def end() -> None:
@@ -195,13 +196,14 @@ class ModalServer:
     def _serve(self, ready: Future[None]) -> None:
         asyncio.set_event_loop(self._loop)
         server = Server([self._dispatcher], status_details_codec=custom_detail_codec)
+        listener = socket.create_server(("127.0.0.1", 0))
         try:
-            self._loop.run_until_complete(server.start("127.0.0.1", 0))
-            port = server._server.sockets[0].getsockname()[1]
-            self.calls.url = f"http://127.0.0.1:{port}"
+            self._loop.run_until_complete(server.start(sock=listener))
+            self.calls.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             ready.set_result(None)
             self._loop.run_forever()
             server.close()
+            self._dispatcher.disconnect()
             self._loop.run_until_complete(server.wait_closed())
             self._loop.run_until_complete(self.calls.close())
         finally:
