@@ -130,7 +130,7 @@ class CloudLaunch:
     def _patiently(self) -> tenacity.Retrying:
         return tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda error: isinstance(error, VendorError) and error.kind != "refused"),
-            wait=tenacity.wait_exponential_jitter(0.5, LONGEST_PAUSE_S, jitter=0.5),
+            wait=tenacity.wait_exponential(0.5, LONGEST_PAUSE_S) + tenacity.wait_random(0, 0.5),
             stop=tenacity.stop_after_attempt(TRIES),
             before_sleep=tenacity.before_sleep_log(log, logging.INFO),
             sleep=self._sleep,
