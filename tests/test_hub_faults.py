@@ -215,6 +215,19 @@ def test_a_followed_log_of_a_running_job_goes_on_where_it_broke_off(
     assert hub.count("logs") == 2
 
 
+def test_following_gives_up_when_a_log_breaks_off_and_the_stage_cannot_be_asked_for(
+    hub: HubServer, client: Client
+) -> None:
+    job = client.run("print(1); import signal; signal.pause()")
+    hub.fail("logs", "cut", after_lines=1)
+    hub.fail("inspect", 503)
+    lines = iter(client.api.fetch_job_logs(job_id=job.id, namespace=hub.namespace, follow=True))
+    assert next(lines) == "1"
+    with pytest.raises(HfHubHTTPError) as error:
+        next(lines)
+    assert status_of(error) == 503
+
+
 def test_every_route_can_fail(hub: HubServer, client: Client) -> None:
     job = client.run()
     one: dict[str, str] = {"job_id": job.id, "namespace": hub.namespace}

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 from processes_of_tests import is_alive
 from servers.isolated_process import IsolatedProcess, container_environment, shared_python
+
+from executors.testing.processes import heard, python_process
 
 ESCAPE = """
 import os, subprocess, sys
@@ -104,3 +108,20 @@ def test_a_command_that_heeds_the_request_to_stop_ends_by_itself(tmp_path: Path)
 def test_a_command_that_does_not_exist_cannot_be_started(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no-such-command"):
         IsolatedProcess(["no-such-command"], container_environment(shared_python(), tmp_path), tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says which processes live in a directory")
+def test_a_command_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "launcher.py"
+    script.write_text(f"""
+import signal
+from pathlib import Path
+from servers.isolated_process import IsolatedProcess
+process = IsolatedProcess(["/bin/sleep", "600"], {{}}, Path({str(tmp_path / "home")!r}))
+print(process.pid, flush=True)
+signal.pause()
+""")
+    with python_process(script) as launcher:
+        command = os.pidfd_open(heard(launcher))
+    assert select.select([command], [], [], 60)[0]
+    os.close(command)

@@ -1,7 +1,8 @@
 """A command that runs as in a container of a vendor's, but as a local process.
 
 It has its own session, nothing of the launcher's environment, and a `python` on its PATH that has every package of this
-environment but the project's own. When its first process ends, all that it started ends too, also what left its group.
+environment but the project's own. When its first process ends, all that it started ends too, also what left its group;
+and so it does when the launcher is killed.
 What a container also hides, this does not: the file system, the network and the other processes. And who leaves the
 group, the directory and HOME together, escapes.
 """
@@ -16,15 +17,15 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import threading
-import time
 import venv
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Literal
+
+from servers.orphans import end_all_after_us, end_all_in, forget
 
 PROJECT = "serverless-replicas"
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -90,6 +91,7 @@ class IsolatedProcess:
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
+        end_all_after_us(directory)
         self._on_line = on_line or (lambda stream, line: None)
         self._popen = subprocess.Popen(
             list(argv),
@@ -148,23 +150,5 @@ class IsolatedProcess:
         """Kill the command's group, and every process that left it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        while strays := self._strays():
-            for pid in strays:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.005)
-
-    def _strays(self) -> list[int]:
-        """Return the live processes that have this command's directory as their HOME, or run in it."""
-        if sys.platform != "linux":
-            return []
-        home = f"HOME={self._directory}".encode()
-        directory = self._directory.resolve()
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                environ = (folder / "environ").read_bytes()  # a zombie's is empty
-                inside = Path(os.readlink(folder / "cwd")).is_relative_to(directory)
-                if environ and (inside or home in environ.split(b"\0")):
-                    found.append(int(folder.name))
-        return found
+        end_all_in(self._directory)
+        forget(self._directory)
