@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from processes_of_tests import MARK, end, left_over, marked_pids
@@ -14,6 +15,10 @@ from servers.s3_server import CREDENTIALS, S3Server, running_server
 
 from executors import LocalProcessExecutor
 
+if TYPE_CHECKING:
+    from servers.modal_server import ModalServer
+
+os.environ["MODAL_CONFIG_PATH"] = os.devnull  # the SDK reads the user's settings when it is imported
 os.environ[MARK] = str(os.getpid())  # every process that a test starts inherits it
 for name in ("REPLICAS_RENDEZVOUS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
@@ -71,6 +76,15 @@ def s3(_s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def hub() -> Iterator[HubServer]:
     """A Hugging Face Hub with no jobs yet. It ends all of them with the test."""
     with hub_server() as server:
+        yield server
+
+
+@pytest.fixture
+def modal_cloud() -> Iterator[ModalServer]:
+    """A Modal control plane of the test's own, at which the SDK of this process and its children is pointed."""
+    from servers.modal_server import modal_server  # the SDK takes a third of a second to import
+
+    with modal_server() as server, server.used_by_the_sdk():
         yield server
 
 

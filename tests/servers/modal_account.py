@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -129,6 +130,8 @@ class Account:
         if name and name not in self.secrets:
             raise GRPCError(Status.NOT_FOUND, f"Secret {name!r} not found in environment {environment!r}")
         variables = self.secrets[name] if name else dict(request.env_dict)
+        if refused := [key for key in variables if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", key)]:
+            raise GRPCError(Status.INVALID_ARGUMENT, f"Secret key name {refused[0]!r} is invalid")
         if missing := [key for key in request.required_keys if key not in variables]:
             raise GRPCError(Status.NOT_FOUND, f"Secret {name!r} is missing key(s): {', '.join(missing)}")
         secret_id = new_id("st")

@@ -173,6 +173,7 @@ class SandboxCalls:
         until = time.monotonic() + timeout_s
         while sandbox.result is None and await sandbox.news(until):
             pass
+        self.find(sandbox.sandbox_id)  # it may have vanished meanwhile
         return api_pb2.SandboxWaitResponse(result=sandbox.result, metadata=described(sandbox))
 
     async def _terminate(self, sandbox: Sandbox) -> api_pb2.SandboxTerminateResponse:

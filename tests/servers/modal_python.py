@@ -8,19 +8,30 @@ when it is editable, its metadata with the entry points).
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import sys
 import sysconfig
+import tempfile
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 DISTRIBUTION = "serverless-replicas"
 
 
+@functools.cache
+def bin_folder_of_sandboxes() -> Path:
+    """Return the directory that holds `python`; made once, and removed when this process ends."""
+    folder = tempfile.TemporaryDirectory(prefix="python-of-sandboxes-")
+    atexit.register(folder.cleanup)
+    return make_environment(Path(folder.name))
+
+
 def make_environment(folder: Path) -> Path:
     """Make the environment in a folder; return the directory that holds `python`."""
     bin_folder = folder / "bin"
-    bin_folder.mkdir(parents=True)
+    bin_folder.mkdir()
     interpreter = Path(os.path.realpath(sys.executable))
     (folder / "pyvenv.cfg").write_text(f"home = {interpreter.parent}\ninclude-system-site-packages = false\n")
     for name in ("python", "python3", f"python3.{sys.version_info.minor}"):

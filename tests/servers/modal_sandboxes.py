@@ -26,6 +26,9 @@ TERMINATED = api_pb2.GenericResult.GENERIC_STATUS_TERMINATED
 INIT_FAILURE = api_pb2.GenericResult.GENERIC_STATUS_INIT_FAILURE
 KERNEL_OOM_KILL = api_pb2.GenericResult.GENERIC_STATUS_KERNEL_OOM_KILL
 
+# Not even a test process that is killed leaves sandboxes behind; util-linux has it, macOS has not.
+ENDS_WITH_THE_SERVER = [setpriv, "--pdeathsig", "KILL"] if (setpriv := shutil.which("setpriv")) else []
+
 
 @dataclasses.dataclass(frozen=True)
 class LogEntry:
@@ -126,6 +129,7 @@ class Sandbox:
             if program is None:
                 raise FileNotFoundError(f"no such command: {arguments[0]}")
             self.process = await asyncio.create_subprocess_exec(
+                *ENDS_WITH_THE_SERVER,
                 program,
                 *arguments[1:],
                 cwd=workdir,

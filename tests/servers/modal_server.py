@@ -1,7 +1,7 @@
 """A Modal control plane on loopback, for the real SDK: started, told how to misbehave, and stopped.
 
-    with modal_server() as server:
-        os.environ |= server.environment     # then use `modal` as ever
+    with modal_server() as server, server.used_by_the_sdk():
+        modal.App.lookup("app", create_if_missing=True)     # `modal` as ever, here and in child processes
 
 Sandboxes are processes of this machine (`modal_sandboxes`), each with an empty directory, nothing of this process's
 environment, and a `python` that has every installed package except this project. What it knows of the vendor comes
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import signal
 import socket
 import tempfile
@@ -22,17 +23,19 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+import modal
 from grpclib import GRPCError, Status
 from grpclib.server import Server
 from modal._utils.grpc_utils import custom_detail_codec
 from modal_proto import api_pb2
 
+from executors.testing.waiting import eventually
 from servers.modal_account import ENVIRONMENT, Account
 from servers.modal_control_plane import SandboxCalls
 from servers.modal_dispatch import Call, Dispatcher
 from servers.modal_faults import Fault, Faults
 from servers.modal_logs import LogCalls
-from servers.modal_python import make_environment
+from servers.modal_python import bin_folder_of_sandboxes
 from servers.modal_sandboxes import KERNEL_OOM_KILL, TERMINATED, Sandbox
 
 TOKEN_ID = "ak-oftheteststestst"
@@ -47,7 +50,7 @@ class ModalServer:
         self.account = Account()
         self.secrets = self.account.secrets
         """Named secrets: `server.secrets["my-secret"] = {"KEY": "value"}`."""
-        self.calls = SandboxCalls(self.account, folder, make_environment(folder / "python"))
+        self.calls = SandboxCalls(self.account, folder, bin_folder_of_sandboxes())
         self.token = (TOKEN_ID, TOKEN_SECRET)
         """The credentials that it takes; a test may change them, and every call fails from then on."""
         self._folder = folder
@@ -70,6 +73,27 @@ class ModalServer:
             "MODAL_CONFIG_PATH": str(self._folder / "no-such-file.toml"),
             "MODAL_ENVIRONMENT": ENVIRONMENT,
         }
+
+    @contextlib.contextmanager
+    def used_by_the_sdk(self) -> Iterator[None]:
+        """Point the SDK of this process at this server, and what it starts too.
+
+        The SDK reads its settings from `os.environ` when it needs them, except the path of the file and the name of
+        the profile, read when it is imported. It keeps one client for all calls that name none, with the address it
+        has met; closing that client makes it forget it. Handles of the closed client are of no more use.
+        """
+        others = {name: value for name, value in os.environ.items() if name.startswith("MODAL_")}
+        for name in others:
+            del os.environ[name]
+        os.environ.update(self.environment)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(modal.exception.AuthError):  # there was no client, and nothing to make one with
+                modal.Client.from_env().close()
+            for name in [name for name in os.environ if name.startswith("MODAL_")]:
+                del os.environ[name]
+            os.environ.update(others)
 
     # How it is to behave
 
@@ -161,6 +185,10 @@ class ModalServer:
         """The calls so far of these names."""
         return [call for call in list(self._dispatcher.calls) if call.rpc in rpcs]
 
+    def wait_for(self, rpc: str, n_calls: int = 1, within_s: float = 30.0) -> None:
+        """Wait until there have been so many calls of a name."""
+        eventually(lambda: len(self.calls_of(rpc)) >= n_calls, f"{n_calls} calls of {rpc}", within_s=within_s)
+
     def requests_carrying(self, value: str) -> list[str]:
         """The names of the calls whose request holds a text, wherever; what makes secrets does not count.
 
@@ -196,7 +224,9 @@ class ModalServer:
     def _serve(self, ready: Future[None]) -> None:
         asyncio.set_event_loop(self._loop)
         server = Server([self._dispatcher], status_details_codec=custom_detail_codec)
-        listener = socket.create_server(("127.0.0.1", 0))
+        # asyncio turns Nagle's algorithm off only where the protocol is named; every call would take 40 ms.
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.bind(("127.0.0.1", 0))
         try:
             self._loop.run_until_complete(server.start(sock=listener))
             self.calls.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
