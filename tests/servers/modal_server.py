@@ -29,7 +29,7 @@ from grpclib.server import Server
 from modal._utils.grpc_utils import custom_detail_codec
 from modal_proto import api_pb2
 
-from executors.testing.waiting import eventually
+from executors.testing import eventually
 from servers.modal_account import ENVIRONMENT, Account
 from servers.modal_control_plane import SandboxCalls
 from servers.modal_dispatch import Call, Dispatcher
