@@ -26,8 +26,8 @@ from typing import Any, Callable, NoReturn  # noqa: UP035 - Python 3.8 gets as f
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 CANNOT_START = 78
-N_TRIES = 6  # 8 s at most, besides what the requests take
-N_TRIES_OF_A_WRONG_OBJECT = 3  # a torn reply passes, a replaced object stays
+N_TRIES = 6  # 8 s, besides what the requests take
+COST_OF_A_WRONG_OBJECT = 2  # of the tries: a torn reply passes, a replaced object stays
 FIRST_WAIT_S = 0.25
 PASSING_STATUSES = (408, 409, 429)  # and all from 500 on
 AWS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
@@ -114,26 +114,25 @@ def open_task(url: str, run_id: str) -> Callable[[str], bytes]:
 
 def fetched(fetch: Callable[[str], bytes], name: str, sha256: str) -> bytes:
     """Return an object, having tried again while that may help."""
-    for n in range(1, N_TRIES + 1):
+    tries_left, wait_s = N_TRIES, FIRST_WAIT_S
+    while True:
         try:
             data = fetch(name)
-            if hashlib.sha256(data).hexdigest() != sha256:
-                raise WrongObject(f"it is not what was launched: its sha256 is not {sha256}")
-            return data
+            if hashlib.sha256(data).hexdigest() == sha256:
+                return data
+            raise WrongObject(f"it is not what was launched: its sha256 is not {sha256}")
         except Exception as error:  # noqa: BLE001 - boto3's, which may not be there to be named
-            if not may_pass(error, n):
+            tries_left -= COST_OF_A_WRONG_OBJECT if isinstance(error, WrongObject) else 1
+            if tries_left <= 0 or not may_pass(error):
                 refuse(f"cannot read task/{name} from {os.environ['REPLICA_RENDEZVOUS']}: {error}")
-        time.sleep(FIRST_WAIT_S * 2 ** (n - 1) * random.uniform(0.5, 1.5))
-    raise AssertionError("the last try returns or refuses")
+        time.sleep(wait_s * random.uniform(0.5, 1.5))
+        wait_s *= 2
 
 
-def may_pass(error: Exception, n_tries: int) -> bool:
-    if isinstance(error, WrongObject):
-        return n_tries < N_TRIES_OF_A_WRONG_OBJECT
+def may_pass(error: Exception) -> bool:
     reply = getattr(error, "response", None)  # of an error that the server sent
     status = reply["ResponseMetadata"]["HTTPStatusCode"] if reply else 500
-    is_passing = status >= 500 or status in PASSING_STATUSES
-    return is_passing and not isinstance(error, FileNotFoundError) and n_tries < N_TRIES
+    return (status >= 500 or status in PASSING_STATUSES) and not isinstance(error, FileNotFoundError)
 
 
 def unpack(code: bytes, folder: pathlib.Path) -> None:
@@ -159,8 +158,9 @@ def is_satisfied(requirement: str) -> bool:
 def install(requirements: list[str]) -> None:
     missing = [requirement for requirement in requirements if not is_satisfied(requirement)]
     print(f"replicas: installing {', '.join(missing)}", file=sys.stderr, flush=True)
-    pip = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-    code = subprocess.run([*pip, *requirements], check=False).returncode
+    options = ("--quiet", "--disable-pip-version-check", "--no-input", "--root-user-action=ignore")
+    command = [sys.executable, "-P", "-m", "pip", "install", *options, *requirements]
+    code = subprocess.run(command, check=False).returncode
     if code != 0:
         refuse(f"pip could not install what it needs (exit code {code}); what pip says stands above.")
 

@@ -212,7 +212,8 @@ def _check_definition(tree: ast.Module, function: str, args: Mapping[str, Any], 
 
 def _check_arguments(taken: ast.arguments, given: Mapping[str, Any], function: str, text: str) -> None:
     named = [arg.arg for arg in [*taken.args, *taken.kwonlyargs]]
-    with_default = {arg.arg for arg in taken.args[len(taken.args) - len(taken.defaults) :]} if taken.defaults else set()
+    n_required = max(0, len(taken.args) - len(taken.defaults))  # defaults are of positional-only ones, too
+    with_default = {arg.arg for arg in taken.args[n_required:]}
     with_default |= {
         arg.arg for arg, value in zip(taken.kwonlyargs, taken.kw_defaults, strict=True) if value is not None
     }

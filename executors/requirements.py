@@ -14,10 +14,8 @@ from typing import Any
 from executors.errors import EntrypointError
 from executors.versions import installed_version
 
-# What `executors.worker` and `diloco` import inside a replica. Not what only a launcher needs.
-OURS = (
-    "torch", "numpy", "safetensors", "xxhash", "tenacity", "cloudpickle", "platformdirs", "inotify_simple", "boto3",
-)  # fmt: skip
+# What `executors.worker` and `diloco` import inside a replica; a launcher needs more.
+OURS = ("torch", "numpy", "xxhash", "tenacity", "cloudpickle", "inotify_simple", "boto3")
 DISTRIBUTION = "serverless-replicas"  # travels with the code, as it is here
 NAME = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(?:[\[(<>=!~@;].*)?", re.DOTALL)
 INCLUDE = re.compile(r"(?:-r|--requirement)(?:\s*=\s*|\s+|(?<=-r))(?P<file>\S+)")
@@ -38,12 +36,12 @@ def requirements_of(pip: Sequence[str], root: Path) -> tuple[str, ...]:
         users = [_check(line, "pip=") for line in pip]
     elif (root / "requirements.txt").is_file():
         users = _read(root / "requirements.txt", root, ())
-    else:
+    elif _normalised(str(project.get("name", ""))) != DISTRIBUTION:  # else they are ours, and a launcher's
         users = [_check(line, "pyproject.toml") for line in project.get("dependencies", [])]
+    else:
+        users = []
     pins = {_normalised(name): f"{name}=={version}" for name in OURS if (version := installed_version(name))}
     users = [line for line in dict.fromkeys(users) if name_of(line) != DISTRIBUTION]
-    if _normalised(str(project.get("name", ""))) == DISTRIBUTION:
-        users = [line for line in users if name_of(line) not in pins]
     named = {name_of(line) for line in users}
     return (*(pin for name, pin in pins.items() if name not in named), *users)
 
@@ -96,7 +94,7 @@ def _check(line: str, place: str) -> str:
     """Return a requirement.
 
     Raises:
-        EntrypointError: it is an option of pip's.
+        EntrypointError: it is an option of pip's, or would show credentials.
     """
     line = line.strip()
     option = line if line.startswith("-") else next(iter(re.findall(r"\s(--?[A-Za-z].*)", line)), "")
@@ -104,5 +102,10 @@ def _check(line: str, place: str) -> str:
         raise EntrypointError(
             f"{place}: the option {option!r} is not taken to replicas, only requirements and '-r FILE' are. Install "
             "such packages in the image that the replicas start from, or give pip= without them."
+        )
+    if re.search(r"https?://[^/\s]*@", line):
+        raise EntrypointError(
+            f"{place}: the requirement {name_of(line) or 'of a url'!r} holds credentials. Requirements are stored with "
+            "the run: install such a package in the image that the replicas start from."
         )
     return line

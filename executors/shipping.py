@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from executors import replica as environment
 from executors.entrypoint import parse_entrypoint
 from executors.errors import EntrypointError
 from executors.requirements import requirements_of
-from executors.workspace import LIMIT_BYTES, Workspace, snapshot_workspace
-
-if TYPE_CHECKING:
-    from executors.task import RunSpec
+from executors.task import RunSpec, describe
+from executors.workspace import LIMIT_BYTES, OURS, Workspace, snapshot_workspace
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,9 @@ def make_package(
         pip: requirements; when empty, those that the workspace's files name.
 
     Raises:
-        EntrypointError: the workspace is too large or cannot be read, or the entrypoint is a file that does not travel.
+        EntrypointError: the workspace is too large or cannot be read, or the entrypoint's file does not travel.
     """
-    root = Path.cwd() if root is None else root.resolve()
+    root = (root or Path.cwd()).resolve()
     workspace = snapshot_workspace(root, limit_bytes=limit_bytes)
     check_shipped(entrypoint, root, workspace)
     package = Package(workspace, requirements_of(pip, root), _paths(root, workspace))
@@ -59,33 +58,48 @@ def make_package(
 
 
 def check_shipped(entrypoint: str | Callable[..., Any], root: Path, workspace: Workspace) -> None:
-    """Check that an entrypoint given as a file is one of the files that travel.
+    """Check that the file of an entrypoint is one of those that travel, where there is one.
+
+    A callable is looked for where its module lies, unless it is pickled by value: one of `__main__`, a local function.
 
     Raises:
-        EntrypointError: it is not; the message says how to name it, or why it stays behind.
+        EntrypointError: it does not travel; the message says why, and what to do.
     """
-    if not isinstance(entrypoint, str):
+    what = describe(entrypoint)
+    named = None if callable(entrypoint) else parse_entrypoint(entrypoint)
+    file = named.file if named else _file_of(entrypoint)
+    if file is None:
         return
-    name = parse_entrypoint(entrypoint)
-    if name.file is None:
-        return
-    inside = Path(os.path.normpath(root / name.file))
+    inside = Path(os.path.normpath(root / file))
     if not inside.is_relative_to(root):
         raise EntrypointError(
-            f"Entrypoint {entrypoint!r} lies outside the workspace {str(root)!r}, which is what replicas get. "
-            "Launch from a folder that holds it."
+            f"Entrypoint {what!r} lies outside the workspace {str(root)!r}, which is what replicas get: in "
+            f"{str(inside)!r}. Launch from a folder that holds it."
         )
     relative = inside.relative_to(root).as_posix()
-    if name.file.is_absolute():
+    if named is not None and file.is_absolute():
         raise EntrypointError(
-            f"Entrypoint {entrypoint!r}: replicas find files by their path in the workspace. "
-            f"Use {relative}:{name.function}"
+            f"Entrypoint {what!r}: replicas find files by their path in the workspace. Use {relative}:{named.function}"
         )
     if relative not in workspace.files:
         raise EntrypointError(
-            f"Entrypoint {entrypoint!r} is not shipped to replicas: git ignores {relative!r}. Take it out of "
-            ".gitignore, or move it."
+            f"Entrypoint {what!r} is not shipped to replicas: git ignores {relative!r}. Take it out of .gitignore, or "
+            "move it."
         )
+
+
+def _file_of(function: object) -> Path | None:
+    """Return the file from which a replica would have to import a callable; None when it needs none of the user's."""
+    module = sys.modules.get(str(getattr(function, "__module__", None)))
+    file = getattr(module, "__file__", None)
+    by_value = "<" in getattr(function, "__qualname__", "<")  # cloudpickle, for <locals> and <lambda>
+    if module is None or file is None or module.__name__ == "__main__" or by_value:
+        return None
+    path = Path(file).resolve()
+    ours = Path(__file__).resolve().parent.parent
+    installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed += [ours / package for package in OURS]
+    return None if any(path.is_relative_to(folder) for folder in installed) else path
 
 
 def replica_environment(run: RunSpec, rank: int, timeout_s: float | None = None) -> dict[str, str]:
@@ -106,7 +120,7 @@ def replica_environment(run: RunSpec, rank: int, timeout_s: float | None = None)
         environment.RENDEZVOUS: url,
         environment.TASK_DIGEST: run.task_digest,
     }
-    return found if timeout_s is None else {**found, environment.TIMEOUT_S: f"{timeout_s:g}"}
+    return found if timeout_s is None else {**found, environment.TIMEOUT_S: str(timeout_s)}
 
 
 def bootstrap_command() -> tuple[str, ...]:

@@ -72,7 +72,7 @@ class Tail:
         self._kept = bytearray()  # changed by single calls, so threads need no lock
 
     def add(self, data: Any) -> None:
-        self._kept += memoryview(data)[-self._n_bytes :]
+        self._kept += memoryview(data).cast("B")[-self._n_bytes :]
         if len(self._kept) > 2 * self._n_bytes:
             del self._kept[: -self._n_bytes]
 
@@ -80,17 +80,18 @@ class Tail:
         return self._kept[-self._n_bytes :].decode(errors="replace")
 
 
-class _KeptFile(io.FileIO):
+class _KeptWriter(io.BufferedWriter):
     """A descriptor, the end of whose output is kept."""
 
     def __init__(self, descriptor: int, tail: Tail) -> None:
-        super().__init__(descriptor, "w", closefd=False)
+        super().__init__(io.FileIO(descriptor, "w", closefd=False))
         self._tail = tail
 
     def write(self, data: Any) -> int:
-        written = super().write(data)
-        self._tail.add(memoryview(data).cast("B")[:written])
-        return written
+        try:
+            return super().write(data)
+        finally:
+            self._tail.add(data)
 
 
 def keep_tail_of_output() -> Tail:
@@ -101,7 +102,7 @@ def keep_tail_of_output() -> Tail:
     tail = Tail(OUTPUT_TAIL_BYTES)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         getattr(sys, name).flush()
-        buffer = io.BufferedWriter(_KeptFile(descriptor, tail))
+        buffer = _KeptWriter(descriptor, tail)
         stream = io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)

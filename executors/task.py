@@ -29,7 +29,6 @@ from executors.entrypoint import check_call, load_entrypoint
 from executors.errors import EntrypointArgumentsError, EntrypointError, RunExistsError, StoreError
 from executors.records import to_bytes
 from executors.store import Store
-from executors.versions import versions_here
 from executors.words import random_words
 
 if TYPE_CHECKING:
@@ -157,6 +156,8 @@ def pack_task(
     kwargs, rank_env = split_rank_env(args)
     record: dict[str, Any] = {"python": PYTHON, "rank_env": rank_env, "seed": seed}
     if package is not None:
+        from executors.versions import versions_here
+
         record |= {
             **versions_here(),
             "code_sha256": package.workspace.sha256,

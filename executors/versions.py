@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import platform
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +19,7 @@ def installed_version(distribution: str) -> str | None:
 
 def versions_here() -> dict[str, str | None]:
     """Return what a task tells of its launcher."""
-    return {"python_version": platform.python_version(), "torch": installed_version("torch")}
+    return {"python_version": sys.version.split()[0], "torch": installed_version("torch")}
 
 
 def difference(task: Mapping[str, Any]) -> str | None:

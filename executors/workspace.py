@@ -38,6 +38,7 @@ SECRET_NAMES = (
 )  # fmt: skip
 EXAMPLES_OF_SECRETS = (".env.example", ".env.sample", ".env.template", ".env.dist")
 KEY_FILES = ("*.pem", "*.key")  # certificates are called so, too, and may be needed
+LARGEST_KEY_BYTES = 1 << 20
 KEY_MARK = b"PRIVATE KEY-----"
 GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
 
@@ -125,7 +126,7 @@ def _choose(root: Path, left_out: list[str]) -> Iterator[tuple[str, Path]]:
             for other in [other for other in plain if other.startswith(below) and not other.startswith(f"{name}/")]:
                 plain.setdefault(f"{name}/{other.removeprefix(below)}", plain[other])
     for name, path in plain.items():
-        if _is_secret(path):
+        if _is_secret(name, path):
             left_out.append(f"{name} (it may hold a secret)")
         else:
             yield name, path
@@ -172,7 +173,7 @@ def _git(root: Path, *command: str) -> bytes | None:
     environment.update(LC_ALL="C", GIT_OPTIONAL_LOCKS="0")
     try:
         done = subprocess.run(["git", *command], cwd=root, env=environment, capture_output=True, check=False)
-    except FileNotFoundError:
+    except OSError:  # there is no git
         return None
     said = done.stderr.decode(errors="replace").strip()
     if done.returncode == 0:
@@ -182,12 +183,13 @@ def _git(root: Path, *command: str) -> bytes | None:
     raise EntrypointError(f"The workspace {str(root)!r} cannot be listed: git says: {said}")
 
 
-def _is_secret(path: Path) -> bool:
-    name = path.name.lower()
-    if any(fnmatch.fnmatchcase(name, pattern) for pattern in SECRET_NAMES):
-        return name not in EXAMPLES_OF_SECRETS
-    if any(fnmatch.fnmatchcase(name, pattern) for pattern in KEY_FILES):
-        return KEY_MARK in path.read_bytes()
+def _is_secret(name: str, path: Path) -> bool:
+    for called in (Path(name).name.lower(), path.name.lower()):  # a link may be called otherwise than its file
+        if any(fnmatch.fnmatchcase(called, pattern) for pattern in SECRET_NAMES) and called not in EXAMPLES_OF_SECRETS:
+            return True
+        if any(fnmatch.fnmatchcase(called, pattern) for pattern in KEY_FILES):
+            with open(path, "rb") as file:
+                return KEY_MARK in file.read(LARGEST_KEY_BYTES)
     return False
 
 

@@ -16,6 +16,7 @@ print("imported")
 def main(steps=1): return ("main", steps)
 def train(lr, *, epochs=2): return ("train", lr, epochs)
 def anything(**kwargs): return kwargs
+def positional(a=1, b=2, /, c=3, d=4): return c
 not_a_function = 3
 class Trainer:
     def __init__(self, lr): ...
@@ -123,6 +124,7 @@ def test_a_mistake_is_named_with_what_to_do(
 def test_arguments_that_a_function_takes_in_any_form_pass() -> None:
     check_entrypoint("plain_of_user:anything", {"whatever": 1})
     check_entrypoint("plain_of_user:Trainer", {"lr": 1})
+    check_entrypoint("plain_of_user:positional", {"d": 1})
 
 
 def test_a_syntax_error_is_named_with_its_line(workspace: Path) -> None:
