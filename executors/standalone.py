@@ -25,13 +25,13 @@ CANNOT_START = 78  # EX_CONFIG of sysexits.h, as the bootstrap leaves
 
 def main() -> NoReturn:
     """Run the replica that the environment describes, and leave its process."""
-    os.dup2(1, 2)  # a vendor that reads two pipes does not know which line came first
     tail = keep_tail_of_output()
     try:
         assignment = read_assignment(os.environ, tail)
     except (ReplicasError, ValueError) as error:
         print(f"replicas: {error}", file=sys.stderr)
         sys.exit(CANNOT_START)
+    os.dup2(1, 2)  # a vendor that reads two pipes does not know which line came first
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # a question would wait for ever
     os.close(nothing)
