@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from servers.modal_server import ModalServer
-from servers.s3_server import S3Server
 
 from executors import ModalExecutor, ReplicaHandle, ServerlessExecutor
 from executors.task import RunSpec
@@ -45,13 +44,8 @@ class TestModalExecutor(ExecutorContract):
     make: type[ModalExecutor] = ModalExecutor
 
     @pytest.fixture
-    def executor(
-        self, modal_cloud: ModalServer, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> ServerlessExecutor:
-        self.server = modal_cloud
-        monkeypatch.setenv("REPLICAS_RENDEZVOUS", s3.url("runs"))  # `launch()` needs no directory of this machine
-        (tmp_path / "workspace").mkdir()
-        monkeypatch.chdir(tmp_path / "workspace")
+    def executor(self, modal_runs: ModalServer) -> ServerlessExecutor:
+        self.server = modal_runs
         return self.make()
 
     def kill(self, executor: ServerlessExecutor, handle: ReplicaHandle) -> None:

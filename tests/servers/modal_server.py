@@ -130,6 +130,10 @@ class ModalServer:
         self._faults.plan(fault)
         return fault
 
+    def answer_together(self, rpc: str, n_calls: int) -> None:
+        """Answer no call of a name before so many have arrived."""
+        self._dispatcher.together[rpc] = n_calls
+
     def unused_faults(self) -> list[Fault]:
         return self._faults.unused()
 
