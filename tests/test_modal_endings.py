@@ -136,4 +136,5 @@ def test_a_poll_that_fails_on_the_way_is_no_ending(modal_runs: ModalServer, gpu:
     assert run.status().replicas[0].status == "running"
     assert modal_runs.unused_faults() == []
     run.cancel()
+    assert run.wait(60)
     assert [row.status for row in run.outcomes()] == ["cancelled"]
