@@ -138,3 +138,17 @@ def test_a_poll_that_fails_on_the_way_is_no_ending(modal_runs: ModalServer, gpu:
     run.cancel()
     assert run.wait(60)
     assert [row.status for row in run.outcomes()] == ["cancelled"]
+
+
+def test_a_look_at_a_replica_costs_one_call_and_its_logs_no_more_each_time(
+    modal_runs: ModalServer, gpu: str | None
+) -> None:
+    run = launch("modal", task("hang"), 1, gpu=gpu)
+    says(run, "hanging", [0])
+    before = len(modal_runs.requests)
+    assert run.executor.poll(run.handles[0]) == "running"
+    assert [rpc for rpc, _ in modal_runs.requests[before:]] == [of_backend("SandboxWait", gpu)]
+    before = len(modal_runs.requests)
+    assert run.logs(rank=0) == "hanging\n"
+    assert {rpc for rpc, _ in modal_runs.requests[before:]} == {"AppFetchLogs"}
+    run.cancel()

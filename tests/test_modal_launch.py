@@ -44,7 +44,13 @@ def started_nothing(server: ModalServer) -> bool:
 
 def test_all_options_reach_the_request(modal_runs: ModalServer, gpu: str | None) -> None:
     executor = ModalExecutor(
-        app_name="my-app", cpu=0.5, memory_mb=512, region="us-east", cloud="aws", environment="main", image="python:3.11"
+        app_name="my-app",
+        cpu=0.5,
+        memory_mb=512,
+        region="us-east",
+        cloud="aws",
+        environment="main",
+        image="python:3.11",
     )
     run = launch(executor, task("echo"), 1, run_id="otter", gpu=gpu, timeout=100)
     assert run.results()[0]["rank"] == 0
@@ -106,8 +112,8 @@ def test_no_secret_is_seen_outside_secret_objects(
 ) -> None:
     modal_runs.secrets["wandb"] = {"WANDB_KEY": "the-key-of-wandb"}
     names = ["WANDB_KEY", "AWS_SECRET_ACCESS_KEY", "MINE"]
-    more = {"secrets": ["wandb"], "env": {"MINE": "my-own-value"}}
-    run = launch("modal", task("variables"), 1, args={"names": names}, gpu=gpu, **more)
+    own = {"MINE": "my-own-value"}
+    run = launch("modal", task("variables"), 1, args={"names": names}, gpu=gpu, secrets=["wandb"], env=own)
     # The variables are there, where the replica runs,
     assert run.results() == [
         {
@@ -194,7 +200,7 @@ def test_a_missing_token_is_said_before_anything_is_written(
 
 def test_a_token_that_modal_refuses_is_said_before_anything_is_written(modal_runs: ModalServer, s3: S3Server) -> None:
     modal_runs.token = ("ak-another", "as-another")
-    with pytest.raises(BackendError, match="Modal: Token ID or token secret is invalid. Run: modal token new"):
+    with pytest.raises(BackendError, match=r"Modal: Token ID or token secret is invalid. Run: modal token new"):
         launch("modal", task("echo"), 1)
     assert list(open_store(s3.url("runs")).list("")) == []
 

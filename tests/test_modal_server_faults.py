@@ -32,7 +32,7 @@ from servers.modal_sandboxes import pids_with
 from servers.modal_server import ModalServer, modal_server
 
 from executors.testing.processes import environment
-from executors.testing import eventually
+from executors.testing.waiting import eventually
 
 __all__ = ["app", "gpu"]  # fixtures
 
