@@ -196,7 +196,7 @@ def _digest(anchor: dict[str, Tensor]) -> str:
     """Equal for replicas that hold the same parameters, bit for bit."""
     digest = xxh3_128()
     for values in anchor.values():
-        digest.update(memoryview(values.numpy()))
+        digest.update(values.numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -77,7 +77,7 @@ class ModalExecutor(CloudExecutor):
         self._lock = threading.Lock()
         self._app: Any = None
         self._images: dict[tuple[str, ...], Any] = {}
-        self._sandboxes: dict[str, Any] = {}  # whose logs were read: asking again costs half the requests
+        self._logs: dict[str, Any] = {}  # by sandbox; each knows what it would else ask for every time
 
     def __repr__(self) -> str:
         return f"ModalExecutor(app_name={self.app_name!r}, environment={self.environment!r})"
@@ -176,16 +176,14 @@ class ModalExecutor(CloudExecutor):
             return ""
         with _told():
             try:
-                sandbox = self._sandboxes.get(job_id["sandbox_id"])
-                if sandbox is None:
-                    sandbox = modal.Sandbox.from_id(job_id["sandbox_id"])
+                logs = self._logs.get(job_id["sandbox_id"]) or modal.Sandbox.from_id(job_id["sandbox_id"]).logs
                 # An entry may be a part of a line.
-                entries = list(sandbox.logs.tail(min(MOST_LOG_ENTRIES, 2 * n_lines + 50)))
+                entries = list(logs.tail(min(MOST_LOG_ENTRIES, 2 * n_lines + 50)))
             except modal.exception.NotFoundError:
                 return ""
             except modal.exception.ExecutionError:  # with a GPU: it waits to be scheduled, or never was
                 return ""
-        self._sandboxes[job_id["sandbox_id"]] = sandbox
+        self._logs[job_id["sandbox_id"]] = logs
         lines = "".join(entry.message for entry in entries).splitlines(keepends=True)
         return "".join(lines[-n_lines:])
 
