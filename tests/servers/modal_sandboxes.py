@@ -154,8 +154,10 @@ class Sandbox:
         timer = asyncio.get_running_loop().call_later(self.definition.timeout_secs, self._time_out)
         code = await self.process.wait()
         timer.cancel()
-        while self._kill_everything():
-            await asyncio.sleep(0.01)
+        n_looks_in_vain = 0
+        while n_looks_in_vain < 2:  # a process that is just being started has no environment for a moment
+            n_looks_in_vain = 0 if self._kill_everything() else n_looks_in_vain + 1
+            await asyncio.sleep(0.005)
         await asyncio.gather(*readers)
         exit_code = code if code >= 0 else 128 - code
         ended_by_itself = api_pb2.GenericResult(status=FAILURE if exit_code else SUCCESS, exitcode=exit_code)
