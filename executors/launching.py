@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from executors.entrypoint import check_entrypoint
 from executors.errors import RunExistsError, StoreError
@@ -17,12 +18,14 @@ from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.records import exists
 from executors.registry import check_executor, get_executor, import_path
 from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED, replica_key
-from executors.run import Run, attach
 from executors.shared_rendezvous import shared_rendezvous
 from executors.state import local_store, locate, remember
 from executors.store import Store, open_store
 from executors.store.opening import address_of
 from executors.task import check_run_id, create_run, describe, new_run_id, split_rank_env
+
+if TYPE_CHECKING:
+    from executors.run import Run
 
 STRANGERS_TIMEOUT_S = 3600  # the protocol's default, for executors that cannot be told "no limit"
 STRANGERS_ENTRYPOINT = "executors.worker.call"  # what an executor that knows nothing of runs is given to call
@@ -43,6 +46,7 @@ def launch(
     seed: int | None = None,
     detach: bool = False,
     resume: bool = False,
+    chaos: Sequence[str] = (),
 ) -> Run:
     """Start `n` ranked replicas of an entrypoint.
 
@@ -62,6 +66,7 @@ def launch(
         seed: the replicas' generators are seeded from this and their rank. None: from the run id and their rank.
         detach: go on when this process ends. Otherwise the run ends with it.
         resume: bring back what ended of the run `run_id`, with the task it was launched with; see `resuming.resume`.
+        chaos: faults that the replicas are to suffer, as in "kill:rank=1,round=3"; local backend only, see `chaos`.
 
     Raises:
         ValueError, TypeError: a bad argument.
@@ -71,6 +76,8 @@ def launch(
         StoreError: the rendezvous cannot be used.
     """
     if resume:
+        if chaos:
+            raise ValueError("A resumed run keeps the chaos it was launched with: leave chaos= away.")
         return _resume(executor, entrypoint, n, run_id, rendezvous, gpu, timeout, env, secrets, detach)
     return plan_launch(
         executor,
@@ -85,6 +92,7 @@ def launch(
         secrets=secrets,
         seed=seed,
         detach=detach,
+        chaos=chaos,
     ).start()
 
 
@@ -102,7 +110,7 @@ class LaunchPlan:
     gpu: str | None
     timeout: float | None
     run_options: Mapping[str, Any]
-    """What else `plan_run` takes: backend, env, secret_names, seed, detach, options."""
+    """What else `plan_run` takes: backend, env, secret_names, seed, detach, chaos, options."""
 
     @property
     def knows_runs(self) -> bool:
@@ -121,6 +129,8 @@ class LaunchPlan:
 
     def start(self) -> Run:
         """Write the run and start its replicas. If that fails half-way, the run is left cancelled, not waiting."""
+        from executors.run import Run
+
         store = local_store() if self.rendezvous is None else open_store(self.rendezvous)
         if self.run_id_is_chosen and (known := locate(self.run_id)) not in (None, store.url):
             raise RunExistsError(
@@ -168,6 +178,7 @@ def plan_launch(
     secrets: Sequence[str] = (),
     seed: int | None = None,
     detach: bool = False,
+    chaos: Sequence[str] = (),
 ) -> LaunchPlan:
     """Check everything about a launch but its store. Takes and raises what `launch` does."""
     if isinstance(executor, str):
@@ -193,7 +204,12 @@ def plan_launch(
     if timeout is None:
         timeout = getattr(executor, "default_timeout_s", None if knows_runs else STRANGERS_TIMEOUT_S)
     _check_env(executor, knows_runs, env, secrets)
+    if chaos:
+        chaos = _check_chaos(executor, chaos, n)
     chosen_id = check_run_id(run_id) if run_id is not None else new_run_id()
+    if hasattr(executor, "warm_up"):
+        executor.warm_up()
+        importlib.import_module("executors.run")  # needed soon, and meanwhile another process warms up
     check_launch = getattr(executor, "check_launch", None)
     if check_launch is not None:
         check_launch(n, entrypoint, args, gpu=gpu, timeout=timeout, secrets=secrets)
@@ -218,6 +234,7 @@ def plan_launch(
             "seed": seed,
             "detach": detach,
             "package": package,
+            "chaos": chaos,
             "options": {
                 "executor": import_path(executor),
                 "executor_options": options,
@@ -241,6 +258,7 @@ def _resume(
     detach: bool,
 ) -> Run:
     from executors.resuming import resume
+    from executors.run import Run, attach
 
     if run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
@@ -270,6 +288,19 @@ def _check_env(
     for name in env or {}:
         if name in (*TORCH_DISTRIBUTED, *CONTRACT, *FOR_THE_WORKER):
             raise ValueError(f"env cannot set {name!r}: replicas get or lose it themselves, see the README.")
+
+
+def _check_chaos(executor: ServerlessExecutor, chaos: Sequence[str], n: int) -> Sequence[str]:
+    from executors.chaos import check_chaos
+
+    if executor.backend_name != "local":
+        raise ValueError(
+            f"Backend {executor.backend_name!r} takes no chaos: faults are injected into local replicas only. "
+            "Try it with --backend local."
+        )
+    if isinstance(chaos, str):
+        raise TypeError(f"chaos is a list of specs, as in [{chaos!r}], got a string.")
+    return check_chaos(chaos, n)
 
 
 def _give_up(store: Store, run_id: str, n: int, error: BaseException) -> None:

@@ -63,6 +63,11 @@ class LocalProcessExecutor:
     def __repr__(self) -> str:
         return f"LocalProcessExecutor(preload={self.preload}, max_parallel={self.max_parallel})"
 
+    def warm_up(self) -> None:
+        """Let the process that forks replicas begin its imports, without waiting for it."""
+        if sys.platform == "linux":
+            zygote(self.preload).start()
+
     def check_launch(
         self,
         n_replicas: int,
@@ -94,7 +99,7 @@ class LocalProcessExecutor:
                 "set it before the launch."
             )
         self._gpu_slots(gpu, n_replicas)
-        zygote(self.preload).start()  # its imports go on while the launch is checked and written
+        self.warm_up()  # for a callable, its imports go on while the launch is written
         if not isinstance(entrypoint, str):
             return
         args, _ = split_rank_env(entrypoint_args)

@@ -32,7 +32,7 @@ class LocalLaunch:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> LocalLaunch:
         spec = record["spec"]
-        spec = RunSpec(**{**spec, "ranks": tuple(spec["ranks"]), "secret_names": tuple(spec["secret_names"])})
+        spec = RunSpec(**{**spec, **{name: tuple(spec[name]) for name in ("ranks", "secret_names", "chaos")}})
         return cls(**{**record, "spec": spec})
 
     @property

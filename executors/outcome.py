@@ -12,7 +12,8 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
-from executors.errors import CorruptObjectError, StoreError
+from executors.errors import CorruptObjectError
+from executors.insisting import RETRY_S, insist
 from executors.protocol import ReplicaStatus
 from executors.records import exists, find_json, to_bytes
 from executors.replica import replica_key
@@ -34,7 +35,6 @@ Reason = Literal[
 REASONS: tuple[str, ...] = get_args(Reason)
 BY_USER = "cancelled by the user"
 OUTPUT_TAIL_BYTES = 64 * 1024
-OUTCOME_RETRY_S = 10.0  # a full disk or a store's hiccup must not cost the result
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,14 @@ def newest_attempt(store: Store, run_id: str, rank: int, at_least: int = 0) -> i
     return attempt
 
 
+def count_joined(store: Store, run_id: str, world_size: int) -> int:
+    """Return how many ranks beyond those that were launched have joined the run since; their numbers are dense."""
+    joined = 0
+    while exists(store, replica_key(run_id, world_size + joined, 0, "started.json")):
+        joined += 1
+    return joined
+
+
 def find_outcome(store: Store, run_id: str, rank: int, attempt: int) -> Outcome | None:
     """Read the outcome of one attempt; None while it has none."""
     key = replica_key(run_id, rank, attempt, "outcome.json")
@@ -124,24 +132,13 @@ def request_cancel(store: Store, run_id: str, rank: int, attempt: int, why: str 
     store.put_if_absent(replica_key(run_id, rank, attempt, "cancel.json"), to_bytes(marker))
 
 
-def insist_on_outcome(store: Store, run_id: str, outcome: Outcome, limit_s: float = OUTCOME_RETRY_S) -> Outcome:
+def insist_on_outcome(store: Store, run_id: str, outcome: Outcome, limit_s: float = RETRY_S) -> Outcome:
     """Write the outcome as `record_outcome` does, trying again while the store fails, `limit_s` seconds at most.
 
     Raises:
         StoreError: what the store said last.
     """
-    try:
-        return record_outcome(store, run_id, outcome)
-    except StoreError:
-        import tenacity  # 30 ms, on the way of every replica otherwise
-
-    retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(StoreError),
-        wait=tenacity.wait_random_exponential(multiplier=0.1, max=1),
-        stop=tenacity.stop_after_delay(limit_s),
-        reraise=True,
-    )
-    return retrying(record_outcome, store, run_id, outcome)
+    return insist(lambda: record_outcome(store, run_id, outcome), limit_s)
 
 
 def record_loss(store: Store, run_id: str, rank: int, attempt: int, world_size: int, who_says: str) -> Outcome:

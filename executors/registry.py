@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Mapping
@@ -38,6 +37,8 @@ def executor_class(name: str) -> type[ServerlessExecutor]:
     path = name if ":" in name else known_backends().get(name)
     if path is None:
         known = sorted(known_backends())
+        import difflib
+
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UnknownBackendError(f"No backend named {name!r}.{hint} Known: {', '.join(known)}.")
@@ -69,6 +70,8 @@ def get_executor(name: str, options: Mapping[str, Any] | None = None) -> Serverl
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         for option in options:
             if option not in taken:
+                import difflib
+
                 near = difflib.get_close_matches(option, taken, n=1)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 known = ", ".join(sorted(taken)) or "none"

@@ -6,7 +6,7 @@ Every backend gives a replica the same five variables; inside one, `current_repl
 from __future__ import annotations
 
 import os
-import threading
+from _thread import allocate_lock  # not `threading`: every fork of a process that has it runs its hook
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -105,7 +105,7 @@ class Replica:
         self.store.put(replica_key(self.run_id, self.rank, self.attempt, f"artifacts/{name}"), read_file(source))
 
 
-_lock = threading.Lock()
+_lock = allocate_lock()
 _current: Replica | None = None
 
 

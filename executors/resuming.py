@@ -71,6 +71,7 @@ def resume(
             env=dict(env or {}),
             secret_names=tuple(secrets or record["secrets"]),
             detach=detach,
+            chaos=tuple(record.get("chaos", ())),
         )
         verb(
             len(group),

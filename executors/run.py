@@ -21,6 +21,7 @@ from executors.following import follow_logs
 from executors.outcome import (
     REASONS,
     Outcome,
+    count_joined,
     find_outcome,
     newest_attempt,
     record_loss,
@@ -207,7 +208,8 @@ class Run:
 
     def status(self) -> RunStatus:
         """Return the state of every replica: status, and what it reported last."""
-        return RunStatus(self.run_id, self.backend, [self._state(rank) for rank in range(self.world_size)])
+        replicas = [self._state(rank) for rank in range(self.world_size)]
+        return RunStatus(self.run_id, self.backend, replicas, count_joined(self.store, self.run_id, self.world_size))
 
     @overload
     def logs(self, rank: int | Sequence[int] | None = None, tail: int = 200, follow: Literal[False] = False) -> str: ...

@@ -64,6 +64,8 @@ class RunStatus:
     run_id: str
     backend: str
     replicas: Sequence[ReplicaState]
+    joined: int = 0
+    """How many ranks beyond those that were launched joined while it ran; of these only the claims are known."""
     at: float = field(default_factory=time.time)
 
     @property
@@ -84,7 +86,8 @@ class RunStatus:
     def counts(self) -> str:
         """As in `3 running, 1 failed`."""
         counts = Counter(replica.status for replica in self.replicas)
-        return ", ".join(f"{counts[status]} {status}" for status in ReplicaStatus if counts[status])
+        told = [f"{counts[status]} {status}" for status in ReplicaStatus if counts[status]]
+        return ", ".join([*told, *([f"{self.joined} joined"] if self.joined else [])])
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain JSON."""
@@ -96,7 +99,13 @@ class RunStatus:
             row["reason"] = outcome.reason if outcome else None
             row["exit_code"] = outcome.exit_code if outcome else None
             rows.append(row)
-        return {"run_id": self.run_id, "backend": self.backend, "status": self.status, "replicas": rows}
+        return {
+            "run_id": self.run_id,
+            "backend": self.backend,
+            "status": self.status,
+            "joined": self.joined,
+            "replicas": rows,
+        }
 
     def used_columns(self) -> list[str]:
         """Return the columns of the table that have something to show."""

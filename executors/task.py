@@ -11,13 +11,10 @@ is unpickled is what was launched.
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import json
 import os
-import platform
 import re
-import secrets
 import socket
 import sys
 import time
@@ -25,16 +22,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from executors.entrypoint import check_call, load_entrypoint
+from executors.entrypoint import check_call, load_entrypoint, prepare_entrypoint
 from executors.errors import EntrypointArgumentsError, EntrypointError, RunExistsError, StoreError
+from executors.insisting import insist
 from executors.records import to_bytes
 from executors.store import Store
-from executors.words import random_words
 
 if TYPE_CHECKING:
     from executors.shipping import Package
 
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+READ_TRIES = 3
 MASK = "***"  # shown instead of a value of the environment
 PYTHON = "{}.{}".format(*sys.version_info)
 
@@ -53,6 +51,8 @@ class RunSpec:
     """Additional environment of the replicas: reaches them and is never recorded."""
     secret_names: tuple[str, ...] = ()
     detach: bool = False
+    chaos: tuple[str, ...] = ()
+    """Faults that the replicas are to suffer; see `chaos.py`."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,11 @@ class StoredTask:
         """The name of one more environment variable for the rank."""
         return self.record["rank_env"]  # type: ignore[no-any-return]
 
+    def prepare(self) -> None:
+        """Compile the entrypoint's file, if it is one, for this process and those it forks. Runs nothing of it."""
+        if self.record["entrypoint"] is not None:
+            prepare_entrypoint(self.record["entrypoint"])
+
     def load(self) -> tuple[Callable[..., Any], Mapping[str, Any]]:
         """Import or unpickle the entrypoint, and return it with its arguments.
 
@@ -88,8 +93,7 @@ class StoredTask:
                 "Use the same version, or an importable entrypoint."
             )
         key = f"{self.run_id}/task/callable.pkl"
-        pickled = self.store.get(key)
-        _check_digest(pickled, self.record["callable_sha256"], key, self.store)
+        pickled = _get_checked(self.store, key, self.record["callable_sha256"])
         import cloudpickle
 
         function, args = cloudpickle.loads(pickled)
@@ -109,7 +113,9 @@ class NewRun:
 
 def new_run_id() -> str:
     """Make a run id that people can tell apart: two words and four hex digits."""
-    return f"{random_words()}-{secrets.token_hex(2)}"
+    from executors.words import random_words
+
+    return f"{random_words()}-{os.urandom(2).hex()}"
 
 
 def check_run_id(run_id: str) -> str:
@@ -198,6 +204,7 @@ def plan_run(
     secret_names: Sequence[str] = (),
     seed: int | None = None,
     detach: bool = False,
+    chaos: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     package: Package | None = None,
 ) -> NewRun:
@@ -221,11 +228,12 @@ def plan_run(
         "created_by": f"{_user()}@{socket.gethostname()}",
         "launcher_pid": os.getpid(),
         "cwd": os.getcwd(),
-        "python": platform.python_version(),
+        "python": sys.version.split()[0],
         "detach": detach,
         "seed": seed,
         "env": sorted(env or {}),
         "secrets": sorted(secret_names),
+        "chaos": list(chaos),
         **(options or {}),
     }
     if package is not None:
@@ -240,6 +248,7 @@ def plan_run(
         env=dict(env or {}),
         secret_names=tuple(secret_names),
         detach=detach,
+        chaos=tuple(chaos),
     )
     return NewRun(spec, record, task, pickled, None if package is None else package.workspace.archive)
 
@@ -282,8 +291,7 @@ def read_task(store: Store, run_id: str, digest: str | None = None) -> StoredTas
         StoreError: what the store holds is not what was launched.
     """
     key = f"{run_id}/task/task.json"
-    data = store.get(key)
-    _check_digest(data, digest, key, store)
+    data = _get_checked(store, key, digest)
     return StoredTask(store, run_id, json.loads(bytes(data)))
 
 
@@ -295,17 +303,23 @@ def describe(entrypoint: str | Callable[..., Any]) -> str:
     return f"{getattr(entrypoint, '__module__', '?')}.{name}"
 
 
-def _check_digest(data: memoryview, digest: str | None, key: str, store: Store) -> None:
-    if digest is not None and hashlib.sha256(data).hexdigest() != digest:
-        raise StoreError(
-            f"{key!r} in {store.url} is not what was launched: its sha256 differs from the launch's {digest}.",
-            key=key,
-            url=store.url,
-        )
+def _get_checked(store: Store, key: str, digest: str | None) -> memoryview:
+    """Read what was launched; a failing store, or a reading that is not it, is worth another try."""
+    for _ in range(READ_TRIES):
+        data = insist(lambda: store.get(key))
+        if digest is None or hashlib.sha256(data).hexdigest() == digest:
+            return data
+    raise StoreError(
+        f"{key!r} in {store.url} is not what was launched: its sha256 differs from the launch's {digest}.",
+        key=key,
+        url=store.url,
+    )
 
 
 def _user() -> str:
     try:
+        import getpass
+
         return getpass.getuser()
     except (KeyError, OSError):
         return str(os.getuid())

@@ -13,7 +13,6 @@ import functools
 import hashlib
 import os
 import random
-import secrets
 import signal
 import socket
 import sys
@@ -28,14 +27,15 @@ from executors import replica as environment
 from executors.endings import TERMINATED, outcome_of_error, outcome_of_termination, outcome_of_timeout, outcome_of_value
 from executors.errors import ReplicasError
 from executors.heartbeat import Heartbeat
-from executors.outcome import Outcome, insist_on_outcome, record_outcome
+from executors.insisting import insist
+from executors.outcome import Outcome, insist_on_outcome
 from executors.process import children, flush_c_streams, kill_descendants, start_time
 from executors.protocol import ReplicaStatus
 from executors.records import exists, read_json, to_bytes
 from executors.replica import Replica, replica_key, set_current_replica
 from executors.store import Store, store_at
 from executors.store.opening import split_address
-from executors.task import read_task
+from executors.task import StoredTask, read_task
 
 if TYPE_CHECKING:
     from executors.deadline import Deadline
@@ -52,6 +52,8 @@ class Assignment:
     attempt: int
     """The attempt asked for; the replica claims this one or the next that is free."""
     task_digest: str | None = None
+    task: StoredTask | None = None
+    """The task, if whoever started the process read it already."""
     supervisor_pid: int | None = None
     """This process's parent, which watches over it and with which it ends. None: nobody does."""
     output_tail: Callable[[], str] | None = None
@@ -62,6 +64,8 @@ class Assignment:
     """The time limit, where this process has to end itself."""
     spent_s: float = 0.0
     """How much of the limit was gone when this process started."""
+    chaos: tuple[str, ...] = ()
+    """Faults to suffer; see `chaos.py`."""
 
 
 class CancelledBeforeStart(ReplicasError):
@@ -104,7 +108,7 @@ def call(run: str) -> Any:
     heartbeat.start()
     started_at = time.time()
     try:
-        task = _load(replica, None)
+        task = _load(replica, read_task(store, run_id))
         outcome = outcome_of_value(replica, started_at, task())
         error: BaseException | None = None
     except BaseException as raised:
@@ -124,7 +128,7 @@ def claim(store: Store, asked: Assignment) -> Replica:
     Raises:
         CancelledBeforeStart: an attempt on the way, from the one asked for on, was cancelled.
     """
-    nonce = secrets.token_hex(16)
+    nonce = os.urandom(16).hex()
     record = {
         "nonce": nonce,
         "pid": os.getpid(),
@@ -134,27 +138,37 @@ def claim(store: Store, asked: Assignment) -> Replica:
     }
     attempt = asked.attempt
     while True:
-        if exists(store, replica_key(asked.run_id, asked.rank, attempt, "cancel.json")):
+        if insist(functools.partial(exists, store, replica_key(asked.run_id, asked.rank, attempt, "cancel.json"))):
             now = time.time()
             cancelled = Outcome(
                 asked.rank, attempt, ReplicaStatus.CANCELLED, "cancelled", pid=os.getpid(), started_at=now
             )
-            record_outcome(store, asked.run_id, cancelled)
+            insist_on_outcome(store, asked.run_id, cancelled)
             raise CancelledBeforeStart(f"Attempt {attempt} of rank {asked.rank} was cancelled before it started.")
         key = replica_key(asked.run_id, asked.rank, attempt, "started.json")
-        # Whether the create succeeded is not the question: its reply may be lost. What stands decides.
-        store.put_if_absent(key, to_bytes(record))
-        if read_json(store, key)["nonce"] == nonce:
+        if insist(functools.partial(_standing_nonce, store, key, to_bytes(record))) == nonce:
             break
         attempt += 1
     return Replica(asked.rank, asked.world_size, asked.run_id, attempt, asked.store_url, claimed_nonce=nonce)
+
+
+def _standing_nonce(store: Store, key: str, record: bytes) -> str:
+    """Create a claim and return the nonce of the one that stands; safe to do again when a reply was lost."""
+    # Whether the create succeeded is not the question: only what stands decides.
+    store.put_if_absent(key, record)
+    return str(read_json(store, key)["nonce"])
 
 
 def _run(assignment: Assignment) -> int:
     """Run the replica; return the process's exit code."""
     started_at = time.time()
     store = store_at(assignment.store_url)
+    if assignment.chaos:
+        from executors.chaos import troubled
+
+        store = troubled(store, assignment.chaos, assignment.rank, assignment.attempt)
     replica = claim(store, assignment)
+    replica.store = store
     heartbeat = Heartbeat(replica, supervisor_pid=assignment.supervisor_pid, grace_s=assignment.term_grace_s)
     deadline = _deadline(assignment, replica, started_at)
     try:
@@ -162,7 +176,7 @@ def _run(assignment: Assignment) -> int:
         heartbeat.start()
         if deadline is not None:
             deadline.start()  # its SIGTERM may come at once
-        task = _load(replica, assignment.task_digest)
+        task = _load(replica, assignment.task or read_task(store, replica.run_id, assignment.task_digest))
         value = task()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is finished is worth writing down
         outcome = outcome_of_value(replica, started_at, value)
@@ -209,9 +223,8 @@ def _deadline(assignment: Assignment, replica: Replica, started_at: float) -> De
     return Deadline(limit_s - spent_s, assignment.term_grace_s, end)
 
 
-def _load(replica: Replica, digest: str | None) -> Callable[[], Any]:
+def _load(replica: Replica, stored: StoredTask) -> Callable[[], Any]:
     """Load the task; seed every generator before the user's module is imported, and those that came with it after."""
-    stored = read_task(replica.store, replica.run_id, digest)
     if "python_version" in stored.record:  # it came from another machine
         from executors.versions import difference
 
@@ -227,7 +240,8 @@ def _load(replica: Replica, digest: str | None) -> Callable[[], Any]:
 
 def _set_environment(replica: Replica, torch_threads: int | None) -> None:
     for name in environment.TORCH_DISTRIBUTED:
-        os.environ.pop(name, None)
+        if name in os.environ:
+            del os.environ[name]
     os.environ[environment.RANK] = str(replica.rank)
     os.environ[environment.WORLD_SIZE] = str(replica.world_size)
     os.environ[environment.RUN_ID] = replica.run_id
@@ -246,11 +260,13 @@ def _seed(replica: Replica, seed: int | None, but: set[str]) -> set[str]:
     Args:
         but: those seeded before, which the user's module may have seeded otherwise since.
     """
-    source = f"{replica.run_id if seed is None else seed}/{replica.rank}".encode()
-    number = int.from_bytes(hashlib.sha256(source).digest()[:8], "big") >> 1
+    source = f"{replica.run_id if seed is None else seed}/{replica.rank}"
     loaded: set[str] = {name for name in ("random", "numpy", "torch") if name in sys.modules}
     if "random" in loaded - but:
-        random.seed(number)
+        random.seed(source)
+    if not loaded - but - {"random"}:
+        return loaded
+    number = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "big") >> 1
     if "numpy" in loaded - but:
         sys.modules["numpy"].random.seed(number % 2**32)
     if "torch" in loaded - but:

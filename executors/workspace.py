@@ -76,7 +76,8 @@ def snapshot_workspace(root: Path, *, limit_bytes: int = LIMIT_BYTES) -> Workspa
     """
     root = root.resolve()
     left_out: list[str] = []
-    files = dict(sorted(_choose(root, left_out)))
+    listed = _listed(root)
+    files = dict(sorted(_choose(root, listed, left_out)))
     _check_size(files, limit_bytes)
     contents = [(f"{WORKSPACE}/{name}", path) for name, path in files.items()]
     contents += [(f"{PACKAGES}/{name}", path) for name, path in _our_files()]
@@ -86,7 +87,7 @@ def snapshot_workspace(root: Path, *, limit_bytes: int = LIMIT_BYTES) -> Workspa
         raise EntrypointError(
             f"The workspace {str(root)!r} cannot be packed: {error}. Make the file readable, or name it in .gitignore."
         ) from error
-    commit = _git(root, "rev-parse", "--verify", "--quiet", "HEAD")
+    commit = _git(root, "rev-parse", "--verify", "--quiet", "HEAD") if listed else None
     dirty = None if commit is None else bool(_git(root, "status", "--porcelain", "--", "."))
     return Workspace(
         archive,
@@ -100,11 +101,11 @@ def snapshot_workspace(root: Path, *, limit_bytes: int = LIMIT_BYTES) -> Workspa
     )
 
 
-def _choose(root: Path, left_out: list[str]) -> Iterator[tuple[str, Path]]:
+def _choose(root: Path, listed: bytes | None, left_out: list[str]) -> Iterator[tuple[str, Path]]:
     """Yield the files that travel, each with its name in the workspace."""
     links: dict[str, Path] = {}
     plain: dict[str, Path] = {}
-    for name in _names(root, left_out):
+    for name in _names(root, listed, left_out):
         path = root / name
         try:
             mode = path.lstat().st_mode
@@ -132,10 +133,17 @@ def _choose(root: Path, left_out: list[str]) -> Iterator[tuple[str, Path]]:
             yield name, path
 
 
-def _names(root: Path, left_out: list[str]) -> Iterator[str]:
+def _listed(root: Path) -> bytes | None:
+    """Return the names that git knows or would take in; nothing where there is no repository that means this folder.
+
+    One around the home directory, say, may ignore it as a whole.
+    """
+    return _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+
+
+def _names(root: Path, listed: bytes | None, left_out: list[str]) -> Iterator[str]:
     """Yield the names of the files and links below `root` that belong to it."""
-    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    if not listed:  # no repository; or one that ignores this whole folder, as one around the home directory may
+    if not listed:
         yield from _walk(root)
         return
     for name in {os.fsdecode(name) for name in listed.split(b"\0") if name}:
@@ -143,7 +151,7 @@ def _names(root: Path, left_out: list[str]) -> Iterator[str]:
         if path.is_symlink() or not path.is_dir():
             yield name
         elif (path / ".git").exists():  # a submodule, or a repository within this one
-            yield from (f"{name.rstrip('/')}/{inner}" for inner in _names(path, left_out))
+            yield from (f"{name.rstrip('/')}/{inner}" for inner in _names(path, _listed(path), left_out))
         else:
             left_out.append(f"{name} (a submodule that is not checked out)")
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import resource
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from cli_of_tests import COMMAND, Folder
 
+from diloco.keys import Keys
+from diloco.membership import claim
+from diloco.patience import PatientStore
 from executors import LocalProcessExecutor, ReplicaStatus, Run, attach, launch
 from executors.testing import eventually
 
@@ -78,6 +82,17 @@ def test_status_shows_what_each_rank_reported_and_why_it_failed(folder: Folder, 
     assert "Rank 1 failed (exception): RuntimeError: it went wrong" in told.stdout
     document = folder.replicas("status", "bad", "--json").json
     assert (document["status"], document["replicas"][1]["reason"]) == ("failed", "exception")
+
+
+def test_status_counts_the_ranks_that_joined_a_run(folder: Folder, local: LocalProcessExecutor) -> None:
+    with hanging(local, 2, "open-to-all") as run:
+        store = PatientStore(run.store, clock=time.monotonic, error_patience_s=0.0)
+        ranks = [
+            claim(store, Keys(run.run_id, "main"), None, 2, nonce, lambda: None).rank for nonce in ("one", "another")
+        ]
+        assert ranks == [2, 3]
+        assert "2 running, 2 joined" in folder.replicas("status", "open-to-all").stdout
+        assert folder.replicas("status", "open-to-all", "--json").json["joined"] == 2
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "wait", "collect", "cancel", "rm"])

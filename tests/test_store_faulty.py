@@ -188,3 +188,20 @@ def test_a_fault_point_that_makes_no_sense_is_refused(arguments: dict[str, Any],
 def test_a_rate_that_is_none_is_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         FaultyStore(MemoryStore("x"), seed=0, **arguments)
+
+
+def test_a_fault_point_after_a_call_counts_those_that_were_done(full: MemoryStore) -> None:
+    seen: list[str] = []
+    store = FaultyStore(full, seed=0)
+    store.fail_at("get", count=2, after=lambda: seen.append("after"))
+    for key, expected in (("k/1", 0), ("nothing", 0), ("k/2", 1), ("k/3", 1)):
+        outcomes_of(store, [key])
+        assert len(seen) == expected
+
+
+def test_a_fault_point_may_be_reads_that_begin_inside_an_object(full: MemoryStore) -> None:
+    store = FaultyStore(full, seed=0)
+    store.fail_at("get", key="k/7", inside=True, action="error")
+    assert bytes(store.get("k/7", size=3)) == b"k/7"
+    with pytest.raises(StoreError, match="Injected"):
+        store.get("k/7", start=3, size=3)

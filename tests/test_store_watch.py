@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from executors.store import MemoryStore, Store, open_store
+from executors.store.faulty import FaultyStore
 from executors.store.watch import MAX_WATCHES, Watch, open_watch
 
 FAR_S = 600.0  # beyond this test's own limit: only being woken ends such a wait
@@ -108,3 +109,10 @@ def test_a_store_that_tells_nobody_is_asked_again_after_a_time() -> None:
     watch = open_watch(MemoryStore("test"))
     watch.wait(0.01, ["run/"])
     watch.close()
+
+
+def test_a_store_with_faults_is_watched_as_the_one_that_it_is_around(store: Store) -> None:
+    around = open_watch(FaultyStore(FaultyStore(store, seed=0), seed=1))
+    start_watching(around, "runs/a/")
+    wakes(around, ["runs/a/"], threading.Thread(target=store.put, args=("runs/a/1", b"x")))
+    around.close()

@@ -12,6 +12,7 @@ import pytest
 from executors.errors import EntrypointArgumentsError, EntrypointError, RunExistsError, StoreError
 from executors.records import read_json, to_bytes
 from executors.store import MemoryStore
+from executors.store.faulty import FaultyStore
 from executors.task import check_run_id, create_run, new_run_id, read_task
 
 
@@ -110,6 +111,19 @@ def test_a_pickle_that_was_changed_in_the_store_is_not_unpickled() -> None:
     store.put("r/task/callable.pkl", b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(StoreError, match=r"callable\.pkl.* is not what was launched"):
         read_task(store, "r", spec.task_digest).load()
+
+
+def test_readings_that_fail_or_are_not_what_was_launched_are_tried_again() -> None:
+    inner = MemoryStore()
+    spec = create_run(inner, "r", add, {"a": 1}, 1, backend="local")
+    store = FaultyStore(inner, seed=0)
+    store.fail_at("get", key="*/task.json", action="error")
+    store.fail_at("get", key="*/callable.pkl", action="lost")
+    cutting = FaultyStore(store, seed=1, truncate=0.4)
+    function, args = read_task(cutting, "r", spec.task_digest).load()
+    assert function(**args) == 2
+    assert len(store.log) == 2
+    assert [line for line in cutting.log if "cut from" in line]
 
 
 def test_a_pickle_of_another_python_is_refused_by_name_before_unpickling() -> None:

@@ -115,7 +115,8 @@ def test_without_git_the_same(root: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_folder_that_the_repository_around_it_ignores_is_taken_as_a_plain_one(root: Path) -> None:
     write(root, data__train_dot_py="")
-    assert snapshot_workspace(root / "data").files == ("train.py",)
+    workspace = snapshot_workspace(root / "data")
+    assert (workspace.files, workspace.commit, workspace.dirty) == (("train.py",), None, None)
 
 
 def test_a_submodule_travels_and_one_that_is_not_checked_out_is_named(root: Path, tmp_path: Path) -> None:

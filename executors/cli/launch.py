@@ -68,6 +68,16 @@ def launch(
         typer.Option("--secret", metavar="NAME", help="A secret, by its name. Repeatable.", show_default=False),
     ] = None,
     option: BackendOptions = None,
+    chaos: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--chaos",
+            metavar="SPEC",
+            help="A fault to suffer, locally: kill:rank=1,round=3 (or at=POINT,count=N,when=after), "
+            "or store:lost=0.02,error=0.01,delay=0.3. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="S", help="Seed the replicas from this and their rank.")
     ] = None,
@@ -105,6 +115,7 @@ def launch(
                 secrets=secret or (),
                 seed=seed,
                 detach=detach,
+                chaos=chaos or (),
             )
             if dry_run:
                 output.document(_rehearse(plan))
@@ -120,6 +131,7 @@ launch.epilog = (  # type: ignore[attr-defined]
     "[bold]Examples[/bold]\n\nreplicas launch --n 4"
     "\n\nreplicas launch train.py:main --n 8 --arg steps=500 --arg lr=0.01"
     "\n\nreplicas launch train.py --n 64 --option max_parallel=4 --option preload=\\[] --timeout 600"
+    "\n\nreplicas launch --n 4 --chaos kill:rank=1,round=20 --chaos store:delay=0.05,lost=0.02"
     "\n\nreplicas launch pkg.train:main --n 8 --backend my.cloud:Executor --rendezvous /shared/runs --detach"
 )
 

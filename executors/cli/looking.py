@@ -91,7 +91,7 @@ def status(run: RunArgument, rendezvous: RendezvousOption = None, as_json: JsonO
         rows = now.to_json()["replicas"]
         ended = [replica.outcome for replica in now.replicas if replica.outcome is not None]
         about = document(found, ended, exit_code(ended) if now.is_terminal else None)
-        output.document({**about, "status": now.status, "replicas": rows})
+        output.document({**about, "status": now.status, "joined": now.joined, "replicas": rows})
         return 0
     record = found.record
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]

@@ -32,7 +32,8 @@ def heading(run: Run) -> str:
     """Say in one line what a run is."""
     replicas = "1 replica" if run.world_size == 1 else f"{run.world_size} replicas"
     limit = name_limit(run.record.get("timeout_s"))
-    return f"{run.run_id}: {replicas} of {one_line(run.record['entrypoint'])} on {run.backend}, {limit}"
+    chaos = "".join(f", chaos {spec}" for spec in run.record.get("chaos", ()))
+    return f"{run.run_id}: {replicas} of {one_line(run.record['entrypoint'])} on {run.backend}, {limit}{chaos}"
 
 
 def reference(run: Run) -> str:

@@ -47,6 +47,8 @@ def title(status: RunStatus, elapsed_s: float) -> Text:
     """Return the line above the table: how many replicas are in which state, and since when."""
     counts = [(state, sum(replica.status is state for replica in status.replicas)) for state in ReplicaStatus]
     text = Text(", ").join(Text(f"{count} {state}", style=STYLES[state]) for state, count in counts if count)
+    if status.joined:
+        text.append(f", {status.joined} joined")
     return text.append(f"  {name_duration(elapsed_s)}", style="dim")
 
 

@@ -38,6 +38,7 @@ class _FaultPoint:
     action: Action | None
     before: Callable[[], object] | None
     after: Callable[[], object] | None
+    inside: bool | None
     seen: int = 0
 
 
@@ -95,6 +96,7 @@ class FaultyStore:
         verb: Verb | Literal["*"],
         *,
         key: str = "*",
+        inside: bool | None = None,
         count: int | None = 1,
         action: Action | None = None,
         before: Callable[[], object] | None = None,
@@ -105,10 +107,12 @@ class FaultyStore:
         Args:
             verb: one of the five, or `*` for any.
             key: a pattern as in a shell, where `*` also covers slashes. For `list` it is matched with the prefix.
+            inside: True: only reads that begin inside an object; False: only others; None: any.
             count: 1 is the next such call; None means every one.
             action: "error": `StoreError`, and nothing was done. "lost": done, and then `StoreError`.
             before: called before the call is done (to die there, or to raise).
-            after: called when it is done, before its caller knows.
+            after: called when it is done, before its caller knows. Calls that fail do not count, such as a read that
+                finds nothing.
 
         Raises:
             ValueError: there is no such verb, count is below 1, or not exactly one of action, before, after is given.
@@ -122,7 +126,7 @@ class FaultyStore:
         if action is not None and action not in get_args(Action):
             raise ValueError(f"action is 'error' or 'lost', got {action!r}.")
         with self._lock:
-            self._points.append(_FaultPoint(verb, key, count, action, before, after))
+            self._points.append(_FaultPoint(verb, key, count, action, before, after, inside))
 
     @property
     def url(self) -> str:
@@ -135,7 +139,7 @@ class FaultyStore:
         self._call("put", key, lambda: self.store.put(key, data))
 
     def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
-        return self._call("get", key, lambda: self.store.get(key, start=start, size=size))
+        return self._call("get", key, lambda: self.store.get(key, start=start, size=size), inside=start > 0)
 
     def list(self, prefix: str) -> Iterator[Entry]:
         return self._call("list", prefix, lambda: self.store.list(prefix))
@@ -143,13 +147,13 @@ class FaultyStore:
     def delete(self, key: str) -> None:
         self._call("delete", key, lambda: self.store.delete(key))
 
-    def _call(self, verb: Verb, key: str, act: Callable[[], T]) -> T:
+    def _call(self, verb: Verb, key: str, act: Callable[[], T], inside: bool = False) -> T:
         with self._lock:
             self._n_calls += 1
             self._calls[verb, key] += 1
             call = _Call(self._n_calls, verb, key, self.log)
             dice = random.Random(f"{self._seed} {verb} {key!a} {self._calls[verb, key]}")
-            points = [point for point in self._points if self._hits(point, verb, key)]
+            points = [p for p in self._points if p.after is None and self._hits(p, verb, key, inside)]
         delay_s, *rolls = dice.uniform(0, self._delay_s), *(dice.random() for _ in range(4))
         fails, loses, corrupts, truncates = (
             roll < rate
@@ -166,10 +170,12 @@ class FaultyStore:
             call.note("not done, error")
             raise self._failure(verb, key, "was not done")
         result = act()
-        for point in points:
-            if point.after is not None:
-                call.note("fault point after it")
-                point.after()
+        with self._lock:
+            later = [p for p in self._points if p.after is not None and self._hits(p, verb, key, inside)]
+        for point in later:
+            assert point.after is not None
+            call.note("fault point after it")
+            point.after()
         if loses or any(point.action == "lost" for point in points):
             call.note("done, reply lost")
             raise self._failure(verb, key, "may have been done; its reply was lost")
@@ -177,8 +183,10 @@ class FaultyStore:
             return self._damaged(result, corrupts, truncates, dice, call)  # type: ignore[return-value]
         return result
 
-    def _hits(self, point: _FaultPoint, verb: Verb, key: str) -> bool:
+    def _hits(self, point: _FaultPoint, verb: Verb, key: str, inside: bool) -> bool:
         if point.verb not in ("*", verb) or not fnmatch.fnmatchcase(key, point.key):
+            return False
+        if point.inside not in (None, inside):
             return False
         point.seen += 1
         return point.count in (None, point.seen)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from executors.store.faulty import FaultyStore
 from executors.store.file import FileStore
 from executors.store.protocol import Store
 
@@ -81,6 +82,8 @@ class _Inotify:
 
 def open_watch(store: Store) -> Watch:
     """Open the best watch there is for a store."""
+    while isinstance(store, FaultyStore):  # what it does to calls, it does not do to news
+        store = store.store
     if isinstance(store, FileStore) and sys.platform == "linux":
         with contextlib.suppress(OSError):  # out of inotify instances: sleeping is slower and as correct
             return _Inotify(store.root)

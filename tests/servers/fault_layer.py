@@ -3,11 +3,12 @@
 It also does what a server for tests lacks: one request at a time reaches the application behind it (moto looks whether
 a key is taken and then sets it, without a lock), and a request whose body was cut off does not reach it at all.
 
-Its own requests: `PUT /_faults` with `Faults` as JSON, `POST /_once`, `GET /_requests`, `POST /_reset`.
+Its own requests: `PUT /_faults` with `Faults` as JSON, `POST /_once`, `GET /_requests`, `GET /_kept`, `POST /_reset`.
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import random
@@ -57,6 +58,8 @@ class Faults:
     refuses_checksums: bool = False
     forbidden: list[str] = field(default_factory=list)
     """Methods that are answered 403."""
+    keeps: str = ""
+    """A pattern of paths: what is written there is kept, also when it is deleted later."""
 
 
 @dataclass
@@ -81,6 +84,7 @@ class FaultLayer:
         self._random = random.Random(0)
         self._once: list[dict[str, str]] = []
         self._requests: list[dict[str, str]] = []
+        self._kept: dict[str, list[str]] = {}
 
     def answer(self, environ: Environ) -> Reply:
         """Answer one request of WSGI's kind."""
@@ -166,6 +170,10 @@ class FaultLayer:
             if close := getattr(chunks, "close", None):
                 close()
         status, headers = answered
+        method, path, keeps = environ["REQUEST_METHOD"], environ["PATH_INFO"], self._faults.keeps
+        if method == "PUT" and keeps and status.startswith("200") and re.search(keeps, path):
+            with self._state:
+                self._kept.setdefault(path, []).append(base64.b64encode(body).decode())
         return _error(fault, environ) if fault == "lost" else Reply(status, list(headers), reply)
 
     def _control(self, path: str, body: bytes) -> Reply:
@@ -177,7 +185,7 @@ class FaultLayer:
                 self._once.append(json.loads(body))
             elif path == "/_reset":
                 self._reset()
-            text = json.dumps(self._requests if path == "/_requests" else None).encode()
+            text = json.dumps({"/_requests": self._requests, "/_kept": self._kept}.get(path)).encode()
         return Reply("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(text)))], text)
 
 

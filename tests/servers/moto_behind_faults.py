@@ -1,4 +1,4 @@
-"""An S3 server on loopback: moto behind the fault layer. It ends when its stdin does.
+"""An S3 server on loopback, or on the address it is given: moto behind the fault layer. It ends when its stdin does.
 
 It says its address in one line of JSON on stdout. Connections are kept, as by every S3 server; werkzeug's own server
 keeps none, and would hide what a client does with its pool.
@@ -93,9 +93,10 @@ def end_with_stdin() -> None:
 def main() -> None:
     logging.disable(logging.CRITICAL)
     Handler.application = FaultLayer(DomainDispatcherApplication(create_backend_app))
-    server = Server(("127.0.0.1", 0), Handler)
+    host = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1"
+    server = Server((host, 0), Handler)
     threading.Thread(target=end_with_stdin, daemon=True).start()
-    print(json.dumps(f"http://127.0.0.1:{server.server_address[1]}"), flush=True)
+    print(json.dumps(f"http://{host}:{server.server_address[1]}"), flush=True)
     server.serve_forever()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import http.client
@@ -45,6 +46,14 @@ class S3Server:
         seen: list[dict[str, str]] = self._ask("GET", "/_requests")
         return [row for row in seen if method in (None, row["method"]) and path in row["path"]]
 
+    def kept(self) -> dict[str, list[bytes]]:
+        """Return what was written to the paths that `Faults.keeps`, by key, in order."""
+        found: dict[str, list[str]] = self._ask("GET", "/_kept")
+        return {
+            path.removeprefix(f"/{BUCKET}/"): [base64.b64decode(text) for text in texts]
+            for path, texts in found.items()
+        }
+
     def empty(self) -> None:
         """Forget everything, and behave."""
         self._ask("POST", "/_reset")
@@ -62,9 +71,9 @@ class S3Server:
 
 
 @contextlib.contextmanager
-def running_server() -> Iterator[S3Server]:
+def running_server(host: str = "127.0.0.1") -> Iterator[S3Server]:
     """Start a server in a process of its own; it ends with the block, or with this process."""
-    command = [sys.executable, "-m", "servers.moto_behind_faults"]
+    command = [sys.executable, "-m", "servers.moto_behind_faults", host]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(**CREDENTIALS)
     ) as process:

@@ -1,0 +1,129 @@
+"""Real replicas that are killed and started again, at random and at every call of the rendezvous: nothing shows."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chaos_tasks import closed_gates, train
+from runs_of_tests import pid_of
+from servers.s3_server import S3Server
+
+from executors import LocalProcessExecutor, Run, launch
+from executors.chaos import POINTS
+from executors.outcome import Outcome, find_outcome
+from executors.records import exists
+from executors.resuming import resume
+from executors.testing import eventually
+
+LOCAL = LocalProcessExecutor(term_grace_s=0.5)
+SEED = 1  # of the first model and all data
+
+
+@cache
+def fault_free_loss(n: int, rounds: int) -> float:
+    results = launch(LOCAL, train, n, args={"folder": "", "rounds": rounds, "inner_steps": 20}, seed=SEED).results()
+    return float(results[0]["loss"])
+
+
+def start(folder: Path, n: int, rounds: int, gates: Sequence[int], *, url: str | None, **more: Any) -> Run:
+    args = {"folder": str(folder), "rounds": rounds, "gates": gates, "inner_steps": 20, **more.pop("args", {})}
+    return launch(LOCAL, train, n, args=args, rendezvous=url, seed=SEED, **more)
+
+
+def death_of(run: Run, rank: int, attempt: int) -> Outcome:
+    """Wait until an attempt of a rank has ended, and return how."""
+
+    def look() -> Outcome | None:
+        return find_outcome(run.store, run.run_id, rank, attempt)
+
+    outcome = eventually(look, f"attempt {attempt} of rank {rank} ends", within_s=45)
+    assert outcome is not None
+    return outcome
+
+
+def is_unharmed(run: Run, n: int, rounds: int) -> None:
+    """The run has ended, all hold one anchor, and it is as good as one that nobody disturbed."""
+    results = run.results()
+    assert [result["rounds"] for result in results] == [rounds] * n
+    assert all(result["anchor"] == results[0]["anchor"] for result in results)
+    assert results[0]["loss"] == pytest.approx(fault_free_loss(n, rounds), rel=0.01)
+
+
+def nowhere(server: S3Server) -> str | None:
+    return None
+
+
+def in_a_bucket_that_fails(server: S3Server) -> str | None:
+    server.misbehave(seed=5, unavailable=0.01, lost=0.01, truncated=0.005, delay_s=0.005)
+    return server.url("runs")
+
+
+@pytest.mark.parametrize("place", [nowhere, in_a_bucket_that_fails])
+def test_random_replicas_are_killed_again_and_again_and_the_run_is_as_good(
+    s3: S3Server, tmp_path: Path, place: Callable[[S3Server], str | None]
+) -> None:
+    dice, gates = random.Random(7), [5, 10, 15]
+    with closed_gates(tmp_path / "gates", gates) as closed:
+        run = start(tmp_path / "gates", 4, 30, gates, url=place(s3), args={"snapshot_every": 5})
+        store, seals = run.store, f"{run.run_id}/diloco/main/seal"
+        for gate in gates:
+            seal = f"{seals}/{gate - dice.randrange(1, 5)}"
+            eventually(partial(exists, store, seal), f"{seal} stands")
+            rank = dice.randrange(4)
+            attempt = run.newest_attempt(rank)
+            os.kill(pid_of(run.handles[rank]), signal.SIGKILL)
+            assert death_of(run, rank, attempt).signal == "SIGKILL"
+            run = resume(run, ranks=[rank])
+            closed.open(gate)
+    is_unharmed(run, 4, 30)
+
+
+AT_THE_END = ("bye", "outcome")  # of a training: no gate comes after these
+GATE, ROUNDS = 12, 16
+SHARDED = [point for point in POINTS if point != "own-read"]  # which only a later attempt comes to
+SMALL = ["contribution", "contribution-read", "contribution-delete", "seal", "seal-read"]
+
+
+@pytest.mark.parametrize(
+    ("point", "sharded"), [*((point, True) for point in SHARDED), *((point, False) for point in SMALL)]
+)
+def test_a_replica_is_killed_at_a_fault_point_before_and_after_it_and_comes_back(
+    tmp_path: Path, point: str, sharded: bool
+) -> None:
+    chaos = [f"kill:rank=1,at={point},when=before", f"kill:rank=2,at={point},when=after"]
+    args = {"sharded": sharded, "snapshot_every": 1}
+    with closed_gates(tmp_path / "gates", [GATE]) as gates:
+        run = start(tmp_path / "gates", 3, ROUNDS, [GATE], url=None, args=args, chaos=chaos)
+        if point in AT_THE_END:
+            gates.open_all()
+        for rank in (1, 2):
+            outcome = death_of(run, rank, 0)
+            assert outcome.signal == "SIGKILL" or (point, rank) == ("outcome", 2)  # that one had written it
+            if outcome.signal:
+                run = resume(run, ranks=[rank])
+    is_unharmed(run, 3, ROUNDS)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_replica_is_killed_again_as_it_comes_back(tmp_path: Path, when: str) -> None:
+    chaos = ["kill:rank=1,round=3", f"kill:rank=1,at=own-read,when={when},attempt=1"]
+    with closed_gates(tmp_path / "gates", [GATE]):
+        run = start(tmp_path / "gates", 2, ROUNDS, [GATE], url=None, args={"snapshot_every": 1}, chaos=chaos)
+        for attempt in (0, 1):
+            assert death_of(run, 1, attempt).signal == "SIGKILL"
+            run = resume(run, ranks=[1])
+    is_unharmed(run, 2, ROUNDS)
+
+
+def test_all_are_killed_between_seal_and_mean_and_come_back(tmp_path: Path) -> None:
+    chaos = [f"kill:rank={rank},at=mean,round=4" for rank in range(3)]
+    run = start(tmp_path, 3, ROUNDS, [], url=None, args={"sharded": True, "snapshot_every": 2}, chaos=chaos)
+    assert [death_of(run, rank, 0).signal for rank in range(3)] == ["SIGKILL"] * 3
+    is_unharmed(resume(run), 3, ROUNDS)
