@@ -97,7 +97,10 @@ class Attachments:
     def _find(self) -> Kept | None:
         """Return the newest record that can be read."""
         prefix = self._keys.own(self._me.rank)
-        keys = (key.removeprefix(prefix).split("/") for key in self._store.found(prefix))
+        for _ in range(READ_TRIES):  # a listing that fails lists nothing
+            if listed := self._store.found(prefix):
+                break
+        keys = (key.removeprefix(prefix).split("/") for key in listed)
         found = [(int(position), int(attempt)) for position, attempt, name in keys if name == "record"]
         for position, attempt in sorted(found, reverse=True):
             for _ in range(READ_TRIES):

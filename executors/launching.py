@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from executors.run import Run
 
 STRANGERS_TIMEOUT_S = 3600  # the protocol's default, for executors that cannot be told "no limit"
+NEEDED_SOON = ("executors.run", "executors.store.file", "platformdirs")
 STRANGERS_ENTRYPOINT = "executors.worker.call"  # what an executor that knows nothing of runs is given to call
 
 
@@ -209,7 +210,8 @@ def plan_launch(
     chosen_id = check_run_id(run_id) if run_id is not None else new_run_id()
     if hasattr(executor, "warm_up"):
         executor.warm_up()
-        importlib.import_module("executors.run")  # needed soon, and meanwhile another process warms up
+        for module in NEEDED_SOON:  # meanwhile another process warms up
+            importlib.import_module(module)
     check_launch = getattr(executor, "check_launch", None)
     if check_launch is not None:
         check_launch(n, entrypoint, args, gpu=gpu, timeout=timeout, secrets=secrets)

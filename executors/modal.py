@@ -14,6 +14,7 @@ from typing import Any
 
 from executors.cloud import MARGIN_S, CloudExecutor
 from executors.errors import BackendError, MissingDependencyError
+from executors.requirements import name_of
 from executors.vendor import Job, JobId, JobKey, JobState, VendorError, masked, shortened
 
 LONGEST_S = 24 * 3600 - MARGIN_S  # Modal ends every sandbox after a day
@@ -76,6 +77,7 @@ class ModalExecutor(CloudExecutor):
         self._lock = threading.Lock()
         self._app: Any = None
         self._images: dict[tuple[str, ...], Any] = {}
+        self._logs: dict[str, Any] = {}  # by sandbox; each knows what it would else ask for every time
 
     def __repr__(self) -> str:
         return f"ModalExecutor(app_name={self.app_name!r}, environment={self.environment!r})"
@@ -97,7 +99,7 @@ class ModalExecutor(CloudExecutor):
                 f"timeout must be at most {LONGEST_S} seconds on Modal, got timeout={timeout_s:g}. Launch with a "
                 "shorter one, and go on with `replicas resume`."
             )
-        if modal.config.config.get("token_id") is None:
+        if not any(modal.config.config.get(name) for name in ("token_id", "oauth_refresh_token")):
             raise BackendError(f"Backend 'modal' needs a Modal token. {TOKEN_ADVICE}")
         with _told():
             with contextlib.suppress(modal.exception.NotFoundError):  # then the launch makes it
@@ -127,8 +129,8 @@ class ModalExecutor(CloudExecutor):
                     secrets=secrets,
                     **self._request(job),
                 )
-            except modal.exception.AlreadyExistsError:  # an earlier try of ours, whose answer was lost
-                sandbox = modal.Sandbox.from_name(self.app_name, job.key.name, environment_name=self.environment)
+            except modal.exception.AlreadyExistsError as error:  # an earlier try of ours, whose answer was lost
+                raise VendorError(f"Modal: {_said(error)}.", "unclear") from error
             return self._job_id(sandbox, job.key)
 
     def find_jobs(self, key: JobKey) -> list[JobId]:
@@ -151,7 +153,7 @@ class ModalExecutor(CloudExecutor):
         with _told():
             try:
                 sandbox = modal.Sandbox.from_id(job_id["sandbox_id"])
-                code = sandbox.poll()
+                code = sandbox.returncode  # which came with it
                 if code is None:
                     return JobState(False)
                 sandbox.wait()
@@ -174,11 +176,14 @@ class ModalExecutor(CloudExecutor):
             return ""
         with _told():
             try:
-                sandbox = modal.Sandbox.from_id(job_id["sandbox_id"])
+                logs = self._logs.get(job_id["sandbox_id"]) or modal.Sandbox.from_id(job_id["sandbox_id"]).logs
                 # An entry may be a part of a line.
-                entries = list(sandbox.logs.tail(min(MOST_LOG_ENTRIES, 2 * n_lines + 50)))
+                entries = list(logs.tail(min(MOST_LOG_ENTRIES, 2 * n_lines + 50)))
             except modal.exception.NotFoundError:
                 return ""
+            except modal.exception.ExecutionError:  # with a GPU: it waits to be scheduled, or never was
+                return ""
+        self._logs[job_id["sandbox_id"]] = logs
         lines = "".join(entry.message for entry in entries).splitlines(keepends=True)
         return "".join(lines[-n_lines:])
 
@@ -196,7 +201,7 @@ class ModalExecutor(CloudExecutor):
             "command": shortened(job.command),
             "app": self.app_name,
             "environment": self.environment,
-            "image": image or {"debian_slim": self.python_version, "uv_pip_install": list(job.requirements)},
+            "image": image or {"debian_slim": self.python_version, "uv_pip_install": _not_paths(job.requirements)},
             "env": masked(job.env),
             "secrets": [*self._names(job), dict.fromkeys(job.credentials, "***")],
             **self._request(job),
@@ -240,7 +245,7 @@ class ModalExecutor(CloudExecutor):
             if requirements not in self._images:
                 image = self.image
                 if image is None:
-                    image = modal.Image.debian_slim(self.python_version).uv_pip_install(*requirements)
+                    image = modal.Image.debian_slim(self.python_version).uv_pip_install(*_not_paths(requirements))
                 elif isinstance(image, str):
                     image = modal.Image.from_registry(image)
                 self._images[requirements] = image
@@ -266,6 +271,11 @@ def _told() -> Iterator[None]:
         raise VendorError(f"Modal: {_said(error)}.", "refused") from error
     except (grpclib.GRPCError, grpclib.exceptions.StreamTerminatedError, OSError, TimeoutError) as error:
         raise VendorError(f"Modal cannot be reached: {_said(error)}.", "unclear") from error
+
+
+def _not_paths(requirements: Sequence[str]) -> list[str]:
+    """Leave out requirements that are folders of the workspace: these come with the code, when the image stands."""
+    return [requirement for requirement in requirements if name_of(requirement) or "://" in requirement]
 
 
 def _said(error: BaseException) -> str:

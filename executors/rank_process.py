@@ -59,14 +59,14 @@ def assign_all(launch: LocalLaunch) -> list[Assignment]:
             world_size=spec.world_size,
             attempt=spec.attempt,
             task_digest=spec.task_digest,
-            task=task,
+            task=task if place < launch.places else None,  # who has to wait looks again what stands
             supervisor_pid=os.getpid(),
             output_tail=functools.partial(tail_text, launch.log_file(rank), OUTPUT_TAIL_BYTES),
             term_grace_s=launch.term_grace_s,
             torch_threads=torch_threads,
             chaos=spec.chaos,
         )
-        for rank in spec.ranks
+        for place, rank in enumerate(spec.ranks)
     ]
 
 

@@ -110,6 +110,16 @@ def modal_cloud() -> Iterator[ModalServer]:
 
 
 @pytest.fixture
+def modal_runs(modal_cloud: ModalServer, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModalServer:
+    """All that `launch("modal", …)` needs: Modal, a bucket to meet in, and a workspace, which is empty."""
+    monkeypatch.setenv("REPLICAS_RENDEZVOUS", s3.url("runs"))
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    monkeypatch.chdir(workspace)
+    return modal_cloud
+
+
+@pytest.fixture
 def local() -> LocalProcessExecutor:
     """The local executor, for work without torch. Its zygote is shared by all tests."""
     return LocalProcessExecutor(preload=(), term_grace_s=0.5)

@@ -92,6 +92,18 @@ def test_importing_executors_pulls_in_nothing_heavy() -> None:
     assert heavy.isdisjoint(loaded)
 
 
+def test_replicas_are_forked_from_a_process_without_hooks_for_it_but_those_of_random() -> None:
+    code = """
+import os
+hooks = []
+os.register_at_fork = lambda **hook: hooks.append(next(iter(hook.values())).__module__)
+import executors.zygote
+print(*hooks)
+"""
+    hooks = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert set(hooks) <= {"random"}
+
+
 @pytest.mark.parametrize("package", ["executors", "executors.run", "executors.local", "executors.worker"])
 def test_nothing_happens_at_import(package: str) -> None:
     code = f"""

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 from servers.s3_server import S3Server
 
 from diloco.records import Contribution, Seal, head_bytes
@@ -41,6 +42,8 @@ def count_together(sharded: bool) -> dict[str, Any]:
     return {"anchor": anchor.tolist(), "unsent": (model.weight[0].detach() - anchor).tolist(), "steps": steps}
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_run_in_a_bucket_that_answers_badly_has_every_mean_right_and_loses_nothing(s3: S3Server) -> None:
     s3.misbehave(seed=11, unavailable=0.05, lost=0.02, truncated=0.01, delay_s=0.3, keeps="/diloco/")
     local = LocalProcessExecutor()

@@ -20,6 +20,7 @@ from diloco.rounds import Pace
 from diloco.state_arrays import from_arrays, to_arrays
 from diloco.testing import run_replicas
 from executors.store import MemoryStore
+from executors.store.faulty import FaultyStore
 
 
 def place(store: MemoryStore, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
@@ -148,6 +149,20 @@ def test_a_rotten_record_means_the_one_before_it(what: str) -> None:
     again = Trainer(place(store))
     assert again.diloco._attachments.kept is not None
     assert again.diloco._attachments.kept.position == 2
+    again.diloco.close()
+
+
+def test_a_listing_that_fails_costs_no_state() -> None:
+    store = MemoryStore()
+    trainer = Trainer(place(store))
+    trainer.train_until(12)
+    trainer.die()
+    next_process()
+    failing = FaultyStore(store, seed=0)
+    failing.fail_at("list", key="*/own/0/", action="error")
+    again = Trainer({**place(store), "store": failing})
+    assert len(failing.log) == 1
+    assert again.diloco._attachments.kept is not None
     again.diloco.close()
 
 

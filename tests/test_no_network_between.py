@@ -27,6 +27,7 @@ def what_is_missing() -> str:
     return f"no network namespaces, not even in a user namespace: {tried.stderr}" if tried.returncode else ""
 
 
+@pytest.mark.timeout(300)
 def test_four_replicas_that_cannot_reach_each_other_train_together_and_one_is_killed_and_comes_back() -> None:
     if missing := what_is_missing():
         pytest.skip(missing)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from executors.errors import KeyNotFoundError, StoreError, UnsafeStoreError
-from executors.store.protocol import Data, Entry, buffers_of, check_key, check_range
+from executors.store.protocol import Data, Entry, Produce, buffers_of, check_key, check_range
 
 UNFINISHED = ".unfinished~"  # the one reserved name at the top: files that have no key yet
 MAP_FROM_BYTES = 128 * 1024  # below this, copying is cheaper than the page faults of a mapping
@@ -57,7 +57,25 @@ class FileStore:
         if os.path.isfile(path):
             return False  # spares writing what cannot win
         try:
-            return _write_unnamed(self._folder, data, lambda source: _link(source, path))
+            return _write_unnamed(self._folder, _writing(data), lambda source: _link(source, path))
+        except OSError as error:
+            self._fail(error, key, "create")
+
+    def put_if_absent_streamed(self, key: str, head_bytes: int, produce: Produce) -> bool:
+        path = self._path(key)
+        if os.path.isfile(path):
+            return False
+
+        def fill(descriptor: int) -> None:
+            os.lseek(descriptor, head_bytes, os.SEEK_SET)
+            head = produce(lambda piece: _write(descriptor, piece))
+            if len(head) != head_bytes:
+                raise ValueError(f"The head of {key!r} has {len(head)} bytes, {head_bytes} were announced.")
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            _write(descriptor, head)
+
+        try:
+            return _write_unnamed(self._folder, fill, lambda source: _link(source, path))
         except OSError as error:
             self._fail(error, key, "create")
 
@@ -75,7 +93,7 @@ class FileStore:
                 raise
 
         try:
-            _write_unnamed(self._folder, data, replace)
+            _write_unnamed(self._folder, _writing(data), replace)
         except OSError as error:
             self._fail(error, key, "write")
 
@@ -150,7 +168,7 @@ class FileStore:
         name = _hidden_name(self._folder)
         try:
             exclusive = _write_unnamed(
-                self._folder, b"", lambda source: _link(source, name) and not _link(source, name)
+                self._folder, lambda _: None, lambda source: _link(source, name) and not _link(source, name)
             )
         except PermissionError as error:
             if error.errno == errno.EACCES:
@@ -193,8 +211,8 @@ def read_file(path: Path) -> memoryview:
         os.close(descriptor)
 
 
-def _write_unnamed(folder: str, data: Data, name: Callable[[str], T]) -> T:
-    """Write the data to a file without a name, and let `name` link it from a path that it is given."""
+def _write_unnamed(folder: str, fill: Callable[[int], None], name: Callable[[str], T]) -> T:
+    """Fill a file without a name, and let `name` link it from a path that it is given."""
     hidden = None
     try:
         descriptor = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
@@ -207,7 +225,7 @@ def _write_unnamed(folder: str, data: Data, name: Callable[[str], T]) -> T:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
         descriptor = _with_parents(hidden, lambda: os.open(source, flags, 0o666))
     try:
-        _write(descriptor, data)
+        fill(descriptor)
         return name(source)
     finally:
         os.close(descriptor)
@@ -245,6 +263,10 @@ def _with_parents(path: str, act: Callable[[], T]) -> T:
         with contextlib.suppress(FileNotFoundError):
             return act()
     return act()
+
+
+def _writing(data: Data) -> Callable[[int], None]:
+    return lambda descriptor: _write(descriptor, data)
 
 
 def _write(descriptor: int, data: Data) -> None:

@@ -6,6 +6,7 @@ implements is answered UNIMPLEMENTED and remembered, because a test that met it 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, cast
@@ -53,6 +54,8 @@ class Dispatcher:
         self.unimplemented: set[str] = set()
         self.deduplicates = True
         """Whether a create that is repeated with the same idempotency key gives the same sandbox again."""
+        self.together: dict[str, int] = {}
+        """So many calls of a name have to arrive before the first is answered."""
         self._objects = objects
         self._check = check
         self._faults = faults
@@ -87,6 +90,8 @@ class Dispatcher:
                 raise GRPCError(Status.UNIMPLEMENTED, f"The server of the tests knows no {rpc}.")
             try:
                 self._check(rpc, metadata)
+                while sum(call.rpc == rpc for call in self.calls) < self.together.get(rpc, 0):
+                    await asyncio.sleep(0.01)
                 if cardinality is Cardinality.UNARY_UNARY:
                     await self._answer(rpc, stream, request, metadata, method)
                 else:

@@ -29,7 +29,7 @@ from grpclib.server import Server
 from modal._utils.grpc_utils import custom_detail_codec
 from modal_proto import api_pb2
 
-from executors.testing.waiting import eventually
+from executors.testing import eventually
 from servers.modal_account import ENVIRONMENT, Account
 from servers.modal_control_plane import SandboxCalls
 from servers.modal_dispatch import Call, Dispatcher
@@ -129,6 +129,10 @@ class ModalServer:
         fault = Fault(rpc=rpc, status=status, **details)
         self._faults.plan(fault)
         return fault
+
+    def answer_together(self, rpc: str, n_calls: int) -> None:
+        """Answer no call of a name before so many have arrived."""
+        self._dispatcher.together[rpc] = n_calls
 
     def unused_faults(self) -> list[Fault]:
         return self._faults.unused()
