@@ -8,14 +8,18 @@ first.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from executors.cloud_launch import CloudLaunch
 from executors.entrypoint import check_entrypoint
 from executors.found import FoundReplica, collect_rows, find_replica
 from executors.outcome import OUTPUT_TAIL_BYTES, Outcome, Reason, record_outcome, request_cancel
+from executors.pace import Pace
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.records import exists, find_json
 from executors.replica import RENDEZVOUS, replica_key
@@ -25,10 +29,12 @@ from executors.store import Store, open_store, store_at
 from executors.store.opening import reach_from_elsewhere
 from executors.task import RunSpec, create_run, new_run_id, read_task, split_rank_env
 from executors.vendor import Job, JobId, JobKey, JobState, Vendor, VendorError
+from executors.vendor_patience import patiently
 
 DEFAULT_TIMEOUT_S = 3600
 MARGIN_S = 120  # what the vendor's limit leaves for fetching the code, and for a replica that ends by its own limit
 LOG_LINES = 200
+STALE_INTENT_S = 1800  # a vendor's call may block until its job is scheduled: at Modal 21 minutes
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +143,7 @@ class CloudExecutor(Vendor):
             UnknownHandleError: no such replica was ever launched.
             BackendError: the vendor does not let us in.
         """
-        found = find_replica(handle, self.backend_name)
+        found = self._find(handle)
         outcome = found.outcome() or self._conclude(found)
         if outcome is not None:
             return outcome.status
@@ -145,31 +151,59 @@ class CloudExecutor(Vendor):
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = LOG_LINES) -> str:
         """Return the last lines of the replica's output, as far as the vendor keeps it."""
-        return self.job_logs(find_replica(handle, self.backend_name).metadata["job"], n_lines)
+        job_id = self._find(handle).metadata["job"]
+        return "" if job_id is None else patiently()(self.job_logs, job_id, n_lines)
 
     def cancel(self, handle: ReplicaHandle) -> None:
         """End a replica. Returns when the vendor has accepted it."""
-        found = find_replica(handle, self.backend_name)
+        found = self._find(handle)
         if found.outcome() is not None:
             return
         request_cancel(found.store, found.run_id, found.rank, found.attempt)
-        self.stop_job(found.metadata["job"])
+        if found.metadata["job"] is None:  # its launcher died before the vendor had it; one that comes up late ends
+            record_outcome(
+                found.store, found.run_id, Outcome(found.rank, found.attempt, ReplicaStatus.CANCELLED, "cancelled")
+            )
+            return
+        patiently()(self.stop_job, found.metadata["job"])
+        self._pace.forget(found.place)
         self._conclude(found)
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Wait for the replicas' outcomes, at most `timeout` seconds, and return them in the order of `handles`."""
         return collect_rows(self.poll, self.backend_name, handles, timeout)
 
+    def _find(self, handle: ReplicaHandle) -> FoundReplica:
+        """Find a replica; a newer attempt whose launcher died before it wrote a handle is found at the vendor."""
+        found = find_replica(handle, self.backend_name)
+        if found.attempt != found.metadata["attempt"] and exists(found.store, found.key("intent.json")):
+            newer = self.find_handle(found.store, found.run_id, found.rank, found.attempt)
+            return replace(found, metadata={**found.metadata, "job": None} if newer is None else newer.metadata)
+        return found
+
     def find_handle(self, store: Store, run_id: str, rank: int, attempt: int) -> ReplicaHandle | None:
         """Find a replica whose launcher wrote its intent, and no handle: it died, or lost the vendor's answer."""
         key = JobKey(store.url, run_id, rank, attempt)
-        jobs = self.find_jobs(key)
+        jobs = patiently()(self.find_jobs, key)
         if not jobs:
+            self._give_up_intent(key, store)
             return None
         record = find_json(store, f"{run_id}/run.json") or {}
         handle = self._handle(store, key, record.get("timeout_s") or self.default_timeout_s, jobs[0])
         store.put(replica_key(run_id, rank, attempt, "handle.json"), handle.to_json().encode())
         return handle
+
+    def _give_up_intent(self, key: JobKey, store: Store) -> None:
+        """Record the end of a replica whose launcher died before the vendor had it, once that is past doubt."""
+        intent = find_json(store, replica_key(key.run_id, key.rank, key.attempt, "intent.json")) or {}
+        if time.time() - float(intent.get("at", time.time())) > STALE_INTENT_S:
+            error = f"Replica {key.rank} was never started: {self.vendor} knows no job of it. Did {intent['by']} die?"
+            outcome = Outcome(key.rank, key.attempt, ReplicaStatus.FAILED, "start_failed", error=error)
+            record_outcome(store, key.run_id, outcome)
+
+    @functools.cached_property
+    def _pace(self) -> Pace:
+        return Pace()
 
     def _handle(self, store: Store, key: JobKey, timeout_s: float, job_id: JobId) -> ReplicaHandle:
         where = {"run_id": key.run_id, "store_url": store.url, "attempt": key.attempt}
@@ -193,6 +227,8 @@ class CloudExecutor(Vendor):
 
     def _conclude(self, found: FoundReplica) -> Outcome | None:
         """Ask the vendor about a replica without an outcome, and record one if its job has ended."""
+        if found.metadata["job"] is None or not self._pace.is_due(found.place):
+            return None
         try:
             state = self.job_state(found.metadata["job"])
         except VendorError as error:
@@ -202,6 +238,7 @@ class CloudExecutor(Vendor):
             return None
         if not state.has_ended:
             return None
+        self._pace.forget(found.place)
         standing = found.outcome()  # written just before the job ended, perhaps
         if standing is not None:
             return standing
@@ -215,6 +252,8 @@ class CloudExecutor(Vendor):
         output = ""
         with contextlib.suppress(VendorError):
             output = self.job_logs(found.metadata["job"], LOG_LINES)[-OUTPUT_TAIL_BYTES:]
+        if reason == "start_failed" and output.strip():
+            error = f"{error} Its log ends: {output.strip().splitlines()[-1]}"
         status = ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED
         return Outcome(
             found.rank,
@@ -250,5 +289,5 @@ def _explain(found: FoundReplica, state: JobState, vendor: str) -> tuple[Reason,
         return "signal", f"{who} was ended by {_SIGNALS[state.exit_code]} (exit code {state.exit_code}).{said}"
     code = "an unknown exit code" if state.exit_code is None else f"exit code {state.exit_code}"
     if not exists(found.store, found.key("started.json")):
-        return "start_failed", f"{who} ended with {code} before its entrypoint was reached; see its logs.{said}"
+        return "start_failed", f"{who} ended with {code} before its entrypoint was reached.{said}"
     return "no_result", f"{who} ended by itself with {code}, before its entrypoint returned a result.{said}"

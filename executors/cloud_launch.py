@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
-import tenacity
-
 from executors.errors import LaunchError, ReplicasError, StoreError
 from executors.outcome import Outcome, Reason, record_outcome, request_cancel
 from executors.protocol import ReplicaHandle, ReplicaStatus
@@ -25,10 +23,9 @@ from executors.records import find_json, to_bytes
 from executors.replica import replica_key
 from executors.store import Store
 from executors.vendor import Job, JobId, Vendor, VendorError
+from executors.vendor_patience import patiently
 
 MAX_THREADS = 256  # a vendor's call may block until its job is scheduled, so each rank has its own
-TRIES = 6
-LONGEST_PAUSE_S = 8.0
 FOREIGN_INTENT_S = 30.0  # how long another launcher of the same attempt is given to name its job
 SWEEP_S = 1.0
 SWEEP_THREADS = 16
@@ -113,7 +110,7 @@ class CloudLaunch:
     def _ask(self, job: Job) -> JobId:
         """Ask for a job until the vendor has it; look for it first whenever an answer left that open."""
         may_stand = False
-        for attempt in self._patiently():
+        for attempt in patiently(self._sleep):
             with attempt:
                 if self._is_given_up.is_set():
                     raise VendorError("the launch was given up", "refused")
@@ -126,16 +123,6 @@ class CloudLaunch:
                     raise
                 return self._only_one(job) or started if may_stand else started
         raise AssertionError("tenacity returns or raises")
-
-    def _patiently(self) -> tenacity.Retrying:
-        return tenacity.Retrying(
-            retry=tenacity.retry_if_exception(lambda error: isinstance(error, VendorError) and error.kind != "refused"),
-            wait=tenacity.wait_exponential(0.5, LONGEST_PAUSE_S) + tenacity.wait_random(0, 0.5),
-            stop=tenacity.stop_after_attempt(TRIES),
-            before_sleep=tenacity.before_sleep_log(log, logging.INFO),
-            sleep=self._sleep,
-            reraise=True,
-        )
 
     def _only_one(self, job: Job) -> JobId | None:
         """Find the job that a lost answer may have left, and end any beyond the first."""
@@ -150,7 +137,7 @@ class CloudLaunch:
         while not self._is_given_up.is_set():
             if record := find_json(self._store, self._key(job, "handle.json")):
                 return ReplicaHandle(**record)
-            if found := self._vendor.find_jobs(job.key):
+            if found := patiently(self._sleep)(self._vendor.find_jobs, job.key):
                 return self._handle_of(job, found[0])
             if time.monotonic() > deadline:
                 break
@@ -189,11 +176,11 @@ class CloudLaunch:
 
     def _end_jobs(self, job: Job) -> str:
         try:
-            for attempt in self._patiently():
+            for attempt in patiently(self._sleep):
                 with attempt:
                     for found in self._vendor.find_jobs(job.key):
                         self._vendor.stop_job(found)
-        except VendorError as error:
+        except Exception as error:  # noqa: BLE001 - whatever hinders this one, the others are to be ended
             return f"{job.key.name} ({error})"
         return ""
 

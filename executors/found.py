@@ -24,7 +24,12 @@ class FoundReplica:
     rank: int
     attempt: int
     metadata: Mapping[str, Any]
-    """Of the newest handle, which names who runs it."""
+    """Of the newest handle, which names who runs it. Its `attempt` is an earlier one where a copy was started since."""
+
+    @property
+    def place(self) -> str:
+        """What tells this attempt from all others of all runs."""
+        return f"{self.store.url} {self.key('')}"
 
     def key(self, name: str) -> str:
         return replica_key(self.run_id, self.rank, self.attempt, name)
@@ -56,14 +61,20 @@ def find_replica(handle: ReplicaHandle, backend: str) -> FoundReplica:
             f"No replica: the handle of rank {handle.rank} was not made by the {backend} backend; it has no {error}."
         ) from None
     store = store_at(url)
-    if not exists(store, replica_key(run_id, handle.rank, launched, "handle.json")):
+    key = replica_key(run_id, handle.rank, launched, "handle.json")
+    if (url, key) not in _known and not exists(store, key):
         raise UnknownHandleError(f"No replica with run_id={run_id!r}, rank {handle.rank} at {url}.")
+    _known.add((url, key))
     newest = newest_attempt(store, run_id, handle.rank, launched)
     for attempt in range(newest, launched, -1):
         if record := find_json(store, replica_key(run_id, handle.rank, attempt, "handle.json")):
             metadata = record["metadata"]
             break
     return FoundReplica(store, run_id, handle.rank, newest, metadata)
+
+
+_known: set[tuple[str, str]] = set()
+"""Handles that were seen in their store, which is asked for each but once: they are never taken back."""
 
 
 def collect_rows(

@@ -6,15 +6,18 @@ by its labels.
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
+from executors.bounded import within
 from executors.cloud import CloudExecutor
 from executors.errors import BackendError, MissingDependencyError
 from executors.lines import LinesOfJobs
+from executors.outcome import Reason
 from executors.vendor import Job, JobId, JobKey, JobState, VendorError, masked, shortened
 
 # Names of GPUs as people say them, and the flavor that has one. The service's list is `hf jobs hardware`.
@@ -29,7 +32,14 @@ FLAVORS = {
 }
 CPU_FLAVOR = "cpu-basic"
 ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
+WORDS: dict[str, Reason] = {"timeout": "timeout", "oomkilled": "oom", "evicted": "preempted", "preempt": "preempted"}
+"""What a message on a failed job says, and what it means."""
+ANSWER_S = 60.0  # the SDK itself waits for an answer without end
+LABEL = re.compile(r"[A-Za-z0-9_-]{1,100}")
+OUR_LABELS = "replicas-"
 TOKEN_ADVICE = "Log in with: hf auth login (or set HF_TOKEN to a token that may write jobs)."
+
+T = TypeVar("T")
 
 
 class HFJobsExecutor(CloudExecutor):
@@ -40,8 +50,13 @@ class HFJobsExecutor(CloudExecutor):
         image: a Docker image with Python and pip. None: Docker's `python`, in this Python's minor version.
         flavor: the hardware, as in `hf jobs hardware`. None: as `gpu=` asks, or the smallest without a GPU.
         pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
-        labels: more labels for the jobs.
-        secrets: names of variables of this environment that every replica gets as a secret.
+        labels: more labels for the jobs: of letters, digits, "-" and "_", at most 100.
+        secrets: names of variables of this environment that every replica gets as a secret. What a replica prints of
+            them is in its log, and in its outcome.
+
+    Raises:
+        MissingDependencyError: huggingface_hub is not installed.
+        ValueError: a label that the service does not take.
     """
 
     backend_name = "hf"
@@ -68,10 +83,12 @@ class HFJobsExecutor(CloudExecutor):
         self.image = image or "python:{}.{}".format(*sys.version_info)
         self.flavor = flavor
         self.pip = tuple(pip)
-        self.labels = dict(labels or {})
+        self.labels = _checked_labels(labels or {})
         self.secrets = tuple(secrets)
         self._api = huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))  # the SDK reads it at import alone
         self._lines = LinesOfJobs()
+        self._user: str | None = None
+        self._asking_for_user = threading.Lock()
 
     def __repr__(self) -> str:
         return f"HFJobsExecutor(namespace={self.namespace!r}, image={self.image!r}, flavor={self.flavor!r})"
@@ -86,33 +103,27 @@ class HFJobsExecutor(CloudExecutor):
         """See `Vendor.check_account`: a token that is accepted, a flavor for the GPU, secrets that are set."""
         self._flavor_for(gpu)
         self._secrets(secret_names)
-        self._namespace()
+        self._whoami()
 
     def start_job(self, job: Job) -> JobId:
         """See `Vendor.start_job`. The SDK does not repeat this request, so a lost answer is "unclear"."""
         request = self._request(job)
-        with _told(may_have_acted=True):
-            info = self._api.run_job(**request)
+        info = _ask(lambda: self._api.run_job(**request), may_have_acted=True)
         return {"id": info.id, "namespace": request["namespace"], "url": info.url}
 
     def find_jobs(self, key: JobKey) -> list[JobId]:
         """See `Vendor.find_jobs`."""
         namespace = self._namespace()
-        with _told():
-            found = list(self._api.list_jobs(labels=key.labels, namespace=namespace))
+        found = _ask(lambda: list(self._api.list_jobs(labels=key.labels, namespace=namespace)))
         found = [info for info in found if _stage(info) != "DELETED"]
         found.sort(key=lambda info: (info.created_at.timestamp() if info.created_at else 0.0, info.id))
         return [{"id": info.id, "namespace": namespace, "url": info.url} for info in found]
 
     def job_state(self, job_id: JobId) -> JobState:
         """See `Vendor.job_state`."""
-        from huggingface_hub.errors import JobNotFoundError
-
-        with _told():
-            try:
-                info = self._api.inspect_job(job_id=job_id["id"], namespace=job_id["namespace"])
-            except JobNotFoundError:
-                return JobState(True, "lost")
+        info = _ask_of_job(lambda: self._api.inspect_job(job_id=job_id["id"], namespace=job_id["namespace"]))
+        if info is None:
+            return JobState(True, "lost")
         stage, message = _stage(info), info.status.message or ""
         if stage not in ENDED:
             return JobState(False, message=message)
@@ -120,28 +131,26 @@ class HFJobsExecutor(CloudExecutor):
             return JobState(True, "lost", message=message)
         if stage == "CANCELED":
             return JobState(True, "cancelled", message=message)
-        if stage == "ERROR" and "timeout" in message.lower():
-            return JobState(True, "timeout", message=message)
-        return JobState(True, exit_code=0 if stage == "COMPLETED" else _exit_code_in(message), message=message)
+        if stage == "COMPLETED":
+            return JobState(True, exit_code=0, message=message)
+        reasons = [reason for word, reason in WORDS.items() if word in message.lower()]
+        return JobState(True, reasons[0] if reasons else None, _exit_code_in(message), message)
 
     def job_logs(self, job_id: JobId, n_lines: int) -> str:
         """See `Vendor.job_logs`. A running job that is silent holds the SDK for 5 s, which `LinesOfJobs` does not."""
 
         def fetch() -> Iterator[str]:
-            from huggingface_hub.errors import JobNotFoundError
-
-            with _told(), contextlib.suppress(JobNotFoundError):
-                yield from self._api.fetch_job_logs(job_id=job_id["id"], namespace=job_id["namespace"], tail=n_lines)
+            where = {"job_id": job_id["id"], "namespace": job_id["namespace"]}
+            lines = iter(self._api.fetch_job_logs(**where, tail=n_lines))
+            while (line := _told_of_job(lambda: next(lines, None))) is not None:
+                yield line
 
         lines = self._lines.read(job_id["id"], n_lines, fetch)
         return "".join(f"{line}\n" for line in lines)
 
     def stop_job(self, job_id: JobId) -> None:
         """See `Vendor.stop_job`."""
-        from huggingface_hub.errors import JobNotFoundError
-
-        with _told(), contextlib.suppress(JobNotFoundError):
-            self._api.cancel_job(job_id=job_id["id"], namespace=job_id["namespace"])
+        _ask_of_job(lambda: self._api.cancel_job(job_id=job_id["id"], namespace=job_id["namespace"]))
 
     def describe_job(self, job: Job) -> dict[str, Any]:
         """See `Vendor.describe_job`."""
@@ -191,41 +200,73 @@ class HFJobsExecutor(CloudExecutor):
         return found
 
     def _namespace(self) -> str:
-        if self.namespace is None:
-            if self._api.token is None:
-                from huggingface_hub import get_token
+        return self.namespace or self._whoami()
 
-                if get_token() is None:
-                    raise BackendError(f"Backend 'hf' needs a Hugging Face token. {TOKEN_ADVICE}")
-            with _told():
-                self.namespace = str(self._api.whoami()["name"])
-        return self.namespace
+    def _whoami(self) -> str:
+        """Return the user of the token, asked for once: the service counts this request strictly."""
+        with self._asking_for_user:
+            if self._user is None:
+                self._user = str(_ask(self._api.whoami)["name"])
+            self.namespace = self.namespace or self._user
+            return self._user
 
 
-@contextlib.contextmanager
-def _told(may_have_acted: bool = False) -> Iterator[None]:
-    """Turn what the SDK raises into VendorError. Jobs that are not known pass."""
+def _ask(call: Callable[[], T], *, may_have_acted: bool = False) -> T:
+    """Make a request, and turn what the SDK raises into VendorError. Jobs that are not known pass."""
+    return _told(lambda: within(ANSWER_S, call), may_have_acted)
+
+
+def _ask_of_job(call: Callable[[], T]) -> T | None:
+    """Make a request about a job; None when it is not known."""
+    return _told_of_job(lambda: within(ANSWER_S, call))
+
+
+def _told_of_job(call: Callable[[], T]) -> T | None:
+    from huggingface_hub.errors import JobNotFoundError
+
+    try:
+        return _told(call)
+    except JobNotFoundError:
+        return None
+
+
+def _told(call: Callable[[], T], may_have_acted: bool = False) -> T:
+    import httpx2  # what the SDK asks with, and whose errors it lets through
     from huggingface_hub.errors import HfHubHTTPError, JobNotFoundError, LocalTokenNotFoundError
 
     try:
-        yield
+        return call()
     except JobNotFoundError:
         raise
     except LocalTokenNotFoundError as error:
         raise VendorError(f"Backend 'hf' needs a Hugging Face token. {TOKEN_ADVICE}", "refused") from error
     except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else 0
-        said = f"Hugging Face: {error.server_message or error} (HTTP {status})"
+        status = error.response.status_code
+        said = str(error.server_message or str(error).strip().partition("\n")[0]).rstrip(".")
+        text = f"Hugging Face: {said} (HTTP {status})."
         if status in (408, 429):
-            raise VendorError(said, "busy") from error
-        if status >= 500 or not status:
-            raise VendorError(said, "unclear") from error
+            raise VendorError(text, "busy") from error
+        if status >= 500:
+            raise VendorError(text, "unclear" if may_have_acted else "busy") from error
         advice = f" {TOKEN_ADVICE}" if status in (401, 403) else ""
-        raise VendorError(f"{said}.{advice}", "refused") from error
-    except OSError as error:
-        raise VendorError(
-            f"Hugging Face cannot be reached: {error}", "unclear" if may_have_acted else "busy"
-        ) from error
+        raise VendorError(f"{text}{advice}", "refused") from error
+    except (httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
+        raise VendorError(f"Hugging Face cannot be reached: {error}. Look at HF_ENDPOINT.", "refused") from error
+    except (OSError, httpx2.HTTPError) as error:
+        is_unclear = may_have_acted and not isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout))
+        text = f"Hugging Face cannot be reached: {error or type(error).__name__}"
+        raise VendorError(text, "unclear" if is_unclear else "busy") from error
+
+
+def _checked_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    for name, value in labels.items():
+        if not LABEL.fullmatch(name) or (value and not LABEL.fullmatch(str(value))):
+            raise ValueError(
+                f"Label {name!r}: {value!r} is none that Hugging Face takes: letters, digits, '-' and '_', at most 100."
+            )
+        if name == "name" or name.startswith(OUR_LABELS):
+            raise ValueError(f"The label {name!r} is set by `replicas` itself. Choose another name.")
+    return dict(labels)
 
 
 def _stage(info: Any) -> str:
@@ -234,7 +275,5 @@ def _stage(info: Any) -> str:
 
 def _exit_code_in(message: str) -> int | None:
     """Find the exit code in what the service says of a job that failed, where it says one."""
-    import re
-
     found = re.search(r"exit(?:ed)?(?: with)?(?: code| status)?[ :=]+(-?\d+)", message, re.IGNORECASE)
     return int(found[1]) if found else None

@@ -159,9 +159,11 @@ class Run:
     @property
     def handles(self) -> list[Any]:
         """The replicas' handles in rank order; None for one that left no handle that this process can read."""
-        if self._handles is None:
-            self._handles = [self._read_handle(rank) for rank in range(self.world_size)]
-        return list(self._handles)
+        known = self._handles or [None] * self.world_size
+        if None in known:  # not a stranger's, which may compare as it likes: those are all there
+            known = [self._read_handle(rank) if handle is None else handle for rank, handle in enumerate(known)]
+        self._handles = known  # what is still missing may come: its launcher may be at work
+        return list(known)
 
     def __repr__(self) -> str:
         return f"<Run {self.run_id!r}: {self.world_size} replicas on {self.backend!r}, {self.store.url}>"

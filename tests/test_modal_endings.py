@@ -13,7 +13,7 @@ from grpclib import Status
 from servers.modal_sandboxes import Sandbox
 from servers.modal_server import ModalServer
 
-from executors import Run, launch
+from executors import ModalExecutor, Run, attach, launch
 from executors.errors import BackendError, ReplicaFailedError
 from executors.testing import eventually
 from executors.testing.executor_endings import task
@@ -133,7 +133,7 @@ def test_a_poll_that_fails_on_the_way_is_no_ending(modal_runs: ModalServer, gpu:
     run = launch("modal", task("hang"), 1, gpu=gpu)
     says(run, "hanging", [0])
     modal_runs.fail(of_backend("SandboxWait", gpu), Status.INTERNAL, times=4)  # the SDK's own three tries are in vain
-    assert run.status().replicas[0].status == "running"
+    assert attach(run.url).status().replicas[0].status == "running"
     assert modal_runs.unused_faults() == []
     run.cancel()
     assert run.wait(60)
@@ -146,7 +146,7 @@ def test_a_look_at_a_replica_costs_one_call_and_its_logs_no_more_each_time(
     run = launch("modal", task("hang"), 1, gpu=gpu)
     says(run, "hanging", [0])
     before = len(modal_runs.requests)
-    assert run.executor.poll(run.handles[0]) == "running"
+    assert ModalExecutor().poll(run.handles[0]) == "running"
     assert [rpc for rpc, _ in modal_runs.requests[before:]] == [of_backend("SandboxWait", gpu)]
     before = len(modal_runs.requests)
     assert run.logs(rank=0) == "hanging\n"

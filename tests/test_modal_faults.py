@@ -67,7 +67,7 @@ def check_each_stands_once(server: ModalServer, run: Run) -> None:
 def test_a_refused_rank_is_named_and_the_others_are_ended(
     modal_runs: ModalServer, gpu: str | None, way: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("executors.cloud_launch.TRIES", 2)  # the SDK itself makes four of each
+    monkeypatch.setattr("executors.vendor_patience.TRIES", 2)  # the SDK itself makes four of each
     modal_runs.fail(create_of(gpu), when=is_rank(5), **way)
     with pytest.raises(LaunchError, match=says) as caught:
         launch("modal", task("hang"), N, gpu=gpu, run_id="otter")
