@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from grpclib import Status
-from servers.modal_sandboxes import Sandbox
+from modal_of_tests import alive, of_backend
 from servers.modal_server import ModalServer
 
 from executors import ModalExecutor, Run, attach, launch
@@ -18,16 +18,11 @@ from executors.errors import BackendError, ReplicaFailedError
 from executors.testing import eventually
 from executors.testing.executor_endings import task
 
-
-@pytest.fixture(params=[None, "H100"], ids=["cpu", "gpu"])
-def gpu(request: pytest.FixtureRequest) -> str | None:
-    kind: str | None = request.param
-    return kind
-
-
 END_DIFFERENTLY = """
 import time
 from executors import current_replica
+
+__all__ = ["gpu"]  # a fixture
 
 def main():
     rank = current_replica().rank
@@ -41,10 +36,6 @@ def main():
 """
 
 
-def of_backend(rpc: str, gpu: str | None) -> str:
-    return rpc if gpu else f"{rpc}V2"
-
-
 def sandbox_id(run: Run, rank: int) -> str:
     return str(run.handles[rank].metadata["job"]["sandbox_id"])
 
@@ -52,10 +43,6 @@ def sandbox_id(run: Run, rank: int) -> str:
 def says(run: Run, text: str, ranks: Sequence[int]) -> None:
     for rank in ranks:
         eventually(lambda rank=rank: text in run.logs(rank=rank), f"rank {rank} says {text!r}")  # type: ignore[misc]
-
-
-def alive(server: ModalServer) -> list[Sandbox]:
-    return [sandbox for sandbox in server.sandboxes if not sandbox.result]
 
 
 def test_every_ending_is_told_for_what_it_was(modal_runs: ModalServer, gpu: str | None) -> None:

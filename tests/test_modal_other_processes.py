@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from modal_of_tests import create_of
 from servers.modal_server import ModalServer
 from servers.s3_server import S3Server
 
@@ -51,19 +52,14 @@ print(json.dumps([[row["status"], row["result"]] for row in rows]))
 SECOND_TIME_LUCKY = """
 from executors import current_replica
 
+__all__ = ["gpu"]  # a fixture
+
 def main():
     me = current_replica()
     if me.rank and not me.attempt:
         raise RuntimeError("not yet")
     return [me.rank, me.attempt]
 """
-
-
-@pytest.fixture(params=[None, "H100"], ids=["cpu", "gpu"])
-def gpu(request: pytest.FixtureRequest) -> str | None:
-    """What decides about the SDK's back end."""
-    kind: str | None = request.param
-    return kind
 
 
 @pytest.fixture
@@ -126,7 +122,7 @@ def test_what_failed_is_resumed_from_elsewhere_with_the_recorded_options(
     done = elsewhere("-m", "executors.cli", "resume", run.url)
     assert done.returncode == 0, done.stderr
     assert attach(run.url).results() == [[0, 0], [1, 1], [2, 1]]
-    first, *again = (call.request for call in modal_runs.calls_of("SandboxCreate" if gpu else "SandboxCreateV2"))
+    first, *again = (call.request for call in modal_runs.calls_of(create_of(gpu)))
     assert len(again) == 4
     for request in again:
         asked, before = request.definition, first.definition
