@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from grpclib import Status
 from modal_of_tests import alive, of_backend
+from sandboxes_of_tests import gpu
 from servers.modal_server import ModalServer
 
 from executors import ModalExecutor, Run, attach, launch
@@ -18,11 +19,11 @@ from executors.errors import BackendError, ReplicaFailedError
 from executors.testing import eventually
 from executors.testing.executor_endings import task
 
+__all__ = ["gpu"]  # a fixture
+
 END_DIFFERENTLY = """
 import time
 from executors import current_replica
-
-__all__ = ["gpu"]  # a fixture
 
 def main():
     rank = current_replica().rank

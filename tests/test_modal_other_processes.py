@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from modal_of_tests import create_of
+from sandboxes_of_tests import gpu
 from servers.modal_server import ModalServer
 from servers.s3_server import S3Server
 
@@ -22,6 +23,8 @@ from executors.errors import RunExistsError
 from executors.testing import eventually
 from executors.testing.executor_endings import task
 from executors.testing.processes import environment
+
+__all__ = ["gpu"]  # a fixture
 
 DIES_BEFORE_THE_HANDLE = """
 import os, signal, sys
@@ -51,8 +54,6 @@ print(json.dumps([[row["status"], row["result"]] for row in rows]))
 
 SECOND_TIME_LUCKY = """
 from executors import current_replica
-
-__all__ = ["gpu"]  # a fixture
 
 def main():
     me = current_replica()
