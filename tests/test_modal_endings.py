@@ -10,20 +10,16 @@ from pathlib import Path
 
 import pytest
 from grpclib import Status
-from servers.modal_sandboxes import Sandbox
+from modal_of_tests import alive, of_backend
+from sandboxes_of_tests import gpu
 from servers.modal_server import ModalServer
 
-from executors import Run, launch
+from executors import ModalExecutor, Run, attach, launch
 from executors.errors import BackendError, ReplicaFailedError
 from executors.testing import eventually
 from executors.testing.executor_endings import task
 
-
-@pytest.fixture(params=[None, "H100"], ids=["cpu", "gpu"])
-def gpu(request: pytest.FixtureRequest) -> str | None:
-    kind: str | None = request.param
-    return kind
-
+__all__ = ["gpu"]  # a fixture
 
 END_DIFFERENTLY = """
 import time
@@ -41,10 +37,6 @@ def main():
 """
 
 
-def of_backend(rpc: str, gpu: str | None) -> str:
-    return rpc if gpu else f"{rpc}V2"
-
-
 def sandbox_id(run: Run, rank: int) -> str:
     return str(run.handles[rank].metadata["job"]["sandbox_id"])
 
@@ -52,10 +44,6 @@ def sandbox_id(run: Run, rank: int) -> str:
 def says(run: Run, text: str, ranks: Sequence[int]) -> None:
     for rank in ranks:
         eventually(lambda rank=rank: text in run.logs(rank=rank), f"rank {rank} says {text!r}")  # type: ignore[misc]
-
-
-def alive(server: ModalServer) -> list[Sandbox]:
-    return [sandbox for sandbox in server.sandboxes if not sandbox.result]
 
 
 def test_every_ending_is_told_for_what_it_was(modal_runs: ModalServer, gpu: str | None) -> None:
@@ -133,7 +121,7 @@ def test_a_poll_that_fails_on_the_way_is_no_ending(modal_runs: ModalServer, gpu:
     run = launch("modal", task("hang"), 1, gpu=gpu)
     says(run, "hanging", [0])
     modal_runs.fail(of_backend("SandboxWait", gpu), Status.INTERNAL, times=4)  # the SDK's own three tries are in vain
-    assert run.status().replicas[0].status == "running"
+    assert attach(run.url).status().replicas[0].status == "running"
     assert modal_runs.unused_faults() == []
     run.cancel()
     assert run.wait(60)
@@ -146,7 +134,7 @@ def test_a_look_at_a_replica_costs_one_call_and_its_logs_no_more_each_time(
     run = launch("modal", task("hang"), 1, gpu=gpu)
     says(run, "hanging", [0])
     before = len(modal_runs.requests)
-    assert run.executor.poll(run.handles[0]) == "running"
+    assert ModalExecutor().poll(run.handles[0]) == "running"
     assert [rpc for rpc, _ in modal_runs.requests[before:]] == [of_backend("SandboxWait", gpu)]
     before = len(modal_runs.requests)
     assert run.logs(rank=0) == "hanging\n"

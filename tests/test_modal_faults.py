@@ -11,33 +11,21 @@ from typing import Any
 
 import pytest
 from grpclib import Status
-from servers.modal_sandboxes import Sandbox
+from modal_of_tests import alive, create_of
+from sandboxes_of_tests import gpu
 from servers.modal_server import ModalServer
 
 from executors import Run, attach, launch
 from executors.errors import LaunchError
 from executors.testing.executor_endings import task
 
+__all__ = ["gpu"]  # a fixture
+
 N = 8
-
-
-@pytest.fixture(params=[None, "H100"], ids=["cpu", "gpu"])
-def gpu(request: pytest.FixtureRequest) -> str | None:
-    """What decides about the SDK's back end."""
-    kind: str | None = request.param
-    return kind
-
-
-def create_of(gpu: str | None) -> str:
-    return "SandboxCreate" if gpu else "SandboxCreateV2"
 
 
 def is_rank(rank: int) -> Callable[[Any], bool]:
     return lambda request: request.definition.name.endswith(f"-r{rank:04d}-a0")
-
-
-def alive(server: ModalServer) -> list[Sandbox]:
-    return [sandbox for sandbox in server.sandboxes if not sandbox.result]
 
 
 def attached(server: ModalServer, run_id: str) -> Run:

@@ -9,6 +9,7 @@ from typing import Any
 
 import modal
 import pytest
+from modal_of_tests import create_of
 from servers.modal_server import TOKEN_SECRET, ModalServer
 from servers.s3_server import CREDENTIALS, S3Server
 
@@ -24,10 +25,6 @@ def gpu(request: pytest.FixtureRequest) -> str | None:
     """What decides about the SDK's back end."""
     kind: str | None = request.param
     return kind
-
-
-def create_of(gpu: str | None) -> str:
-    return "SandboxCreate" if gpu else "SandboxCreateV2"
 
 
 def images(server: ModalServer) -> list[str]:

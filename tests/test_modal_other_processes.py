@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from modal_of_tests import create_of
+from sandboxes_of_tests import gpu
 from servers.modal_server import ModalServer
 from servers.s3_server import S3Server
 
@@ -21,6 +23,8 @@ from executors.errors import RunExistsError
 from executors.testing import eventually
 from executors.testing.executor_endings import task
 from executors.testing.processes import environment
+
+__all__ = ["gpu"]  # a fixture
 
 DIES_BEFORE_THE_HANDLE = """
 import os, signal, sys
@@ -57,13 +61,6 @@ def main():
         raise RuntimeError("not yet")
     return [me.rank, me.attempt]
 """
-
-
-@pytest.fixture(params=[None, "H100"], ids=["cpu", "gpu"])
-def gpu(request: pytest.FixtureRequest) -> str | None:
-    """What decides about the SDK's back end."""
-    kind: str | None = request.param
-    return kind
 
 
 @pytest.fixture
@@ -126,7 +123,7 @@ def test_what_failed_is_resumed_from_elsewhere_with_the_recorded_options(
     done = elsewhere("-m", "executors.cli", "resume", run.url)
     assert done.returncode == 0, done.stderr
     assert attach(run.url).results() == [[0, 0], [1, 1], [2, 1]]
-    first, *again = (call.request for call in modal_runs.calls_of("SandboxCreate" if gpu else "SandboxCreateV2"))
+    first, *again = (call.request for call in modal_runs.calls_of(create_of(gpu)))
     assert len(again) == 4
     for request in again:
         asked, before = request.definition, first.definition
