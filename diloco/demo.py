@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from xxhash import xxh3_128
 
 from diloco.demo_data import Text, load_text
 from diloco.outer import DiLoCo
@@ -131,7 +132,8 @@ def train(
         batch: windows per step and replica.
 
     Returns:
-        numbers, and for rank 0 (or the lowest rank that was left at the end) `summary`, a text.
+        numbers; `anchor`, a digest of the parameters that all share; and for rank 0 (or the lowest rank that was left
+        at the end) `summary`, a text.
     """
     for name, value in {"steps": steps, "inner_steps": inner_steps, "batch": batch}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -163,9 +165,10 @@ def train(
                 print(f"step {step:5d} of {steps}  loss {loss:.3f}  rounds {diloco.rounds}", flush=True)
         if steps % inner_steps:
             reports += diloco.sync()  # what came after the last round
-        model.load_state_dict(diloco.anchor(), strict=False)
+        anchor = diloco.anchor()
+    model.load_state_dict(anchor, strict=False)
     seconds = time.monotonic() - began
-    result = {"steps": steps, **_numbers(reports, seconds, diloco.rounds)}
+    result = {"steps": steps, "anchor": _digest(anchor), **_numbers(reports, seconds, diloco.rounds)}
     print(f"done: {steps} steps, {diloco.rounds} rounds in {seconds:.1f} s", flush=True)
     last_ranks = reports[-1].ranks if reports else (replica.rank,)
     if replica.rank in (0, min(last_ranks)):
@@ -187,6 +190,14 @@ def evaluate(model: ByteTransformer, text: Text) -> float:
     with torch.no_grad():
         losses = [model.loss(part).item() for part in torch.split(windows, 64)]
     return sum(losses) / len(losses)
+
+
+def _digest(anchor: dict[str, Tensor]) -> str:
+    """Equal for replicas that hold the same parameters, bit for bit."""
+    digest = xxh3_128()
+    for values in anchor.values():
+        digest.update(values.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _new_model(seed: int) -> ByteTransformer:

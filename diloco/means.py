@@ -14,6 +14,7 @@ from xxhash import xxh3_128_hexdigest
 
 from diloco.keys import Keys
 from diloco.membership import Identity, Membership
+from diloco.parallel import Map
 from diloco.patience import PatientStore
 from diloco.records import (
     BadRecordError,
@@ -23,12 +24,12 @@ from diloco.records import (
     Seal,
     count_blocks,
     digests_of,
-    hash_order,
     head_bytes,
     shard_blocks,
 )
 from diloco.reduction import BadInputError, Input, Reduce
-from diloco.rounds import READ_TRIES, Pace, Round
+from diloco.rounds import READ_TRIES, Pace, Round, asking_again_s
+from diloco.sharding import owners
 
 
 class InputGoneError(Exception):
@@ -48,6 +49,7 @@ class Means:
         *,
         reduce: Reduce,
         clock: Callable[[], float],
+        map: Map,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -56,6 +58,7 @@ class Means:
         self._block_bytes = pace.block_bytes
         self._reduce = reduce
         self._clock = clock
+        self._map = map
         self._least_patience_s = pace.patience_s
         self._usual_s = 0.0
 
@@ -70,36 +73,41 @@ class Means:
             mean = memoryview(seal.mean) if seal.lost_mean is None else self._recover_small(r, seal)
             r.stuck = mean is None
             return None if mean is None else [mean]
-        if r.sealed_s is None:
-            r.sealed_s = self._clock()
-        orders = [self.owners(r.entry, seal, shard) for shard in range(seal.shards)]
-        mine_first = sorted(range(seal.shards), key=lambda shard: orders[shard][0] != self._me.rank)
-        for shard in mine_first:
-            if shard not in r.means:
-                mean = self._read(r, seal, shard)
-                if mean is None and self._is_due(r, orders[shard]):
+        now = self._clock()
+        asks = r.sealed_s is not None and now >= r.ask_s  # not at the first look: usually nobody is gone
+        if asks or r.sealed_s is None:
+            r.ask_s = now + asking_again_s(self._store)
+        r.sealed_s = now if r.sealed_s is None else r.sealed_s
+        orders = [owners(r.entry, seal.members, shard) for shard in range(seal.shards)]
+        missing = sorted(set(range(seal.shards)) - r.means.keys(), key=lambda shard: orders[shard][0] != self._me.rank)
+        # One's own first, because others wait for them, and one of the others': the rest stands when that does.
+        n_first = 1 + sum(orders[shard][0] == self._me.rank for shard in missing)
+        for shards in (missing[:n_first], missing[n_first:]):
+            keys = [self._keys.mean(r.entry, shard) for shard in shards]
+            for shard, data in zip(shards, self._map(self._store.look, keys), strict=True):
+                mean = self._check(r, seal, shard, data)
+                if mean is None and self._is_due(r, orders[shard], asks=asks):
                     mean = self._bring_about(r, seal, shard)
                 if mean is not None:
                     r.means[shard] = mean
-        if len(r.means) < seal.shards:
-            return None
+            if not r.means.keys() >= set(shards):
+                return None
         self._usual_s = 0.8 * self._usual_s + 0.2 * (self._clock() - r.sealed_s)
         return [r.means[shard] for shard in range(seal.shards)]
 
-    def owners(self, entry: int, seal: Seal, shard: int) -> list[int]:
-        """Return the sealed ranks in the order in which they are to reduce a shard; each is first as often."""
-        order = hash_order(seal.members, "mean", entry)
-        turn = shard % len(order)
-        return order[turn:] + order[:turn]
+    def _is_due(self, r: Round, order: list[int], *, asks: bool) -> bool:
+        """Tell whether a missing shard is this replica's to reduce: after a while for each of those before it.
 
-    def _is_due(self, r: Round, order: list[int]) -> bool:
+        Args:
+            asks: leave out those that are gone.
+        """
         assert r.sealed_s is not None
-        place = 0
-        for rank in order:
-            if rank == self._me.rank:
-                break
-            place += not self._membership.is_gone(rank)
-        return self._clock() - r.sealed_s >= self.patience_s * place
+        waited_s, place = self._clock() - r.sealed_s, 0
+        for rank in order[: order.index(self._me.rank)] if self._me.rank in order else order:
+            place += not (asks and self._membership.is_gone(rank))
+            if waited_s < self.patience_s * place:
+                return False
+        return True
 
     def _bring_about(self, r: Round, seal: Seal, shard: int) -> memoryview | None:
         started = self._clock()
@@ -121,14 +129,15 @@ class Means:
         if standing is not None and standing == mine:
             r.left_out.update(head.left_out)
             return payload
-        return self._read(r, seal, shard)
+        return self._check(r, seal, shard, self._store.look(self._keys.mean(r.entry, shard)))
 
-    def _read(self, r: Round, seal: Seal, shard: int) -> memoryview | None:
-        """Return a shard of the mean that stands; None when none does."""
+    def _check(self, r: Round, seal: Seal, shard: int, data: memoryview | None) -> memoryview | None:
+        """Return a shard of the mean that stands, as it was read or read again; None when none does."""
         first, end = self._blocks(r, seal, shard)
         head = None
-        for _ in range(READ_TRIES):
-            data = self._store.look(self._keys.mean(r.entry, shard))
+        for readings in range(READ_TRIES):
+            if readings:
+                data = self._store.look(self._keys.mean(r.entry, shard))
             if data is None:
                 return None
             payload = data[head_bytes(end - first) :]
@@ -174,7 +183,7 @@ class Means:
         tries: dict[int, int] = {}
         while members:
             try:
-                inputs = [self._input(r, seal, rank, shard) for rank in members]
+                inputs = list(self._map(lambda rank: self._input(r, seal, rank, shard), members))
                 r.spoilt.add(shard)
                 blocks = self._reduce(inputs, out, block_bytes=self._block_bytes)
                 return MeanHead(blocks, tuple(sorted(set(seal.members) - set(members)))), out
@@ -189,9 +198,9 @@ class Means:
         first, end = self._blocks(r, seal, shard)
         start, size = first * self._block_bytes, self._size(r, first, end)
         member = seal.members[rank]
-        if rank == self._me.rank and self._is_own(r, seal) and r.packed is not None and shard not in r.spoilt:
-            payload = r.packed.payload[start : start + size]
-            return Input(rank, member.weight, payload, r.packed.blocks[first:end])
+        if rank == self._me.rank and shard not in r.spoilt and (kept := self._kept(r, seal, start, size)) is not None:
+            assert r.packed is not None
+            return Input(rank, member.weight, kept, r.packed.blocks[first:end])
         contribution = self._head(r, rank, member)
         offset = head_bytes(len(contribution.blocks)) + start
         data = self._store.look(self._keys.contribution(r.entry, rank), start=offset, size=size)
@@ -218,13 +227,15 @@ class Means:
         return contribution
 
     def _result_buffer(self, r: Round, seal: Seal, start: int, size: int) -> memoryview:
-        if self._is_own(r, seal) and r.packed is not None:  # the payload's memory is free once it stands in the store
-            return r.packed.payload[start : start + size]
-        return np.empty(size, np.uint8).data
+        kept = self._kept(r, seal, start, size)  # is free once it stands in the store
+        return np.empty(size, np.uint8).data if kept is None else kept
 
-    def _is_own(self, r: Round, seal: Seal) -> bool:
+    def _kept(self, r: Round, seal: Seal, start: int, size: int) -> memoryview | None:
+        """Return the memory of a range of the payload that this process sent, if it was sealed and is in memory."""
         member = seal.members.get(self._me.rank)
-        return r.packed is not None and member is not None and member.nonce == self._me.nonce
+        if r.packed is None or member is None or member.nonce != self._me.nonce:
+            return None
+        return r.packed.part(start, size)
 
     def _blocks(self, r: Round, seal: Seal, shard: int) -> tuple[int, int]:
         return shard_blocks(count_blocks(r.size_bytes, self._block_bytes), seal.shards, shard)

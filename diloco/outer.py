@@ -26,6 +26,7 @@ from diloco.fragments import FragmentSpec, plan_fragments
 from diloco.identity import find_place
 from diloco.keys import Keys
 from diloco.outer_optimizer import OptimizerFactory, Schedule
+from diloco.parallel import ParallelMap, is_near
 from diloco.patience import PatientStore
 from diloco.rendezvous import Rendezvous
 from diloco.report import RoundReport
@@ -175,6 +176,7 @@ class DiLoCo:
             )
         self._training.rank = me.rank
         self._background = BackgroundThread(f"diloco {name} of rank {me.rank}")
+        self._reads = ParallelMap()
         self._attachments = Attachments(patient, keys, me, self._background)
         self._rendezvous = Rendezvous(
             patient,
@@ -188,6 +190,7 @@ class DiLoCo:
             pace=pace,
             wait=self._watch.wait,
             background=self._background,
+            map=map if is_near(place.store) else self._reads,
         )
         self._since = 0
         """Inner steps since the last entry that was due."""
@@ -271,6 +274,7 @@ class DiLoCo:
         finally:
             self._rendezvous.leave()
             self._watch.close()
+            self._reads.close()
         if wait:
             self._background.finish()
 

@@ -7,36 +7,46 @@ look again. Only errors that go on for a while are worth an exception.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 
 from diloco.records import Buffer
 from executors.errors import KeyNotFoundError, StoreError
-from executors.store import Data, Store
+from executors.store import Data, Produce, Store, StreamingStore
 
 
 class PatientStore:
-    """Asks a store, and raises its errors only when a kind of call has failed for `error_patience_s` on end."""
+    """Asks a store, and raises its errors only when a kind of call has failed for `error_patience_s` on end.
+
+    `look` may be called from several threads at once.
+    """
 
     def __init__(self, store: Store, *, clock: Callable[[], float], error_patience_s: float) -> None:
         self.store = store
         self.read_bytes = 0
         self.written_bytes = 0
+        self.answer_s = 0.0
+        """How long the store took to say that nothing stands somewhere, the last time."""
         self._clock = clock
         self._patience_s = error_patience_s
         self._failing_since: dict[str, float] = {}
+        self._counting = threading.Lock()
 
     def look(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview | None:
         """Return what stands there, or None: nothing, or no answer. An object that was cut off gives fewer bytes."""
+        asked_s = self._clock()
         try:
             data = self._get(key, start, size)
         except KeyNotFoundError:
             data = None
+            self.answer_s = self._clock() - asked_s
         except StoreError as error:
             self._failed("get", error)
             return None
         self._failing_since.pop("get", None)
         if data is not None:
-            self.read_bytes += len(data)
+            with self._counting:
+                self.read_bytes += len(data)
         return data
 
     def _get(self, key: str, start: int, size: int | None) -> memoryview:
@@ -63,6 +73,22 @@ class PatientStore:
         else:
             self._failing_since.pop("put_if_absent", None)
             self.written_bytes += size_of(data)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the store takes objects while they are being made."""
+        return isinstance(self.store, StreamingStore)
+
+    def create_streamed(self, key: str, head_bytes: int, size_bytes: int, produce: Produce) -> None:
+        """Create an object that is made on the way, perhaps; the store streams."""
+        assert isinstance(self.store, StreamingStore)
+        try:
+            self.store.put_if_absent_streamed(key, head_bytes, produce)
+        except StoreError as error:
+            self._failed("put_if_absent", error)
+        else:
+            self._failing_since.pop("put_if_absent", None)
+            self.written_bytes += size_bytes
 
     def write(self, key: str, data: Data) -> bool:
         """Write an object; True when the store says that it stands."""

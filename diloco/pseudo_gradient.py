@@ -7,12 +7,12 @@ round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import sqrt
+from collections.abc import Callable, Iterator
+from math import isfinite, sqrt
 
 import torch
 from torch import Tensor, nn
-from xxhash import xxh3_128_hexdigest
+from xxhash import xxh3_128
 
 from diloco.contract import shape_problem
 from diloco.errors import ContributionError
@@ -21,6 +21,9 @@ from diloco.outer_optimizer import CHUNK
 from diloco.records import BLOCK_BYTES
 from diloco.reduction import is_finite
 from diloco.work import Packed
+
+PIECE = 64 << 10
+"""Elements that are packed at a time: anchor, live and the difference fit into a second-level cache of 1 MiB."""
 
 
 def live_tensors(model: nn.Module, fragment: Fragment) -> list[tuple[Slot, Tensor]]:
@@ -45,49 +48,56 @@ def pack(
     model: nn.Module,
     fragment: Fragment,
     anchor: Tensor,
-    payload: Tensor,
+    kept: Tensor,
     *,
+    start: int = 0,
+    write: Callable[[memoryview], object] | None = None,
     who: str,
     block_bytes: int = BLOCK_BYTES,
 ) -> Packed:
-    """Write anchor - live to `payload`, block by block, and digest each block while it is in the cache.
+    """Compute anchor - live in pieces that stay in the cache while each is digested, checked and written.
+
+    Args:
+        kept: the elements from `start` on go into this memory, as many as it holds.
+        start: a multiple of the block.
+        write: is handed each piece, in order.
 
     Raises:
         ContributionError: it is not finite, or a tensor has changed its shape.
     """
     check_shapes(model, fragment, who)
     block = block_bytes // 4
-    values = payload.numpy()
+    scratch = torch.empty(min(block, PIECE, fragment.n_elements))
     blocks, norms = [], []
-    done = 0
-    for slot, live, start, end in _pieces(model, fragment, block):
-        subtract_live(anchor, live, payload, start, end, slot)
-        if end % block and end != fragment.n_elements:
-            continue
-        written = values[done:end]
-        square = float(torch.dot(payload[done:end], payload[done:end]))
-        if square == float("inf") or square != square:
-            if not is_finite(written):
-                _refuse(fragment, payload, end, who)
-            square = float(torch.linalg.vector_norm(payload[done:end], dtype=torch.float64)) ** 2
-        blocks.append(xxh3_128_hexdigest(written.data))
-        norms.append(sqrt(square))
-        done = end
-    return Packed(values.data.cast("B"), tuple(blocks), tuple(norms))
+    digest, square = xxh3_128(), 0.0
+    for first, end, parts in _pieces(model, fragment, block):
+        inside = start <= first and end <= start + kept.numel()
+        values = kept[first - start : end - start] if inside else scratch[: end - first]
+        for at, live in parts:
+            subtract_live(anchor[at : at + live.numel()], live, values[at - first : at - first + live.numel()])
+        data = values.numpy().data.cast("B")
+        digest.update(data)
+        square += _square(model, fragment, anchor, values, who)
+        if write is not None:
+            write(data)
+        if end % block == 0 or end == fragment.n_elements:
+            blocks.append(digest.hexdigest())
+            norms.append(sqrt(square))
+            digest, square = xxh3_128(), 0.0
+    return Packed(tuple(blocks), tuple(norms), kept.numpy().data.cast("B"), 4 * start)
 
 
 def difference(model: nn.Module, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
     """Write anchor - live to `out`."""
-    for slot, live, start, end in _pieces(model, fragment, fragment.n_elements):
-        subtract_live(anchor, live, out, start, end, slot)
+    for slot, live in live_tensors(model, fragment):
+        subtract_live(anchor[slot.start : slot.end], live.reshape(-1), out[slot.start : slot.end])
 
 
-def subtract_live(anchor: Tensor, live: Tensor, out: Tensor, start: int, end: int, slot: Slot) -> None:
-    """Write anchor - live to `out` for elements `start` to `end` of the fragment, which lie in one slot."""
-    theta = live.reshape(-1)[start - slot.start : end - slot.start]
-    if theta.dtype != torch.float32 or theta.device.type != "cpu":
-        theta = out[start:end].copy_(theta)
-    torch.sub(anchor[start:end], theta, out=out[start:end])
+def subtract_live(anchor: Tensor, live: Tensor, out: Tensor) -> None:
+    """Write anchor - live to `out`; all are flat and of one size, `live` of any dtype and on any device."""
+    if live.dtype != torch.float32 or live.device.type != "cpu":
+        live = out.copy_(live)
+    torch.sub(anchor, live, out=out)
 
 
 def set_live(model: nn.Module, fragment: Fragment, values: Tensor) -> None:
@@ -108,19 +118,37 @@ def mix_live(model: nn.Module, fragment: Fragment, anchor: Tensor, mix: float, s
     set_live(model, fragment, scratch)
 
 
-def _pieces(model: nn.Module, fragment: Fragment, block: int) -> Iterator[tuple[Slot, Tensor, int, int]]:
-    """Yield the parts of a fragment's tensors that lie in one block each, in order."""
+def _pieces(model: nn.Module, fragment: Fragment, block: int) -> Iterator[tuple[int, int, list[tuple[int, Tensor]]]]:
+    """Yield pieces of the fragment: the first element, the one after the last, and the live parts it is made of.
+
+    None crosses the end of a block.
+    """
+    first, parts = 0, []
     for slot, live in live_tensors(model, fragment):
-        start = slot.start
-        while start < slot.end:
-            end = min(slot.end, (start // block + 1) * block)
-            yield slot, live, start, end
-            start = end
+        flat, at = live.reshape(-1), slot.start
+        while at < slot.end:
+            end_of_piece = min(first + PIECE, (first // block + 1) * block, fragment.n_elements)
+            end = min(slot.end, end_of_piece)
+            parts.append((at, flat[at - slot.start : end - slot.start]))
+            at = end
+            if end == end_of_piece:
+                yield first, end, parts
+                first, parts = end, []
 
 
-def _refuse(fragment: Fragment, payload: Tensor, until: int, who: str) -> None:
-    for slot in fragment.slots:
-        values = payload[slot.start : min(slot.end, until)]
+def _square(model: nn.Module, fragment: Fragment, anchor: Tensor, values: Tensor, who: str) -> float:
+    """Return the sum of the squares, which tells at once whether all values are finite."""
+    square = float(torch.dot(values, values))
+    if isfinite(square):
+        return square
+    if not is_finite(values.numpy()):
+        _refuse(model, fragment, anchor, who)
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
+
+def _refuse(model: nn.Module, fragment: Fragment, anchor: Tensor, who: str) -> None:
+    for slot, live in live_tensors(model, fragment):
+        values = anchor[slot.start : slot.end] - live.reshape(-1).to(torch.float32).cpu()
         bad = int((~torch.isfinite(values)).sum())
         if bad:
             raise ContributionError(

@@ -22,15 +22,20 @@ from diloco.loading import Loader
 from diloco.log import Log
 from diloco.means import Means
 from diloco.membership import Identity, Membership
+from diloco.parallel import Map
 from diloco.patience import PatientStore, backoff
-from diloco.records import Buffer, Contribution, Seal
+from diloco.records import Seal
 from diloco.reduction import Reduce, weighted_mean
 from diloco.rounds import Adopted, Pace, Round
 from diloco.sealing import Sealing
+from diloco.sending import Sending
 from diloco.work import Settled, Work
 
 Wait = Callable[[float, Sequence[str]], None]
 """Returns after some seconds, or earlier when something changes below one of the key prefixes."""
+
+
+MOST_PAUSE_S = 1.0
 
 
 def in_the_foreground(job: Callable[[], None]) -> None:
@@ -58,6 +63,7 @@ class Rendezvous:
         wait: Wait,
         rng: random.Random | None = None,
         background: Background = in_the_foreground,
+        map: Map = map,
     ) -> None:
         self.pace = pace or Pace()
         self.position = 0
@@ -73,11 +79,12 @@ class Rendezvous:
         self._wait = wait
         self._rng = rng or random.Random()
         self._members = Membership(store, keys, me.world_size)
-        self._means = Means(store, keys, me, self._members, self.pace, reduce=reduce, clock=clock)
+        self._means = Means(store, keys, me, self._members, self.pace, reduce=reduce, clock=clock, map=map)
         self._sealing = Sealing(
             store, keys, me, self._members, work, self.pace,
-            min_quorum=min_quorum or 1, reduce=reduce, clock=clock, reload=self._reload,
+            min_quorum=min_quorum or 1, reduce=reduce, clock=clock, map=map, reload=self._reload,
         )  # fmt: skip
+        self._sending = Sending(store, keys, me, self._members, work, self.pace)
         self._log = Log(store, keys, me, self.pace, clock=clock, wait=wait, rng=self._rng)
         self._loader = Loader(
             store, keys, me, work, self.pace, snapshot_every=snapshot_every,
@@ -158,22 +165,10 @@ class Rendezvous:
         if r.published or self._log.seal(r.entry) is not None:
             return
         began = self._clock()
-        r.packed = packed = self._work.pack(r.entry)
-        mine = Contribution(
-            rank=self._me.rank,
-            attempt=self._me.attempt,
-            nonce=self._me.nonce,
-            weight=check_weight(self._weight, self._me.rank, r.entry),
-            anchor=self._work.digest(r.fragment),
-            size_bytes=r.size_bytes,
-            blocks=packed.blocks,
-            norms=packed.norms,
-            waited_s=self._waited_s,
-        )
-        data: list[Buffer] = [mine.head(), packed.payload]
+        weight = check_weight(self._weight, self._me.rank, r.entry)
         pauses = self._pauses()
         while True:
-            self._store.create(self._keys.contribution(r.entry, self._me.rank), data)
+            self._sending.send(r, weight, self._waited_s)
             if self._sealing.look_at_contribution(r, self._me.rank) or self._log.seal(r.entry) is not None:
                 break
             self._check_time(r)
@@ -224,7 +219,8 @@ class Rendezvous:
                 return None
             self._check_time(r)
             paused = self._clock()
-            self._wait(next(pauses), self._changes(r, seal))
+            pause_s = max(next(pauses), min(self._store.answer_s, MOST_PAUSE_S))  # a far store is not asked on and on
+            self._wait(pause_s, self._changes(r, seal))
             r.wait_s += self._clock() - paused
 
     def _is_stuck(self, r: Round) -> bool:
@@ -360,7 +356,7 @@ class Rendezvous:
         return r
 
     def _pauses(self) -> Iterator[float]:
-        return backoff(self._rng, most_s=min(1.0, max(0.02, self.pace.grace_s / 4)))
+        return backoff(self._rng, most_s=min(MOST_PAUSE_S, max(0.02, self.pace.grace_s / 4)))
 
     def _check_time(self, r: Round) -> None:
         if self._clock() - r.started_s <= self.pace.round_timeout_s:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from diloco.patience import PatientStore
 from diloco.records import BLOCK_BYTES, Contribution
 from diloco.work import Packed, Settled
 
 READ_TRIES = 3
 """How often an object is read before its bytes, rather than the reading, are held to be wrong."""
+
+
+ASKING_AGAIN_S, ANSWERS_PER_ASKING = 0.1, 20
+"""Whether those before us are gone takes three requests each, and the rounds in which somebody is are few."""
+
+
+def asking_again_s(store: PatientStore) -> float:
+    """Return how long to wait before asking again who is gone; longer at a far store."""
+    return max(ASKING_AGAIN_S, ANSWERS_PER_ASKING * min(store.answer_s, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,7 @@ class Round:
     packed: Packed | None = None
     published: bool = False
     spoilt: set[int] = field(default_factory=set)
-    """Shards whose range of the payload's memory now holds the mean: read one's own input from the store."""
+    """Shards whose range of what was kept of the payload now holds the mean: read one's own input from the store."""
     seen: dict[int, tuple[Contribution, str]] = field(default_factory=dict)
     """Contributions by rank, and the digests of their heads."""
     payloads: dict[int, memoryview] = field(default_factory=dict)
@@ -65,6 +75,8 @@ class Round:
     reloaded: bool = False
     stuck: bool = False
     """Whether something that its mean is made of was not there, or not what was written, at the last look."""
+    ask_s: float = 0.0
+    """When to ask again who of those that are to reduce a shard is gone."""
     turn_s: float = 0.0
     """When to ask again whose turn it is to look for contributions."""
     looks: int = 0

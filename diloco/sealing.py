@@ -14,6 +14,7 @@ import numpy as np
 
 from diloco.keys import Keys
 from diloco.membership import Identity, Membership
+from diloco.parallel import Map
 from diloco.patience import PatientStore
 from diloco.records import (
     BadRecordError,
@@ -26,7 +27,8 @@ from diloco.records import (
     head_bytes,
 )
 from diloco.reduction import BadInputError, Input, Reduce
-from diloco.rounds import READ_TRIES, Pace, Round
+from diloco.rounds import READ_TRIES, Pace, Round, asking_again_s
+from diloco.sharding import count_shards
 from diloco.work import Work
 
 LOOKS_PER_FRONTIER = 8
@@ -35,8 +37,6 @@ LOOKS_PER_FRONTIER = 8
 
 GRACE_SPREADS, LEAST_GRACE, LEARNING_ROUNDS = 4.0, 0.25, 3
 """The grace is four times the usual spread of arrivals, at least a quarter of `grace_s`; the first rounds have all."""
-TURN_CHECK_S = 0.1
-"""Whoever is not to look asks again so much later whether those before it are gone; until then it polls one key."""
 
 
 class Sealing:
@@ -54,6 +54,7 @@ class Sealing:
         min_quorum: int,
         reduce: Reduce,
         clock: Callable[[], float],
+        map: Map,
         reload: Callable[[], object],
     ) -> None:
         self.min_quorum = min_quorum
@@ -65,6 +66,7 @@ class Sealing:
         self._pace = pace
         self._reduce = reduce
         self._clock = clock
+        self._map = map
         self._reload = reload
         self._spread_s = 0.0
         self._rounds_learned = 0
@@ -77,14 +79,13 @@ class Sealing:
             if now < r.turn_s:
                 return False
             if not self._is_my_turn(r):
-                r.turn_s = now + TURN_CHECK_S
+                r.turn_s = now + asking_again_s(self._store)
                 return False
         if r.looks % LOOKS_PER_FRONTIER == 0:
             self._members.look_for_joiners()
         r.looks += 1
-        for rank in self.ranks():
-            if rank not in r.seen and rank not in r.useless:
-                self.look_at_contribution(r, rank)
+        unseen = [rank for rank in self.ranks() if rank not in r.seen and rank not in r.useless]
+        list(self._map(lambda rank: self.look_at_contribution(r, rank), unseen))
         anchor = self._work.digest(r.fragment)
         votes = Counter(head.anchor for head, _ in r.seen.values())
         ours, theirs = votes.pop(anchor, 0), max(votes.values(), default=0)
@@ -125,11 +126,14 @@ class Sealing:
         return True
 
     def _is_my_turn(self, r: Round) -> bool:
-        """Tell whether this replica is the first of the expected ones, in the entry's hash order, that is not gone."""
+        """Tell whether this replica is the first of the expected ones, in the entry's hash order, that is not gone.
+
+        The first time it does not ask who is gone: usually nobody is.
+        """
         for rank in hash_order(self._members.expected, "seal", r.entry):
             if rank == self._me.rank:
                 return True
-            if not self._members.is_gone(rank):
+            if not r.turn_s or not self._members.is_gone(rank):
                 return False
         return True
 
@@ -169,7 +173,7 @@ class Sealing:
             for rank, (head, digest) in sorted(r.seen.items())
             if rank in good
         }
-        shards = 0 if mean is not None else min(len(members), count_blocks(r.size_bytes, self._pace.block_bytes))
+        shards = 0 if mean is not None else count_shards(len(members), r.size_bytes, self._pace.block_bytes)
         self._store.create(self._keys.seal(r.entry), Seal(members, anchor, shards, mean or b"").data())
         return True
 

@@ -1,11 +1,12 @@
 """What a rendezvous moves, over torch: the anchor, the outer optimizers, and the live model.
 
-Beside the model it holds the anchor and the momentum, one float32 copy each, and the payload of the largest fragment.
+Beside the model it holds the anchor and the momentum, one float32 copy each, and what is kept of a payload: all of it
+where the store does not stream, else one shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ class Training:
         self._carry = carry
         self._last_entry = last_entry
         self._block_bytes = block_bytes
-        self._payload = torch.zeros(max(fragment.n_elements for fragment in fragments))
+        self._memory = torch.empty(0)
         for fragment, anchor in zip(self.fragments, self.anchors, strict=True):
             for slot, live in live_tensors(model, fragment):
                 anchor[slot.start : slot.end].copy_(live.reshape(-1))
@@ -90,25 +91,36 @@ class Training:
         return self.outer[fragment].digest()
 
     @torch.no_grad()
-    def pack(self, entry: int) -> Packed:
+    def pack(
+        self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
+    ) -> Packed:
         fragment, anchor = self._of(entry)
-        who = f"Contribution of rank {self.rank} for round {entry}"
-        payload = self._payload[: fragment.n_elements]
-        return pack(self.model, fragment, anchor, payload, who=who, block_bytes=self._block_bytes)
+        first, end = (0, 4 * fragment.n_elements) if keep is None else keep
+        return pack(
+            self.model,
+            fragment,
+            anchor,
+            self._room((end - first) // 4),
+            start=first // 4,
+            write=write,
+            who=f"Contribution of rank {self.rank} for round {entry}",
+            block_bytes=self._block_bytes,
+        )
 
     @torch.no_grad()
     def apply(self, entry: int, mean: Sequence[memoryview], settled: Settled) -> None:
         fragment, anchor = self._of(entry)
-        scratch = self._payload[: fragment.n_elements]
         ends = self._last_entry is not None and entry > self._last_entry - len(self.fragments)
         keep = settled is Settled.KEPT and self._carry and not ends  # a planned run ends with one model
-        if keep:
+        if keep:  # nothing of the mean is in this memory: it was made without us
+            scratch = self._room(fragment.n_elements)
             difference(self.model, fragment, anchor, scratch)
-        self.replay(entry, mean)
-        if keep:
+            self.replay(entry, mean)
             set_live(self.model, fragment, torch.sub(anchor, scratch, out=scratch))
-        elif self._mix:
-            mix_live(self.model, fragment, anchor, self._mix, scratch)
+            return
+        self.replay(entry, mean)
+        if self._mix:
+            mix_live(self.model, fragment, anchor, self._mix, self._room(fragment.n_elements))
         else:
             set_live(self.model, fragment, anchor)
 
@@ -141,6 +153,12 @@ class Training:
             for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
             for slot in fragment.slots
         }
+
+    def _room(self, n_elements: int) -> Tensor:
+        """Return memory that is used again and again: the first use of a page costs several times a copy."""
+        if self._memory.numel() < n_elements:
+            self._memory = torch.empty(n_elements)
+        return self._memory[:n_elements]
 
     def _of(self, entry: int) -> tuple[Fragment, Tensor]:
         index = entry % len(self.fragments)

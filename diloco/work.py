@@ -6,7 +6,7 @@ the tests has one of a few integers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -28,11 +28,19 @@ class Settled(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A payload ready to be sent, in memory that stays as it is until the next one is packed."""
+    """A payload as it is sent, or as it was."""
 
-    payload: memoryview
     blocks: tuple[str, ...]
     norms: tuple[float, ...]
+    kept: memoryview
+    """The part of it that is in memory still, writable, until the next one is packed."""
+    start: int = 0
+    """Where in the payload that part begins, in bytes."""
+
+    def part(self, start: int, size_bytes: int) -> memoryview | None:
+        """Return a range of the payload, or None where it was not kept."""
+        at = start - self.start
+        return self.kept[at : at + size_bytes] if at >= 0 and at + size_bytes <= len(self.kept) else None
 
 
 class Work(Protocol):
@@ -59,8 +67,14 @@ class Work(Protocol):
         Raises: TypeError: the outer optimizer's state is more than tensors and JSON.
         """
 
-    def pack(self, entry: int) -> Packed:
+    def pack(
+        self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
+    ) -> Packed:
         """Pack the work of the entry's fragment that no mean contains yet: anchor - live.
+
+        Args:
+            write: is handed the payload in pieces, in order; a piece is good during the call only.
+            keep: first byte, and the one after the last, of what is to stay in memory; None: all of it.
 
         Raises: ContributionError: it is not finite, or a parameter has changed its shape.
         """

@@ -15,12 +15,16 @@ from executors.replica import current_replica
 from executors.store import Store, open_store
 
 if TYPE_CHECKING:
+    from executors.hf_jobs import HFJobsExecutor
     from executors.launching import launch
     from executors.local import LocalProcessExecutor
+    from executors.modal import ModalExecutor
     from executors.run import Run, attach, list_runs
 
 __all__ = [
+    "HFJobsExecutor",
     "LocalProcessExecutor",
+    "ModalExecutor",
     "ReplicaHandle",
     "ReplicaStatus",
     "ReplicasError",
@@ -36,7 +40,9 @@ __all__ = [
 
 # Loaded when first used, so that a replica's `import executors` costs little.
 _LAZY = {
+    "HFJobsExecutor": "executors.hf_jobs",
     "LocalProcessExecutor": "executors.local",
+    "ModalExecutor": "executors.modal",
     "Run": "executors.run",
     "attach": "executors.run",
     "launch": "executors.launching",

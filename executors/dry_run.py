@@ -34,7 +34,9 @@ def rehearse(plan: LaunchPlan) -> dict[str, Any]:
     if not plan.knows_runs:
         request = plan.strangers_call(url)
     elif hasattr(plan.executor, "describe_launch"):
-        request = plan.executor.describe_launch(new.spec, gpu=plan.gpu, timeout=plan.timeout)
+        package = plan.run_options.get("package")
+        more = {} if package is None else {"requirements": package.requirements}
+        request = plan.executor.describe_launch(new.spec, gpu=plan.gpu, timeout=plan.timeout, **more)
     else:
         spec = {**asdict(new.spec), "env": dict.fromkeys(new.spec.env, MASK)}
         request = {"n_replicas": plan.n, "gpu": plan.gpu, "timeout": plan.timeout, "run": spec}

@@ -11,7 +11,7 @@ A file is loaded under its stem, never as `__main__`, so the guarded part of a s
 from __future__ import annotations
 
 import ast
-import difflib
+import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from executors.errors import EntrypointArgumentsError, EntrypointError, EntrypointImportError
@@ -67,7 +68,7 @@ def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
         source, function = name.file, name.function
         if not source.is_file():
             beside = [path.name for path in source.parent.glob("*.py")] if source.parent.is_dir() else []
-            hint = _did_you_mean(source.name, beside) if difflib.get_close_matches(source.name, beside) else ""
+            hint = _did_you_mean(source.name, beside, or_list=False)
             raise EntrypointImportError(f"Entrypoint {text!r}: there is no file {str(source.absolute())!r}.{hint}")
     else:
         spec, function = _find_module(name.module), name.function or "main"
@@ -90,12 +91,43 @@ def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
     _check_definition(tree, function, args, text)
 
 
+@dataclass(frozen=True)
+class _PreparedFile:
+    """An entrypoint's file, found and compiled."""
+
+    path: Path
+    function: str
+    spec: importlib.machinery.ModuleSpec
+    code: CodeType
+
+
+_prepared: dict[str, _PreparedFile] = {}
+
+
+def prepare_entrypoint(text: str) -> None:
+    """Find and compile the file of an entrypoint, if it names one, once for all processes that are forked from here.
+
+    Runs nothing of it. What is wrong with it, loading it will say.
+    """
+    name = parse_entrypoint(text)
+    if name.file is not None:
+        with contextlib.suppress(OSError, SyntaxError, ValueError):
+            path = name.file.resolve()
+            loader = importlib.machinery.SourceFileLoader(path.stem, str(path))
+            spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
+            code = loader.get_code(path.stem)
+            if spec is not None and code is not None:
+                _prepared[text] = _PreparedFile(path, name.function or "main", spec, code)
+
+
 def load_entrypoint(text: str) -> Callable[..., Any]:
     """Import an entrypoint. Runs the user's module, so only replicas and throw-away processes call it.
 
     Raises:
         EntrypointImportError: no such file, module or function. What the module itself raises is passed on.
     """
+    if prepared := _prepared.get(text):
+        return _attribute(_load_file(prepared.path, text, prepared), prepared.function, text)
     name = parse_entrypoint(text)
     if name.file is not None:
         return _attribute(_load_file(name.file.resolve(), text), name.function or "main", text)
@@ -134,8 +166,8 @@ def _import(module: str, text: str) -> Any:
         raise
 
 
-def _load_file(path: Path, text: str) -> Any:
-    if not path.is_file():
+def _load_file(path: Path, text: str, prepared: _PreparedFile | None = None) -> Any:
+    if prepared is None and not path.is_file():
         raise EntrypointImportError(f"Entrypoint {text!r}: there is no file {str(path)!r}.")
     module = sys.modules.get(path.stem)
     if module is not None:
@@ -146,13 +178,16 @@ def _load_file(path: Path, text: str) -> Any:
             f"({getattr(module, '__file__', 'built in')}). Rename the file."
         )
     sys.path.insert(0, str(path.parent))  # as for `python path/file.py`: its neighbours can be imported
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(path.stem, path) if prepared is None else prepared.spec
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     try:
-        spec.loader.exec_module(module)
+        if prepared is None:
+            spec.loader.exec_module(module)
+        else:
+            exec(prepared.code, vars(module))
     except BaseException:
         del sys.modules[path.stem]
         raise
@@ -212,7 +247,8 @@ def _check_definition(tree: ast.Module, function: str, args: Mapping[str, Any], 
 
 def _check_arguments(taken: ast.arguments, given: Mapping[str, Any], function: str, text: str) -> None:
     named = [arg.arg for arg in [*taken.args, *taken.kwonlyargs]]
-    with_default = {arg.arg for arg in taken.args[len(taken.args) - len(taken.defaults) :]} if taken.defaults else set()
+    n_required = max(0, len(taken.args) - len(taken.defaults))  # defaults are of positional-only ones, too
+    with_default = {arg.arg for arg in taken.args[n_required:]}
     with_default |= {
         arg.arg for arg, value in zip(taken.kwonlyargs, taken.kw_defaults, strict=True) if value is not None
     }
@@ -229,8 +265,10 @@ def _check_arguments(taken: ast.arguments, given: Mapping[str, Any], function: s
         )
 
 
-def _did_you_mean(word: str, known: list[str]) -> str:
+def _did_you_mean(word: str, known: list[str], or_list: bool = True) -> str:
+    import difflib
+
     near = difflib.get_close_matches(word, known, n=1)
     if near:
         return f" Did you mean {near[0]!r}?"
-    return f" Known: {', '.join(sorted(known))}." if known else ""
+    return f" Known: {', '.join(sorted(known))}." if known and or_list else ""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import logging
+import _thread
+import contextlib
 import os
 import signal
-import threading
+import sys
 import time
 
 from executors.errors import StoreError
@@ -16,21 +17,20 @@ from executors.replica import Replica, replica_key
 LOOK_S = 1.0  # how often new reports are looked for, and so the least time between two heartbeats
 BEAT_S = 10.0  # how often it beats with nothing new
 
-log = logging.getLogger(__name__)
 
-
-class Heartbeat(threading.Thread):
+class Heartbeat:
     """Beats while its replica runs: `heartbeat.json`, the only object of a run that is overwritten."""
 
     def __init__(self, replica: Replica, *, supervisor_pid: int | None = None, grace_s: float = 5.0) -> None:
-        super().__init__(name="replicas-heartbeat", daemon=True)
         self._replica = replica
         self._supervisor_pid = supervisor_pid
         self._grace_s = grace_s
         self._key = replica_key(replica.run_id, replica.rank, replica.attempt, "heartbeat.json")
         self._written: dict[str, float] | None = None
-        self._writing = threading.Lock()
-        self._stopped = threading.Event()
+        self._writing = _thread.allocate_lock()
+        self._is_stopped = False
+        self._stop = _thread.allocate_lock()  # held until the thread is to end
+        self._stop.acquire()
         self._complained = False
 
     @property
@@ -39,9 +39,15 @@ class Heartbeat(threading.Thread):
         # Not by a descriptor: daemon-style libraries close all they find. A process whose parent ends gets another.
         return self._supervisor_pid is not None and os.getppid() != self._supervisor_pid
 
-    def run(self) -> None:
+    def start(self) -> None:
+        """Begin to beat, beside the entrypoint."""
+        # Not a threading.Thread: its start() waits for the thread's first turn, which is long among 256 new processes.
+        # For the same reason the thread must import nothing: `threading` takes who imports it for the main thread.
+        _thread.start_new_thread(self._run, ())
+
+    def _run(self) -> None:
         beaten_at = -BEAT_S
-        while not self._stopped.wait(LOOK_S):
+        while not self._stop.acquire(timeout=LOOK_S):
             if self.supervisor_is_gone:
                 self._end_process()
             now = time.monotonic()
@@ -52,7 +58,7 @@ class Heartbeat(threading.Thread):
     def beat(self) -> None:
         """Write the heartbeat now, unless stopped. A store that fails is no reason to end the training."""
         with self._writing:
-            if not self._stopped.is_set():
+            if not self._is_stopped:
                 self._write()
 
     def stop(self) -> None:
@@ -61,7 +67,9 @@ class Heartbeat(threading.Thread):
         Else a beat that comes late makes the folder of a run again that somebody deletes once it has ended.
         """
         with self._writing:
-            self._stopped.set()
+            if not self._is_stopped:
+                self._is_stopped = True
+                self._stop.release()
             if self._replica.reported != (self._written or {}):
                 self._write()
 
@@ -71,13 +79,14 @@ class Heartbeat(threading.Thread):
             self._replica.store.put(self._key, to_bytes({"at": time.time(), **reported}))
         except StoreError as error:
             if not self._complained:
-                log.warning("rank %d: no heartbeat: %s", self._replica.rank, error)
                 self._complained = True
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # the disk is full; closed by the user
+                    sys.stderr.write(f"replicas: rank {self._replica.rank}: no heartbeat: {error}\n")
         self._written = reported
 
     def _end_process(self) -> None:
         """Nobody else is left to end this replica: let it clean up, then end it and all it started."""
         os.kill(os.getpid(), signal.SIGTERM)
-        self._stopped.wait(self._grace_s)
+        self._stop.acquire(timeout=self._grace_s)
         kill_descendants(os.getpid())
         os.kill(os.getpid(), signal.SIGKILL)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from executors.entrypoint import check_entrypoint
 from executors.errors import RunExistsError, StoreError
@@ -17,14 +17,18 @@ from executors.outcome import Outcome, find_outcome, record_outcome, request_can
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.records import exists
 from executors.registry import check_executor, get_executor, import_path
-from executors.replica import CONTRACT, TORCH_DISTRIBUTED, replica_key
-from executors.run import Run, attach
+from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED, replica_key
+from executors.shared_rendezvous import shared_rendezvous
 from executors.state import local_store, locate, remember
 from executors.store import Store, open_store
 from executors.store.opening import address_of
 from executors.task import check_run_id, create_run, describe, new_run_id, split_rank_env
 
+if TYPE_CHECKING:
+    from executors.run import Run
+
 STRANGERS_TIMEOUT_S = 3600  # the protocol's default, for executors that cannot be told "no limit"
+NEEDED_SOON = ("executors.run", "executors.store.file", "platformdirs")
 STRANGERS_ENTRYPOINT = "executors.worker.call"  # what an executor that knows nothing of runs is given to call
 
 
@@ -126,6 +130,8 @@ class LaunchPlan:
 
     def start(self) -> Run:
         """Write the run and start its replicas. If that fails half-way, the run is left cancelled, not waiting."""
+        from executors.run import Run
+
         store = local_store() if self.rendezvous is None else open_store(self.rendezvous)
         if self.run_id_is_chosen and (known := locate(self.run_id)) not in (None, store.url):
             raise RunExistsError(
@@ -193,18 +199,26 @@ def plan_launch(
     args = dict(args or {})
     if str(rendezvous).startswith("memory:"):
         raise ValueError(f"rendezvous={str(rendezvous)!r} lives in this process alone; replicas could not see it.")
+    if getattr(executor, "needs_shared_rendezvous", False):
+        rendezvous = shared_rendezvous(executor.backend_name, rendezvous, entrypoint, n)
     knows_runs = "run" in inspect.signature(executor.launch_replicas).parameters
-    if not knows_runs and timeout is None:
-        timeout = STRANGERS_TIMEOUT_S
+    if timeout is None:
+        timeout = getattr(executor, "default_timeout_s", None if knows_runs else STRANGERS_TIMEOUT_S)
     _check_env(executor, knows_runs, env, secrets)
     if chaos:
         chaos = _check_chaos(executor, chaos, n)
     chosen_id = check_run_id(run_id) if run_id is not None else new_run_id()
+    if hasattr(executor, "warm_up"):
+        executor.warm_up()
+        for module in NEEDED_SOON:  # meanwhile another process warms up
+            importlib.import_module(module)
     check_launch = getattr(executor, "check_launch", None)
     if check_launch is not None:
-        check_launch(n, entrypoint, args, gpu=gpu, timeout=timeout)
+        check_launch(n, entrypoint, args, gpu=gpu, timeout=timeout, secrets=secrets)
     elif isinstance(entrypoint, str):
         check_entrypoint(entrypoint, split_rank_env(args)[0])
+    package = executor.package(entrypoint) if hasattr(executor, "package") else None
+    options = getattr(executor, "recorded_options", {})
     return LaunchPlan(
         executor,
         entrypoint,
@@ -221,8 +235,14 @@ def plan_launch(
             "secret_names": secrets,
             "seed": seed,
             "detach": detach,
+            "package": package,
             "chaos": chaos,
-            "options": {"executor": import_path(executor), "gpu": gpu, "timeout_s": timeout},
+            "options": {
+                "executor": import_path(executor),
+                "executor_options": options,
+                "gpu": gpu,
+                "timeout_s": timeout,
+            },
         },
     )
 
@@ -240,6 +260,7 @@ def _resume(
     detach: bool,
 ) -> Run:
     from executors.resuming import resume
+    from executors.run import Run, attach
 
     if run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
@@ -267,13 +288,8 @@ def _check_env(
         if not isinstance(value, str) or not name or "=" in name or "\0" in name + value:
             raise ValueError(f"env maps names to strings, got {name!r}: {type(value).__name__}.")
     for name in env or {}:
-        if name in TORCH_DISTRIBUTED or name in CONTRACT:
+        if name in (*TORCH_DISTRIBUTED, *CONTRACT, *FOR_THE_WORKER):
             raise ValueError(f"env cannot set {name!r}: replicas get or lose it themselves, see the README.")
-    missing = [name for name in secrets if executor.backend_name == "local" and name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"The secret {missing[0]!r} is not set. Local replicas inherit this environment: set it before the launch."
-        )
 
 
 def _check_chaos(executor: ServerlessExecutor, chaos: Sequence[str], n: int) -> Sequence[str]:

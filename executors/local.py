@@ -7,27 +7,20 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from executors.entrypoint import check_entrypoint
-from executors.errors import (
-    BackendError,
-    EntrypointArgumentsError,
-    EntrypointImportError,
-    LaunchError,
-    UnknownHandleError,
-)
+from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError
+from executors.found import FoundReplica, collect_rows, find_replica
 from executors.local_launch import LocalLaunch, log_file
 from executors.logs import read_from, tail_lines
-from executors.outcome import Outcome, find_outcome, newest_attempt, record_loss, request_cancel
+from executors.outcome import request_cancel
 from executors.process import is_alive, signal_process, this_machine
 from executors.protocol import ReplicaHandle, ReplicaStatus
-from executors.records import exists, find_json
-from executors.replica import replica_key
+from executors.records import find_json
 from executors.state import local_store, state_dir, state_path
-from executors.store import Store, store_at
+from executors.store import store_at
 from executors.task import MASK, RunSpec, create_run, new_run_id, split_rank_env
 from executors.waiting import wait_until_terminal
 from executors.zygote_client import zygote
@@ -70,6 +63,11 @@ class LocalProcessExecutor:
     def __repr__(self) -> str:
         return f"LocalProcessExecutor(preload={self.preload}, max_parallel={self.max_parallel})"
 
+    def warm_up(self) -> None:
+        """Let the process that forks replicas begin its imports, without waiting for it."""
+        if sys.platform == "linux":
+            zygote(self.preload).start()
+
     def check_launch(
         self,
         n_replicas: int,
@@ -78,13 +76,14 @@ class LocalProcessExecutor:
         *,
         gpu: str | None = None,
         timeout: float | None = 3600,
+        secrets: Sequence[str] = (),
     ) -> None:
         """Refuse what cannot work, before anything is written or started.
 
         An entrypoint given by name is imported and its arguments are bound in a throw-away process.
 
         Raises:
-            ValueError: `n_replicas`, `gpu` or `timeout` has a bad value.
+            ValueError: `n_replicas`, `gpu` or `timeout` has a bad value, or a secret is not set.
             BackendError: not this platform, or too few GPUs.
             EntrypointError: the entrypoint cannot be found, imported, or called with these arguments.
         """
@@ -94,8 +93,13 @@ class LocalProcessExecutor:
             raise ValueError(f"n must be at least 1, got n={n_replicas}.")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout must be more than 0 seconds, got timeout={timeout}.")
+        if missing := [name for name in secrets if name not in os.environ]:
+            raise ValueError(
+                f"The secret {missing[0]!r} is not set. Local replicas inherit this environment: "
+                "set it before the launch."
+            )
         self._gpu_slots(gpu, n_replicas)
-        zygote(self.preload).start()  # its imports go on while the launch is checked and written
+        self.warm_up()  # for a callable, its imports go on while the launch is written
         if not isinstance(entrypoint, str):
             return
         args, _ = split_rank_env(entrypoint_args)
@@ -163,21 +167,21 @@ class LocalProcessExecutor:
         Raises:
             UnknownHandleError: no such replica was ever launched.
         """
-        found = _find(handle)
+        found = find_replica(handle, self.backend_name)
         outcome = found.outcome()
         if outcome is not None:
             return outcome.status
         started = find_json(found.store, found.key("started.json"))
         if _is_gone(found.metadata, started):
             # Looked at again after its end: the supervisor's last act may have been to write the outcome.
-            return (found.outcome() or found.write_off()).status
+            return (found.outcome() or found.write_off("its supervisor is gone")).status
         return ReplicaStatus.PENDING if started is None else ReplicaStatus.RUNNING
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
         """Return the last lines of the replica's output, at most 4 MiB; from another machine, what its outcome kept."""
-        found = _find(handle)
-        if found.log_file.is_file():
-            return tail_lines(found.log_file, n_lines)[0].decode(errors="replace")
+        found = find_replica(handle, self.backend_name)
+        if _log_file(found).is_file():
+            return tail_lines(_log_file(found), n_lines)[0].decode(errors="replace")
         outcome = found.outcome()
         return "".join(outcome.output_tail.splitlines(keepends=True)[-n_lines:]) if outcome else ""
 
@@ -186,12 +190,12 @@ class LocalProcessExecutor:
 
         At most 4 MiB a call. What following a log needs.
         """
-        path = _find(handle).log_file
+        path = _log_file(find_replica(handle, self.backend_name))
         return tail_lines(path, n_lines) if offset is None else read_from(path, offset)
 
     def cancel(self, handle: ReplicaHandle) -> None:
         """End a replica and everything it started: SIGTERM, `term_grace_s`, SIGKILL. Returns when it is gone."""
-        found = _find(handle)
+        found = find_replica(handle, self.backend_name)
         if found.outcome() is not None:
             return
         request_cancel(found.store, found.run_id, found.rank, found.attempt)
@@ -203,13 +207,7 @@ class LocalProcessExecutor:
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Wait for the replicas' outcomes, at most `timeout` seconds, and return them in the order of `handles`."""
-        wait_until_terminal(self.poll, handles, timeout)
-        return [self._row(handle) for handle in handles]
-
-    def _row(self, handle: ReplicaHandle) -> dict[str, Any]:
-        status = self.poll(handle)
-        found = _find(handle)
-        return (found.outcome() or Outcome(found.rank, found.attempt, status)).to_row()
+        return collect_rows(self.poll, self.backend_name, handles, timeout)
 
     def _local_launch(self, run: RunSpec, gpu: str | None, timeout: float | None, state: Path) -> LocalLaunch:
         return LocalLaunch(
@@ -249,51 +247,8 @@ def _surroundings() -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _Found:
-    """The newest attempt of the replica that a handle names."""
-
-    store: Store
-    run_id: str
-    rank: int
-    attempt: int
-    metadata: Mapping[str, Any]
-    """Of the newest handle: its supervisor is the one that watches."""
-
-    @property
-    def log_file(self) -> Path:
-        return log_file(Path(self.metadata["state_dir"]), self.run_id, self.rank, self.metadata["attempt"])
-
-    def key(self, name: str) -> str:
-        return replica_key(self.run_id, self.rank, self.attempt, name)
-
-    def outcome(self) -> Outcome | None:
-        return find_outcome(self.store, self.run_id, self.rank, self.attempt)
-
-    def write_off(self) -> Outcome:
-        record = find_json(self.store, f"{self.run_id}/run.json") or {}
-        world_size = record.get("world_size", self.rank + 1)
-        return record_loss(self.store, self.run_id, self.rank, self.attempt, world_size, "its supervisor is gone")
-
-
-def _find(handle: ReplicaHandle) -> _Found:
-    """Find a replica's newest attempt: the handle's, or a later one that was launched or claimed since."""
-    metadata = handle.metadata
-    try:
-        url, run_id, launched = (metadata[name] for name in ("store_url", "run_id", "attempt"))
-    except KeyError as error:
-        raise UnknownHandleError(
-            f"No replica: the handle of rank {handle.rank} was not made by the local backend; it has no {error}."
-        ) from None
-    store = store_at(url)
-    if not exists(store, replica_key(run_id, handle.rank, launched, "handle.json")):
-        raise UnknownHandleError(f"No replica with run_id={run_id!r}, rank {handle.rank} at {url}.")
-    newest = newest_attempt(store, run_id, handle.rank, launched)
-    for attempt in range(newest, launched, -1):
-        if record := find_json(store, replica_key(run_id, handle.rank, attempt, "handle.json")):
-            metadata = record["metadata"]
-            break
-    return _Found(store, run_id, handle.rank, newest, metadata)
+def _log_file(found: FoundReplica) -> Path:
+    return log_file(Path(found.metadata["state_dir"]), found.run_id, found.rank, found.metadata["attempt"])
 
 
 def _is_gone(metadata: Mapping[str, Any], started: Mapping[str, Any] | None) -> bool:

@@ -20,6 +20,11 @@ def tail_bytes(path: Path, n_bytes: int) -> bytes:
         return b""
 
 
+def tail_text(path: Path, n_bytes: int) -> str:
+    """Return the last bytes of a file as text."""
+    return tail_bytes(path, n_bytes).decode(errors="replace")
+
+
 def tail_lines(path: Path, n_lines: int) -> tuple[bytes, int]:
     """Return the last lines of a file, at most 4 MiB of them, and the offset behind them. Reads backwards."""
     try:

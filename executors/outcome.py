@@ -80,10 +80,12 @@ class Outcome:
 def newest_attempt(store: Store, run_id: str, rank: int, at_least: int = 0) -> int:
     """Return the number of the rank's newest attempt that was launched or claimed, or `at_least` when none is newer.
 
-    Attempts are dense: launched ones have a handle, a second copy of a launched one has a claim alone.
+    Attempts are dense: launched ones have a handle, or on a cloud an intent at least; a second copy of a launched one
+    has a claim alone.
     """
+    names = ("started.json", "handle.json", "intent.json")
     attempt = at_least
-    while any(exists(store, replica_key(run_id, rank, attempt + 1, name)) for name in ("started.json", "handle.json")):
+    while any(exists(store, replica_key(run_id, rank, attempt + 1, name)) for name in names):
         attempt += 1
     return attempt
 
@@ -115,7 +117,8 @@ def record_outcome(store: Store, run_id: str, outcome: Outcome) -> Outcome:
     """
     marker = find_json(store, replica_key(run_id, outcome.rank, outcome.attempt, "cancel.json"))
     if marker is not None:
-        error = outcome.error or f"Replica {outcome.rank} was ended: {marker.get('why', 'cancelled')}."
+        told = None if outcome.reason == "signal" else outcome.error  # the signal was the cancellation's
+        error = told or f"Replica {outcome.rank} was ended: {marker.get('why', 'cancelled')}."
         outcome = replace(outcome, status=ReplicaStatus.CANCELLED, reason="cancelled", result=None, error=error)
     outcome = replace(
         outcome, host=outcome.host or socket.gethostname(), finished_at=outcome.finished_at or time.time()

@@ -119,8 +119,11 @@ def oom_kills() -> int:
 def _stat(pid: int) -> list[str] | None:
     """Return the fields of /proc/<pid>/stat from the state on; the name before it may hold anything."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].decode().split()
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, 4096).rpartition(b")")[2].decode().split()
+        finally:
+            os.close(descriptor)
     except (FileNotFoundError, ProcessLookupError):
         return None
 

@@ -5,6 +5,7 @@ Whatever is the same for all ranks is done before the fork: what a child only re
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import os
@@ -13,8 +14,13 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn
 
+from executors.errors import ReplicasError
 from executors.local_launch import LocalLaunch
+from executors.logs import tail_text
+from executors.outcome import OUTPUT_TAIL_BYTES
 from executors.process import become_subreaper
+from executors.store import store_at
+from executors.task import RunSpec, StoredTask, read_task
 from executors.worker import Assignment, main
 
 
@@ -40,12 +46,45 @@ def adopt_surroundings(launch: LocalLaunch) -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def become_rank(
-    launch: LocalLaunch, rank: int, slot: int, *, output: int, supervisor_pid: int, close: Iterable[int]
-) -> NoReturn:
+def assign_all(launch: LocalLaunch) -> list[Assignment]:
+    """Say what each rank is to do. Called by their supervisor, before it forks them."""
+    spec = launch.spec
+    task = _find_task(spec)
+    torch_threads = max(1, len(os.sched_getaffinity(0)) // launch.places)
+    return [
+        Assignment(
+            store_url=spec.store_url,
+            run_id=spec.run_id,
+            rank=rank,
+            world_size=spec.world_size,
+            attempt=spec.attempt,
+            task_digest=spec.task_digest,
+            task=task if place < launch.places else None,  # who has to wait looks again what stands
+            supervisor_pid=os.getpid(),
+            output_tail=functools.partial(tail_text, launch.log_file(rank), OUTPUT_TAIL_BYTES),
+            term_grace_s=launch.term_grace_s,
+            torch_threads=torch_threads,
+            chaos=spec.chaos,
+        )
+        for place, rank in enumerate(spec.ranks)
+    ]
+
+
+def _find_task(spec: RunSpec) -> StoredTask | None:
+    """Read a run's task once for all ranks. None when it cannot be read: each rank tries again, and says why."""
+    try:
+        task = read_task(store_at(spec.store_url), spec.run_id, spec.task_digest)
+        task.prepare()
+    except (ReplicasError, ValueError):
+        return None
+    return task
+
+
+def become_rank(assignment: Assignment, *, gpus: str | None, output: int, close: Iterable[int]) -> NoReturn:
     """Be a replica: nothing of the supervisor's is left but the watch on it.
 
     Args:
+        gpus: its `CUDA_VISIBLE_DEVICES`; None leaves it alone.
         output: the descriptor of the open log file.
         close: the supervisor's other descriptors.
     """
@@ -59,9 +98,8 @@ def become_rank(
         os.dup2(output, 2)
         os.close(output)
         gc.enable()
-        if launch.gpu_slots is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = launch.gpu_slots[slot]
-        assignment = _assignment(launch, rank, supervisor_pid)
+        if gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     except BaseException:
         sys.excepthook(*sys.exc_info())
         os._exit(1)  # a forked child must never return into the supervisor
@@ -73,20 +111,3 @@ def _reset_signals() -> None:
     for number in (signal.SIGCHLD, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _assignment(launch: LocalLaunch, rank: int, supervisor_pid: int) -> Assignment:
-    spec = launch.spec
-    return Assignment(
-        store_url=spec.store_url,
-        run_id=spec.run_id,
-        rank=rank,
-        world_size=spec.world_size,
-        attempt=spec.attempt,
-        task_digest=spec.task_digest,
-        supervisor_pid=supervisor_pid,
-        log_file=launch.log_file(rank),
-        term_grace_s=launch.term_grace_s,
-        torch_threads=max(1, len(os.sched_getaffinity(0)) // launch.places),
-        chaos=spec.chaos,
-    )

@@ -10,8 +10,8 @@ from executors.store import Store
 
 
 def to_bytes(record: Any) -> bytes:
-    """Encode a record: UTF-8, readable, newline at the end."""
-    return (json.dumps(record, indent=1) + "\n").encode()
+    """Encode a record: UTF-8, one line."""
+    return (json.dumps(record) + "\n").encode()
 
 
 def read_json(store: Store, key: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Mapping
@@ -12,7 +11,11 @@ from executors.errors import BackendError, UnknownBackendError
 from executors.protocol import ServerlessExecutor
 
 ENTRY_POINTS = "replicas.backends"
-BUILT_IN = {"local": "executors.local:LocalProcessExecutor"}
+BUILT_IN = {
+    "hf": "executors.hf_jobs:HFJobsExecutor",
+    "local": "executors.local:LocalProcessExecutor",
+    "modal": "executors.modal:ModalExecutor",
+}
 VERBS = ("launch_replicas", "poll", "stream_logs", "cancel", "collect")
 ATTRIBUTES = ("backend_name", "supports_inter_replica_network")
 
@@ -34,6 +37,8 @@ def executor_class(name: str) -> type[ServerlessExecutor]:
     path = name if ":" in name else known_backends().get(name)
     if path is None:
         known = sorted(known_backends())
+        import difflib
+
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UnknownBackendError(f"No backend named {name!r}.{hint} Known: {', '.join(known)}.")
@@ -65,6 +70,8 @@ def get_executor(name: str, options: Mapping[str, Any] | None = None) -> Serverl
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         for option in options:
             if option not in taken:
+                import difflib
+
                 near = difflib.get_close_matches(option, taken, n=1)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 known = ", ".join(sorted(taken)) or "none"

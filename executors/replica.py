@@ -6,7 +6,7 @@ Every backend gives a replica the same five variables; inside one, `current_repl
 from __future__ import annotations
 
 import os
-import threading
+from _thread import allocate_lock  # not `threading`: every fork of a process that has it runs its hook
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +24,12 @@ ATTEMPT = "REPLICA_ATTEMPT"
 RENDEZVOUS = "REPLICA_RENDEZVOUS"
 
 CONTRACT = (RANK, WORLD_SIZE, RUN_ID, ATTEMPT, RENDEZVOUS)
+
+# For the worker alone, where a replica is started by a command and not forked.
+TASK_DIGEST = "REPLICA_TASK_DIGEST"
+TIMEOUT_S = "REPLICA_TIMEOUT_S"
+BOOTSTRAP_S = "REPLICA_BOOTSTRAP_S"  # how much of the time limit was gone when the worker started
+FOR_THE_WORKER = (TASK_DIGEST, TIMEOUT_S, BOOTSTRAP_S)
 
 # A replica is not a member of a torch process group: a leftover of these would make libraries think it is.
 TORCH_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -99,7 +105,7 @@ class Replica:
         self.store.put(replica_key(self.run_id, self.rank, self.attempt, f"artifacts/{name}"), read_file(source))
 
 
-_lock = threading.Lock()
+_lock = allocate_lock()
 _current: Replica | None = None
 
 

@@ -9,12 +9,13 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
 
+from executors.artifacts import Artifact
 from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, StoreError
 from executors.following import follow_logs
 from executors.outcome import (
@@ -104,26 +105,6 @@ def _existing_store(url: str | Path) -> Store:
     return store_at(url)
 
 
-@dataclass(frozen=True)
-class Artifact:
-    """A file that a replica kept with `save_artifact`."""
-
-    rank: int
-    name: str
-    size_bytes: int
-    store: Store
-    key: str
-
-    def read(self) -> memoryview:
-        """Return its content."""
-        return self.store.get(self.key)
-
-    def save(self, path: str | Path) -> None:
-        """Write it to a file, making the folders it needs."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_bytes(self.read())
-
-
 class Run:
     """One run: follow it, read its logs, cancel it, collect its results.
 
@@ -169,17 +150,20 @@ class Run:
 
     @property
     def executor(self) -> ServerlessExecutor:
-        """The executor; for an attached run a default-constructed one."""
+        """The executor; for an attached run one made with the options that the launch recorded."""
         if self._executor is None:
-            self._executor = get_executor(str(self.record.get("executor") or self.backend))
+            options = self.record.get("executor_options")
+            self._executor = get_executor(str(self.record.get("executor") or self.backend), options)
         return self._executor
 
     @property
     def handles(self) -> list[Any]:
         """The replicas' handles in rank order; None for one that left no handle that this process can read."""
-        if self._handles is None:
-            self._handles = [self._read_handle(rank) for rank in range(self.world_size)]
-        return list(self._handles)
+        known = self._handles or [None] * self.world_size
+        if None in known:  # not a stranger's, which may compare as it likes: those are all there
+            known = [self._read_handle(rank) if handle is None else handle for rank, handle in enumerate(known)]
+        self._handles = known  # what is still missing may come: its launcher may be at work
+        return list(known)
 
     def __repr__(self) -> str:
         return f"<Run {self.run_id!r}: {self.world_size} replicas on {self.backend!r}, {self.store.url}>"
@@ -275,13 +259,22 @@ class Run:
         """Cancel one replica, or all that still run; returns when they are gone. Nothing changes for the others."""
         ranks = range(self.world_size) if rank is None else [self._check_rank(rank)]
         alive = [r for r in ranks if not self._poll(r).is_terminal]
-        for handle in (self.handles[r] for r in alive):
-            if handle is None:
+        for r in [r for r in alive if self.handles[r] is None]:
+            if not self._cancel_intent(r):
                 raise RunNotFoundError(
                     f"Run {self.run_id!r}: backend {self.backend!r} left no handle that another process can read. "
                     "Cancel it in the process that launched it."
                 )
-        self._in_parallel(lambda r: self.executor.cancel(self.handles[r]), alive)
+        self._in_parallel(lambda r: self.executor.cancel(self.handles[r]), [r for r in alive if self.handles[r]])
+
+    def _cancel_intent(self, rank: int) -> bool:
+        """Cancel a replica whose launcher died before its vendor had it; False if there is no such intent."""
+        attempt = self.newest_attempt(rank)
+        if not exists(self.store, replica_key(self.run_id, rank, attempt, "intent.json")):
+            return False
+        request_cancel(self.store, self.run_id, rank, attempt)  # also ends one that comes up late
+        record_outcome(self.store, self.run_id, Outcome(rank, attempt, ReplicaStatus.CANCELLED, "cancelled"))
+        return True
 
     def remove(self) -> None:
         """Delete everything the run left, here and in its store.
@@ -368,6 +361,9 @@ class Run:
                 handle = ReplicaHandle(**record)
                 here = {"store_url": self.store.url} if "store_url" in handle.metadata else {}
                 return replace(handle, metadata={**handle.metadata, **here})  # the store may have moved since
+            if exists(self.store, replica_key(self.run_id, rank, attempt, "intent.json")):
+                find_handle: Any = getattr(self.executor, "find_handle", None)
+                return find_handle(self.store, self.run_id, rank, attempt) if find_handle else None
         return None
 
     def _tail(self, rank: int, n_lines: int) -> str:

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from executors.errors import StoreError
@@ -60,6 +59,8 @@ def locate(run_id: str) -> str | None:
 
 def forget(run_id: str) -> None:
     """Delete what this machine keeps of a run: its logs and its place."""
+    import shutil
+
     shutil.rmtree(state_dir() / run_id, ignore_errors=True)
 
 

@@ -8,8 +8,8 @@ supervisor watches its launcher and ends the run when that is gone.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
-import logging
 import os
 import select
 import signal
@@ -18,12 +18,13 @@ import time
 import warnings
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NoReturn
 
 from executors.errors import ReplicasError, StoreError
 from executors.insisting import RETRY_S
 from executors.local_launch import LocalLaunch
-from executors.logs import tail_bytes
+from executors.logs import tail_text
 from executors.outcome import (
     OUTPUT_TAIL_BYTES,
     Outcome,
@@ -34,15 +35,14 @@ from executors.outcome import (
 )
 from executors.process import become_subreaper, children, kill_descendants, oom_kills, start_time, this_machine
 from executors.protocol import ReplicaHandle, ReplicaStatus
-from executors.rank_process import adopt_surroundings, become_rank
+from executors.rank_process import adopt_surroundings, assign_all, become_rank
 from executors.records import exists, find_json
 from executors.replica import replica_key
 from executors.store import Store, store_at
+from executors.worker import Assignment
 
 CANCEL_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves only its marker
 UNKILLABLE_S = 5.0  # how long a process stuck in the kernel is waited for
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Supervisor:
         self._launcher_pidfd = launcher_pidfd
         self._reply: int | None = reply
         self._store: Store = store_at(self._spec.store_url)
-        self._waiting = deque(self._spec.ranks)
+        self._waiting: deque[Assignment] = deque()
         self._running: dict[int, _Running] = {}
         self._free_slots = deque(range(launch.places))
         self._oom_kills = oom_kills()
@@ -84,23 +84,22 @@ class Supervisor:
         signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, signal.SIGUSR1):
             signal.signal(number, lambda *_: None)
-        handles = [self._handle(rank) for rank in self._spec.ranks]
+        handles: list[str] = []
         rank = self._spec.ranks[0]
         try:
-            for handle in handles:
-                rank = handle.rank
-                self._launch.log_file(rank).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                key = replica_key(self._spec.run_id, rank, self._spec.attempt, "handle.json")
-                self._store.put(key, handle.to_json().encode())
+            # Before the first fork, whatever can be: after each, every page that this process touches is copied.
+            self._waiting.extend(assign_all(self._launch))
+            for rank in self._spec.ranks:
+                handles.append(self._record_handle(rank))
             while self._waiting and self._free_slots:
-                rank = self._waiting[0]
-                self._start_rank(rank)
+                rank = self._waiting[0].rank
+                self._start_rank(self._waiting[0])
                 self._waiting.popleft()
         except (OSError, StoreError) as error:
             self._give_up(rank, error)
             answer: dict[str, Any] = {"error": str(error), "rank": rank}
         else:
-            answer = {"handles": [handle.to_json() for handle in handles]}
+            answer = {"handles": handles}
         with contextlib.suppress(BrokenPipeError), os.fdopen(reply, "w") as pipe:
             pipe.write(json.dumps(answer))
         self._reply = None
@@ -126,44 +125,46 @@ class Supervisor:
             self._look_for_cancels()
             self._enforce_deadlines()
             while self._waiting and self._free_slots:
-                rank = self._waiting.popleft()
+                assignment = self._waiting.popleft()
                 try:
-                    self._start_rank(rank)
+                    self._start_rank(assignment)
                 except OSError as error:
-                    self._record_start_failure(rank, str(error))
+                    self._record_start_failure(assignment.rank, str(error))
 
     # Starting
 
-    def _handle(self, rank: int) -> ReplicaHandle:
-        return ReplicaHandle(
-            rank,
-            "local",
-            {
-                "run_id": self._spec.run_id,
-                "store_url": self._spec.store_url,
-                "attempt": self._spec.attempt,
-                "state_dir": self._launch.state_dir,
-                "machine": this_machine(),
-                "supervisor_pid": os.getpid(),
-                "supervisor_started": start_time(os.getpid()),
-                "term_grace_s": self._launch.term_grace_s,
-            },
-        )
+    @cached_property
+    def _handle_metadata(self) -> dict[str, Any]:
+        return {
+            "run_id": self._spec.run_id,
+            "store_url": self._spec.store_url,
+            "attempt": self._spec.attempt,
+            "state_dir": self._launch.state_dir,
+            "machine": this_machine(),
+            "supervisor_pid": os.getpid(),
+            "supervisor_started": start_time(os.getpid()),
+            "term_grace_s": self._launch.term_grace_s,
+        }
 
-    def _start_rank(self, rank: int) -> None:
+    def _record_handle(self, rank: int) -> str:
+        handle = ReplicaHandle(rank, "local", self._handle_metadata).to_json()
+        os.makedirs(self._launch.log_file(rank).parent, exist_ok=True, mode=0o700)
+        self._store.put(replica_key(self._spec.run_id, rank, self._spec.attempt, "handle.json"), handle.encode())
+        return handle
+
+    def _start_rank(self, assignment: Assignment) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        output = os.open(self._launch.log_file(rank), flags, 0o600)
+        output = os.open(self._launch.log_file(assignment.rank), flags, 0o600)
         try:
             slot = self._free_slots[0]
-            supervisor, pid = os.getpid(), fork()
+            gc.freeze()  # the rank's collector finds nothing of ours to look at, and so to copy
+            pid = fork()
             if pid == 0:
                 close = [self._wakeup, self._wakeup_writer, self._launcher_pidfd, self._reply]
                 become_rank(
-                    self._launch,
-                    rank,
-                    slot,
+                    assignment,
+                    gpus=None if self._launch.gpu_slots is None else self._launch.gpu_slots[slot],
                     output=output,
-                    supervisor_pid=supervisor,
                     close=[descriptor for descriptor in close if descriptor is not None],
                 )
         finally:
@@ -172,7 +173,7 @@ class Supervisor:
         now = time.monotonic()
         limit_s = self._launch.timeout_s
         deadline = float("inf") if limit_s is None else now + limit_s
-        self._running[pid] = _Running(rank, slot, time.time(), deadline)
+        self._running[pid] = _Running(assignment.rank, slot, time.time(), deadline)
 
     def _give_up(self, failed_rank: int, error: Exception) -> None:
         """Undo a start that failed at one rank."""
@@ -226,9 +227,9 @@ class Supervisor:
         for pid, running in self._running.items():
             if running.ending is None and self._is_cancelled(running.rank, pid):
                 self._end(pid, running, "cancelled", now)
-        for rank in [rank for rank in self._waiting if self._is_cancelled(rank)]:
-            self._waiting.remove(rank)
-            self._record(Outcome(rank, self._spec.attempt, ReplicaStatus.CANCELLED, "cancelled"))
+        for assignment in [waiting for waiting in self._waiting if self._is_cancelled(waiting.rank)]:
+            self._waiting.remove(assignment)
+            self._record(Outcome(assignment.rank, self._spec.attempt, ReplicaStatus.CANCELLED, "cancelled"))
 
     def _is_cancelled(self, rank: int, pid: int | None = None) -> bool:
         try:
@@ -275,8 +276,8 @@ class Supervisor:
                 self._end(pid, running, "cancelled", now)
             if was_told:
                 running.kill_at = now
-        for rank in self._waiting:
-            self._mark_abandoned(rank, None)
+        for assignment in self._waiting:
+            self._mark_abandoned(assignment.rank, None)
         self._look_at = 0.0
 
     def _mark_abandoned(self, rank: int, pid: int | None) -> None:
@@ -296,7 +297,6 @@ class Supervisor:
             if find_outcome(self._store, self._spec.run_id, running.rank, attempt) is not None:
                 return
         status, reason, error = self._explain(running, exit_code)
-        tail = tail_bytes(self._launch.log_file(running.rank), OUTPUT_TAIL_BYTES).decode(errors="replace")
         outcome = Outcome(
             running.rank,
             attempt,
@@ -307,7 +307,7 @@ class Supervisor:
             error=error,
             pid=pid,
             started_at=running.started_at,
-            output_tail=tail,
+            output_tail=tail_text(self._launch.log_file(running.rank), OUTPUT_TAIL_BYTES),
         )
         self._record(outcome)
 
@@ -336,7 +336,9 @@ class Supervisor:
             insist_on_outcome(self._store, self._spec.run_id, outcome, limit_s)
         except StoreError as error:
             # Whoever polls next finds this process gone, and says what the store says.
-            log.error("rank %d: no outcome could be written: %s", outcome.rank, error)
+            import logging  # 2 ms, on the way of every replica otherwise
+
+            logging.getLogger(__name__).error("rank %d: no outcome could be written: %s", outcome.rank, error)
 
 
 def fork() -> int:

@@ -3,6 +3,7 @@
     <run>/run.json            who, what, when, backend; environment and secrets by name only
     <run>/task/task.json      the entrypoint, its arguments, the sha256 of the pickle
     <run>/task/callable.pkl   a function and its arguments, by cloudpickle
+    <run>/task/code.tar.gz    the user's workspace and our packages, for replicas on other machines
 
 `REPLICA_TASK_DIGEST`, the sha256 of task.json, reaches a replica with its launch and not through the store, so what
 is unpickled is what was launched.
@@ -10,26 +11,25 @@ is unpickled is what was launched.
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import json
 import os
-import platform
 import re
-import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from executors.entrypoint import check_call, load_entrypoint
+from executors.entrypoint import check_call, load_entrypoint, prepare_entrypoint
 from executors.errors import EntrypointArgumentsError, EntrypointError, RunExistsError, StoreError
 from executors.insisting import insist
 from executors.records import to_bytes
 from executors.store import Store
-from executors.words import random_words
+
+if TYPE_CHECKING:
+    from executors.shipping import Package
 
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 READ_TRIES = 3
@@ -73,6 +73,11 @@ class StoredTask:
         """The name of one more environment variable for the rank."""
         return self.record["rank_env"]  # type: ignore[no-any-return]
 
+    def prepare(self) -> None:
+        """Compile the entrypoint's file, if it is one, for this process and those it forks. Runs nothing of it."""
+        if self.record["entrypoint"] is not None:
+            prepare_entrypoint(self.record["entrypoint"])
+
     def load(self) -> tuple[Callable[..., Any], Mapping[str, Any]]:
         """Import or unpickle the entrypoint, and return it with its arguments.
 
@@ -103,11 +108,14 @@ class NewRun:
     record: dict[str, Any]
     task: bytes
     callable_pickle: bytes | None
+    code: bytes | None = None
 
 
 def new_run_id() -> str:
     """Make a run id that people can tell apart: two words and four hex digits."""
-    return f"{random_words()}-{secrets.token_hex(2)}"
+    from executors.words import random_words
+
+    return f"{random_words()}-{os.urandom(2).hex()}"
 
 
 def check_run_id(run_id: str) -> str:
@@ -137,9 +145,15 @@ def split_rank_env(args: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]
 
 
 def pack_task(
-    entrypoint: str | Callable[..., Any], args: Mapping[str, Any], seed: int | None = None
+    entrypoint: str | Callable[..., Any],
+    args: Mapping[str, Any],
+    seed: int | None = None,
+    package: Package | None = None,
 ) -> tuple[bytes, bytes | None]:
     """Turn an entrypoint and its arguments into (task.json, callable.pkl or None), and check that they can travel.
+
+    Args:
+        package: the code that goes with them, to replicas on other machines.
 
     Raises:
         EntrypointArgumentsError: an argument is no JSON value (string entrypoint), or the callable does not take them.
@@ -147,6 +161,15 @@ def pack_task(
     """
     kwargs, rank_env = split_rank_env(args)
     record: dict[str, Any] = {"python": PYTHON, "rank_env": rank_env, "seed": seed}
+    if package is not None:
+        from executors.versions import versions_here
+
+        record |= {
+            **versions_here(),
+            "code_sha256": package.workspace.sha256,
+            "requirements": list(package.requirements),
+            "paths": list(package.paths),
+        }
     if isinstance(entrypoint, str):
         try:
             json.dumps(kwargs)
@@ -183,17 +206,19 @@ def plan_run(
     detach: bool = False,
     chaos: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
+    package: Package | None = None,
 ) -> NewRun:
     """Compose a new run and its task, writing nothing.
 
     Args:
         options: what else `run.json` tells: gpu, timeout_s, the executor's class.
+        package: the code, for replicas on other machines.
 
     Raises:
         EntrypointError: the task cannot travel.
     """
     check_run_id(run_id)
-    task, pickled = pack_task(entrypoint, args, seed)
+    task, pickled = pack_task(entrypoint, args, seed, package)
     record = {
         "run_id": run_id,
         "backend": backend,
@@ -203,7 +228,7 @@ def plan_run(
         "created_by": f"{_user()}@{socket.gethostname()}",
         "launcher_pid": os.getpid(),
         "cwd": os.getcwd(),
-        "python": platform.python_version(),
+        "python": sys.version.split()[0],
         "detach": detach,
         "seed": seed,
         "env": sorted(env or {}),
@@ -211,6 +236,9 @@ def plan_run(
         "chaos": list(chaos),
         **(options or {}),
     }
+    if package is not None:
+        code = package.workspace
+        record["code"] = {name: getattr(code, name) for name in ("sha256", "size_bytes", "n_files", "commit", "dirty")}
     spec = RunSpec(
         run_id=run_id,
         store_url=store_url,
@@ -222,7 +250,7 @@ def plan_run(
         detach=detach,
         chaos=tuple(chaos),
     )
-    return NewRun(spec, record, task, pickled)
+    return NewRun(spec, record, task, pickled, None if package is None else package.workspace.archive)
 
 
 def create_run(
@@ -247,7 +275,9 @@ def create_run(
         )
     if new.callable_pickle is not None:
         store.put(f"{run_id}/task/callable.pkl", new.callable_pickle)
-    store.put(f"{run_id}/task/task.json", new.task)
+    if new.code is not None:
+        store.put(f"{run_id}/task/code.tar.gz", new.code)
+    store.put(f"{run_id}/task/task.json", new.task)  # last: who finds it finds the rest
     return new.spec
 
 
@@ -288,6 +318,8 @@ def _get_checked(store: Store, key: str, digest: str | None) -> memoryview:
 
 def _user() -> str:
     try:
+        import getpass
+
         return getpass.getuser()
     except (KeyError, OSError):
         return str(os.getuid())

@@ -13,7 +13,6 @@ import functools
 import hashlib
 import os
 import random
-import secrets
 import signal
 import socket
 import sys
@@ -21,26 +20,25 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from executors import replica as environment
-from executors.errors import ReplicasError, ResultError
+from executors.endings import TERMINATED, outcome_of_error, outcome_of_termination, outcome_of_timeout, outcome_of_value
+from executors.errors import ReplicasError
 from executors.heartbeat import Heartbeat
 from executors.insisting import insist
-from executors.logs import tail_bytes
-from executors.outcome import OUTPUT_TAIL_BYTES, Outcome, Reason, insist_on_outcome
+from executors.outcome import Outcome, insist_on_outcome
 from executors.process import children, flush_c_streams, kill_descendants, start_time
 from executors.protocol import ReplicaStatus
 from executors.records import exists, read_json, to_bytes
 from executors.replica import Replica, replica_key, set_current_replica
-from executors.result import to_json_value
 from executors.store import Store, store_at
 from executors.store.opening import split_address
-from executors.task import read_task
+from executors.task import StoredTask, read_task
 
-TERMINATED = 143  # 128 + SIGTERM, as a shell says it
+if TYPE_CHECKING:
+    from executors.deadline import Deadline
 
 
 @dataclass(frozen=True)
@@ -54,11 +52,18 @@ class Assignment:
     attempt: int
     """The attempt asked for; the replica claims this one or the next that is free."""
     task_digest: str | None = None
+    task: StoredTask | None = None
+    """The task, if whoever started the process read it already."""
     supervisor_pid: int | None = None
     """This process's parent, which watches over it and with which it ends. None: nobody does."""
-    log_file: Path | None = None
+    output_tail: Callable[[], str] | None = None
+    """Returns the end of the output, for the outcome."""
     term_grace_s: float = 5.0
     torch_threads: int | None = None
+    timeout_s: float | None = None
+    """The time limit, where this process has to end itself."""
+    spent_s: float = 0.0
+    """How much of the limit was gone when this process started."""
     chaos: tuple[str, ...] = ()
     """Faults to suffer; see `chaos.py`."""
 
@@ -69,7 +74,10 @@ class CancelledBeforeStart(ReplicasError):
 
 def main(assignment: Assignment) -> NoReturn:
     """Run one replica in a process of its own, and leave it."""
+    global _at_second_sigterm
     faulthandler.enable()  # a segfault tells its Python stack
+    if assignment.supervisor_pid is None:
+        _at_second_sigterm = signal.SIG_IGN  # nobody else would write the outcome; whoever insists has SIGKILL
     signal.signal(signal.SIGTERM, _terminate)
     os.register_at_fork(after_in_child=_forget_terminate)
     code = 1
@@ -100,11 +108,11 @@ def call(run: str) -> Any:
     heartbeat.start()
     started_at = time.time()
     try:
-        task = _load(replica, None)
-        outcome = _outcome_of_value(replica, started_at, task())
+        task = _load(replica, read_task(store, run_id))
+        outcome = outcome_of_value(replica, started_at, task())
         error: BaseException | None = None
     except BaseException as raised:
-        outcome, error = _outcome_of_error(replica, started_at, raised, raised.__traceback__), raised
+        outcome, error = outcome_of_error(replica, started_at, raised, raised.__traceback__), raised
     heartbeat.stop()
     standing = insist_on_outcome(store, run_id, outcome)
     if error is not None:
@@ -120,7 +128,7 @@ def claim(store: Store, asked: Assignment) -> Replica:
     Raises:
         CancelledBeforeStart: an attempt on the way, from the one asked for on, was cancelled.
     """
-    nonce = secrets.token_hex(16)
+    nonce = os.urandom(16).hex()
     record = {
         "nonce": nonce,
         "pid": os.getpid(),
@@ -161,37 +169,67 @@ def _run(assignment: Assignment) -> int:
         store = troubled(store, assignment.chaos, assignment.rank, assignment.attempt)
     replica = claim(store, assignment)
     replica.store = store
-    _set_environment(replica, assignment.torch_threads)
     heartbeat = Heartbeat(replica, supervisor_pid=assignment.supervisor_pid, grace_s=assignment.term_grace_s)
-    heartbeat.start()
+    deadline = _deadline(assignment, replica, started_at)
     try:
-        task = _load(replica, assignment.task_digest)
+        _set_environment(replica, assignment.torch_threads)
+        heartbeat.start()
+        if deadline is not None:
+            deadline.start()  # its SIGTERM may come at once
+        task = _load(replica, assignment.task or read_task(store, replica.run_id, assignment.task_digest))
         value = task()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is finished is worth writing down
-        outcome = _outcome_of_value(replica, started_at, value)
+        outcome = outcome_of_value(replica, started_at, value)
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if _terminated and assignment.supervisor_pid is not None and not heartbeat.supervisor_is_gone:
             heartbeat.stop()
             return TERMINATED  # who sent SIGTERM knows why, and writes the outcome
-        if _terminated:
-            outcome = _outcome_of_termination(replica, started_at)
+        if deadline is not None and deadline.has_passed:
+            outcome = outcome_of_timeout(replica, started_at, assignment.timeout_s or 0.0, TERMINATED)
+        elif _terminated:
+            outcome = outcome_of_termination(replica, started_at, assignment.supervisor_pid is not None)
         else:
-            outcome = _outcome_of_error(replica, started_at, error, error.__traceback__)
+            outcome = outcome_of_error(replica, started_at, error, error.__traceback__)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # the user may have closed or unset it
             sys.stderr.write(f"{outcome.error}\n")
+    if deadline is not None:
+        deadline.stop()
     heartbeat.stop()
     _flush()
-    if assignment.log_file is not None:
-        tail = tail_bytes(assignment.log_file, OUTPUT_TAIL_BYTES).decode(errors="replace")
-        outcome = replace(outcome, output_tail=tail)
+    if assignment.output_tail is not None:
+        outcome = replace(outcome, output_tail=assignment.output_tail())
     insist_on_outcome(store, assignment.run_id, outcome)
     return outcome.exit_code if outcome.exit_code is not None else 1
 
 
-def _load(replica: Replica, digest: str | None) -> Callable[[], Any]:
+def _deadline(assignment: Assignment, replica: Replica, started_at: float) -> Deadline | None:
+    limit_s = assignment.timeout_s
+    if limit_s is None:
+        return None
+    from executors.deadline import TIMED_OUT, Deadline
+
+    def end() -> None:
+        outcome = outcome_of_timeout(replica, started_at, limit_s, TIMED_OUT)
+        if assignment.output_tail is not None:
+            outcome = replace(outcome, output_tail=assignment.output_tail())
+        try:
+            insist_on_outcome(replica.store, replica.run_id, outcome)
+            kill_descendants(os.getpid())
+        finally:
+            os._exit(TIMED_OUT)
+
+    spent_s = assignment.spent_s + time.time() - started_at
+    return Deadline(limit_s - spent_s, assignment.term_grace_s, end)
+
+
+def _load(replica: Replica, stored: StoredTask) -> Callable[[], Any]:
     """Load the task; seed every generator before the user's module is imported, and those that came with it after."""
-    stored = read_task(replica.store, replica.run_id, digest)
+    if "python_version" in stored.record:  # it came from another machine
+        from executors.versions import difference
+
+        if told := difference(stored.record):
+            print(told, file=sys.stderr)
     seeded = _seed(replica, stored.seed, but=set())
     function, args = stored.load()
     _seed(replica, stored.seed, but=seeded)
@@ -202,7 +240,8 @@ def _load(replica: Replica, digest: str | None) -> Callable[[], Any]:
 
 def _set_environment(replica: Replica, torch_threads: int | None) -> None:
     for name in environment.TORCH_DISTRIBUTED:
-        os.environ.pop(name, None)
+        if name in os.environ:
+            del os.environ[name]
     os.environ[environment.RANK] = str(replica.rank)
     os.environ[environment.WORLD_SIZE] = str(replica.world_size)
     os.environ[environment.RUN_ID] = replica.run_id
@@ -221,11 +260,13 @@ def _seed(replica: Replica, seed: int | None, but: set[str]) -> set[str]:
     Args:
         but: those seeded before, which the user's module may have seeded otherwise since.
     """
-    source = f"{replica.run_id if seed is None else seed}/{replica.rank}".encode()
-    number = int.from_bytes(hashlib.sha256(source).digest()[:8], "big") >> 1
+    source = f"{replica.run_id if seed is None else seed}/{replica.rank}"
     loaded: set[str] = {name for name in ("random", "numpy", "torch") if name in sys.modules}
     if "random" in loaded - but:
-        random.seed(number)
+        random.seed(source)
+    if not loaded - but - {"random"}:
+        return loaded
+    number = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "big") >> 1
     if "numpy" in loaded - but:
         sys.modules["numpy"].random.seed(number % 2**32)
     if "torch" in loaded - but:
@@ -236,65 +277,15 @@ def _seed(replica: Replica, seed: int | None, but: set[str]) -> set[str]:
     return loaded
 
 
-def _outcome_of_value(replica: Replica, started_at: float, value: Any) -> Outcome:
-    try:
-        result = to_json_value(value)
-    except ResultError as error:
-        return _failed(replica, started_at, "result_not_serializable", str(error), 1)
-    return Outcome(
-        replica.rank,
-        replica.attempt,
-        ReplicaStatus.SUCCEEDED,
-        exit_code=0,
-        result=result,
-        pid=os.getpid(),
-        started_at=started_at,
-    )
-
-
-def _outcome_of_error(
-    replica: Replica, started_at: float, error: BaseException, trace: TracebackType | None
-) -> Outcome:
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-        said = f" ({error.code})" if isinstance(error.code, str) else ""
-        text = f"The entrypoint ended its process with exit code {code}{said} instead of returning a result."
-        return _failed(replica, started_at, "no_result", text, code)
-    while trace is not None and trace.tb_frame.f_globals.get("__name__") == __name__:
-        trace = trace.tb_next  # the user's frames are enough
-    text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-    reason: Any = error.outcome_reason if isinstance(error, ReplicasError) else "exception"
-    line = "".join(traceback.format_exception_only(type(error), error)).strip().partition("\n")[0]
-    return replace(_failed(replica, started_at, reason, text, 1), error_line=line)
-
-
-def _outcome_of_termination(replica: Replica, started_at: float) -> Outcome:
-    who = f"Replica {replica.rank} of {replica.world_size} (attempt {replica.attempt})"
-    text = f"{who} was lost: its supervisor is gone (was it killed?). `replicas resume` brings it back."
-    return replace(_failed(replica, started_at, "lost", text, TERMINATED), signal="SIGTERM")
-
-
-def _failed(replica: Replica, started_at: float, reason: Reason, error: str, exit_code: int) -> Outcome:
-    return Outcome(
-        replica.rank,
-        replica.attempt,
-        ReplicaStatus.FAILED,
-        reason,
-        exit_code,
-        error=error,
-        pid=os.getpid(),
-        started_at=started_at,
-    )
-
-
 _terminated = False
+_at_second_sigterm = signal.SIG_DFL
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
-    """Turn the first SIGTERM into SystemExit, so that `finally` runs; a second one ends the process."""
+    """Turn the first SIGTERM into SystemExit, so that `finally` runs; a second one ends what has a supervisor."""
     global _terminated
     _terminated = True
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, _at_second_sigterm)
     raise SystemExit(TERMINATED)
 
 
@@ -323,3 +314,9 @@ def _leave(code: int) -> NoReturn:
             kill_descendants(os.getpid())
     finally:
         os._exit(code)
+
+
+if __name__ == "__main__":
+    from executors import standalone  # which imports this module once more, by its name
+
+    standalone.main()

@@ -57,7 +57,6 @@ def serve(descriptor: int, launcher: int, preload: list[str]) -> None:
     wakeup, wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    gc.disable()  # importing torch makes a million objects and no garbage: collecting takes a quarter of the time
     problem = _import_all(preload)
     gc.freeze()  # what is shared with the children stays shared: their collector does not touch it
     private = [connection.fileno(), wakeup, wakeup_writer]

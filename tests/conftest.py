@@ -6,16 +6,29 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from cli_of_tests import JOB
 from processes_of_tests import MARK, end, left_over, marked_pids
+from servers.hub_server import HubServer, hub_server
 from servers.s3_server import CREDENTIALS, S3Server, running_server
 
 from executors import LocalProcessExecutor
 
+if TYPE_CHECKING:
+    from servers.modal_server import ModalServer
+
+os.environ["MODAL_CONFIG_PATH"] = os.devnull  # the SDK reads the user's settings when it is imported
 os.environ[MARK] = str(os.getpid())  # every process that a test starts inherits it
 for name in ("REPLICAS_RENDEZVOUS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
+LIVE = {name: os.environ[name] for name in ("HF_TOKEN", "REPLICAS_LIVE_RENDEZVOUS") if os.environ.get(name)}
+"""What tests marked `live` need, and no other may use."""
+# huggingface_hub reads these when it is imported: none of the user's own, and no token of theirs.
+for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING_FACE_", "HUGGINGFACE_"))]:
+    os.environ.pop(name)
+os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": "/nonexistent/huggingface"}
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +73,50 @@ def s3(_s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     _s3_server.empty()
     return _s3_server
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    """A Hugging Face Hub with no jobs yet. It ends all of them with the test."""
+    with hub_server() as server:
+        yield server
+
+
+@pytest.fixture
+def hf(hub: HubServer, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """The Hub, with all that a user of it has: a token, a rendezvous, and a folder with `job.py` to launch from."""
+    for name, value in {**hub.environment, "REPLICAS_RENDEZVOUS": s3.url("runs")}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path / "work")
+    return hub
+
+
+@pytest.fixture
+def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried again is tried again soon."""
+    monkeypatch.setattr("executors.vendor_patience.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("executors.vendor_patience.LONGEST_PAUSE_S", 0.02)
+
+
+@pytest.fixture
+def modal_cloud() -> Iterator[ModalServer]:
+    """A Modal control plane of the test's own, at which the SDK of this process and its children is pointed."""
+    from servers.modal_server import modal_server  # the SDK takes a third of a second to import
+
+    with modal_server() as server, server.used_by_the_sdk():
+        yield server
+
+
+@pytest.fixture
+def modal_runs(modal_cloud: ModalServer, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModalServer:
+    """All that `launch("modal", …)` needs: Modal, a bucket to meet in, and a workspace, which is empty."""
+    monkeypatch.setenv("REPLICAS_RENDEZVOUS", s3.url("runs"))
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    monkeypatch.chdir(workspace)
+    return modal_cloud
 
 
 @pytest.fixture

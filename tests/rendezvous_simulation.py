@@ -50,6 +50,8 @@ class Simulation:
     def __post_init__(self) -> None:
         self.world = World(self.plan.seed, self.plan.faults)
         self.store = SimulatedStore(self.world)
+        if not self.plan.streams:
+            self.store.put_if_absent_streamed = None  # type: ignore[method-assign,assignment]
         self.keys = Keys(RUN, "main")
         self.log: list[tuple[list[Floats], list[Floats]]] = []
         """State before each entry, computed from what stands."""

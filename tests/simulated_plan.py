@@ -24,6 +24,8 @@ class Plan:
     faults: Faults
     snapshot_every: int = 3
     joiners: int = 0
+    streams: bool = False
+    """Whether the store takes contributions while they are being made."""
     flip: tuple[int, int, int] | None = None
     """A bit of this rank's state flips before this entry, in this fragment."""
 
@@ -52,6 +54,7 @@ class Plan:
             faults=faults,
             snapshot_every=n_fragments + rng.choice([0, 0, 1, 3]),
             joiners=rng.choice([0, 0, 0, 1, 2]),
+            streams=seed % 2 == 1,
         )
         if world_size > 2 and rng.random() < 0.2:  # a majority must be right: nobody dies, sleeps or comes later
             plan.flip = (rng.randrange(world_size), rng.randint(1, entries), rng.randrange(n_fragments))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -60,10 +60,18 @@ class Toy:
     def digest(self, fragment: int) -> str:
         return xxh3_128_hexdigest(self.anchor[fragment].tobytes() + self.momentum[fragment].tobytes())
 
-    def pack(self, entry: int) -> Packed:
+    def pack(
+        self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
+    ) -> Packed:
         self._payload[:] = self._sent[:] = self.undone[entry % len(self.anchor)]
         payload = self._payload.data.cast("B")
-        return Packed(payload, digests_of(payload, BLOCK_BYTES), (0.0,) * (SLOTS * 4 // BLOCK_BYTES))
+        digests = digests_of(payload, BLOCK_BYTES)
+        first, end = keep or (0, len(payload))
+        if write is not None:
+            write(payload)
+            for at in [*range(first), *range(end, len(payload))]:
+                payload[at] = 0xFF  # what is not to be kept is no longer there
+        return Packed(digests, (0.0,) * len(digests), payload[first:end], first)
 
     def apply(self, entry: int, mean: Sequence[memoryview], settled: Settled) -> None:
         self.replay(entry, mean)

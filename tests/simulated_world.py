@@ -17,7 +17,7 @@ from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 
 from diloco.records import head_bytes
 from executors.errors import KeyNotFoundError, StoreError
-from executors.store import Data, Entry
+from executors.store import Data, Entry, Produce
 
 HEAD_BYTES = head_bytes(1)
 ROTS = re.compile("/contribution/|/mean/|/part/")
@@ -100,7 +100,7 @@ class World:
         return self._names.get(getcurrent(), "store")
 
     def happens(self, probability: float) -> bool:
-        return self.now < self.faults.until_s and probability > 0 and self.rng.random() < probability
+        return probability > 0 and self.now < self.faults.until_s and self.rng.random() < probability
 
     def _run(self, task: greenlet) -> None:
         if not task.dead:
@@ -131,6 +131,11 @@ class SimulatedStore:
     def put_if_absent(self, key: str, data: Data) -> bool:
         value = _joined(data)
         return self._write("create", key, lambda: self._create(key, value))
+
+    def put_if_absent_streamed(self, key: str, head_bytes: int, produce: Produce) -> bool:
+        pieces: list[bytes] = []
+        head = produce(lambda piece: pieces.append(bytes(piece)))
+        return self.put_if_absent(key, [head, *pieces])
 
     def put(self, key: str, data: Data) -> None:
         value = _joined(data)

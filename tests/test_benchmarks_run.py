@@ -28,7 +28,9 @@ def run_benchmarks(file: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     ("names", "peers"),
     [
         (("L5",), ["multiprocessing forkserver"]),
-        (("S1", "S8"), ["gloo all_reduce", None]),
+        (("S1", "S5", "S8"), ["gloo all_reduce", "the payload, sharded: (3 - 1/N) M", None]),
+        (("S6",), [None]),
+        (("S9", "S10"), [None, "reading one object after the other"]),
         (("O1", "O2"), ["floor: read and write two buffers, read one", None]),
     ],
 )
@@ -42,6 +44,15 @@ def test_a_benchmark_runs_beside_its_peer(tmp_path: Path, names: tuple[str, ...]
             assert all(sample > 0 for sample in method["samples"])
     if "S8" in found:  # counted, not timed: exactly what the protocol says, for two replicas
         assert {way: row["median"] for way, row in found["S8"]["methods"].items()} == {"read": 1.0, "written": 1.5}
+
+
+def test_replicas_are_exactly_alike_and_data_parallel_up_to_rounding(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.benchmarks", "--quick", "--json", str(tmp_path / "found.json"), "C1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    different, apart = json.loads((tmp_path / "found.json").read_text())["comparisons"]
+    assert [row["max"] for row in different["methods"].values()] == [0.0]
+    assert all(0 < row["max"] <= 1 for row in apart["methods"].values())
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from executors.entrypoint import check_entrypoint, load_entrypoint, parse_entrypoint
+from executors.entrypoint import check_entrypoint, load_entrypoint, parse_entrypoint, prepare_entrypoint
 from executors.errors import EntrypointArgumentsError, EntrypointError, EntrypointImportError
 
 TRAIN = """
@@ -16,6 +16,7 @@ print("imported")
 def main(steps=1): return ("main", steps)
 def train(lr, *, epochs=2): return ("train", lr, epochs)
 def anything(**kwargs): return kwargs
+def positional(a=1, b=2, /, c=3, d=4): return c
 not_a_function = 3
 class Trainer:
     def __init__(self, lr): ...
@@ -123,6 +124,7 @@ def test_a_mistake_is_named_with_what_to_do(
 def test_arguments_that_a_function_takes_in_any_form_pass() -> None:
     check_entrypoint("plain_of_user:anything", {"whatever": 1})
     check_entrypoint("plain_of_user:Trainer", {"lr": 1})
+    check_entrypoint("plain_of_user:positional", {"d": 1})
 
 
 def test_a_syntax_error_is_named_with_its_line(workspace: Path) -> None:
@@ -140,3 +142,22 @@ def test_a_file_whose_name_is_taken_by_another_module_is_refused(workspace: Path
 def test_what_is_no_function_is_refused(workspace: Path) -> None:
     with pytest.raises(EntrypointImportError, match="'not_a_function' is not a function"):
         load_entrypoint("plain_of_user:not_a_function")
+
+
+def test_a_file_that_was_prepared_is_compiled_and_not_run(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = str(workspace / "scripts" / "train_of_user.py") + ":train"
+    prepare_entrypoint(text)
+    assert capsys.readouterr().out == ""
+    (workspace / "scripts" / "train_of_user.py").unlink()
+    assert load_entrypoint(text)(0.1) == ("train", 0.1, 2)
+    assert capsys.readouterr().out == "imported\n"
+
+
+@pytest.mark.parametrize("source", ["def main(:", None])
+def test_what_is_wrong_with_a_file_is_said_when_it_is_loaded(workspace: Path, source: str | None) -> None:
+    path = workspace / "wrong_of_user.py"
+    if source is not None:
+        path.write_text(source)
+    prepare_entrypoint(str(path))
+    with pytest.raises((SyntaxError, EntrypointImportError)):
+        load_entrypoint(str(path))

@@ -11,7 +11,9 @@ import executors.testing
 
 def test_executors_offers_exactly_these_names() -> None:
     assert sorted(executors.__all__) == [
+        "HFJobsExecutor",
         "LocalProcessExecutor",
+        "ModalExecutor",
         "ReplicaHandle",
         "ReplicaStatus",
         "ReplicasError",

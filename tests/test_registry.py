@@ -37,7 +37,7 @@ def test_the_backends_of_installed_packages_are_known(tmp_path: Path, monkeypatc
 def test_a_misspelt_backend_is_told_the_nearest_and_all() -> None:
     with pytest.raises(UnknownBackendError) as caught:
         executor_class("locla")
-    assert str(caught.value) == "No backend named 'locla'. Did you mean 'local'? Known: local."
+    assert str(caught.value) == "No backend named 'locla'. Did you mean 'local'? Known: hf, local, modal."
     assert isinstance(caught.value, LookupError)
 
 

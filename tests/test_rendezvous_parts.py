@@ -23,6 +23,7 @@ from diloco.records import (
     shard_blocks,
 )
 from diloco.reduction import BadInputError, Floats, Input, weighted_mean
+from diloco.sharding import MAX_SHARDS, count_shards, owners, shards_of
 from diloco.snapshot import Pointer, decode_part, encode_part
 
 HEAD = Contribution(3, 1, "nonce", 2.5, "a" * 32, 40, ("b" * 32, "c" * 32), (1.5, 1e30))
@@ -124,6 +125,23 @@ def test_shards_cover_all_blocks_once_and_evenly(n_blocks: int, n_shards: int) -
     sizes = [end - start for start, end in ranges]
     assert max(sizes) - min(sizes) <= 1
     assert min(sizes) >= 1
+
+
+@given(st.sets(st.integers(0, 300), min_size=1, max_size=200), st.integers(1, 400), st.integers(0, 50))
+def test_shards_have_owners_who_agree_on_them(ranks: set[int], n_blocks: int, entry: int) -> None:
+    n_shards = count_shards(len(ranks), n_blocks * 16, 16)
+    assert 1 <= n_shards <= min(len(ranks), n_blocks, MAX_SHARDS)
+    owned = {rank: shards_of(rank, entry, ranks, n_shards) for rank in ranks}
+    assert sorted(shard for shards in owned.values() for shard in shards) == list(range(n_shards))
+    for rank, shards in owned.items():
+        assert all(owners(entry, ranks, shard)[0] == rank for shard in shards)
+
+
+def test_a_small_fragment_or_a_large_world_is_not_cut_into_hundreds_of_shards() -> None:
+    assert count_shards(8, 400 << 20, 4 << 20) == 8
+    assert count_shards(8, (8 << 20) + 5, 4 << 20) == 2  # whole blocks; the rest goes with the last
+    assert count_shards(8, 1000, 4 << 20) == 1
+    assert count_shards(300, 4000 << 20, 4 << 20) == MAX_SHARDS
 
 
 def test_every_rank_has_its_turn() -> None:

@@ -50,12 +50,12 @@ def test_a_flipped_bit_of_the_state_is_healed_from_the_log(
     flipped: list[str] = []
     pack, apply = Toy.pack, Toy.apply
 
-    def packing(self: Toy, entry: int) -> object:
+    def packing(self: Toy, entry: int, *streaming: object) -> object:
         due = self is simulation.toys[rank] and entry == 1
         if due and when == "before packing":
             self.flip(entry % n_fragments)
             flipped.append(when)
-        packed = pack(self, entry)
+        packed = pack(self, entry, *streaming)  # type: ignore[arg-type]
         if due and when == "after packing":
             # the head was made from the good state: its digest is taken after packing, so restore it then
             simulation.world.at(0.0005, lambda: self.flip(entry % n_fragments))

@@ -7,13 +7,14 @@ import mmap
 import os
 import stat
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from processes_of_tests import is_alive
 
 from executors.errors import StoreError
-from executors.store import Store, open_store
+from executors.store import Buffer, Store, StreamingStore, open_store
 from executors.store.file import FileStore
 from executors.testing import StoreContract, eventually, store_process
 from executors.testing.processes import heard, python_process
@@ -187,3 +188,53 @@ def test_a_relative_root_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.
     store.put("a", b"x")
     assert (tmp_path / "here/a").read_bytes() == b"x"
     assert store.url == (tmp_path / "here").as_uri()
+
+
+@pytest.fixture(params=[True, False], ids=["anonymous files", "hidden files"])
+def streaming(request: pytest.FixtureRequest, root: Path, monkeypatch: pytest.MonkeyPatch) -> FileStore:
+    if not request.param:
+        monkeypatch.delattr(os, "O_TMPFILE")
+    return FileStore(root)
+
+
+def in_pieces(write: Callable[[Buffer], None]) -> bytes:
+    piece = bytearray(b"one ")
+    write(piece)
+    piece[:] = b"two "  # what was handed on is written, not remembered
+    write(piece)
+    return b"head"
+
+
+def test_an_object_can_be_made_on_the_way(streaming: FileStore, root: Path) -> None:
+    assert isinstance(streaming, StreamingStore)
+    assert streaming.put_if_absent_streamed("a/b", 4, in_pieces) is True
+    assert bytes(streaming.get("a/b")) == b"headone two "
+    assert files_below(root) == ["a/b"]
+
+
+def test_nothing_is_made_for_a_key_that_is_taken(streaming: FileStore) -> None:
+    streaming.put("a", b"first")
+    assert streaming.put_if_absent_streamed("a", 4, lambda write: pytest.fail("nobody needs it")) is False
+    assert bytes(streaming.get("a")) == b"first"
+
+
+def test_who_is_overtaken_while_making_an_object_is_told(streaming: FileStore, root: Path) -> None:
+    def overtaken(write: Callable[[Buffer], None]) -> bytes:
+        streaming.put("a", b"first")
+        return in_pieces(write)
+
+    assert streaming.put_if_absent_streamed("a", 4, overtaken) is False
+    assert bytes(streaming.get("a")) == b"first"
+    assert files_below(root) == ["a"]
+
+
+def test_an_object_that_could_not_be_made_leaves_nothing(streaming: FileStore, root: Path) -> None:
+    def fails(write: Callable[[Buffer], None]) -> bytes:
+        write(b"something")
+        raise ArithmeticError("not finite")
+
+    with pytest.raises(ArithmeticError, match="not finite"):
+        streaming.put_if_absent_streamed("a", 4, fails)
+    with pytest.raises(ValueError, match="The head of 'a' has 4 bytes, 5 were announced"):
+        streaming.put_if_absent_streamed("a", 5, in_pieces)
+    assert files_below(root) == []

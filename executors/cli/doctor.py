@@ -3,42 +3,49 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import platform
-import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Annotated
 
-from executors.cli.options import JsonOption, RendezvousOption
+import typer
+
+from executors.cli.findings import Finding, tried, write_once
+from executors.cli.options import BackendOptions, JsonOption, RendezvousOption, parse_values
 from executors.cli.output import Output
-from executors.errors import ReplicasError
 
 LOW_DISK_BYTES = 1 << 30
 STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at."""
-
-    what: str
-    state: Literal["ok", "note", "wrong"]
-    found: str
-    advice: str = ""
-
-
-def doctor(rendezvous: RendezvousOption = None, as_json: JsonOption = False) -> int:
-    """Check this machine, and with --rendezvous a store.
+def doctor(
+    backend: Annotated[
+        str, typer.Option("--backend", "-b", metavar="NAME", help="The backend to look at, as well as this machine.")
+    ] = "local",
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Also start one small replica there, and let it look around. Costs little.")
+    ] = False,
+    option: BackendOptions = None,
+    rendezvous: RendezvousOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Check this machine, a backend, and with --rendezvous a store.
 
     Exit code: 1 if something is wrong.
     """
+    from executors.cli.doctor_backend import examine_backend
+
     output = Output(as_json)
     findings: list[Finding] = []
-    for finding in _examine(rendezvous):
+    options = parse_values("--option", option)
+    for finding in itertools.chain(
+        _examine(is_local=backend == "local"), examine_backend(backend, options, rendezvous, probe)
+    ):
         findings.append(finding)
         if not as_json:
             _tell(output, finding)
@@ -56,11 +63,10 @@ def _tell(output: Output, finding: Finding) -> None:
         output.say(f"{'':25}{finding.advice}", "yellow" if finding.state == "note" else "red")
 
 
-def _examine(rendezvous: str | None) -> Iterator[Finding]:
-    for check in (_system, _python, _torch, _cores, _gpus, _state, _disk, _inotify, _zygote):
+def _examine(is_local: bool) -> Iterator[Finding]:
+    checks = (_system, _python, _torch, _cores, _gpus, _state, _disk, _inotify, _zygote)
+    for check in checks if is_local else (_python, _torch, _state, _disk):
         yield check()
-    if rendezvous is not None:
-        yield _store(rendezvous)
 
 
 def _system() -> Finding:
@@ -110,9 +116,9 @@ def _state() -> Finding:
     def probe() -> str:
         from executors.store import open_store
 
-        return _write_once(open_store(state_dir()).url)
+        return write_once(open_store(state_dir()).url)
 
-    return _tried("runs", probe, f"Runs of this user live in {path}. Set XDG_STATE_HOME to a directory you can write.")
+    return tried("runs", probe, f"Runs of this user live in {path}. Set XDG_STATE_HOME to a directory you can write.")
 
 
 def _disk() -> Finding:
@@ -153,32 +159,4 @@ def _zygote() -> Finding:
         LocalProcessExecutor().check_launch(1, "platform:node", {})
         return f"replicas can be forked; ready after {time.monotonic() - began:.1f} s"
 
-    return _tried("local backend", start, "Replicas cannot be started here. Try: replicas launch platform:node --n 1")
-
-
-def _store(rendezvous: str) -> Finding:
-    return _tried("rendezvous", lambda: _write_once(rendezvous), "Replicas that cannot write there cannot meet there.")
-
-
-def _write_once(url: str) -> str:
-    """Prove that a store creates exclusively and reads what it wrote; leave none of it there."""
-    from executors.errors import UnsafeStoreError
-    from executors.store import open_store
-
-    store = open_store(url)
-    key = f"doctor-{secrets.token_hex(8)}/probe"
-    try:
-        first, second = store.put_if_absent(key, b"first"), store.put_if_absent(key, b"second")
-        read = bytes(store.get(key))
-        if (first, second) != (True, False) or read != b"first":
-            raise UnsafeStoreError(f"{store.url}: an object could be created twice (read {read!r}).", url=store.url)
-    finally:
-        store.delete(key)
-    return f"{store.url}: writes, creates exclusively, reads its writes"
-
-
-def _tried(what: str, probe: Callable[[], str], advice: str) -> Finding:
-    try:
-        return Finding(what, "ok", probe())
-    except (ReplicasError, OSError, ValueError) as error:
-        return Finding(what, "wrong", str(error), advice)
+    return tried("local backend", start, "Replicas cannot be started here. Try: replicas launch platform:node --n 1")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from executors.cli.options import JsonOption, RendezvousOption, parse_texts, parse_values, refuse
+from executors.cli.options import BackendOptions, JsonOption, RendezvousOption, parse_texts, parse_values, refuse
 from executors.cli.output import Output
 from executors.errors import LaunchError, ReplicasError, StoreError
 
@@ -67,16 +67,7 @@ def launch(
         list[str] | None,
         typer.Option("--secret", metavar="NAME", help="A secret, by its name. Repeatable.", show_default=False),
     ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option",
-            "-o",
-            metavar="K=V",
-            help="An option of the backend; see `replicas backends`. Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
+    option: BackendOptions = None,
     chaos: Annotated[
         list[str] | None,
         typer.Option(

@@ -36,6 +36,16 @@ RendezvousOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document; progress goes to stderr.")]
+BackendOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        "-o",
+        metavar="K=V",
+        help="An option of the backend; see `replicas backends`. Repeatable.",
+        show_default=False,
+    ),
+]
 TimeoutOption = Annotated[
     float | None,
     typer.Option("--timeout", metavar="S", help="Wait at most this many seconds; then exit with 124."),

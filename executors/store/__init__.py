@@ -6,6 +6,17 @@
 
 from executors.store.memory import MemoryStore
 from executors.store.opening import open_store, store_at
-from executors.store.protocol import Buffer, Data, Entry, Store, check_key
+from executors.store.protocol import Buffer, Data, Entry, Produce, Store, StreamingStore, check_key
 
-__all__ = ["Buffer", "Data", "Entry", "MemoryStore", "Store", "check_key", "open_store", "store_at"]
+__all__ = [
+    "Buffer",
+    "Data",
+    "Entry",
+    "MemoryStore",
+    "Produce",
+    "Store",
+    "StreamingStore",
+    "check_key",
+    "open_store",
+    "store_at",
+]

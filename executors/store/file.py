@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
-import mmap
 import os
 import re
-import secrets
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from executors.errors import KeyNotFoundError, StoreError, UnsafeStoreError
-from executors.store.protocol import Data, Entry, buffers_of, check_key, check_range
+from executors.store.protocol import Data, Entry, Produce, buffers_of, check_key, check_range
 
 UNFINISHED = ".unfinished~"  # the one reserved name at the top: files that have no key yet
 MAP_FROM_BYTES = 128 * 1024  # below this, copying is cheaper than the page faults of a mapping
@@ -44,6 +41,7 @@ class FileStore:
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         self._url = self.root.as_uri()
+        self._folder = str(self.root)  # a replica's start pays for every object that a path is made of
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -56,26 +54,46 @@ class FileStore:
 
     def put_if_absent(self, key: str, data: Data) -> bool:
         path = self._path(key)
-        if path.is_file():
+        if os.path.isfile(path):
             return False  # spares writing what cannot win
         try:
-            with _unfinished_file(self.root, data) as source:
-                return _link(source, path)
+            return _write_unnamed(self._folder, _writing(data), lambda source: _link(source, path))
+        except OSError as error:
+            self._fail(error, key, "create")
+
+    def put_if_absent_streamed(self, key: str, head_bytes: int, produce: Produce) -> bool:
+        path = self._path(key)
+        if os.path.isfile(path):
+            return False
+
+        def fill(descriptor: int) -> None:
+            os.lseek(descriptor, head_bytes, os.SEEK_SET)
+            head = produce(lambda piece: _write(descriptor, piece))
+            if len(head) != head_bytes:
+                raise ValueError(f"The head of {key!r} has {len(head)} bytes, {head_bytes} were announced.")
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            _write(descriptor, head)
+
+        try:
+            return _write_unnamed(self._folder, fill, lambda source: _link(source, path))
         except OSError as error:
             self._fail(error, key, "create")
 
     def put(self, key: str, data: Data) -> None:
         path = self._path(key)
+
+        def replace(source: str) -> None:
+            staged = _hidden_name(self._folder)
+            _link(source, staged)
+            try:
+                _with_parents(path, lambda: os.replace(staged, path))
+            except OSError:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(staged)
+                raise
+
         try:
-            with _unfinished_file(self.root, data) as source:
-                staged = source if source.parent.name == UNFINISHED else _hidden_name(self.root)
-                if staged is not source:
-                    _link(source, staged)
-                try:
-                    _with_parents(path, lambda: os.replace(staged, path))
-                except OSError:
-                    staged.unlink(missing_ok=True)
-                    raise
+            _write_unnamed(self._folder, _writing(data), replace)
         except OSError as error:
             self._fail(error, key, "write")
 
@@ -104,27 +122,27 @@ class FileStore:
         segments = folder.split("/") if "/" in prefix else []
         if any(segment in ("", ".", "..") for segment in segments) or segments[:1] == [UNFINISHED]:
             return iter(())  # no key starts so
-        return self._walk(self.root / folder, f"{folder}/" if folder else "", start_of_name)
+        return self._walk(os.path.join(self._folder, folder), f"{folder}/" if folder else "", start_of_name)
 
     def delete(self, key: str) -> None:
         path = self._path(key)
         try:
-            path.unlink()
+            os.unlink(path)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return
         except OSError as error:
             self._fail(error, key, "delete")
         with contextlib.suppress(OSError):  # until a folder is in use
-            for parent in itertools.takewhile(lambda folder: folder != self.root, path.parents):
-                parent.rmdir()
+            while (path := os.path.dirname(path)) != self._folder:
+                os.rmdir(path)
 
-    def _path(self, key: str) -> Path:
-        check_key(key, self.url)
-        if key.split("/", 1)[0] == UNFINISHED:
+    def _path(self, key: str) -> str:
+        check_key(key, self._url)
+        if key.startswith(UNFINISHED) and key.split("/", 1)[0] == UNFINISHED:
             raise ValueError(f"Bad key {key!r} for {self.url}: the name {UNFINISHED!r} is reserved.")
-        return self.root / key
+        return os.path.join(self._folder, key)
 
-    def _walk(self, folder: Path, folder_key: str, start_of_name: str) -> Iterator[Entry]:
+    def _walk(self, folder: str, folder_key: str, start_of_name: str) -> Iterator[Entry]:
         try:
             with os.scandir(folder) as found:
                 # A folder sorts as its keys do, with the slash.
@@ -139,7 +157,7 @@ class FileStore:
             self._fail(error, folder_key, "list")
         for name, entry in rows:
             if name.endswith("/"):
-                yield from self._walk(Path(entry.path), folder_key + name, "")
+                yield from self._walk(entry.path, folder_key + name, "")
                 continue
             with contextlib.suppress(FileNotFoundError):  # deleted while we list
                 found_as = entry.stat(follow_symlinks=False)
@@ -147,10 +165,11 @@ class FileStore:
 
     def _probe(self) -> None:
         """Create the same name twice: the second must fail."""
-        name = _hidden_name(self.root)
+        name = _hidden_name(self._folder)
         try:
-            with _unfinished_file(self.root, b"") as source:
-                exclusive = _link(source, name) and not _link(source, name)
+            exclusive = _write_unnamed(
+                self._folder, lambda _: None, lambda source: _link(source, name) and not _link(source, name)
+            )
         except PermissionError as error:
             if error.errno == errno.EACCES:
                 return  # ours to read only; a write will say so
@@ -163,8 +182,8 @@ class FileStore:
             exclusive = False
         finally:
             with contextlib.suppress(OSError):
-                name.unlink()
-                name.parent.rmdir()  # unless somebody else is writing
+                os.unlink(name)
+                os.rmdir(os.path.dirname(name))  # unless somebody else is writing
         if not exclusive:
             raise UnsafeStoreError(
                 f"{self.root} is on a {_file_system_of(self.root)} file system, where a file cannot be created "
@@ -192,54 +211,62 @@ def read_file(path: Path) -> memoryview:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _unfinished_file(root: Path, data: Data) -> Iterator[Path]:
-    """Write the data to a file without a name, and give a path that can be linked while the context is open."""
+def _write_unnamed(folder: str, fill: Callable[[int], None], name: Callable[[str], T]) -> T:
+    """Fill a file without a name, and let `name` link it from a path that it is given."""
     hidden = None
     try:
-        descriptor = os.open(root, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-        source = Path(f"/proc/self/fd/{descriptor}")
+        descriptor = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        source = f"/proc/self/fd/{descriptor}"
     except (AttributeError, OSError) as error:  # macOS, or a file system without O_TMPFILE
         unsupported = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
         if isinstance(error, OSError) and error.errno not in unsupported:
             raise
-        source = hidden = _hidden_name(root)
+        source = hidden = _hidden_name(folder)
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
         descriptor = _with_parents(hidden, lambda: os.open(source, flags, 0o666))
     try:
-        _write(descriptor, data)
-        yield source
+        fill(descriptor)
+        return name(source)
     finally:
         os.close(descriptor)
         if hidden is not None:
-            hidden.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(hidden)
 
 
-def _hidden_name(root: Path) -> Path:
-    return root / UNFINISHED / secrets.token_hex(12)
+def _hidden_name(folder: str) -> str:
+    return f"{folder}/{UNFINISHED}/{os.urandom(12).hex()}"
 
 
-def _link(source: Path, path: Path) -> bool:
+def _link(source: str, path: str) -> bool:
     """Give a file its name; False if the name is taken."""
     try:
         # A directory descriptor makes Python call linkat(AT_SYMLINK_FOLLOW); link(2) would not follow /proc/self/fd/N.
         # The source is absolute, so the descriptor itself is never looked at.
         _with_parents(path, lambda: os.link(source, path, src_dir_fd=0, follow_symlinks=True))
     except FileExistsError:
-        if path.is_dir():
+        if os.path.isdir(path):
             raise
         return False
     return True
 
 
-def _with_parents(path: Path, act: Callable[[], T]) -> T:
+def _with_parents(path: str, act: Callable[[], T]) -> T:
     """Do something that needs the path's folders; make them when missing, again when a `delete` just pruned them."""
+    try:
+        return act()
+    except FileNotFoundError:
+        pass
     for _ in range(100):
+        with contextlib.suppress(FileNotFoundError, FileExistsError):  # mkdir races with the pruning, too
+            os.makedirs(os.path.dirname(path), exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             return act()
-        with contextlib.suppress(FileNotFoundError, FileExistsError):  # mkdir races with the pruning, too
-            path.parent.mkdir(parents=True, exist_ok=True)
     return act()
+
+
+def _writing(data: Data) -> Callable[[int], None]:
+    return lambda descriptor: _write(descriptor, data)
 
 
 def _write(descriptor: int, data: Data) -> None:
@@ -261,6 +288,8 @@ def _read(descriptor: int, start: int, end: int) -> memoryview:
     if end - start < MAP_FROM_BYTES:
         data = os.pread(descriptor, end - start, start) if end > start or start == 0 else b""
         return memoryview(data)
+    import mmap  # of no use to a process that only claims and reports
+
     aligned = start - start % mmap.ALLOCATIONGRANULARITY
     mapped = mmap.mmap(
         descriptor,

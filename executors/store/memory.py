@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from _thread import allocate_lock
 from collections.abc import Iterator
 
 from executors.errors import KeyNotFoundError
 from executors.store.protocol import Data, Entry, buffers_of, check_key, check_range
 
 _named: dict[str, MemoryStore] = {}
-_named_lock = threading.Lock()
+_named_lock = allocate_lock()
 
 
 class MemoryStore:
@@ -19,7 +19,7 @@ class MemoryStore:
     def __init__(self, name: str = "") -> None:
         self._url = f"memory://{name}"
         self._objects: dict[str, tuple[bytes, float]] = {}
-        self._lock = threading.Lock()
+        self._lock = allocate_lock()
 
     @classmethod
     def named(cls, name: str) -> MemoryStore:

@@ -84,3 +84,15 @@ def directory_of(url: str | Path) -> Path | None:
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise ValueError(f"A file url needs an absolute path, as in 'file:///data/runs', got {text!r}.")
     return Path(unquote(parts.path))
+
+
+def reach_from_elsewhere(store: Store) -> tuple[str, dict[str, str]]:
+    """Return how another machine opens a store: a url that needs nothing of this machine, and variables.
+
+    The variables hold credentials: they may travel in a vendor's secret object, and nowhere else.
+
+    Raises:
+        StoreError: this machine has no credentials to give.
+    """
+    reach = getattr(store, "reach_from_elsewhere", None)
+    return reach() if reach is not None else (store.url, {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -10,6 +10,8 @@ from executors.errors import StoreError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Data: TypeAlias = Buffer | Sequence[Buffer]
+Produce: TypeAlias = Callable[[Callable[[Buffer], None]], Buffer]
+"""Makes an object: hands all but its head to a callable, piece by piece, and returns the head."""
 
 MAX_KEY_BYTES = 1024  # S3's limit for a whole key
 MAX_SEGMENT_BYTES = 255  # NAME_MAX of every common file system
@@ -68,6 +70,23 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; a missing one is no error."""
+
+
+@runtime_checkable
+class StreamingStore(Store, Protocol):
+    """A store that takes an object while it is being made, so that all of it is never in memory at once.
+
+    Nobody needs to be one: whoever would like to stream asks by `isinstance`, and does without.
+    """
+
+    def put_if_absent_streamed(self, key: str, head_bytes: int, produce: Produce) -> bool:
+        """Create an object unless the key is taken, as `put_if_absent` does.
+
+        Args:
+            head_bytes: size of the object's head, which is made last.
+            produce: is not called when the key is known to be taken. What it hands on may be overwritten afterwards.
+                What it raises is raised, and nothing was created.
+        """
 
 
 def check_key(key: str, url: str) -> None:

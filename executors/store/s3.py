@@ -24,9 +24,10 @@ from executors.errors import StoreError, UnsafeStoreError
 from executors.store.protocol import MAX_KEY_BYTES, Data, Entry, buffers_of, check_key, check_range
 from executors.store.s3_address import S3Address
 from executors.store.s3_body import BufferBody, is_made_of
-from executors.store.s3_client import connect
+from executors.store.s3_client import connect, elsewhere
 from executors.store.s3_errors import code_of, explain, failures, retried, status_of
 from executors.store.s3_ranges import RangeReader
+from executors.store.s3_settings import Problem, settings_that_hurt
 
 PROBES = ".probe~"  # the one reserved name at the top: what opening leaves for a moment
 MAX_PUT_BYTES = 5 << 30  # S3's limit for an object in one request
@@ -121,6 +122,19 @@ class S3Store:
 
     def delete(self, key: str) -> None:
         self._delete(key, self._name(key))
+
+    def reach_from_elsewhere(self) -> tuple[str, dict[str, str]]:
+        """Return a url without a profile of this machine, and the variables that boto3 finds these credentials in.
+
+        Temporary credentials end when they end, for the replicas as well.
+        """
+        with self._told("use", None):
+            return elsewhere(self.address)
+
+    def settings_that_hurt(self) -> Sequence[Problem]:
+        """Return the settings of the bucket that would hurt a run, as far as these credentials may read them."""
+        with self._told("use", None):
+            return list(settings_that_hurt(self._client, self.address))
 
     # --- creating
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -54,6 +55,33 @@ def connect(address: S3Address, n_connections: int) -> tuple[Any, tuple[str, ...
         return found if _is_aws(found.meta.endpoint_url) else client("path"), _secrets_of(session)
     except failures() as error:
         raise explain(error, address, None, "use") from error
+
+
+def elsewhere(address: S3Address) -> tuple[str, dict[str, str]]:
+    """Return the url and the credentials with which another machine reaches the same bucket."""
+    import boto3
+
+    session = boto3.Session(profile_name=address.profile, region_name=address.region)
+    client = session.client("s3", endpoint_url=address.endpoint_url)
+    found = client.meta.endpoint_url
+    there = replace(
+        address,
+        profile=None,
+        region=address.region or client.meta.region_name,
+        endpoint_url=address.endpoint_url or (None if _is_aws(found) else found),
+    )
+    credentials = session.get_credentials()
+    if credentials is None:
+        from botocore.exceptions import NoCredentialsError
+
+        raise NoCredentialsError
+    frozen = credentials.get_frozen_credentials()
+    named = {
+        "AWS_ACCESS_KEY_ID": frozen.access_key,
+        "AWS_SECRET_ACCESS_KEY": frozen.secret_key,
+        "AWS_SESSION_TOKEN": frozen.token,
+    }
+    return there.url, {name: value for name, value in named.items() if value}
 
 
 def _send_small_bodies_at_once(params: dict[str, Any], **_: Any) -> None:

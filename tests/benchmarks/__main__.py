@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import launch, outer_step, rounds
+from . import exactness, far, launch, noticing, outer_step, rounds
 from .harness import Comparison, Options, report
 
 Benchmark = Callable[[Options], list[Comparison]]
@@ -18,8 +18,11 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("L1", "L3", "L4"): launch.first_line,
     ("L2",): launch.first_step,
     ("L5",): launch.many,
-    ("S1", "S8"): rounds.rounds,
+    ("S1", "S5", "S8"): rounds.rounds,
+    ("S6",): noticing.noticing,
+    ("S9", "S10"): far.far,
     ("O1", "O2"): outer_step.outer_step,
+    ("C1",): exactness.exactness,
 }
 NAMES = sorted(name for names in BENCHMARKS for name in names)
 

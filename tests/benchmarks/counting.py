@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.records import BLOCK_BYTES, count_blocks, head_bytes, shard_blocks
-from executors.store import Data
+from executors.store import Buffer, Data, Produce
 from executors.store.file import FileStore
 from executors.store.protocol import buffers_of
 
@@ -36,6 +37,21 @@ class CountingStore(FileStore):
     def put_if_absent(self, key: str, data: Data) -> bool:
         self._count(self.written, key, 0, sum(map(len, buffers_of(data))))
         return super().put_if_absent(key, data)
+
+    def put_if_absent_streamed(self, key: str, head_bytes: int, produce: Produce) -> bool:
+        def counting(write: Callable[[Buffer], None]) -> Buffer:
+            end = head_bytes
+
+            def count_and_write(piece: Buffer) -> None:
+                nonlocal end
+                end += len(piece)
+                write(piece)
+
+            head = produce(count_and_write)
+            self._count(self.written, key, 0, end)
+            return head
+
+        return super().put_if_absent_streamed(key, head_bytes, counting)
 
     def put(self, key: str, data: Data) -> None:
         self._count(self.written, key, 0, sum(map(len, buffers_of(data))))

@@ -23,6 +23,7 @@ def outer_step(options: Options) -> list[Comparison]:
         "copy of the model and torch.optim.SGD(foreach)": _in_a_process("memory_of_step", **shape, how="sgd"),
         "DiLoCo, one fragment": _in_a_process("memory_of_replica", **shape, fragments=1),
         "DiLoCo, 4 fragments": _in_a_process("memory_of_replica", **shape, fragments=4),
+        "DiLoCo, one fragment, one of 4 replicas": _in_a_process("memory_of_replica", n=4, **shape, fragments=1),
     }
     for when in ("peak", "steady"):
         taken = {method: [each[when]] for method, each in memory.items()}
@@ -34,8 +35,8 @@ def outer_step(options: Options) -> list[Comparison]:
 USUAL = {"width": 768, "layers": 12, "vocabulary": 13_312}
 
 
-def _in_a_process(task: str, **arguments: Any) -> Any:
+def _in_a_process(task: str, n: int = 1, **arguments: Any) -> Any:
     from executors import launch
 
     with state_of_its_own():
-        return launch("local", f"{__package__}.outer_step_replica:{task}", 1, args=arguments).results()[0]
+        return launch("local", f"{__package__}.outer_step_replica:{task}", n, args=arguments).results()[0]

@@ -1,4 +1,4 @@
-"""Rounds: averaging one flat tensor over a directory, beside gloo in the same processes (S1), and its bytes (S8)."""
+"""Rounds: averaging one flat tensor over a directory, beside gloo in the same processes (S1); its bytes (S5, S8)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rounds(options: Options) -> list[Comparison]:
     if options.quick:
         return _exchange(3_000_000, 2, 1, 2)  # large enough for a mean in shards
     found = []
-    for n_elements, n in ((10_000_000, 2), (10_000_000, 4), (100_000_000, 2), (100_000_000, 4)):
+    for n_elements, n in ((size, n) for size in (10_000_000, 100_000_000) for n in (2, 4, 8)):
         found += _exchange(n_elements, n, options.repetitions(2), 4)
     return found
 
@@ -32,11 +32,13 @@ def _exchange(n_elements: int, n: int, groups: int, rounds_each: int) -> list[Co
     first = [group[0] for group in by_group]
     steady = [costs for group in by_group for costs in group[1:]]
     size = f"{n_elements / 1e6:g}M float32, N={n}"
-    goals = {MEAN: 0.9} if (n_elements, n) == (100_000_000, 4) else {}
+    goals = {MEAN: 0.9} if n_elements == 100_000_000 else {}
     return [
-        Comparison("S1", f"{size}: first round", "s", _times(first), GLOO, goals, _shares(first)),
+        Comparison("S1", f"{size}: first round", "s", _times(first), GLOO, note=_shares(first)),
         Comparison("S1", f"{size}: later rounds", "s", _times(steady), GLOO, goals, _shares(steady)),
+        Comparison("S1", f"{size}: later rounds, processor time of all", "s", _processor(steady), GLOO),
         _bytes(size, n, 4 * n_elements, first + steady),
+        _wire(size, n, 4 * n_elements, first + steady),
     ]
 
 
@@ -58,8 +60,15 @@ def _times(rounds_: list[list[Costs]]) -> dict[str, list[float]]:
     """A round ends when its last replica has it."""
     return {
         GLOO: [max(each["gloo_s"] for each in costs) for costs in rounds_],
-        MEAN: [max(each["round_s"] - each["step_s"] for each in costs) for costs in rounds_],
+        MEAN: [max(each["mean_s"] for each in costs) for costs in rounds_],
         WHOLE: [max(each["round_s"] for each in costs) for costs in rounds_],
+    }
+
+
+def _processor(rounds_: list[list[Costs]]) -> dict[str, list[float]]:
+    return {
+        method: [sum(each[what] for each in costs) for costs in rounds_]
+        for method, what in ((GLOO, "gloo_cpu_s"), (MEAN, "mean_cpu_s"), (WHOLE, "round_cpu_s"))
     }
 
 
@@ -68,11 +77,25 @@ def _shares(rounds_: list[list[Costs]]) -> str:
     return f"of which, mean over the replicas, s: {parts}"
 
 
-_PARTS = ("move_s", "reduce_s", "wait_s", "step_s")
+_PARTS = ("move_s", "reduce_s", "wait_s")
 
 
 def _middle(rounds_: list[list[Costs]], value: Callable[[Costs], float]) -> float:
     return median(fmean(value(each) for each in costs) for costs in rounds_)
+
+
+def _wire(size: str, n: int, payload_bytes: int, rounds_: list[list[Costs]]) -> Comparison:
+    """Compare all that is written and read with what float32 in shards cannot do without."""
+    least = "the payload, sharded: (3 - 1/N) M"
+    sums = [
+        fmean(sum(each[way][what] for way in ("read", "written") for what in ("payload", "other")) for each in costs)
+        for costs in rounds_
+    ]
+    samples = {
+        least: [(3 - 1 / n) * payload_bytes / 1e6],
+        "fp32, heads and seals and all": [total / 1e6 for total in sums],
+    }
+    return Comparison("S5", f"{size}: bytes on the wire per replica and round", "MB", samples, least)
 
 
 def _bytes(size: str, n: int, payload_bytes: int, rounds_: list[list[Costs]]) -> Comparison:

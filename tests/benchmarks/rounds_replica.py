@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,23 @@ import torch
 import torch.distributed as dist
 
 from diloco import DiLoCo
+from diloco.training import Training
 from executors import current_replica
 
 from .counting import CountingStore
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The time, and the processor time that this process has used until then."""
+
+    at_s: float
+    cpu_s: float
+
+    @classmethod
+    def now(cls) -> Moment:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return cls(time.perf_counter(), used.ru_utime + used.ru_stime)
 
 
 def exchange(n_elements: int, rounds: int, meeting_file: str) -> list[dict[str, Any]]:
@@ -33,24 +49,26 @@ def exchange(n_elements: int, rounds: int, meeting_file: str) -> list[dict[str, 
     model = torch.nn.Module()
     model.flat = torch.nn.Parameter(torch.zeros(n_elements))
     store = CountingStore(Path(unquote(urlsplit(replica.rendezvous).path)), 4 * n_elements, replica.world_size)
+    arrivals = _note_when_the_mean_is_there()
     found = []
     with DiLoCo(model, inner_steps=1_000_000, store=store, sync_buffers=False) as diloco:
         for _ in range(rounds):
             tensor.fill_(replica.rank + 1.0)
             model.flat.data.add_(0.001 * (replica.rank + 1))  # the inner steps
-            gloo_s, _ = _timed(partial(dist.all_reduce, tensor))
+            began, ended, _ = _timed(partial(dist.all_reduce, tensor))
+            gloo = _costs("gloo", began, ended)
             with _used_pages(store.root, 4 * n_elements * (1 + 1 / replica.world_size)):
                 dist.barrier()
             store.reset()
-            round_s, (report,) = _timed(diloco.sync)
+            began, ended, (report,) = _timed(diloco.sync)
             found.append(
                 {
-                    "gloo_s": gloo_s,
-                    "round_s": round_s,
+                    **gloo,
+                    **_costs("mean", began, arrivals.pop()),
+                    **_costs("round", began, ended),
                     "wait_s": report.wait_s,
                     "move_s": report.move_s,
                     "reduce_s": report.reduce_s,
-                    "step_s": report.step_s,
                     "read": vars(store.read),
                     "written": vars(store.written),
                     "ranks": report.ranks,
@@ -59,6 +77,24 @@ def exchange(n_elements: int, rounds: int, meeting_file: str) -> list[dict[str, 
         dist.barrier()
     dist.destroy_process_group()
     return found
+
+
+def _note_when_the_mean_is_there() -> list[Moment]:
+    """Let all replicas begin their outer steps together, when the last has the mean; return where the moments come.
+
+    gloo makes no outer step. Where replicas share processors, the steps of the first would else be in the time of the
+    last.
+    """
+    arrivals: list[Moment] = []
+    apply = Training.apply
+
+    def applying(self: Training, *arguments: Any) -> None:
+        arrivals.append(Moment.now())
+        dist.barrier()
+        apply(self, *arguments)
+
+    Training.apply = applying  # type: ignore[method-assign,assignment]
+    return arrivals
 
 
 @contextlib.contextmanager
@@ -76,8 +112,12 @@ def _used_pages(folder: Path, size: float) -> Iterator[None]:
         yield
 
 
-def _timed(act: Callable[[], Any]) -> tuple[float, Any]:
+def _timed(act: Callable[[], Any]) -> tuple[Moment, Moment, Any]:
     dist.barrier()
-    began = time.perf_counter()
+    began = Moment.now()
     result = act()
-    return time.perf_counter() - began, result
+    return began, Moment.now(), result
+
+
+def _costs(what: str, began: Moment, ended: Moment) -> dict[str, float]:
+    return {f"{what}_s": ended.at_s - began.at_s, f"{what}_cpu_s": ended.cpu_s - began.cpu_s}

@@ -52,6 +52,10 @@ class Faults:
     """A body that ends in the middle, with its connection."""
     delay_s: float = 0.0
     """Every request waits, up to so long."""
+    latency_s: float = 0.0
+    """Every request waits just so long."""
+    bytes_per_s: float = 0.0
+    """How fast bodies travel, each on its own; 0: at once."""
     ignores_condition: bool = False
     knows_no_condition: bool = False
     knows_no_ranges: bool = False
@@ -99,6 +103,7 @@ class FaultLayer:
         if delay_s:
             time.sleep(delay_s)
         reply = self._answer(environ, body, fault)
+        self._travel(len(body) + len(reply.body))
         with self._state:
             self._requests.append(
                 {
@@ -120,6 +125,12 @@ class FaultLayer:
         if fault == "short":  # as by a proxy that believes the half it got
             return Reply(reply.status, _with_length(reply.headers, len(half)), half)
         return reply
+
+    def _travel(self, size_bytes: int) -> None:
+        faults = self._faults
+        seconds = faults.latency_s + (size_bytes / faults.bytes_per_s if faults.bytes_per_s else 0.0)
+        if seconds:
+            time.sleep(seconds)
 
     def _choose(self, environ: Environ) -> tuple[str, float]:
         """Return which fault hits this request ("" for none), and how long it waits."""

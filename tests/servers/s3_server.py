@@ -71,9 +71,9 @@ class S3Server:
 
 
 @contextlib.contextmanager
-def running_server(host: str = "127.0.0.1") -> Iterator[S3Server]:
+def running_server(host: str = "127.0.0.1", module: str = "servers.moto_behind_faults") -> Iterator[S3Server]:
     """Start a server in a process of its own; it ends with the block, or with this process."""
-    command = [sys.executable, "-m", "servers.moto_behind_faults", host]
+    command = [sys.executable, "-m", module, host]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(**CREDENTIALS)
     ) as process:

@@ -1,0 +1,76 @@
+"""Sending one's contribution: packed and written in one pass where the store can, else packed into memory and sent.
+
+Streamed, only the shard stays in memory that this replica will probably reduce, as far as can be told before the
+sealing; every other byte goes from the processor's cache to the store. Should another shard become due, its own input
+is read like everybody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from diloco.keys import Keys
+from diloco.membership import Identity, Membership
+from diloco.patience import PatientStore
+from diloco.records import Contribution, count_blocks, head_bytes, shard_blocks
+from diloco.rounds import Pace, Round
+from diloco.sharding import count_shards, shards_of
+from diloco.work import Packed, Work
+from executors.store import Buffer
+
+
+class Sending:
+    """Brings this replica's contributions into the store."""
+
+    def __init__(
+        self, store: PatientStore, keys: Keys, me: Identity, members: Membership, work: Work, pace: Pace
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._me = me
+        self._members = members
+        self._work = work
+        self._pace = pace
+
+    def send(self, r: Round, weight: float, waited_s: float) -> None:
+        """Send the contribution to an entry, perhaps: who wants to know reads what stands.
+
+        Raises: ContributionError: it is not finite, or a parameter has changed its shape.
+        """
+        key = self._keys.contribution(r.entry, self._me.rank)
+        n_blocks = count_blocks(r.size_bytes, self._pace.block_bytes)
+
+        def head(packed: Packed) -> bytes:
+            return Contribution(
+                rank=self._me.rank,
+                attempt=self._me.attempt,
+                nonce=self._me.nonce,
+                weight=weight,
+                anchor=self._work.digest(r.fragment),
+                size_bytes=r.size_bytes,
+                blocks=packed.blocks,
+                norms=packed.norms,
+                waited_s=waited_s,
+            ).head()
+
+        if r.size_bytes <= self._pace.small_bytes or not self._store.streams:
+            r.packed = packed = r.packed or self._work.pack(r.entry)
+            self._store.create(key, [head(packed), packed.kept])
+            return
+
+        def produce(write: Callable[[Buffer], None]) -> bytes:
+            r.packed = None  # until it is whole
+            r.packed = packed = self._work.pack(r.entry, write, self._range_of_own_shard(r))
+            return head(packed)
+
+        self._store.create_streamed(key, head_bytes(n_blocks), head_bytes(n_blocks) + r.size_bytes, produce)
+
+    def _range_of_own_shard(self, r: Round) -> tuple[int, int]:
+        """Return the bytes of the shard that this replica will reduce if all who are expected are sealed."""
+        n_blocks = count_blocks(r.size_bytes, self._pace.block_bytes)
+        ranks = {*self._members.expected, self._me.rank}
+        n_shards = count_shards(len(ranks), r.size_bytes, self._pace.block_bytes)
+        for shard in shards_of(self._me.rank, r.entry, ranks, n_shards):
+            first, end = shard_blocks(n_blocks, n_shards, shard)
+            return first * self._pace.block_bytes, min(end * self._pace.block_bytes, r.size_bytes)
+        return 0, 0

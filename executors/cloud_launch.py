@@ -1,0 +1,191 @@
+"""Starting the replicas of a run at a vendor: each at most once, all or none.
+
+An intent is written before the vendor is called and the handle after, so that a job whose reply was lost, or whose
+launcher died, is found by its name instead of being started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+
+from executors.errors import LaunchError, ReplicasError, StoreError
+from executors.outcome import Outcome, Reason, record_outcome, request_cancel
+from executors.protocol import ReplicaHandle, ReplicaStatus
+from executors.records import find_json, to_bytes
+from executors.replica import replica_key
+from executors.store import Store
+from executors.vendor import Job, JobId, Vendor, VendorError
+from executors.vendor_patience import patiently
+
+MAX_THREADS = 256  # a vendor's call may block until its job is scheduled, so each rank has its own
+FOREIGN_INTENT_S = 30.0  # how long another launcher of the same attempt is given to name its job
+SWEEP_S = 1.0
+SWEEP_THREADS = 16
+
+log = logging.getLogger(__name__)
+
+
+class CloudLaunch:
+    """The start of some ranks of one run.
+
+    Args:
+        handle_of: makes a rank's handle from what the vendor said.
+        sleep: what pauses between tries wait with.
+    """
+
+    def __init__(
+        self,
+        vendor: Vendor,
+        backend: str,
+        store: Store,
+        jobs: Sequence[Job],
+        world_size: int,
+        handle_of: Callable[[Job, JobId], ReplicaHandle],
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._vendor = vendor
+        self._backend = backend
+        self._store = store
+        self._jobs = jobs
+        self._world_size = world_size
+        self._handle_of = handle_of
+        self._sleep = sleep
+        self._nonce = secrets.token_hex(16)
+        self._is_given_up = threading.Event()
+
+    def start(self) -> list[ReplicaHandle]:
+        """Start every job at the same time, and return the handles in the order of the jobs.
+
+        Raises:
+            LaunchError: a rank could not be started; the others were ended, or never begun.
+        """
+        with ThreadPoolExecutor(min(MAX_THREADS, len(self._jobs)), thread_name_prefix="replicas-launch") as pool:
+            futures = {pool.submit(self._start_one, job): job for job in self._jobs}
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+                ended = [(future, job) for future, job in futures.items() if future.done()]
+                failed = [(job, error) for future, job in ended if (error := future.exception())]
+            except BaseException:  # Ctrl-C
+                self._undo(futures, None, "the launch was interrupted")
+                raise
+            if not failed:
+                return [future.result() for future in futures]
+            job, error = failed[0]
+            left = self._undo(futures, job.key.rank, f"Rank {job.key.rank} could not be started: {error}")
+        if not isinstance(error, (ReplicasError, OSError)):
+            raise error
+        raise LaunchError(
+            f"Backend {self._backend!r} could not start replica {job.key.rank} of {self._world_size}: "
+            f"{str(error).rstrip('.')}. Those already started were ended.{left}",
+            rank=job.key.rank,
+        ) from error
+
+    # Starting one
+
+    def _start_one(self, job: Job) -> ReplicaHandle:
+        key = self._key(job, "intent.json")
+        intent = {
+            "nonce": self._nonce,
+            "by": f"{socket.gethostname()}:{os.getpid()}",
+            "job": job.key.name,
+            "at": time.time(),
+        }
+        self._store.put_if_absent(key, to_bytes(intent))
+        standing = find_json(self._store, key) or intent
+        if standing["nonce"] != self._nonce:
+            return self._adopt(job, str(standing["by"]))
+        handle = self._handle_of(job, self._ask(job))
+        self._store.put(self._key(job, "handle.json"), handle.to_json().encode())
+        return handle
+
+    def _ask(self, job: Job) -> JobId:
+        """Ask for a job until the vendor has it; look for it first whenever an answer left that open."""
+        may_stand = False
+        for attempt in patiently(self._sleep):
+            with attempt:
+                if self._is_given_up.is_set():
+                    raise VendorError("the launch was given up", "refused")
+                if may_stand and (found := self._only_one(job)):
+                    return found
+                try:
+                    started = self._vendor.start_job(job)
+                except VendorError as error:
+                    may_stand = may_stand or error.kind == "unclear"
+                    raise
+                return self._only_one(job) or started if may_stand else started
+        raise AssertionError("tenacity returns or raises")
+
+    def _only_one(self, job: Job) -> JobId | None:
+        """Find the job that a lost answer may have left, and end any beyond the first."""
+        found = self._vendor.find_jobs(job.key)
+        for surplus in found[1:]:
+            self._vendor.stop_job(surplus)
+        return found[0] if found else None
+
+    def _adopt(self, job: Job, other: str) -> ReplicaHandle:
+        """Take the job that another launcher of this very attempt started, or is about to."""
+        deadline = time.monotonic() + FOREIGN_INTENT_S
+        while not self._is_given_up.is_set():
+            if record := find_json(self._store, self._key(job, "handle.json")):
+                return ReplicaHandle(**record)
+            if found := patiently(self._sleep)(self._vendor.find_jobs, job.key):
+                return self._handle_of(job, found[0])
+            if time.monotonic() > deadline:
+                break
+            self._sleep(0.5)
+        raise VendorError(
+            f"attempt {job.key.attempt} was already asked for by {other}, and {self._vendor.vendor} knows no job of it",
+            "refused",
+        )
+
+    # Undoing
+
+    def _undo(self, futures: dict[Future[ReplicaHandle], Job], failed_rank: int | None, why: str) -> str:
+        """End what was started, and what is still being started; return a sentence on what could not be ended."""
+        self._is_given_up.set()
+        with contextlib.suppress(StoreError):
+            for job in self._jobs:
+                if job.key.rank == failed_rank:
+                    self._record(job, ReplicaStatus.FAILED, "start_failed", why)
+                # A job that comes up late finds this marker, and ends at once.
+                request_cancel(self._store, job.key.run_id, job.key.rank, job.key.attempt, why)
+        while True:
+            pending = [future for future in futures if not future.done() and not future.cancel()]
+            problems = self._sweep()
+            if not pending:
+                break
+            wait(pending, timeout=SWEEP_S)
+        with contextlib.suppress(StoreError):
+            for job in self._jobs:
+                self._record(job, ReplicaStatus.CANCELLED, "cancelled", why)
+        return f" What could not be ended may still run: {', '.join(problems)}." if problems else ""
+
+    def _sweep(self) -> list[str]:
+        """End every job of the launch that the vendor knows; name those that it could not be asked about."""
+        with ThreadPoolExecutor(min(SWEEP_THREADS, len(self._jobs))) as pool:
+            return [problem for problem in pool.map(self._end_jobs, self._jobs) if problem]
+
+    def _end_jobs(self, job: Job) -> str:
+        try:
+            for attempt in patiently(self._sleep):
+                with attempt:
+                    for found in self._vendor.find_jobs(job.key):
+                        self._vendor.stop_job(found)
+        except Exception as error:  # noqa: BLE001 - whatever hinders this one, the others are to be ended
+            return f"{job.key.name} ({error})"
+        return ""
+
+    def _record(self, job: Job, status: ReplicaStatus, reason: Reason, why: str) -> None:
+        record_outcome(self._store, job.key.run_id, Outcome(job.key.rank, job.key.attempt, status, reason, error=why))
+
+    def _key(self, job: Job, name: str) -> str:
+        return replica_key(job.key.run_id, job.key.rank, job.key.attempt, name)

@@ -1,0 +1,49 @@
+"""What each replica does in the benchmark of rounds behind a far bucket: count its requests, and take its time."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+
+import diloco.outer
+from diloco import DiLoCo
+from diloco.rounds import Pace
+from executors import current_replica
+from executors.store import open_store
+from executors.store.s3 import S3Store
+
+
+def meet(url: str, n_elements: int, rounds: int, block_bytes: int, at_once: bool) -> list[dict[str, Any]]:
+    """Go through some rounds and return what each cost this replica.
+
+    Args:
+        at_once: read several objects at once, as DiLoCo does at a bucket; else one after the other.
+    """
+    torch.set_num_threads(1)
+    replica = current_replica()
+    if not at_once:
+        setattr(diloco.outer, "is_near", lambda store: True)  # noqa: B010 - mypy knows no such export
+    model = torch.nn.Module()
+    model.flat = torch.nn.Parameter(torch.zeros(n_elements))
+    store = open_store(url)
+    assert isinstance(store, S3Store)
+    requests: Counter[str] = Counter()
+
+    def count(request: Any, **_: Any) -> None:
+        requests[request.method] += 1
+
+    store._client.meta.events.register("before-send.s3", count)
+    pace = Pace(small_bytes=0, block_bytes=block_bytes)
+    found = []
+    with DiLoCo(model, inner_steps=1_000_000, sync_buffers=False, store=store, run_id=replica.run_id, _pace=pace) as d:
+        for _ in range(rounds):
+            with torch.no_grad():
+                model.flat.add_(0.001 * (replica.rank + 1))  # the inner steps
+            requests.clear()
+            began = time.perf_counter()
+            (report,) = d.sync()
+            found.append({"round_s": time.perf_counter() - began, "requests": dict(requests), "ranks": report.ranks})
+    return found

@@ -1,0 +1,342 @@
+"""A replica that nobody supervises: `python -m executors.worker`, started by the bootstrap on a machine of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from processes_of_tests import is_alive
+from servers.s3_server import S3Server
+from standalone_replicas import LIMIT_S, Cloud, ended, outcome_of, running_cloud, ship, wait_for_line, write_files
+
+from executors import attach, open_store
+from executors.outcome import request_cancel
+from executors.shipping import replica_environment
+from executors.store.opening import address_of
+from executors.task import RunSpec
+
+ROOT = Path(__file__).parent.parent
+
+TASKS = """
+import multiprocessing, os, signal, subprocess, sys, threading, time
+from pathlib import Path
+
+HOME = Path(os.environ["HOME"])
+
+def fails():
+    print("about to fail")
+    raise ValueError("the user's own words")
+
+def leaves():
+    sys.exit(5)
+
+def waits():
+    try:
+        print("waiting", flush=True)
+        threading.Event().wait()
+    finally:
+        (HOME / "cleaned up").touch()
+
+def cleans_slowly():
+    try:
+        print("waiting", flush=True)
+        threading.Event().wait()
+    finally:
+        print("cleaning", flush=True)
+        while not (HOME / "go on").exists():
+            time.sleep(0.01)
+
+def ignores():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (HOME / "helper").write_text(str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
+    print("ignoring", flush=True)
+    threading.Event().wait()
+
+def talks():
+    sys.stdout.write("x" * 100_000 + "\\n")
+    sys.stdout.buffer.write(b"as bytes\\n")
+    sys.stdout.flush()
+    print("on stderr: \\N{OTTER}", file=sys.stderr)
+    print("no newline", end="")
+    return sys.stdin.read()
+
+def spawns():
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.map(twice, [1, 2])
+
+def twice(x):
+    return 2 * x
+
+def dies():
+    print("the last words")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def cloud(tmp_path: Path) -> Iterator[Cloud]:
+    with running_cloud(tmp_path) as cloud:
+        yield cloud
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    return write_files(tmp_path / "work space", tasks_of_user=TASKS)
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    return tmp_path / "shared directory"
+
+
+# Whole runs
+
+
+def test_two_replicas_run_a_callable_through_a_bucket_and_a_stranger_attaches(
+    cloud: Cloud, workspace: Path, s3: S3Server
+) -> None:
+    def of_a_notebook(value: int) -> dict[str, object]:
+        from executors import current_replica
+
+        replica = current_replica()
+        return {"value": 3 * value, "rank": replica.rank, "world_size": replica.world_size}
+
+    spec = ship(s3.url("runs"), workspace, of_a_notebook, {"value": 7}, n=2)
+    processes = [cloud.start(spec, rank) for rank in spec.ranks]
+    assert [ended(process) for process in processes] == [(0, "", "")] * 2
+    run = attach(address_of(spec.store_url, spec.run_id))
+    assert run.results() == [{"value": 21, "rank": rank, "world_size": 2} for rank in (0, 1)]
+    code = run.record["code"]
+    assert code["n_files"] == 1
+    assert code["size_bytes"] == len(TASKS)
+    assert (code["commit"], code["dirty"]) == (None, None)
+    keys = [entry.key for entry in run.store.list("otter/task/")]
+    assert sorted(keys) == ["otter/task/callable.pkl", "otter/task/code.tar.gz", "otter/task/task.json"]
+
+
+@pytest.mark.parametrize("entrypoint", ["pkg_of_user.mod:f", "pkg_of_user.mod.f", "scripts/file_of_user.py:f"])
+def test_every_form_of_entrypoint_is_found_in_the_workspace_and_ours_are_not_shadowed(
+    cloud: Cloud, tmp_path: Path, shared: Path, entrypoint: str
+) -> None:
+    text = "import json, executors.replica, executors\ndef f(): return [json.__name__, executors.__file__]"
+    workspace = tmp_path / "work space"
+    write_files(workspace / "pkg_of_user", __init__="", mod=text)
+    write_files(workspace / "scripts", file_of_user=text)
+    write_files(workspace, executors="raise SystemExit('the wrong executors')", diloco="")
+    spec = ship(shared, workspace, entrypoint)
+    assert ended(cloud.start(spec)) == (0, "", "")
+    assert "/packages/executors/" in outcome_of(spec).result[1]
+
+
+def test_folders_that_the_launcher_imports_from_are_on_the_replicas_path(
+    cloud: Cloud, tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = tmp_path / "work space"
+    write_files(workspace / "src", module_in_src="def f(): return 'found'")
+    monkeypatch.syspath_prepend(str(workspace / "src"))
+    spec = ship(shared, workspace, "module_in_src:f")
+    assert ended(cloud.start(spec)) == (0, "", "")
+    assert outcome_of(spec).result == "found"
+
+
+def test_helpers_that_it_spawns_find_the_users_modules(cloud: Cloud, workspace: Path, shared: Path) -> None:
+    spec = ship(shared, workspace, "tasks_of_user:spawns")
+    assert ended(cloud.start(spec)) == (0, "", "")
+    assert outcome_of(spec).result == [2, 4]
+
+
+def test_replicas_train_one_model_together_through_a_bucket(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
+    def train_together(steps: int) -> dict[str, object]:
+        import torch
+
+        from diloco import DiLoCo
+
+        torch.set_num_threads(1)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        with DiLoCo(model, inner_steps=5, total_steps=steps) as diloco:
+            while diloco.inner_step < steps:
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                diloco.step()
+            anchor = {name: values.tolist() for name, values in diloco.anchor().items()}
+        return {"rounds": diloco.rounds, "anchor": anchor}
+
+    spec = ship(s3.url("runs"), workspace, train_together, {"steps": 25}, n=2)
+    processes = [cloud.start(spec, rank) for rank in spec.ranks]
+    assert [ended(process)[0] for process in processes] == [0, 0]
+    first, second = (outcome_of(spec, rank).result for rank in spec.ranks)
+    assert first["rounds"] == 5
+    assert first == second
+
+
+# How it ends
+
+
+def test_an_exception_is_left_with_its_traceback_and_the_end_of_the_output(
+    cloud: Cloud, workspace: Path, shared: Path
+) -> None:
+    spec = ship(shared, workspace, "tasks_of_user:fails")
+    code, out, err = ended(cloud.start(spec))
+    outcome = outcome_of(spec)
+    assert (code, outcome.exit_code, outcome.reason) == (1, 1, "exception")
+    assert outcome.headline == "ValueError: the user's own words"
+    assert str(outcome.error).rstrip() in out
+    assert "worker.py" not in str(outcome.error)
+    assert out.startswith("about to fail\n")
+    assert (outcome.output_tail, err) == (out, "")
+
+
+def test_an_exit_code_of_the_users_is_kept(cloud: Cloud, workspace: Path, shared: Path) -> None:
+    spec = ship(shared, workspace, "tasks_of_user:leaves")
+    assert ended(cloud.start(spec))[0] == 5
+    outcome = outcome_of(spec)
+    assert (outcome.reason, outcome.exit_code) == ("no_result", 5)
+
+
+def test_the_last_64_kib_of_both_streams_are_kept_and_all_of_it_goes_on(
+    cloud: Cloud, workspace: Path, shared: Path
+) -> None:
+    spec = ship(shared, workspace, "tasks_of_user:talks")
+    code, out, err = ended(cloud.start(spec))
+    outcome = outcome_of(spec)
+    assert (code, outcome.result) == (0, "")  # nothing is to be read from stdin
+    assert out == "x" * 100_000 + "\nas bytes\non stderr: \N{OTTER}\nno newline", "both go one way, in order"
+    assert err == ""
+    assert outcome.output_tail.endswith("xx\nas bytes\non stderr: \N{OTTER}\nno newline")
+    assert len(outcome.output_tail.encode()) == 64 << 10
+
+
+def test_the_last_words_before_a_sigkill_are_in_the_vendors_log(cloud: Cloud, workspace: Path, shared: Path) -> None:
+    spec = ship(shared, workspace, "tasks_of_user:dies")
+    code, out, _ = ended(cloud.start(spec))
+    assert (code, out) == (-signal.SIGKILL, "the last words\n")
+
+
+def test_sigterm_runs_finally_and_the_replica_says_itself_how_it_ended(
+    cloud: Cloud, workspace: Path, shared: Path
+) -> None:
+    spec = ship(shared, workspace, "tasks_of_user:waits", n=4)
+    process = cloud.start(spec, 1)
+    wait_for_line(process, "waiting")
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 143
+    outcome = outcome_of(spec, 1)
+    assert (cloud.folder / "cleaned up").exists()
+    assert (outcome.status, outcome.reason, outcome.exit_code) == ("failed", "signal", 143)
+    assert outcome.signal == "SIGTERM"
+    assert outcome.error == "Replica 1 of 4 was told to end (SIGTERM), by nobody of ours."
+    assert outcome.output_tail.startswith("waiting\n")
+
+
+def test_a_second_sigterm_does_not_cost_the_outcome(cloud: Cloud, workspace: Path, shared: Path) -> None:
+    spec = ship(shared, workspace, "tasks_of_user:cleans_slowly")
+    process = cloud.start(spec)
+    wait_for_line(process, "waiting")
+    process.send_signal(signal.SIGTERM)
+    wait_for_line(process, "cleaning")
+    process.send_signal(signal.SIGTERM)
+    (cloud.folder / "go on").touch()
+    assert ended(process)[0] == 143
+    assert outcome_of(spec).reason == "signal"
+
+
+def test_sigterm_after_a_cancel_marker_is_a_cancellation(cloud: Cloud, workspace: Path, shared: Path) -> None:
+    spec = ship(shared, workspace, "tasks_of_user:waits")
+    process = cloud.start(spec)
+    wait_for_line(process, "waiting")
+    request_cancel(open_store(shared), spec.run_id, 0, 0)
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 143
+    outcome = outcome_of(spec)
+    assert (outcome.status, outcome.reason) == ("cancelled", "cancelled")
+    assert outcome.error == "Replica 0 was ended: cancelled by the user."
+
+
+def test_a_replica_that_was_cancelled_before_it_came_up_runs_nothing(
+    cloud: Cloud, workspace: Path, shared: Path
+) -> None:
+    spec = ship(shared, workspace, "tasks_of_user:waits")
+    request_cancel(open_store(shared), spec.run_id, 0, 0)
+    assert ended(cloud.start(spec)) == (143, "", "")
+    assert outcome_of(spec).status == "cancelled"
+
+
+def test_its_time_limit_ends_it_and_finally_runs(cloud: Cloud, workspace: Path, shared: Path) -> None:
+    spec = ship(shared, workspace, "tasks_of_user:waits", n=4)
+    assert ended(cloud.start(spec, 1, timeout_s=2.5))[0] == 143
+    outcome = outcome_of(spec, 1)
+    assert (outcome.status, outcome.reason, outcome.exit_code) == ("failed", "timeout", 143)
+    assert outcome.error == "Replica 1 of 4 ran into its time limit of 2.5 s."
+
+
+def test_a_replica_that_ignores_sigterm_is_ended_with_all_it_started(
+    cloud: Cloud, workspace: Path, shared: Path
+) -> None:
+    for timeout_s in (2, 8, 32):  # the shortest in which this machine gets as far as to ignore it
+        spec = ship(shared, workspace, "tasks_of_user:ignores", run_id=f"limit-{timeout_s}")
+        code, out, _ = ended(cloud.start(spec, timeout_s=timeout_s))
+        if (cloud.folder / "helper").exists():
+            break
+    outcome = outcome_of(spec)
+    assert (code, outcome.reason, outcome.exit_code) == (124, "timeout", 124)
+    assert outcome.error == f"Replica 0 of 1 ran into its time limit of {timeout_s} s."
+    assert outcome.output_tail == out == "ignoring\n"
+    assert not is_alive(int((cloud.folder / "helper").read_text()))
+
+
+def test_what_the_bootstrap_took_is_part_of_the_time_limit(cloud: Cloud, workspace: Path, shared: Path) -> None:
+    spec = ship(shared, workspace, "tasks_of_user:waits")
+    environ = {**cloud.environ(), **replica_environment(spec, 0, 1000.0), "REPLICA_BOOTSTRAP_S": "999.9"}
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(workspace)])
+    done = subprocess.run(
+        [str(cloud.python), "-P", "-m", "executors.worker"], env=environ, check=False, timeout=LIMIT_S
+    )
+    assert (done.returncode, outcome_of(spec).reason) == (143, "timeout")
+
+
+# What it is told
+
+
+def test_other_versions_than_the_launchers_are_told_before_the_entrypoint_is_loaded(
+    cloud: Cloud, tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = write_files(tmp_path / "work space", loud_of_user="print('loaded')\ndef main(): ...")
+    launchers = {"python_version": "3.99.1", "torch": "1.0.0"}
+    monkeypatch.setattr("executors.versions.versions_here", lambda: launchers)
+    spec = ship(shared, workspace, "loud_of_user")
+    code, out, _ = ended(cloud.start(spec))
+    here = "{}.{}".format(*sys.version_info)
+    torch = version("torch").partition("+")[0]
+    assert code == 0
+    assert out == (
+        f"replicas: this replica runs Python {here} and torch {torch}, the launcher Python 3.99 and torch 1.0.0.\n"
+        "loaded\n"
+    )
+    assert outcome_of(spec).output_tail == out
+
+
+@pytest.mark.parametrize("missing", ["REPLICA_RANK", "REPLICA_TASK_DIGEST"])
+def test_a_process_that_is_told_too_little_says_what_is_missing(cloud: Cloud, missing: str) -> None:
+    spec = RunSpec("otter", "file:///nowhere", "00", 1, (0,))
+    environ = {**cloud.environ(), **replica_environment(spec, 0), "PYTHONPATH": str(ROOT)}
+    del environ[missing]
+    command = [str(cloud.python), "-P", "-m", "executors.worker"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (78, "", 1)
+    assert f"{missing} is not set" in done.stderr
+
+
+def test_a_profile_of_the_launchers_machine_stays_there() -> None:
+    spec = RunSpec("otter", "s3://bucket/runs?region=eu-central-1&profile=mine", "00", 2, (0, 1), env={"A": "b"})
+    told = replica_environment(spec, 1, 60.0)
+    assert told["REPLICA_RENDEZVOUS"] == "s3://bucket/runs?region=eu-central-1"
+    assert told["REPLICA_TIMEOUT_S"] == "60.0"
+    assert "A" not in told
