@@ -340,7 +340,7 @@ def test_a_late_replica_is_in_phase_again_and_loses_nothing() -> None:
 
     def body(where: Mapping[str, Any]) -> tuple[float, int]:
         model = nn.Linear(1, 1, bias=False)
-        pace = Pace(grace_s=0.05, patience_s=0.01)
+        pace = Pace(grace_s=3.0, patience_s=0.01)  # waited out once; the late one must not lose patience with the other
         with DiLoCo(model, inner_steps=1, outer_lr=1.0, outer_momentum=0.0, **where, _pace=pace) as diloco:
             start = diloco.anchor()["weight"].item()
             if where["rank"] == 1:
