@@ -16,7 +16,6 @@ from torch import nn
 from diloco import DiLoCo
 from diloco.errors import ContributionError, FencedError
 from diloco.membership import _claimed
-from diloco.rounds import Pace
 from diloco.state_arrays import from_arrays, to_arrays
 from diloco.testing import run_replicas
 from executors.store import MemoryStore
@@ -319,43 +318,3 @@ def test_a_weight_that_is_none_is_refused(value: Any) -> None:
         diloco.step()
     diloco._rendezvous.forget()
     diloco.close()
-
-
-class Announcing(MemoryStore):
-    """Tells when a contribution of rank 1 for round 3 stands."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stands = threading.Event()
-
-    def put_if_absent(self, key: str, data: Any) -> bool:
-        created = super().put_if_absent(key, data)
-        if key.endswith("r3/contribution/1"):
-            self.stands.set()
-        return created
-
-
-def test_a_late_replica_is_in_phase_again_and_loses_nothing() -> None:
-    early_done, store = threading.Event(), Announcing()
-
-    def body(where: Mapping[str, Any]) -> tuple[float, int]:
-        model = nn.Linear(1, 1, bias=False)
-        pace = Pace(grace_s=0.05, patience_s=0.01)
-        with DiLoCo(model, inner_steps=1, outer_lr=1.0, outer_momentum=0.0, **where, _pace=pace) as diloco:
-            start = diloco.anchor()["weight"].item()
-            if where["rank"] == 1:
-                early_done.wait()
-                nudge(model, 4.0)
-                diloco.step()
-            else:
-                for _ in range(3):
-                    nudge(model, 1.0)
-                    diloco.step()
-                early_done.set()
-                store.stands.wait()
-                diloco.step()  # with the late one: the mean of 0 and 4
-            return diloco.anchor()["weight"].item() - start, diloco.inner_step
-
-    (moved, steps), (late_moved, late_steps) = run_replicas(2, body, store=store)
-    assert moved == late_moved == pytest.approx(3.0 + 2.0)
-    assert steps == late_steps == 4
