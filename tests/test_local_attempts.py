@@ -149,12 +149,14 @@ def test_a_pickle_made_by_another_python_is_refused_by_name(local: LocalProcessE
     assert "importable entrypoint" in complaints
 
 
-def test_a_task_that_is_changed_after_the_launch_reaches_no_rank_that_still_waits(tmp_path: Path) -> None:
+def test_a_task_that_was_changed_after_the_launch_is_not_run(tmp_path: Path) -> None:
     executor = LocalProcessExecutor(preload=(), max_parallel=1, term_grace_s=0.5)
-    run = launch(executor, task("hang_on"), 2, args={"rank": 0})
+    run = launch(executor, task("hang"), 2)
     eventually(lambda: "hanging" in run.logs(rank=0))
     key = f"{run.run_id}/task/task.json"
     run.store.put(key, json.dumps({**read_json(run.store, key), "entrypoint": "os:getcwd", "args": {}}).encode())
     run.cancel(rank=0)
     run.wait()
-    assert run.outcomes()[1].result == "done", "what was launched"
+    changed = run.outcomes()[1]
+    assert changed.status == "failed"
+    assert "not what was launched" in (changed.error or "")
