@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 from executors.artifacts import Artifact
 from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, StoreError
@@ -41,6 +41,8 @@ from executors.task import check_run_id
 from executors.waiting import as_status, wait_until_terminal
 
 MAX_THREADS = 16
+
+T = TypeVar("T")
 
 
 def attach(run: str, *, rendezvous: str | Path | None = None) -> Run:
@@ -184,7 +186,7 @@ class Run:
 
         Ctrl-C leaves the run alone.
         """
-        return wait_until_terminal(self._poll, range(self.world_size), timeout)
+        return wait_until_terminal(self._poll, range(self.world_size), timeout, each=self._ask_all)
 
     def results(self) -> list[Any]:
         """Wait, and return what each replica's entrypoint returned, in rank order.
@@ -200,7 +202,7 @@ class Run:
 
     def outcomes(self) -> list[Outcome]:
         """Return how each replica ended, in rank order, without waiting; those that have not are pending or running."""
-        statuses = [self._poll(rank) for rank in range(self.world_size)]
+        statuses = self._ask_all(self._poll, range(self.world_size))
         if all(status.is_terminal for status in statuses):
             self._collect_missing()
         return [
@@ -210,7 +212,7 @@ class Run:
 
     def status(self) -> RunStatus:
         """Return the state of every replica: status, and what it reported last."""
-        replicas = [self._state(rank) for rank in range(self.world_size)]
+        replicas = self._ask_all(self._state, range(self.world_size))
         return RunStatus(self.run_id, self.backend, replicas, count_joined(self.store, self.run_id, self.world_size))
 
     @overload
@@ -251,14 +253,14 @@ class Run:
 
     def ask_to_end(self) -> None:
         """Leave the cancel marker of every replica that has not ended, and return: `cancel` also sees to their end."""
-        for rank in range(self.world_size):
-            if not self._poll(rank).is_terminal:
+        for rank, status in enumerate(self._ask_all(self._poll, range(self.world_size))):
+            if not status.is_terminal:
                 request_cancel(self.store, self.run_id, rank, self.newest_attempt(rank))
 
     def cancel(self, rank: int | None = None) -> None:
         """Cancel one replica, or all that still run; returns when they are gone. Nothing changes for the others."""
         ranks = range(self.world_size) if rank is None else [self._check_rank(rank)]
-        alive = [r for r in ranks if not self._poll(r).is_terminal]
+        alive = [r for r, status in zip(ranks, self._ask_all(self._poll, ranks), strict=True) if not status.is_terminal]
         for r in [r for r in alive if self.handles[r] is None]:
             if not self._cancel_intent(r):
                 raise RunNotFoundError(
@@ -380,7 +382,13 @@ class Run:
             raise ValueError(f"Run {self.run_id!r} has the ranks 0 to {self.world_size - 1}, got rank={rank}.")
         return rank
 
-    def _in_parallel(self, act: Callable[[int], Any], ranks: Sequence[int]) -> list[Any]:
+    def _ask_all(self, ask: Callable[[int], T], ranks: Iterable[int]) -> list[T]:
+        """Ask about several ranks: at once where each answer takes round trips, and in turn of a directory."""
+        if directory_of(self.store.url) is not None:
+            return [ask(rank) for rank in ranks]
+        return self._in_parallel(ask, list(ranks))
+
+    def _in_parallel(self, act: Callable[[int], T], ranks: Sequence[int]) -> list[T]:
         if len(ranks) <= 1:
             return [act(rank) for rank in ranks]
         with ThreadPoolExecutor(min(MAX_THREADS, len(ranks))) as pool:

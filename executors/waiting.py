@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from executors.protocol import ReplicaStatus
@@ -27,15 +27,21 @@ def wait_until_terminal(
     handles: Sequence[H],
     timeout_s: float | None,
     *,
+    each: Callable[[Callable[[H], Any], Sequence[H]], Iterable[Any]] = map,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Poll with growing pauses until every handle's status is terminal; False if the time was over first."""
+    """Poll with growing pauses until every handle's status is terminal; False if the time was over first.
+
+    Args:
+        each: polls several handles; a map.
+    """
     deadline = None if timeout_s is None else clock() + timeout_s
     pause_s = FIRST_PAUSE_S
     waiting = list(handles)
     while True:
-        waiting = [handle for handle in waiting if not as_status(poll(handle)).is_terminal]
+        told = zip(waiting, each(poll, waiting), strict=True)
+        waiting = [handle for handle, status in told if not as_status(status).is_terminal]
         if not waiting:
             return True
         left_s = pause_s if deadline is None else deadline - clock()
