@@ -31,6 +31,7 @@ from diloco.patience import PatientStore
 from diloco.rendezvous import Rendezvous
 from diloco.report import RoundReport
 from diloco.rounds import Pace
+from diloco.sending import kept_bytes
 from diloco.settings import Settings
 from diloco.training import Training
 from executors.errors import ReplicasError
@@ -166,6 +167,8 @@ class DiLoCo:
         )
         self._watch = open_watch(place.store)
         patient = PatientStore(place.store, clock=monotonic, error_patience_s=pace.error_patience_s)
+        for size in self._training.sizes():
+            self._training.reserve(kept_bytes(size, place.world_size, pace, streams=patient.streams))
         keys = Keys(place.run_id, name)
         me = place.identify(patient, keys, self._watch)
         self._name = (me.nonce, name)

@@ -19,6 +19,15 @@ from diloco.work import Packed, Work
 from executors.store import Buffer
 
 
+def kept_bytes(size_bytes: int, n_ranks: int, pace: Pace, *, streams: bool) -> int:
+    """Return how much of a payload stays in memory when so many ranks are expected, at most."""
+    if size_bytes <= pace.small_bytes or not streams:
+        return size_bytes
+    n_shards = count_shards(n_ranks, size_bytes, pace.block_bytes)
+    largest_shard = -(-count_blocks(size_bytes, pace.block_bytes) // n_shards)
+    return min(size_bytes, largest_shard * pace.block_bytes)
+
+
 class Sending:
     """Brings this replica's contributions into the store."""
 

@@ -154,10 +154,14 @@ class Training:
             for slot in fragment.slots
         }
 
+    def reserve(self, size_bytes: int) -> None:
+        """Take memory for so much of a payload now: the first use of a page costs several times a copy."""
+        if 4 * self._memory.numel() < size_bytes:
+            self._memory = torch.zeros(-(-size_bytes // 4))
+
     def _room(self, n_elements: int) -> Tensor:
-        """Return memory that is used again and again: the first use of a page costs several times a copy."""
-        if self._memory.numel() < n_elements:
-            self._memory = torch.empty(n_elements)
+        """Return memory that is used again and again."""
+        self.reserve(4 * n_elements)
         return self._memory[:n_elements]
 
     def _of(self, entry: int) -> tuple[Fragment, Tensor]:

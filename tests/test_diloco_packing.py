@@ -18,8 +18,10 @@ from diloco.errors import ContributionError
 from diloco.fragments import Fragment, plan_fragments
 from diloco.parallel import THREADS, ParallelMap
 from diloco.pseudo_gradient import PIECE, pack
-from diloco.records import count_blocks, digests_of
+from diloco.records import count_blocks, digests_of, shard_blocks
 from diloco.rounds import Pace
+from diloco.sending import kept_bytes
+from diloco.sharding import count_shards
 from executors.store import MemoryStore, Store
 from executors.store.file import FileStore
 
@@ -143,3 +145,13 @@ def test_a_parallel_map_keeps_the_order_and_does_several_things_at_once() -> Non
     assert list(at_once(str, [])) == []
     at_once.close()
     at_once.close()
+
+
+@given(st.integers(1, 40), st.integers(1, 3000))
+def test_the_memory_taken_at_first_is_enough_for_any_shard(n_ranks: int, size_bytes: int) -> None:
+    pace = Pace(small_bytes=100, block_bytes=64)
+    n_shards, n_blocks = count_shards(n_ranks, size_bytes, 64), count_blocks(size_bytes, 64)
+    largest = max(end - first for first, end in (shard_blocks(n_blocks, n_shards, shard) for shard in range(n_shards)))
+    kept = kept_bytes(size_bytes, n_ranks, pace, streams=True)
+    assert kept == size_bytes if size_bytes <= 100 else kept == min(size_bytes, largest * 64)
+    assert kept_bytes(size_bytes, n_ranks, pace, streams=False) == size_bytes
