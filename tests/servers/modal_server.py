@@ -19,6 +19,7 @@ import signal
 import socket
 import tempfile
 import threading
+import warnings
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -231,7 +232,7 @@ class ModalServer:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
         for _ in range(3):  # a transport tells of its end one turn of the loop later
-            for transport in list(self._loop._transports.values()):  # type: ignore[attr-defined]  # of every event loop
+            for transport in list(self._loop._transports.values()):  # type: ignore[attr-defined]
                 transport.abort()
             await asyncio.sleep(0)
 
