@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import os
 import signal
 import socket
 import tempfile
 import threading
+import warnings
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -225,6 +227,15 @@ class ModalServer:
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=30)
 
+    async def _hang_up(self) -> None:
+        """End the connections that the server's own end has left, such as one that came while it closed."""
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        for _ in range(3):  # a transport tells of its end one turn of the loop later
+            for transport in list(self._loop._transports.values()):  # type: ignore[attr-defined]
+                transport.abort()
+            await asyncio.sleep(0)
+
     def _serve(self, ready: Future[None]) -> None:
         asyncio.set_event_loop(self._loop)
         server = Server([self._dispatcher], status_details_codec=custom_detail_codec)
@@ -240,6 +251,7 @@ class ModalServer:
             self._dispatcher.disconnect()
             self._loop.run_until_complete(server.wait_closed())
             self._loop.run_until_complete(self.calls.close())
+            self._loop.run_until_complete(self._hang_up())
         finally:
             self._loop.close()
 
@@ -268,5 +280,8 @@ def modal_server() -> Iterator[ModalServer]:
         finally:
             server._loop.call_soon_threadsafe(server._loop.stop)
             thread.join(timeout=30)
+            with warnings.catch_warnings():  # of a connection that came while the loop ended
+                warnings.simplefilter("ignore", ResourceWarning)
+                gc.collect()
     assert not thread.is_alive(), "the server has not stopped"
     assert not server.unimplemented, f"the SDK asked for what the server does not know: {sorted(server.unimplemented)}"
