@@ -10,6 +10,7 @@ A file is loaded under its stem, never as `__main__`, so the guarded part of a s
 
 from __future__ import annotations
 
+import _thread
 import ast
 import contextlib
 import importlib
@@ -18,7 +19,6 @@ import importlib.util
 import inspect
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 
 from executors.errors import EntrypointArgumentsError, EntrypointError, EntrypointImportError
 
-_PARSING = threading.Lock()  # ast.parse in two threads fails now and then: "AST constructor recursion depth mismatch"
+_PARSING = _thread.allocate_lock()  # else, now and then: "AST constructor recursion depth mismatch"
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,13 @@ backend. With a GPU the SDK takes another of its back ends, where creating one w
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
 
+from executors.bounded import within
 from executors.cloud import MARGIN_S, CloudExecutor
 from executors.errors import BackendError, MissingDependencyError
 from executors.requirements import name_of
@@ -19,8 +21,27 @@ from executors.vendor import Job, JobId, JobKey, JobState, VendorError, masked, 
 
 LONGEST_S = 24 * 3600 - MARGIN_S  # Modal ends every sandbox after a day
 KILLED = 128 + 9
+CALL_LIMIT_S = 90.0  # the SDK itself gives up on a server that it cannot reach after 56 s
 MOST_LOG_ENTRIES = 20_000  # as many as the SDK returns at once
 TOKEN_ADVICE = "Run: modal token new (or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET)."
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _aside(call: Callable[P, T]) -> Callable[P, T]:
+    """Let a thread of its own make a call of the SDK, with a limit.
+
+    In a notebook an event loop runs in the caller's thread, and the SDK's blocking calls complain of it.
+    """
+
+    @functools.wraps(call)
+    def made_aside(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _told():
+            return within(CALL_LIMIT_S, lambda: call(*args, **kwargs))
+
+    return made_aside
 
 
 class ModalExecutor(CloudExecutor):
@@ -90,6 +111,7 @@ class ModalExecutor(CloudExecutor):
         image = {"image": self.image} if isinstance(self.image, str) else {}
         return {name: getattr(self, name) for name in names} | lists | image
 
+    @_aside
     def check_account(self, n: int, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:
         """See `Vendor.check_account`: a token that is accepted, secrets that exist, a limit that Modal allows."""
         import modal
@@ -133,6 +155,7 @@ class ModalExecutor(CloudExecutor):
                 raise VendorError(f"Modal: {_said(error)}.", "unclear") from error
             return self._job_id(sandbox, job.key)
 
+    @_aside
     def find_jobs(self, key: JobKey) -> list[JobId]:
         """See `Vendor.find_jobs`: a name is unique among the running sandboxes of an app."""
         import modal
@@ -146,6 +169,7 @@ class ModalExecutor(CloudExecutor):
                     return [self._job_id(sandbox, key)]
         return []
 
+    @_aside
     def job_state(self, job_id: JobId) -> JobState:
         """See `Vendor.job_state`. The exit code alone does not tell; what `wait` raises does."""
         import modal
@@ -168,6 +192,7 @@ class ModalExecutor(CloudExecutor):
             return JobState(True, "oom", code, "killed by SIGKILL, most likely for want of memory")
         return JobState(True, exit_code=code)
 
+    @_aside
     def job_logs(self, job_id: JobId, n_lines: int) -> str:
         """See `Vendor.job_logs`."""
         import modal
@@ -187,6 +212,7 @@ class ModalExecutor(CloudExecutor):
         lines = "".join(entry.message for entry in entries).splitlines(keepends=True)
         return "".join(lines[-n_lines:])
 
+    @_aside
     def stop_job(self, job_id: JobId) -> None:
         """See `Vendor.stop_job`."""
         import modal
@@ -255,7 +281,7 @@ class ModalExecutor(CloudExecutor):
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
     """Turn what the SDK raises into VendorError. The SDK itself repeats what failed on the way, three times."""
-    import grpclib
+    import grpclib.exceptions
     import modal.exception as raised
 
     try:

@@ -137,12 +137,12 @@ def test_a_pickle_that_was_replaced_is_not_opened(cloud: Cloud, workspace: Path,
     spec = ship(shared, workspace, lambda: "ran")
     evil = f"cbuiltins\nexec\n(S{EVIL!r}\ntR.".encode()
     open_store(shared).put("otter/task/callable.pkl", evil)
-    code, _, err = ended(cloud.start(spec))
+    code, out, _ = ended(cloud.start(spec))  # the worker's two streams are one
     outcome = outcome_of(spec)
     assert (code, outcome.status, outcome.reason) == (1, "failed", "exception")
     assert "'otter/task/callable.pkl'" in str(outcome.error)
     assert "is not what was launched" in str(outcome.error)
-    assert "is not what was launched" in err
+    assert "is not what was launched" in out
     assert not list(cloud.folder.rglob("evil*"))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -205,3 +207,16 @@ def test_a_token_that_modal_refuses_is_said_before_anything_is_written(modal_run
 def test_more_than_a_day_is_refused(modal_runs: ModalServer) -> None:
     with pytest.raises(ValueError, match=r"at most 86280 seconds on Modal, got timeout=90000\..*replicas resume"):
         launch("modal", task("echo"), 1, timeout=90_000)
+
+
+def test_in_a_notebook_where_an_event_loop_runs_nothing_complains(modal_runs: ModalServer, gpu: str | None) -> None:
+    async def cell() -> list[Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run = launch(ModalExecutor(), task("talk"), 1, args={"n_lines": 3}, gpu=gpu)
+            results = run.results()
+            assert "line 2" in run.logs(rank=0)
+            run.cancel()
+            return results
+
+    assert asyncio.run(cell()) == ["said"]

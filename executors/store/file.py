@@ -24,6 +24,7 @@ from executors.store.protocol import Data, Entry, Produce, buffers_of, check_key
 
 UNFINISHED = ".unfinished~"  # the one reserved name at the top: files that have no key yet
 MAP_FROM_BYTES = 128 * 1024  # below this, copying is cheaper than the page faults of a mapping
+PRUNING_RACES = 1000  # how often in a row a folder may vanish between its making and its use
 WRITEV_MAX_BUFFERS = 1024  # IOV_MAX
 WRITEV_MAX_BYTES = 1 << 30  # Linux transfers at most 0x7ffff000 bytes a call
 
@@ -257,7 +258,7 @@ def _with_parents(path: str, act: Callable[[], T]) -> T:
         return act()
     except FileNotFoundError:
         pass
-    for _ in range(100):
+    for _ in range(PRUNING_RACES):
         with contextlib.suppress(FileNotFoundError, FileExistsError):  # mkdir races with the pruning, too
             os.makedirs(os.path.dirname(path), exist_ok=True)
         with contextlib.suppress(FileNotFoundError):

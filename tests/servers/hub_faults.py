@@ -93,12 +93,13 @@ class Faults:
     def take(self, request: Request) -> Fault | None:
         """Return the first fault that is meant for this request, and count it."""
         with self._lock:
-            waiting = self._waiting.get(request.route, [])
-            for fault in waiting:
-                if fault.when is None or fault.when(request):
-                    if fault.times is not None:
+            waiting = list(self._waiting.get(request.route, []))
+        for fault in waiting:
+            if fault.when is None or fault.when(request):  # may wait, while other requests go on
+                with self._lock:
+                    if fault.times is None:
+                        return fault
+                    if fault.times > 0:
                         fault.times -= 1
-                        if fault.times == 0:
-                            waiting.remove(fault)
-                    return fault
+                        return fault
         return None
