@@ -22,7 +22,7 @@ from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.records import find_json, to_bytes
 from executors.replica import replica_key
 from executors.store import Store
-from executors.vendor import Job, JobId, Vendor, VendorError
+from executors.vendor import Job, JobId, JobKey, Vendor, VendorError
 from executors.vendor_patience import patiently
 
 MAX_THREADS = 256  # a vendor's call may block until its job is scheduled, so each rank has its own
@@ -61,6 +61,8 @@ class CloudLaunch:
         self._sleep = sleep
         self._nonce = secrets.token_hex(16)
         self._is_given_up = threading.Event()
+        self._going: set[JobKey] = set()
+        """The jobs that a thread is starting, also one that an interrupted `start` does not know of."""
 
     def start(self) -> list[ReplicaHandle]:
         """Start every job at the same time, and return the handles in the order of the jobs.
@@ -69,12 +71,13 @@ class CloudLaunch:
             LaunchError: a rank could not be started; the others were ended, or never begun.
         """
         with ThreadPoolExecutor(min(MAX_THREADS, len(self._jobs)), thread_name_prefix="replicas-launch") as pool:
-            futures = {pool.submit(self._start_one, job): job for job in self._jobs}
+            futures: dict[Future[ReplicaHandle], Job] = {}
             try:
+                futures.update((pool.submit(self._start_one, job), job) for job in self._jobs)
                 wait(futures, return_when=FIRST_EXCEPTION)
                 ended = [(future, job) for future, job in futures.items() if future.done()]
                 failed = [(job, error) for future, job in ended if (error := future.exception())]
-            except BaseException:  # Ctrl-C
+            except BaseException:  # Ctrl-C, perhaps before every job was handed to a thread
                 self._undo(futures, None, "the launch was interrupted")
                 raise
             if not failed:
@@ -92,6 +95,18 @@ class CloudLaunch:
     # Starting one
 
     def _start_one(self, job: Job) -> ReplicaHandle:
+        self._going.add(job.key)
+        try:
+            self._go_on()
+            return self._start(job)
+        finally:
+            self._going.discard(job.key)
+
+    def _go_on(self) -> None:
+        if self._is_given_up.is_set():
+            raise VendorError("the launch was given up", "refused")
+
+    def _start(self, job: Job) -> ReplicaHandle:
         key = self._key(job, "intent.json")
         intent = {
             "nonce": self._nonce,
@@ -112,8 +127,7 @@ class CloudLaunch:
         may_stand = False
         for attempt in patiently(self._sleep):
             with attempt:
-                if self._is_given_up.is_set():
-                    raise VendorError("the launch was given up", "refused")
+                self._go_on()
                 if may_stand and (found := self._only_one(job)):
                     return found
                 try:
@@ -158,12 +172,14 @@ class CloudLaunch:
                     self._record(job, ReplicaStatus.FAILED, "start_failed", why)
                 # A job that comes up late finds this marker, and ends at once.
                 request_cancel(self._store, job.key.run_id, job.key.rank, job.key.attempt, why)
+        for future in futures:
+            future.cancel()
         while True:
-            pending = [future for future in futures if not future.done() and not future.cancel()]
+            going = bool(self._going)
             problems = self._sweep()
-            if not pending:
+            if not going:
                 break
-            wait(pending, timeout=SWEEP_S)
+            wait([future for future in futures if not future.done()], timeout=SWEEP_S)
         with contextlib.suppress(StoreError):
             for job in self._jobs:
                 self._record(job, ReplicaStatus.CANCELLED, "cancelled", why)

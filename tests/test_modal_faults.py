@@ -129,7 +129,7 @@ def test_ctrl_c_during_the_wait_for_a_gpu_ends_everything(modal_runs: ModalServe
     modal_runs.capacity = 2
 
     def interrupt() -> None:
-        modal_runs.wait_for("SandboxCreate", 4)
+        modal_runs.wait_for("SandboxCreate", 4, within_s=90.0)
         os.kill(os.getpid(), signal.SIGINT)
 
     with beside(interrupt), pytest.raises(KeyboardInterrupt):
