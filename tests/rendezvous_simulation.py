@@ -8,6 +8,7 @@ I10 the first anchor is somebody's model.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from simulated_plan import Plan
 from simulated_work import BLOCK_BYTES, SLOTS, Toy, step
-from simulated_world import Died, SimulatedStore, World
+from simulated_world import MOST_DELAY_S, Died, SimulatedStore, World
 
 from diloco.errors import FencedError, QuorumTimeoutError
 from diloco.keys import Keys
@@ -86,7 +87,7 @@ class Simulation:
             self._train(rank, slot, toy, checkpoint, claimed)
             self.clean[slot] = toy
         except Died:
-            self._bury(rank, claimed)
+            self._bury(rank, slot, claimed)
         except FencedError:
             self.world.note("is fenced")
         except QuorumTimeoutError as error:
@@ -163,17 +164,34 @@ class Simulation:
         toy.flip(f)
         toy.excused_until = position + (f - position) % self.plan.n_fragments + 1
 
-    def _bury(self, rank: int | None, claimed: list[Identity]) -> None:
+    def _bury(self, rank: int | None, slot: int, claimed: list[Identity]) -> None:
         """What happens to a dead process: its supervisor may record it, and it may be started again."""
         world = self.world
-        rank, attempt = (claimed[0].rank, claimed[0].attempt) if claimed else (rank, 0)
+        rank = claimed[0].rank if claimed else rank
         if rank is None:
             return
         if self.plan.all_leave_outcomes or world.rng.random() < 0.6:
-            key = self.keys.outcome(rank, attempt)
-            world.at(world.rng.uniform(0.1, 5.0), lambda: world.note(f"{key}: {self.store._create(key, b'{}')}"))
+            world.at(world.rng.uniform(0.1, 5.0), lambda: self._record_end(rank, slot))
         if world.rng.random() < 0.5:
             self._spawn(rank, world.rng.uniform(0.1, 60.0))
+
+    def _record_end(self, rank: int, slot: int, *, looks_again: bool = True) -> None:
+        """Record the end of a process as a supervisor does: under the attempt that is claimed in its name.
+
+        It may have died before it knew of its claim, which fences others all the same. Without one it is recorded
+        under the attempt that was asked for, and under its own should the claim land after all.
+        """
+        attempt = 0
+        while claimed := self.store.objects.get(self.keys.claim(rank, attempt)):
+            if json.loads(claimed)["nonce"] == f"nonce{slot}":
+                break
+            attempt += 1
+        else:
+            attempt = 0
+            if looks_again:
+                self.world.at(MOST_DELAY_S, lambda: self._record_end(rank, slot, looks_again=False))
+        key = self.keys.outcome(rank, attempt)
+        self.world.note(f"{key}: {self.store._create(key, b'{}')}")
 
     # -- invariants --------------------------------------------------------------------------------------------------
 

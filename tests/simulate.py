@@ -59,13 +59,14 @@ def run_batch(start: int, end: int) -> list[str]:
 
 def replay(seed: int) -> int:
     """Print a schedule, and how it ended."""
-    simulation = Simulation(Plan.from_seed(seed))
+    plan = Plan.from_seed(seed)
+    print(plan)  # before the run, which counts its deaths down
+    simulation = Simulation(plan)
     violation = None
     try:
         simulation.run()
     except Violation as error:
         violation = error
-    print(simulation.plan)
     print(simulation.world.schedule())
     print(violation or "No invariant was violated.")
     return 0 if violation is None else 1

@@ -23,6 +23,10 @@ HEAD_BYTES = head_bytes(1)
 ROTS = re.compile("/contribution/|/mean/|/part/")
 
 
+MOST_DELAY_S = 150.0
+"""How much later a write may land than its caller was told that it failed."""
+
+
 class Died(BaseException):
     """The simulated process was killed here."""
 
@@ -186,7 +190,7 @@ class SimulatedStore:
             world.note(f"{verb} {key}: error, not applied")
             raise StoreError("refused", key=key)
         if world.happens(faults.lands_later):
-            delay_s = world.rng.choice([0.1, 3.0, 40.0, 150.0])
+            delay_s = world.rng.choice([0.1, 3.0, 40.0, MOST_DELAY_S])
             world.note(f"{verb} {key}: error, lands in {delay_s} s")
             world.at(delay_s, lambda: world.note(f"{verb} {key} lands: {apply()}"))
             raise StoreError("timed out", key=key)
