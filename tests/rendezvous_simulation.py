@@ -176,20 +176,19 @@ class Simulation:
             self._spawn(rank, world.rng.uniform(0.1, 60.0))
 
     def _record_end(self, rank: int, slot: int, *, looks_again: bool = True) -> None:
-        """Record the end of a process as a supervisor does: under the attempt that is claimed in its name.
+        """Record the end of a process as a supervisor does: under the newest attempt claimed in its name.
 
         It may have died before it knew of its claim, which fences others all the same. Without one it is recorded
         under the attempt that was asked for, and under its own should the claim land after all.
         """
-        attempt = 0
+        attempt, own = 0, []
         while claimed := self.store.objects.get(self.keys.claim(rank, attempt)):
             if json.loads(claimed)["nonce"] == f"nonce{slot}":
-                break
+                own.append(attempt)  # more than one, if it could not read its first
             attempt += 1
-        else:
-            attempt = 0
-            if looks_again:
-                self.world.at(MOST_DELAY_S, lambda: self._record_end(rank, slot, looks_again=False))
+        if not own and looks_again:
+            self.world.at(MOST_DELAY_S, lambda: self._record_end(rank, slot, looks_again=False))
+        attempt = own[-1] if own else 0
         key = self.keys.outcome(rank, attempt)
         self.world.note(f"{key}: {self.store._create(key, b'{}')}")
 

@@ -35,11 +35,11 @@ def test_invariants_hold_in_random_schedules_of_faults(part: int) -> None:
         run_schedule(seed)
 
 
-@pytest.mark.parametrize("seed", [513, 2238, 3002, 101429, 492212788596, 325973480116])
+@pytest.mark.parametrize("seed", [513, 2238, 3002, 101429, 492212788596, 325973480116, 855278631975])
 def test_schedules_that_once_found_something_stay_fine(seed: int) -> None:
     """A joiner's claim seen late; readings that failed for good; a mean made again; a first anchor put again.
 
-    The last: a second copy that died before it knew of its claim, and whose end stood under another attempt.
+    The last two: copies that died before they knew of their claim, or with two, and whose end stood under another.
     """
     run_schedule(seed)
 
