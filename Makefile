@@ -5,11 +5,12 @@ BIN := .venv/bin
 PYTEST_FLAGS ?= -n 2
 SCHEDULES ?=
 
-.PHONY: help install demo test test-radosgw lint bench simulate clean
+.PHONY: help install demo test test-all test-radosgw lint bench simulate clean
 
 help:
 	@echo "make demo      train a small model with four local replicas"
 	@echo "make test      style, types and tests, as CI runs them"
+	@echo "make test-all  the same and the slow tests: launches at stand-ins for the clouds, chaos with real processes"
 	@echo "make test-radosgw  the S3 store at a real Ceph, started on loopback (needs its Debian packages)"
 	@echo "make bench     the benchmarks, each beside its peer"
 	@echo "make simulate  the rendezvous under 250,000 random schedules (SCHEDULES=n: as many)"
@@ -33,6 +34,9 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
+	$(BIN)/python -m pytest -m 'not slow and not live' $(PYTEST_FLAGS)
+
+test-all: lint
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 test-radosgw: install

@@ -24,6 +24,8 @@ from executors.replica import replica_key
 from executors.resuming import resume
 from executors.testing import eventually
 
+pytestmark = pytest.mark.slow
+
 LOCAL = LocalProcessExecutor(term_grace_s=0.5)
 SEED = 1  # of the first model and all data
 

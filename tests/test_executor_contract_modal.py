@@ -17,6 +17,8 @@ from executors import ModalExecutor, ReplicaHandle, ServerlessExecutor
 from executors.task import RunSpec
 from executors.testing import ExecutorContract
 
+pytestmark = pytest.mark.slow
+
 NO_ACCOUNT = sorted({"MODAL_TOKEN_ID", "REPLICAS_LIVE_RENDEZVOUS"} - set(os.environ))
 
 

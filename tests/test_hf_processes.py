@@ -15,6 +15,8 @@ from servers.hub_server import HubServer
 from executors import HFJobsExecutor, attach, launch
 from executors.testing import eventually
 
+pytestmark = pytest.mark.slow
+
 CPU = "cpu-basic"
 
 

@@ -25,6 +25,8 @@ END_DIFFERENTLY = """
 import time
 from executors import current_replica
 
+pytestmark = pytest.mark.slow
+
 def main():
     rank = current_replica().rank
     if rank == 0:

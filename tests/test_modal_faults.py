@@ -19,6 +19,8 @@ from executors import Run, attach, launch
 from executors.errors import LaunchError
 from executors.testing.executor_endings import task
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["gpu"]  # a fixture
 
 N = 8

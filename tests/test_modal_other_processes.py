@@ -55,6 +55,8 @@ print(json.dumps([[row["status"], row["result"]] for row in rows]))
 SECOND_TIME_LUCKY = """
 from executors import current_replica
 
+pytestmark = pytest.mark.slow
+
 def main():
     me = current_replica()
     if me.rank and not me.attempt:

@@ -29,6 +29,7 @@ class TestS3Store(S3Contract):
     pass
 
 
+@pytest.mark.slow
 class TestS3StoreBehindStumblingServer(S3Contract):
     faults: ClassVar[dict[str, Any]] = {
         "unavailable": 0.05,
