@@ -19,13 +19,13 @@ from executors.errors import BackendError, ReplicaFailedError
 from executors.testing import eventually
 from executors.testing.executor_endings import task
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["gpu"]  # a fixture
 
 END_DIFFERENTLY = """
 import time
 from executors import current_replica
-
-pytestmark = pytest.mark.slow
 
 def main():
     rank = current_replica().rank

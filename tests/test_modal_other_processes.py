@@ -24,6 +24,8 @@ from executors.testing import eventually
 from executors.testing.executor_endings import task
 from executors.testing.processes import environment
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["gpu"]  # a fixture
 
 DIES_BEFORE_THE_HANDLE = """
@@ -54,8 +56,6 @@ print(json.dumps([[row["status"], row["result"]] for row in rows]))
 
 SECOND_TIME_LUCKY = """
 from executors import current_replica
-
-pytestmark = pytest.mark.slow
 
 def main():
     me = current_replica()

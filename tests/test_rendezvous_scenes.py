@@ -130,7 +130,7 @@ def test_everybody_dies_between_seal_and_mean_and_comes_back(monkeypatch: pytest
             raise Died
         return bring_about(self, *args)  # type: ignore[arg-type]
 
-    def bury(self: Simulation, rank: int, attempts: list[int]) -> None:
+    def bury(self: Simulation, rank: int, slot: int, attempts: list[int]) -> None:
         self.store._create(self.keys.outcome(rank, attempts[0]), b"{}")
         self._spawn(rank, 10.0)
 
@@ -242,7 +242,7 @@ def test_everybody_dies_and_some_come_back_to_where_the_log_is(
             raise Died
         return apply(self, r, seal, mean)  # type: ignore[arg-type]
 
-    def bury(self: Simulation, rank: int, claimed: list[Identity]) -> None:
+    def bury(self: Simulation, rank: int, slot: int, claimed: list[Identity]) -> None:
         if rank in restart:
             self._spawn(rank, 40.0)
 
