@@ -73,8 +73,8 @@ def test_every_name_of_python_is_the_interpreter_of_the_tests(modal_cloud: Modal
 def test_a_working_directory_is_made_inside_the_sandboxs_own(
     modal_cloud: ModalServer, app: modal.App, gpu: str | None
 ) -> None:
-    sandbox = create(app, "sh", "-c", 'pwd | grep -F "$HOME/work/here"', gpu=gpu, workdir="/work/here")
-    assert sandbox.stdout.read().endswith("/work/here\n")
+    sandbox = create(app, "sh", "-c", 'pwd | grep -F "$HOME/srv/here"', gpu=gpu, workdir="/srv/here")
+    assert sandbox.stdout.read().endswith("/srv/here\n")
 
 
 def test_local_files_of_the_image_are_there(modal_cloud: ModalServer, app: modal.App, tmp_path: Path) -> None:
