@@ -63,6 +63,8 @@ class CloudLaunch:
         self._is_given_up = threading.Event()
         self._going: set[JobKey] = set()
         """The jobs that a thread is starting, also one that an interrupted `start` does not know of."""
+        self._started: dict[JobKey, JobId] = {}
+        """What the vendor answered: a search may not find for a while what it has just confirmed."""
 
     def start(self) -> list[ReplicaHandle]:
         """Start every job at the same time, and return the handles in the order of the jobs.
@@ -131,7 +133,7 @@ class CloudLaunch:
                 if may_stand and (found := self._only_one(job)):
                     return found
                 try:
-                    started = self._vendor.start_job(job)
+                    started = self._started[job.key] = self._vendor.start_job(job)
                 except VendorError as error:
                     may_stand = may_stand or error.kind == "unclear"
                     raise
@@ -194,8 +196,12 @@ class CloudLaunch:
         try:
             for attempt in patiently(self._sleep):
                 with attempt:
+                    started = self._started.get(job.key)
+                    if started is not None:
+                        self._vendor.stop_job(started)
                     for found in self._vendor.find_jobs(job.key):
-                        self._vendor.stop_job(found)
+                        if found != started:
+                            self._vendor.stop_job(found)
         except Exception as error:  # noqa: BLE001 - whatever hinders this one, the others are to be ended
             return f"{job.key.name} ({error})"
         return ""

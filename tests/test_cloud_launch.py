@@ -115,6 +115,16 @@ def test_a_job_created_behind_the_last_lost_answer_is_ended_with_the_others(hf: 
     assert living(hf) == []
 
 
+def test_jobs_that_the_service_does_not_list_yet_are_ended_with_the_others(
+    hf: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf, "_list", lambda request: Reply([]))
+    hf.fail("create", 400, when=is_rank(3))
+    with pytest.raises(LaunchError, match="replica 3"):
+        launch("hf", "job.py:main", N)
+    assert living(hf) == []
+
+
 def test_what_could_not_be_ended_is_named(hf: HubServer) -> None:
     hf.fail("create", 500, after_applying=True)
     hf.fail("list", 403, times=None)  # neither to take the job over nor to end it
