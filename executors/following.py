@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from executors.late_logs import completed
 from executors.protocol import ReplicaStatus, ServerlessExecutor
 
 PAUSE_S = 0.3
@@ -22,15 +23,20 @@ def follow_logs(
     tail: int,
     *,
     prefix: bool,
+    kept: Callable[[int], str] = lambda rank: "",
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[str]:
-    """Yield whole lines with their newline, led by `[rank]` if `prefix`; end when all have ended and are drained."""
+    """Yield whole lines with their newline, led by `[rank]` if `prefix`; end when all have ended and are drained.
+
+    Args:
+        kept: returns the end of what a rank printed, after it has ended.
+    """
     readers = {rank: _reader(executor, handle, tail) for rank, handle in handles.items() if handle is not None}
     while readers:
         found_any = False
         for rank, reader in list(readers.items()):
             ended = poll(rank).is_terminal  # before reading: what is written before the end is read after it
-            for line in reader.read(flush=ended):
+            for line in reader.read(kept(rank) if ended else None):
                 found_any = True
                 yield f"[{rank}] {line}" if prefix else line
             if ended:
@@ -64,14 +70,15 @@ class _OffsetReader:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may lie across two reads
         self._lines = _Lines()
 
-    def read(self, *, flush: bool) -> Iterator[str]:
+    def read(self, kept: str | None) -> Iterator[str]:
+        """Yield the lines that came since; `kept` is None while the replica runs."""
         while True:
             part, offset = self._read_logs(self._handle, offset=self._offset, n_lines=self._tail)
             if offset == self._offset or not (part or self._offset is None):
                 break
             self._offset = offset
             yield from self._lines.feed(self._decoder.decode(part), flush=False)
-        yield from self._lines.feed("", flush=flush)
+        yield from self._lines.feed("", flush=kept is not None)
 
 
 class _TailReader:
@@ -88,10 +95,15 @@ class _TailReader:
         self._seen: str | None = None
         self._lines = _Lines()
 
-    def read(self, *, flush: bool) -> Iterator[str]:
+    def read(self, kept: str | None) -> Iterator[str]:
+        """Yield the lines that came since; `kept` is None while the replica runs."""
         text = self._executor.stream_logs(self._handle, n_lines=WINDOW_LINES)
+        if kept is not None:
+            text = completed(text, kept, WINDOW_LINES)
         if self._seen is None:
             fresh = "".join(text.splitlines(keepends=True)[-self._tail :])
+        elif text in self._seen:  # nothing new, or an answer that broke off before it
+            fresh, text = "", self._seen
         elif text.startswith(self._seen):
             fresh = text[len(self._seen) :]
         else:
@@ -99,7 +111,7 @@ class _TailReader:
             at = text.rfind(mark)
             fresh = text if at < 0 else text[at + len(mark) :]
         self._seen = text
-        yield from self._lines.feed(fresh, flush=flush)
+        yield from self._lines.feed(fresh, flush=kept is not None)
 
 
 def _reader(executor: ServerlessExecutor, handle: Any, tail: int) -> _OffsetReader | _TailReader:

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, overload
 from executors.artifacts import Artifact
 from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, StoreError
 from executors.following import follow_logs
+from executors.late_logs import last_lines
 from executors.outcome import (
     REASONS,
     Outcome,
@@ -235,7 +236,8 @@ class Run:
         chosen = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
         ranks = [self._check_rank(r) for r in chosen]
         if follow:
-            return follow_logs(self.executor, self._poll, {r: self.handles[r] for r in ranks}, tail, prefix=not is_one)
+            handles = {r: self.handles[r] for r in ranks}
+            return follow_logs(self.executor, self._poll, handles, tail, prefix=not is_one, kept=self._kept)
         texts = self._in_parallel(lambda r: self._tail(r, tail), ranks)
         if is_one:
             return str(texts[0])
@@ -369,13 +371,16 @@ class Run:
         return None
 
     def _tail(self, rank: int, n_lines: int) -> str:
-        handle = self.handles[rank]
-        text = "" if handle is None else self.executor.stream_logs(handle, n_lines=n_lines)
+        text = last_lines(self.executor, self.handles[rank], n_lines, lambda: self._kept(rank))
         if text or not self._poll(rank).is_terminal:
             return text
         outcome = self._outcomes.get(rank)  # the backend has nothing: what the replica itself left
         kept = (outcome.output_tail or outcome.error or "") if outcome else ""
         return "".join(kept.splitlines(keepends=True)[-n_lines:])
+
+    def _kept(self, rank: int) -> str:
+        found = self._outcomes.get(rank) or find_outcome(self.store, self.run_id, rank, self.newest_attempt(rank))
+        return found.output_tail if found else ""
 
     def _check_rank(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
