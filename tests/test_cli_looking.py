@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_of_tests import COMMAND, Folder
+from cli_of_tests import COMMAND, Folder, HereInstead
 
 from diloco.keys import Keys
 from diloco.membership import claim
 from diloco.patience import PatientStore
-from executors import LocalProcessExecutor, ReplicaStatus, Run, attach, launch
+from executors import LocalProcessExecutor, ReplicaHandle, ReplicaStatus, Run, attach, launch
 from executors.testing import eventually
 
 
@@ -251,6 +251,26 @@ def test_cancel_ends_one_rank_or_all_and_says_which(folder: Folder, local: Local
     assert run.status().status is ReplicaStatus.CANCELLED
     assert folder.replicas("cancel", "mine", "--rank", 5).code == 2
     assert folder.replicas("wait", "mine").code == 130
+
+
+def test_cancel_names_ranks_that_the_backend_takes_its_time_to_end(
+    folder: Folder, local: LocalProcessExecutor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = HereInstead(folder, monkeypatch, capsys)
+    cancel = LocalProcessExecutor.cancel
+
+    def cancel_but_the_last(self: LocalProcessExecutor, handle: ReplicaHandle) -> None:
+        if handle.rank < 2:
+            cancel(self, handle)
+
+    with hanging(local, 3), monkeypatch.context() as patch:
+        patch.setattr(LocalProcessExecutor, "cancel", cancel_but_the_last)
+        assert here.replicas("cancel", "mine", "--rank", 2).stdout == (
+            "Cancelled mine: rank 2 (still ending). Now 3 running.\n"
+        )
+        assert here.replicas("cancel", "mine").stdout == (
+            "Cancelled mine: ranks 0-1 and rank 2 (still ending). Now 1 running, 2 cancelled.\n"
+        )
 
 
 def test_rm_deletes_runs_and_refuses_one_that_still_runs(

@@ -23,7 +23,7 @@ def cancel(
 ) -> int:
     """Cancel a run, or some of its ranks.
 
-    Returns when they are gone. Nothing happens to what has ended.
+    Returns when they are gone, or the backend has agreed to end them. Nothing happens to what has ended.
     """
     output = Output()
     found = find_run(run, rendezvous)
@@ -36,13 +36,17 @@ def cancel(
     except ValueError as error:
         refuse(error)
     after = found.status()
-    ended = [
-        new.rank
+    lived = [
+        new
         for old, new in zip(before.replicas, after.replicas, strict=True)
-        if new.status is ReplicaStatus.CANCELLED and not old.status.is_terminal
+        if not old.status.is_terminal and (not rank or new.rank in rank)
     ]
-    if ended:
-        output.say(f"Cancelled {found.run_id}: {name_ranks(ended)}. Now {after.counts}.")
+    ended = [replica.rank for replica in lived if replica.status is ReplicaStatus.CANCELLED]
+    ending = [replica.rank for replica in lived if not replica.status.is_terminal]
+    which = [name_ranks(ended)] if ended else []
+    which += [f"{name_ranks(ending)} (still ending)"] if ending else []
+    if which:
+        output.say(f"Cancelled {found.run_id}: {' and '.join(which)}. Now {after.counts}.")
     else:
         output.say(f"Nothing to cancel in {found.run_id}: {after.counts}.")
     return 0
