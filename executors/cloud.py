@@ -278,7 +278,8 @@ def _explain(found: FoundReplica, state: JobState, vendor: str) -> tuple[Reason,
     if state.reason == "timeout":
         return "timeout", f"{who} ran into its time limit of {found.metadata['timeout_s']:g} s."
     if state.reason == "oom":
-        return "oom", f"{who} was killed: out of memory.{said}"
+        cause = "out of memory" if said else f"most likely out of memory (SIGKILL, and not by {vendor})"
+        return "oom", f"{who} was killed: {cause}.{said}"
     if state.reason == "preempted":
         return "preempted", f"{who} was preempted: {vendor} took its machine back.{said}"
     if state.reason == "cancelled":

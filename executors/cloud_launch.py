@@ -19,7 +19,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from executors.errors import LaunchError, ReplicasError, StoreError
 from executors.outcome import Outcome, Reason, record_outcome, request_cancel
 from executors.protocol import ReplicaHandle, ReplicaStatus
-from executors.records import find_json, to_bytes
+from executors.records import exists, find_json, to_bytes
 from executors.replica import replica_key
 from executors.store import Store
 from executors.vendor import Job, JobId, JobKey, Vendor, VendorError
@@ -136,6 +136,8 @@ class CloudLaunch:
                     started = self._started[job.key] = self._vendor.start_job(job)
                 except VendorError as error:
                     may_stand = may_stand or error.kind == "unclear"
+                    if error.kind == "refused" and exists(self._store, self._key(job, "cancel.json")):
+                        raise VendorError("it was cancelled while it was being started", "refused") from error
                     raise
                 return self._only_one(job) or started if may_stand else started
         raise AssertionError("tenacity returns or raises")

@@ -121,7 +121,8 @@ class ModalExecutor(CloudExecutor):
                 f"timeout must be at most {LONGEST_S} seconds on Modal, got timeout={timeout_s:g}. Launch with a "
                 "shorter one, and go on with `replicas resume`."
             )
-        if not any(modal.config.config.get(name) for name in ("token_id", "oauth_refresh_token")):
+        config = modal.config.config
+        if not (config.get("token_id") and config.get("token_secret")) and not config.get("oauth_refresh_token"):
             raise BackendError(f"Backend 'modal' needs a Modal token. {TOKEN_ADVICE}")
         with _told():
             with contextlib.suppress(modal.exception.NotFoundError):  # then the launch makes it
@@ -188,8 +189,8 @@ class ModalExecutor(CloudExecutor):
             except modal.exception.SandboxTerminatedError:
                 # By us, and then the cancel marker says so; else Modal took the machine back.
                 return JobState(True, "preempted", KILLED)
-        if code == KILLED:
-            return JobState(True, "oom", code, "killed by SIGKILL, most likely for want of memory")
+        if code == KILLED:  # from inside the container, where that is what the kernel does for want of memory
+            return JobState(True, "oom", code)
         return JobState(True, exit_code=code)
 
     @_aside
@@ -286,10 +287,10 @@ def _told() -> Iterator[None]:
 
     try:
         yield
-    except (raised.AuthError, raised.PermissionDeniedError) as error:
+    except raised.AuthError as error:
         raise VendorError(f"Modal: {_said(error)}. {TOKEN_ADVICE}", "refused") from error
     except raised.ResourceExhaustedError as error:
-        has_no_room = "capacity" in str(error).lower()  # after waiting for it; else too many requests
+        has_no_room = "insufficient capacity" in str(error).lower()  # after waiting for it; else too many requests
         raise VendorError(f"Modal: {_said(error)}.", "refused" if has_no_room else "busy") from error
     except (raised.ServiceError, raised.InternalError, raised.ConnectionError, raised.TimeoutError) as error:
         raise VendorError(f"Modal: {_said(error)}.", "unclear") from error

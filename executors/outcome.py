@@ -118,7 +118,7 @@ def record_outcome(store: Store, run_id: str, outcome: Outcome) -> Outcome:
     marker = find_json(store, replica_key(run_id, outcome.rank, outcome.attempt, "cancel.json"))
     if marker is not None:
         told = None if outcome.reason == "signal" else outcome.error  # the signal was the cancellation's
-        error = told or f"Replica {outcome.rank} was ended: {marker.get('why', 'cancelled')}."
+        error = told or f"Replica {outcome.rank} was ended: {str(marker.get('why', 'cancelled')).rstrip('.')}."
         outcome = replace(outcome, status=ReplicaStatus.CANCELLED, reason="cancelled", result=None, error=error)
     outcome = replace(
         outcome, host=outcome.host or socket.gethostname(), finished_at=outcome.finished_at or time.time()

@@ -71,7 +71,7 @@ def test_every_ending_is_told_for_what_it_was(modal_runs: ModalServer, gpu: str 
     said = [row.error or "" for row in rows]
     assert "RuntimeError: no luck" in said[1]
     assert said[2] == "Replica 2 was ended: cancelled by the user."
-    assert said[4].startswith("Replica 4 of 7 (attempt 0) was killed: out of memory.")
+    assert said[4].startswith("Replica 4 of 7 (attempt 0) was killed: most likely out of memory (SIGKILL")
     assert said[5] == "Replica 5 of 7 (attempt 0) was preempted: Modal took its machine back."
     assert said[6].startswith("Replica 6 of 7 (attempt 0) was lost: Modal reports it gone and it left no outcome.")
     assert [row.output_tail for row in rows[3:6]] == ["hanging\n"] * 3, "what Modal kept of its output"

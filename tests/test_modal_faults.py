@@ -64,10 +64,12 @@ def test_a_refused_rank_is_named_and_the_others_are_ended(
     assert caught.value.rank == 5
     assert str(caught.value).startswith("Backend 'modal' could not start replica 5 of 8: Modal: ")
     assert str(caught.value).endswith("Those already started were ended.")
+    assert ("modal token new" in str(caught.value)) == (way["status"] is Status.UNAUTHENTICATED)
     assert alive(modal_runs) == []
     rows = attached(modal_runs, "otter").outcomes()
     assert {row.rank for row in rows if row.reason == "start_failed"} == {5}
     assert {row.rank for row in rows if row.reason == "cancelled"} == set(range(N)) - {5}
+    assert not any((row.error or "").endswith("..") for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +78,12 @@ def test_a_refused_rank_is_named_and_the_others_are_ended(
         {"status": Status.INTERNAL, "times": 5},  # once more than the SDK tries
         {"status": Status.INTERNAL, "times": 1, "after_applying": True},
         {"status": Status.RESOURCE_EXHAUSTED},
+        {"status": Status.RESOURCE_EXHAUSTED, "message": "Rate limit: over capacity, slow down"},
         {"loses_connection": True},
         {"loses_connection": True, "after_applying": True},
         {"loses_connection": True, "after_applying": True, "times": 5},
     ],
-    ids=["internal", "internal-after", "throttled", "cut", "cut-after", "cut-after-often"],
+    ids=["internal", "internal-after", "throttled", "over-capacity", "cut", "cut-after", "cut-after-often"],
 )
 def test_a_launch_gets_through_a_failing_service_with_each_rank_once(
     modal_runs: ModalServer, gpu: str | None, way: dict[str, Any]
@@ -151,7 +154,7 @@ def test_a_rank_that_waits_for_a_gpu_is_seen_and_cancelled_from_elsewhere(modal_
         assert run.logs(rank=0) == ""
         run.cancel()
 
-    with beside(look_and_cancel), pytest.raises(LaunchError, match="replica 0 of 1"):
+    with beside(look_and_cancel), pytest.raises(LaunchError, match="replica 0 of 1: it was cancelled"):
         launch("modal", task("hang"), 1, gpu="H100", run_id="otter")
     assert len(modal_runs.sandboxes) == 1
     assert [row.status for row in attached(modal_runs, "otter").outcomes()] == ["cancelled"]

@@ -185,10 +185,11 @@ def test_a_missing_rendezvous_is_said_with_the_whole_command(
     )
 
 
+@pytest.mark.parametrize("missing", ["MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"])
 def test_a_missing_token_is_said_before_anything_is_written(
-    modal_runs: ModalServer, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+    modal_runs: ModalServer, s3: S3Server, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    monkeypatch.delenv("MODAL_TOKEN_ID")
+    monkeypatch.delenv(missing)
     with pytest.raises(BackendError) as caught:
         launch("modal", task("echo"), 1)
     assert str(caught.value) == (
