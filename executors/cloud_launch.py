@@ -137,7 +137,7 @@ class CloudLaunch:
                 except VendorError as error:
                     may_stand = may_stand or error.kind == "unclear"
                     if error.kind == "refused" and exists(self._store, self._key(job, "cancel.json")):
-                        raise VendorError("it was cancelled while it was being started", "refused") from error
+                        raise VendorError("it was cancelled while it was being started.", "refused") from error
                     raise
                 return self._only_one(job) or started if may_stand else started
         raise AssertionError("tenacity returns or raises")

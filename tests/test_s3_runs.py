@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+
 from servers.s3_server import S3Server
 
 from executors import LocalProcessExecutor, attach, launch
+from executors.cli.report import reference
+from executors.state import forget
 
 LOCAL = LocalProcessExecutor()
 
@@ -44,5 +48,10 @@ def test_a_run_in_a_bucket_is_found_by_its_address_and_removed(s3: S3Server) -> 
     again = attach(f"{place}/otter{question_mark}{options}")
     assert [outcome.status for outcome in again.outcomes()] == ["succeeded"] * 2
     assert attach("otter").url == again.url
+    assert reference(again) == "otter"
+    forget("otter")  # as on another machine
+    assert "&" in again.url
+    shell = shlex.shlex(f"replicas logs {reference(again)} -f", posix=True, punctuation_chars=True)
+    assert list(shell) == ["replicas", "logs", again.url, "-f"]
     again.remove()
     assert list(again.store.list("")) == []
