@@ -11,7 +11,7 @@ import pytest
 from executors.cli.following import PlainView, follow, progress_line
 from executors.cli.output import Output, one_line
 from executors.cli.table import replica_table
-from executors.errors import StoreError
+from executors.errors import BackendError, StoreError
 from executors.outcome import Outcome
 from executors.protocol import ReplicaStatus
 from executors.run import Run
@@ -89,6 +89,29 @@ def test_a_store_that_hiccups_is_told_once_and_the_run_is_followed_on(capsys: py
 
     shown(script, clock)
     assert capsys.readouterr().out.count("The store does not work; trying on: no answer") == 1
+
+
+def test_a_backend_that_hiccups_is_told_once_and_the_run_is_followed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+
+    def script() -> RunStatus:
+        if 5 < clock.now < 50:
+            raise BackendError("token expired")
+        return state(replica(0, RUNNING if clock.now < 60 else SUCCEEDED), at=clock.now)
+
+    shown(script, clock)
+    assert capsys.readouterr().out.count("The backend does not work; trying on: token expired") == 1
+
+
+def test_a_backend_that_cannot_be_asked_at_all_ends_the_following_at_once() -> None:
+    clock = Clock()
+
+    def script() -> RunStatus:
+        raise BackendError("no SDK")
+
+    with pytest.raises(BackendError, match="no SDK"):
+        shown(script, clock)
+    assert clock.now == 0
 
 
 def test_a_store_that_stays_away_ends_the_following() -> None:

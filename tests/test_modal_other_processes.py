@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from modal_of_tests import create_of
+from cli_of_tests import Folder
+from grpclib import Status
+from modal_of_tests import create_of, of_backend
 from sandboxes_of_tests import gpu
 from servers.modal_server import ModalServer
 from servers.s3_server import S3Server
@@ -153,3 +156,23 @@ def test_one_run_id_launched_twice_at_once_is_one_set_of_replicas(modal_runs: Mo
     with pytest.raises(RunExistsError):
         launch("modal", task("echo"), 2, run_id="otter", gpu=gpu)
     assert len(modal_runs.sandboxes) == 2
+
+
+@pytest.mark.parametrize("answered_before", [2, 0])
+def test_a_launcher_whose_token_is_refused_while_it_watches_goes_on_or_says_that_the_run_does(
+    modal_runs: ModalServer, gpu: str | None, answered_before: int
+) -> None:
+    here = Folder(Path.cwd())
+    calls = itertools.count()
+    modal_runs.fail(
+        of_backend("SandboxWait", gpu), Status.UNAUTHENTICATED, when=lambda request: next(calls) >= answered_before
+    )
+    with_gpu = ["--gpu", gpu] if gpu else []
+    told = here.replicas("launch", "job:main", "--n", 1, "--backend", "modal", "--run-id", "otter", *with_gpu)
+    if answered_before:
+        assert told.code == 0, told
+        assert told.stdout.count("The backend does not work; trying on: Modal: ") == 1
+    else:
+        assert told.code == 1, told
+        assert "goes on without this command (replicas wait otter): Modal: UNAUTHENTICATED" in told.stdout
+        assert attach("otter").wait(60)

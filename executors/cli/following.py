@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from executors.cli.output import Output, name_duration, name_ranks, one_line
-from executors.errors import ReplicasError, StoreError
+from executors.errors import BackendError, ReplicasError, StoreError
 from executors.protocol import ReplicaStatus
 from executors.run import Run
 from executors.status import ReplicaState, RunStatus
@@ -22,7 +22,7 @@ from executors.status import ReplicaState, RunStatus
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
 PROGRESS_EVERY_S = 10.0  # between two plain lines of progress
-STORE_PATIENCE_S = 60.0  # a store that hiccups is no reason to end an attached run
+PATIENCE_S = 60.0  # a store or a vendor that hiccups is no reason to end an attached run
 SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -95,6 +95,7 @@ def follow(
 
     Raises:
         StoreError: the store could not be read for a minute.
+        BackendError: the backend could not be asked for a minute, or never.
     """
     return _follow(run, view, sleep, lambda: None, clock)
 
@@ -132,18 +133,19 @@ def _follow(
 ) -> RunStatus:
     pause_s = FIRST_PAUSE_S
     read_at = clock()
-    complained = False
+    was_read = complained = False
     while True:
         try:
             status = run.status()
-        except StoreError as error:
-            if clock() - read_at > STORE_PATIENCE_S:
+        except (StoreError, BackendError) as error:
+            is_store = isinstance(error, StoreError)
+            if clock() - read_at > PATIENCE_S or not (is_store or was_read):  # no SDK, no account
                 raise
             if not complained:
-                view.say(f"The store does not work; trying on: {error}", "yellow")
+                view.say(f"The {'store' if is_store else 'backend'} does not work; trying on: {error}", "yellow")
             complained = True
         else:
-            read_at, complained = clock(), False
+            read_at, was_read, complained = clock(), True, False
             view.update(status)
             if status.is_terminal:
                 return status

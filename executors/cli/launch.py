@@ -8,7 +8,7 @@ import typer
 
 from executors.cli.options import BackendOptions, JsonOption, RendezvousOption, parse_texts, parse_values, refuse
 from executors.cli.output import Output
-from executors.errors import LaunchError, ReplicasError, StoreError
+from executors.errors import BackendError, LaunchError, ReplicasError, StoreError
 
 if TYPE_CHECKING:
     from executors.launching import LaunchPlan
@@ -209,15 +209,18 @@ def watch(run: Run, output: Output, interrupts: Any, *, detach: bool) -> int:
         return _leave(run, output)
     interrupts.count_on(run.run_id)
     from executors.cli.following import follow_and_cancel, open_view
-    from executors.cli.report import document, exit_code, heading, tell
+    from executors.cli.report import document, exit_code, heading, reference, tell
 
     output.say(heading(run), "bold")
     view = open_view(output, run, hint="Ctrl-C cancels the run.")
     try:
         follow_and_cancel(run, view, interrupts)
         outcomes = run.outcomes()
-    except StoreError as error:
-        output.say(f"The run can no longer be followed, and ends with this command: {error}", "red")
+    except (StoreError, BackendError) as error:
+        fate = "ends with this command"
+        if getattr(run.executor, "needs_shared_rendezvous", False):
+            fate = f"goes on without this command (replicas wait {reference(run)})"
+        output.say(f"The run can no longer be followed, and {fate}: {error}", "red")
         return 1
     finally:
         view.close()
