@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -100,6 +101,21 @@ def test_a_backend_that_hiccups_is_told_once_and_the_run_is_followed_on(capsys: 
         return state(replica(0, RUNNING if clock.now < 60 else SUCCEEDED), at=clock.now)
 
     shown(script, clock)
+    assert capsys.readouterr().out.count("The backend does not work; trying on: token expired") == 1
+
+
+def test_a_backend_that_is_seldom_asked_and_always_fails_ends_the_following(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    seldom = itertools.cycle([False] * 9 + [True])
+
+    def script() -> RunStatus:
+        if next(seldom):
+            raise BackendError("token expired")
+        return state(replica(0, RUNNING), at=clock.now)
+
+    with pytest.raises(BackendError, match="token expired"):
+        shown(script, clock)
+    assert clock.now > 60
     assert capsys.readouterr().out.count("The backend does not work; trying on: token expired") == 1
 
 

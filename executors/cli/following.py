@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -132,20 +133,27 @@ def _follow(
     clock: Callable[[], float] = time.monotonic,
 ) -> RunStatus:
     pause_s = FIRST_PAUSE_S
-    read_at = clock()
-    was_read = complained = False
+    was_read = False
+    failing_since: dict[str, float] = {}
+    failed_at = -math.inf
     while True:
         try:
             status = run.status()
         except (StoreError, BackendError) as error:
-            is_store = isinstance(error, StoreError)
-            if clock() - read_at > PATIENCE_S or not (is_store or was_read):  # no SDK, no account
+            what = "store" if isinstance(error, StoreError) else "backend"
+            if what == "backend" and not was_read:  # no SDK, no account
                 raise
-            if not complained:
-                view.say(f"The {'store' if is_store else 'backend'} does not work; trying on: {error}", "yellow")
-            complained = True
+            failed_at = clock()
+            if what not in failing_since:
+                failing_since[what] = failed_at
+                view.say(f"The {what} does not work; trying on: {error}", "yellow")
+            elif failed_at - failing_since[what] > PATIENCE_S:
+                raise
         else:
-            read_at, was_read, complained = clock(), True, False
+            was_read = True
+            failing_since.pop("store", None)
+            if clock() - failed_at > PATIENCE_S:  # most looks at a run ask the store alone
+                failing_since.pop("backend", None)
             view.update(status)
             if status.is_terminal:
                 return status
