@@ -67,6 +67,14 @@ def main():
     return [me.rank, me.attempt]
 """
 
+UNTIL = """
+import os, time
+
+def main(path):
+    while not os.path.exists(path):
+        time.sleep(0.05)
+"""
+
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
@@ -160,15 +168,22 @@ def test_one_run_id_launched_twice_at_once_is_one_set_of_replicas(modal_runs: Mo
 
 @pytest.mark.parametrize("answered_before", [2, 0])
 def test_a_launcher_whose_token_is_refused_while_it_watches_goes_on_or_says_that_the_run_does(
-    modal_runs: ModalServer, gpu: str | None, answered_before: int
+    modal_runs: ModalServer, gpu: str | None, answered_before: int, tmp_path: Path
 ) -> None:
     here = Folder(Path.cwd())
+    (here.path / "until.py").write_text(UNTIL)
     calls = itertools.count()
-    modal_runs.fail(
-        of_backend("SandboxWait", gpu), Status.UNAUTHENTICATED, when=lambda request: next(calls) >= answered_before
-    )
-    with_gpu = ["--gpu", gpu] if gpu else []
-    told = here.replicas("launch", "job:main", "--n", 1, "--backend", "modal", "--run-id", "otter", *with_gpu)
+    gate = tmp_path / "gate"
+
+    def comes_late(request: Any) -> bool:
+        if next(calls) < answered_before:
+            return False
+        gate.touch()  # only now may the replica end
+        return True
+
+    modal_runs.fail(of_backend("SandboxWait", gpu), Status.UNAUTHENTICATED, when=comes_late)
+    options = ["--n", 1, "--backend", "modal", "--run-id", "otter", "--arg", f"path={gate}"]
+    told = here.replicas("launch", "until.py", *options, *(["--gpu", gpu] if gpu else []))
     if answered_before:
         assert told.code == 0, told
         assert told.stdout.count("The backend does not work; trying on: Modal: ") == 1
