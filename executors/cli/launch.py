@@ -188,13 +188,13 @@ def default_task() -> str:
 
 
 def _leave(run: Run, output: Output) -> int:
-    from executors.cli.report import document, heading
+    from executors.cli.report import document, heading, reference
 
-    name = run.run_id
     if output.as_json:
         output.document(document(run, run.outcomes(), None))
         return 0
-    output.say(name)
+    output.say(run.run_id)
+    name = reference(run)
     output.say(f"{heading(run)}, detached.", "dim")
     output.say(f"Follow it: replicas logs {name} -f   replicas wait {name}   replicas cancel {name}", "dim")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,8 +38,8 @@ def heading(run: Run) -> str:
 
 
 def reference(run: Run) -> str:
-    """Return what finds the run again from this machine: its id where that is enough, else its address."""
-    return run.run_id if locate(run.run_id) == run.store.url else run.url
+    """Return what finds the run again from this machine, for a shell: its id where that is enough, else its address."""
+    return run.run_id if locate(run.run_id) == run.store.url else shlex.quote(run.url)
 
 
 def document(run: Run, outcomes: Sequence[Outcome], code: int | None) -> dict[str, Any]:
