@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from diloco import DiLoCo
+from diloco.contract import check_weight
 from diloco.errors import ContributionError, FencedError
 from diloco.membership import _claimed
 from diloco.state_arrays import from_arrays, to_arrays
@@ -311,7 +312,12 @@ def test_the_weight_may_be_the_tokens_of_the_round() -> None:
     assert run_replicas(2, body) == [pytest.approx(7.0)] * 2
 
 
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "many"])
+@pytest.mark.parametrize("tokens", [torch.tensor(300), torch.tensor([300.0]), np.int64(300), np.float32(300)])
+def test_a_weight_may_be_a_scalar_of_torch_or_numpy(tokens: Any) -> None:
+    assert check_weight(lambda: tokens, rank=0, entry=0) == 300.0
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "many", True, 1e300, torch.ones(2)])
 def test_a_weight_that_is_none_is_refused(value: Any) -> None:
     diloco = DiLoCo(nn.Linear(1, 1), inner_steps=1, weight=lambda: value, **place(MemoryStore()))
     with pytest.raises(ContributionError, match="weight must be a positive number"):
