@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from executors.shared_rendezvous import shared_rendezvous
 from executors.state import local_store, locate, remember
 from executors.store import Store, open_store
 from executors.store.opening import address_of
-from executors.task import check_run_id, create_run, describe, new_run_id, split_rank_env
+from executors.task import check_run_id, create_run, describe, new_run_id, read_task, split_rank_env
 
 if TYPE_CHECKING:
     from executors.run import Run
@@ -79,7 +80,9 @@ def launch(
     if resume:
         if chaos:
             raise ValueError("A resumed run keeps the chaos it was launched with: leave chaos= away.")
-        return _resume(executor, entrypoint, n, run_id, rendezvous, gpu, timeout, env, secrets, detach)
+        return _resume(
+            executor, entrypoint, n, args, seed, run_id, rendezvous, gpu, timeout, env, secrets, detach
+        )  # fmt: skip
     return plan_launch(
         executor,
         entrypoint,
@@ -251,6 +254,8 @@ def _resume(
     executor: str | ServerlessExecutor,
     entrypoint: str | Callable[..., Any],
     n: int,
+    args: Mapping[str, Any] | None,
+    seed: int | None,
     run_id: str | None,
     rendezvous: str | Path | None,
     gpu: str | None,
@@ -271,9 +276,26 @@ def _resume(
             f"Run {run_id!r} has {found.world_size} replicas of {found.record['entrypoint']}; it cannot be resumed as "
             f"{n} of {describe(entrypoint)}."
         )
+    _check_same_arguments(found, entrypoint, args, seed)
     _check_env(chosen, True, env, secrets)
     run = Run(found.store, run_id, executor=chosen)
     return resume(run, gpu=gpu, timeout=timeout, env=env, secrets=secrets, detach=detach)
+
+
+def _check_same_arguments(
+    found: Run, entrypoint: str | Callable[..., Any], args: Mapping[str, Any] | None, seed: int | None
+) -> None:
+    """Refuse to go on with other arguments than those asked for now; what was pickled is not looked into."""
+    differing = [] if seed in (None, found.record["seed"]) else ["seed"]
+    if args is not None and isinstance(entrypoint, str):
+        launched = read_task(found.store, found.run_id, found.record["task_digest"]).record["args"]
+        given = json.loads(json.dumps(split_rank_env(args)[0]))
+        differing += [name for name in {**launched, **given} if launched.get(name) != given.get(name)]
+    if differing:
+        raise ValueError(
+            f"Run {found.run_id!r} goes on with what it was launched with, and {differing[0]!r} is another now. "
+            "Leave args= and seed= away, or launch a new run."
+        )
 
 
 def _check_env(

@@ -5,7 +5,6 @@ What a replica finds there again is its own affair: `diloco` catches up with the
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from executors.errors import BackendError, RunNotFoundError, StoreError
 from executors.protocol import ReplicaStatus
 from executors.records import exists
 from executors.run import Run
-from executors.task import RunSpec
+from executors.task import RunSpec, read_task
 
 
 def resume(
@@ -41,7 +40,7 @@ def resume(
     Raises:
         ValueError: no rank can be resumed, one of `ranks` still runs, or a value of the environment is missing.
         BackendError: the backend cannot start single ranks.
-        StoreError: the run was aborted, which is final for its id.
+        StoreError: the run was aborted, which is final for its id; or its task is not the one that was launched.
     """
     record, executor = run.record, run.executor
     verb: Any = executor.launch_replicas
@@ -56,7 +55,8 @@ def resume(
             f"Give it again: --env {missing[0]}=… or env={{{missing[0]!r}: …}}."
         )
     chosen = _ranks_to_resume(run, ranks)
-    digest = hashlib.sha256(run.store.get(f"{run.run_id}/task/task.json")).hexdigest()
+    digest = record["task_digest"]
+    read_task(run.store, run.run_id, digest)  # each replica would say so, too, but once started
     by_attempt: dict[int, list[int]] = {}
     for rank in chosen:
         by_attempt.setdefault(run.newest_attempt(rank) + 1, []).append(rank)

@@ -86,6 +86,28 @@ def test_launch_with_resume_refuses_another_task(half_dead: Run) -> None:
         launch(PLAIN, print, 3, resume=True)
 
 
+def test_launch_with_resume_refuses_other_arguments() -> None:
+    fail = "executors.testing.tasks:fail"
+    launch(PLAIN, fail, 1, args={"message": "no"}, run_id="as-it-was", seed=3).wait(30)
+    with pytest.raises(ValueError, match="with what it was launched with, and 'message' is another now"):
+        launch(PLAIN, fail, 1, args={"message": "yes"}, run_id="as-it-was", resume=True)
+    with pytest.raises(ValueError, match="and 'seed' is another now"):
+        launch(PLAIN, fail, 1, args={"message": "no"}, seed=4, run_id="as-it-was", resume=True)
+    launch(PLAIN, fail, 1, args={"message": "no"}, seed=3, run_id="as-it-was", resume=True).wait(30)
+    again = launch(PLAIN, fail, 1, run_id="as-it-was", resume=True)
+    assert again.wait(30)
+    assert again.status().replicas[0].attempt == 2
+
+
+def test_a_task_that_is_not_the_launched_one_is_not_brought_back(half_dead: Run) -> None:
+    key = "half-dead/task/task.json"
+    task = bytes(half_dead.store.get(key))
+    half_dead.store.put(key, task.replace(b'"rank_env": null', b'"rank_env": "R"  '))
+    with pytest.raises(StoreError, match=r"task/task\.json' .* is not what was launched"):
+        resume(half_dead)
+    assert half_dead.status().replicas[1].attempt == 0
+
+
 def test_a_run_that_succeeded_has_nothing_to_resume() -> None:
     run = launch(PLAIN, str, 2)
     run.wait(30)
