@@ -7,7 +7,7 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,7 +150,7 @@ class LaunchPlan:
                 handles = self._start_on_a_stranger(store)
         except BaseException as error:
             with contextlib.suppress(StoreError):
-                _give_up(store, self.run_id, self.n, error)
+                give_up(store, self.run_id, range(self.n), 0, error)
             raise
         return Run(store, self.run_id, executor=self.executor, handles=handles)
 
@@ -327,11 +327,11 @@ def _check_chaos(executor: ServerlessExecutor, chaos: Sequence[str], n: int) -> 
     return check_chaos(chaos, n)
 
 
-def _give_up(store: Store, run_id: str, n: int, error: BaseException) -> None:
-    """Leave no run behind that waits for ever, and no replica that nobody asked to end."""
+def give_up(store: Store, run_id: str, ranks: Iterable[int], attempt: int, error: BaseException) -> None:
+    """Leave no attempt behind that waits for ever, and no replica that nobody asked to end."""
     why = f"The launch ended half-way: {str(error) or type(error).__name__}"
-    for rank in range(n):
-        if find_outcome(store, run_id, rank, 0) is None:
-            if not exists(store, replica_key(run_id, rank, 0, "handle.json")):
-                record_outcome(store, run_id, Outcome(rank, 0, ReplicaStatus.FAILED, "start_failed", error=why))
-            request_cancel(store, run_id, rank, 0, why)  # also where no handle is: its starter may live on
+    for rank in ranks:
+        if find_outcome(store, run_id, rank, attempt) is None:
+            if not exists(store, replica_key(run_id, rank, attempt, "handle.json")):
+                record_outcome(store, run_id, Outcome(rank, attempt, ReplicaStatus.FAILED, "start_failed", error=why))
+            request_cancel(store, run_id, rank, attempt, why)  # also where no handle is: its starter may live on

@@ -5,13 +5,16 @@ What a replica finds there again is its own affair: `diloco` catches up with the
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from executors.errors import BackendError, RunNotFoundError, StoreError
+from executors.launching import give_up
 from executors.protocol import ReplicaStatus
 from executors.records import exists
+from executors.replica import replica_key
 from executors.run import Run
 from executors.task import RunSpec, read_task
 
@@ -73,14 +76,20 @@ def resume(
             detach=detach,
             chaos=tuple(record.get("chaos", ())),
         )
-        verb(
-            len(group),
-            record["entrypoint"],
-            {},
-            gpu=gpu if gpu is not None else record["gpu"],
-            timeout=timeout if timeout is not None else record["timeout_s"],
-            run=spec,
-        )
+        try:
+            verb(
+                len(group),
+                record["entrypoint"],
+                {},
+                gpu=gpu if gpu is not None else record["gpu"],
+                timeout=timeout if timeout is not None else record["timeout_s"],
+                run=spec,
+            )
+        except BaseException as error:  # else the next resume would be given these attempts again, which are cancelled
+            with contextlib.suppress(StoreError):
+                begun = [r for r in group if any(run.store.list(replica_key(run.run_id, r, attempt, "")))]
+                give_up(run.store, run.run_id, begun, attempt, error)
+            raise
     return Run(run.store, run.run_id, executor=executor)
 
 

@@ -123,6 +123,33 @@ def test_values_of_the_environment_have_to_be_given_again(tmp_path: Path) -> Non
     assert resume(run, env={"TOKEN": "new"}).results()[1]["token"] == "new"
 
 
+class InterruptedZygote:
+    """What Ctrl-C leaves of a launch while the process that forks replicas is still importing torch."""
+
+    def request(self, message: Any) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_a_resume_that_was_interrupted_does_not_spoil_the_next_one(
+    half_dead: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr("executors.local.zygote", lambda preload: InterruptedZygote())
+        with pytest.raises(KeyboardInterrupt):
+            resume(half_dead, ranks=[1])
+    assert attach("half-dead").status().replicas[1].status == "cancelled"
+    resume(attach("half-dead"), ranks=[1]).wait(30)
+    back = attach("half-dead").status().replicas[1]
+    assert (back.status, back.attempt) == ("succeeded", 2)
+
+
+def test_a_resume_that_is_refused_leaves_no_attempt(half_dead: Run) -> None:
+    few = LocalProcessExecutor(preload=(), gpus=["0"])
+    with pytest.raises(BackendError, match="this machine has 1"):
+        resume(Run(half_dead.store, "half-dead", executor=few), gpu="H100")
+    assert [state.attempt for state in attach("half-dead").status().replicas] == [0, 0, 0]
+
+
 def test_a_rank_that_still_runs_is_left_alone(tmp_path: Path) -> None:
     with launch(PLAIN, second_time_lucky, 3, args={"folder": str(tmp_path)}) as run:
         eventually(lambda: run.status().replicas[1].status == "failed", "rank 1 fails")
