@@ -47,7 +47,10 @@ def test_what_ended_without_succeeding_gets_a_new_attempt(half_dead: Run) -> Non
 
 def test_the_old_run_object_its_old_handles_and_another_process_see_the_new_attempts(half_dead: Run) -> None:
     handles = half_dead.handles
+    assert [state.status for state in half_dead.status().replicas] == ["succeeded", "failed", "failed"]
     resume(half_dead).wait(30)
+    assert [state.status for state in half_dead.status().replicas] == ["succeeded"] * 3
+    assert [outcome.attempt for outcome in half_dead.outcomes()] == [0, 1, 1]
     assert [row["status"] for row in PLAIN.collect(handles)] == ["succeeded"] * 3
     assert attach("half-dead").results()[1]["attempt"] == 1
 
