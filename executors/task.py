@@ -221,11 +221,13 @@ def plan_run(
     """
     check_run_id(run_id)
     task, pickled = pack_task(entrypoint, args, seed, package)
+    task_digest = hashlib.sha256(task).hexdigest()
     record = {
         "run_id": run_id,
         "backend": backend,
         "world_size": world_size,
         "entrypoint": describe(entrypoint),
+        "task_digest": task_digest,
         "created_at": time.time(),
         "created_by": f"{_user()}@{socket.gethostname()}",
         "launcher_pid": os.getpid(),
@@ -244,7 +246,7 @@ def plan_run(
     spec = RunSpec(
         run_id=run_id,
         store_url=store_url,
-        task_digest=hashlib.sha256(task).hexdigest(),
+        task_digest=task_digest,
         world_size=world_size,
         ranks=tuple(range(world_size)),
         env=dict(env or {}),

@@ -61,4 +61,7 @@ def resume(
             )
         except (ValueError, TypeError) as error:
             refuse(error)
+        except KeyboardInterrupt:
+            output.say("Cancelled before the replicas had started.", "yellow")
+            return 130
         return watch(resumed, output, interrupts, detach=detach)
