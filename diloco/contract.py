@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco.errors import ContributionError
+
+MAX_WEIGHT = 1e30
+"""Far beyond any number of tokens, and no sum of such weights overflows, which would make every share of a mean 0."""
 
 Contract = Mapping[str, Any]
 """JSON. `tensors` maps each synchronised name to [shape, dtype, fragment]; the rest are settings."""
@@ -25,12 +29,18 @@ def check_contract(mine: Contract, agreed: Contract, *, run_id: str, author: int
 def check_weight(weight: float | Callable[[], float], rank: int, entry: int) -> float:
     """Return the weight of a contribution, asking for it where it is a callable.
 
+    A scalar of torch or numpy is a number, too: tokens are often counted in one.
+
     Raises: ContributionError: it is not a positive number.
     """
-    value = weight() if callable(weight) else weight
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+    value: Any = weight() if callable(weight) else weight
+    if hasattr(value, "item"):
+        with contextlib.suppress(RuntimeError, ValueError):  # it has more than one element
+            value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_WEIGHT:
         raise ContributionError(
-            f"Contribution of rank {rank} for round {entry}: weight must be a positive number, got {value!r}."
+            f"Contribution of rank {rank} for round {entry}: weight must be a positive number, at most "
+            f"{MAX_WEIGHT:g}, got {value!r}."
         )
     return float(value)
 

@@ -6,6 +6,7 @@ without a listing, because seals are dense and never deleted; pointers stand at 
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -19,6 +20,11 @@ from diloco.records import BadRecordError
 from diloco.rounds import READ_TRIES, Pace
 from diloco.snapshot import Arrays, Pointer, get_parts, put_parts
 from diloco.work import Work
+
+log = logging.getLogger(__name__)
+
+CONTRACT_TRIES = 3 * READ_TRIES
+"""How often the contract is read before a replica goes without: longer than for what has another copy."""
 
 
 class Loader:
@@ -52,6 +58,8 @@ class Loader:
         """Until something was loaded: parts that were put again from another state would spoil the first anchor."""
         self._fits = False
         """Whether this replica's contract was compared with the run's."""
+        self._contract_misread = 0
+        """How often the run's contract was read, and was not what somebody had written."""
 
     def load(self, above: int) -> int | None:
         """Load the newest usable snapshot before an entry after `above`; -1: any, however long it takes.
@@ -119,17 +127,24 @@ class Loader:
                 return None
             with suppress(BadRecordError):
                 return Pointer.parse(data)
+            self._contract_misread += entry == 0
         return None
 
     def _check_fit(self, first: Pointer | None) -> bool:
-        """Compare the contracts, once; return False while the run's cannot be read.
+        """Compare the contracts, once; return False while the run's is not to be seen.
+
+        A contract that has rotted is not the end of a run whose snapshots are well: digests tell misfits apart, too.
 
         Raises: ContributionError: names the first difference.
         """
         if not self._fits:
             first = first or self._pointer(0)
             if first is None:
-                return False
+                is_rotten = self._contract_misread >= CONTRACT_TRIES
+                if is_rotten:
+                    key = self._keys.snapshot(0)
+                    log.warning("rank %s: the run's contract (%s) is not what was written.", self._me.rank, key)
+                return is_rotten
             check_contract(self._work.contract(), first.contract, run_id=self._keys.run_id, author=first.rank)
             self._fits = True
         return True

@@ -55,32 +55,34 @@ def pack(
     who: str,
     block_bytes: int = BLOCK_BYTES,
 ) -> Packed:
-    """Compute anchor - live in pieces that stay in the cache while each is digested, checked and written.
+    """Compute anchor - live in pieces that stay in the cache while each is digested and checked; write it by blocks.
 
     Args:
         kept: the elements from `start` on go into this memory, as many as it holds.
         start: a multiple of the block.
-        write: is handed each piece, in order.
+        write: is handed each block, in order.
 
     Raises:
         ContributionError: it is not finite, or a tensor has changed its shape.
     """
     check_shapes(model, fragment, who)
     block = block_bytes // 4
-    scratch = torch.empty(min(block, PIECE, fragment.n_elements))
+    scratch = torch.empty(min(block, fragment.n_elements))
     blocks, norms = [], []
     digest, square = xxh3_128(), 0.0
     for first, end, parts in _pieces(model, fragment, block):
-        inside = start <= first and end <= start + kept.numel()
-        values = kept[first - start : end - start] if inside else scratch[: end - first]
+        block_start = first // block * block
+        block_end = min(block_start + block, fragment.n_elements)
+        inside = start <= block_start and block_end <= start + kept.numel()
+        whole = kept[block_start - start : block_end - start] if inside else scratch[: block_end - block_start]
+        values = whole[first - block_start : end - block_start]
         for at, live in parts:
             subtract_live(anchor[at : at + live.numel()], live, values[at - first : at - first + live.numel()])
-        data = values.numpy().data.cast("B")
-        digest.update(data)
+        digest.update(values.numpy().data)
         square += _square(model, fragment, anchor, values, who)
-        if write is not None:
-            write(data)
-        if end % block == 0 or end == fragment.n_elements:
+        if end == block_end:
+            if write is not None:
+                write(whole.numpy().data.cast("B"))
             blocks.append(digest.hexdigest())
             norms.append(sqrt(square))
             digest, square = xxh3_128(), 0.0

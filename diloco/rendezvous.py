@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any
 
 from diloco.contract import check_weight
-from diloco.errors import AbortedError, DivergenceError, FencedError, QuorumTimeoutError
+from diloco.errors import AbortedError, DivergenceError, FencedError
 from diloco.keeping import Background, Keeper
 from diloco.keys import Keys
 from diloco.loading import Loader
@@ -359,17 +359,8 @@ class Rendezvous:
         return backoff(self._rng, most_s=min(MOST_PAUSE_S, max(0.02, self.pace.grace_s / 4)))
 
     def _check_time(self, r: Round) -> None:
-        if self._clock() - r.started_s <= self.pace.round_timeout_s:
-            return
-        ranks = self._sealing.ranks()
-        missing = [rank for rank in ranks if rank not in r.seen]
-        raise QuorumTimeoutError(
-            f"Round {r.entry}: {len(ranks) - len(missing)} of {len(ranks)} contributions arrived in "
-            f"{self.pace.round_timeout_s:g} s, min_quorum is {self._sealing.min_quorum}. "
-            f"Missing ranks: {', '.join(map(str, missing)) or 'none'}.",
-            round=r.entry,
-            missing=missing,
-        )
+        if self._clock() - r.started_s > self.pace.round_timeout_s:
+            raise self._sealing.out_of_time(r)
 
     def _check_fence(self) -> None:
         newer = self._me.attempt + 1

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from diloco.errors import QuorumTimeoutError
 from diloco.keys import Keys
 from diloco.membership import Identity, Membership
 from diloco.parallel import Map
@@ -144,6 +145,24 @@ class Sealing:
             return expected
         expected -= r.useless
         return {rank for rank in expected if rank in good or not self._members.is_gone(rank)}
+
+    def out_of_time(self, r: Round) -> QuorumTimeoutError:
+        """Say why an entry did not come about: it was not decided, or what was decided cannot be read."""
+        timeout_s = self._pace.round_timeout_s
+        if self._store.stands(key := self._keys.seal(r.entry)):
+            return QuorumTimeoutError(
+                f"Round {r.entry}: it was sealed, but its mean could not be had in {timeout_s:g} s. The seal ({key}), "
+                "or what the mean is made of, is missing or is not what was written, and no later snapshot stands.",
+                round=r.entry,
+            )
+        ranks = self.ranks()
+        missing = [rank for rank in ranks if rank not in r.seen]
+        return QuorumTimeoutError(
+            f"Round {r.entry}: {len(ranks) - len(missing)} of {len(ranks)} contributions arrived in {timeout_s:g} s, "
+            f"min_quorum is {self.min_quorum}. Missing ranks: {', '.join(map(str, missing)) or 'none'}.",
+            round=r.entry,
+            missing=missing,
+        )
 
     def learn(self, r: Round) -> None:
         """Take note of how far apart the members of a round arrived."""

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from diloco.contract import MAX_WEIGHT
+
 MAX_WARMUP_ROUNDS = 100
 UNKNOWN_WARMUP_ROUNDS = 40
 FEW_ROUNDS = 30
@@ -78,9 +80,9 @@ class Settings:
         if not isinstance(self.final_average, bool):
             raise TypeError(f"final_average must be True or False, got final_average={self.final_average!r}.")
         if not callable(self.weight):
-            if isinstance(self.weight, (int, float)) and self.weight <= 0:
+            if isinstance(self.weight, (int, float)) and not self.weight > 0:  # also NaN
                 raise ValueError(f"weight must be more than 0, got weight={self.weight}.")
-            _number("weight", self.weight, low=0.0)
+            _number("weight", self.weight, low=0.0, high=MAX_WEIGHT)
         _at_least("snapshot_every", self.snapshot_every, 1)
         _at_least("world_size", self.world_size, 1)
         _at_least("rank", self.rank, 0)

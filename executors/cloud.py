@@ -248,12 +248,10 @@ class CloudExecutor(Vendor):
 
     def _outcome_of(self, found: FoundReplica, state: JobState) -> Outcome:
         is_ours = exists(found.store, found.key("cancel.json"))  # and then the marker says why
-        reason, error = CANCELLED if is_ours else _explain(found, state, self.vendor)
         output = ""
         with contextlib.suppress(VendorError):
             output = self.job_logs(found.metadata["job"], LOG_LINES)[-OUTPUT_TAIL_BYTES:]
-        if reason == "start_failed" and output.strip():
-            error = f"{error} Its log ends: {output.strip().splitlines()[-1]}"
+        reason, error = CANCELLED if is_ours else _explain(found, state, self.vendor, output)
         status = ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED
         return Outcome(
             found.rank,
@@ -271,10 +269,10 @@ CANCELLED: tuple[Reason, str | None] = ("cancelled", None)
 _SIGNALS = {137: "SIGKILL", 143: "SIGTERM", 139: "SIGSEGV", 134: "SIGABRT", 130: "SIGINT"}
 
 
-def _explain(found: FoundReplica, state: JobState, vendor: str) -> tuple[Reason, str | None]:
+def _explain(found: FoundReplica, state: JobState, vendor: str, output: str) -> tuple[Reason, str | None]:
     """Name the reason of an end without an outcome, and put it into a sentence."""
     who = f"Replica {found.rank} of {found.world_size} (attempt {found.attempt})"
-    said = f" {vendor} says: {state.message}" if state.message else ""
+    said = f" {vendor} says: {state.message.rstrip('.')}." if state.message else ""
     if state.reason == "timeout":
         return "timeout", f"{who} ran into its time limit of {found.metadata['timeout_s']:g} s."
     if state.reason == "oom":
@@ -290,5 +288,7 @@ def _explain(found: FoundReplica, state: JobState, vendor: str) -> tuple[Reason,
         return "signal", f"{who} was ended by {_SIGNALS[state.exit_code]} (exit code {state.exit_code}).{said}"
     code = "an unknown exit code" if state.exit_code is None else f"exit code {state.exit_code}"
     if not exists(found.store, found.key("started.json")):
-        return "start_failed", f"{who} ended with {code} before its entrypoint was reached.{said}"
+        lines = output.strip().splitlines()
+        why = f" Its log ends: {lines[-1].rstrip('.')}." if lines else ""  # first: a table shows the beginning alone
+        return "start_failed", f"{who} ended with {code} before its entrypoint was reached.{why}{said}"
     return "no_result", f"{who} ended by itself with {code}, before its entrypoint returned a result.{said}"

@@ -29,6 +29,8 @@ MAX_THREADS = 256  # a vendor's call may block until its job is scheduled, so ea
 FOREIGN_INTENT_S = 30.0  # how long another launcher of the same attempt is given to name its job
 SWEEP_S = 1.0
 SWEEP_THREADS = 16
+LOOKS = 5  # for a job that an unclear answer may have left, before it is asked for again
+LOOK_PAUSE_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +65,9 @@ class CloudLaunch:
         self._is_given_up = threading.Event()
         self._going: set[JobKey] = set()
         """The jobs that a thread is starting, also one that an interrupted `start` does not know of."""
+        self._may_stand: set[JobKey] = set()
+        """The jobs that the vendor may have: those asked for, unless it refused them without doubt."""
         self._started: dict[JobKey, JobId] = {}
-        """What the vendor answered: a search may not find for a while what it has just confirmed."""
 
     def start(self) -> list[ReplicaHandle]:
         """Start every job at the same time, and return the handles in the order of the jobs.
@@ -126,31 +129,52 @@ class CloudLaunch:
 
     def _ask(self, job: Job) -> JobId:
         """Ask for a job until the vendor has it; look for it first whenever an answer left that open."""
-        may_stand = False
+        is_unclear = False
         for attempt in patiently(self._sleep):
             with attempt:
                 self._go_on()
-                if may_stand and (found := self._only_one(job)):
+                if is_unclear and (found := self._look_for(job)):
                     return found
+                self._may_stand.add(job.key)
                 try:
                     started = self._started[job.key] = self._vendor.start_job(job)
                 except VendorError as error:
-                    may_stand = may_stand or error.kind == "unclear"
+                    is_unclear = is_unclear or error.kind == "unclear"
+                    if not is_unclear:
+                        self._may_stand.discard(job.key)
                     if error.kind == "refused" and exists(self._store, self._key(job, "cancel.json")):
                         raise VendorError("it was cancelled while it was being started.", "refused") from error
                     raise
-                return self._only_one(job) or started if may_stand else started
+                return self._only_one(job, started) or started if is_unclear else started
         raise AssertionError("tenacity returns or raises")
 
-    def _only_one(self, job: Job) -> JobId | None:
-        """Find the job that a lost answer may have left, and end any beyond the first."""
+    def _look_for(self, job: Job) -> JobId | None:
+        """Look for the job that a lost answer may have left, for a while: what was made just now may be listed late."""
+        for _ in range(LOOKS - 1):
+            if found := self._only_one(job):
+                return found
+            self._sleep(LOOK_PAUSE_S)
+            self._go_on()
+        return self._only_one(job)
+
+    def _only_one(self, job: Job, started: JobId | None = None) -> JobId | None:
+        """Find the job, and end any beyond the first.
+
+        Args:
+            started: the one that was made just now, which a list may lack.
+        """
         found = self._vendor.find_jobs(job.key)
+        if started is not None and started not in found:
+            found.append(started)
         for surplus in found[1:]:
             self._vendor.stop_job(surplus)
+        if found:
+            self._started[job.key] = found[0]
         return found[0] if found else None
 
     def _adopt(self, job: Job, other: str) -> ReplicaHandle:
         """Take the job that another launcher of this very attempt started, or is about to."""
+        self._may_stand.add(job.key)
         deadline = time.monotonic() + FOREIGN_INTENT_S
         while not self._is_given_up.is_set():
             if record := find_json(self._store, self._key(job, "handle.json")):
@@ -187,25 +211,33 @@ class CloudLaunch:
         with contextlib.suppress(StoreError):
             for job in self._jobs:
                 self._record(job, ReplicaStatus.CANCELLED, "cancelled", why)
-        return f" What could not be ended may still run: {', '.join(problems)}." if problems else ""
+        if not problems:
+            return ""
+        told = "; ".join(f"{', '.join(names)} ({problem.rstrip('.')})" for problem, names in problems.items())
+        return f" What could not be ended may still run: {told}."
 
-    def _sweep(self) -> list[str]:
-        """End every job of the launch that the vendor knows; name those that it could not be asked about."""
+    def _sweep(self) -> dict[str, list[str]]:
+        """End every job of the launch; name those that may stand and could not be ended, by what hindered it."""
+        problems: dict[str, list[str]] = {}
         with ThreadPoolExecutor(min(SWEEP_THREADS, len(self._jobs))) as pool:
-            return [problem for problem in pool.map(self._end_jobs, self._jobs) if problem]
+            for job, problem in zip(self._jobs, pool.map(self._end_jobs, self._jobs), strict=True):
+                if problem and job.key in self._may_stand:
+                    problems.setdefault(problem, []).append(job.key.name)
+        return problems
 
     def _end_jobs(self, job: Job) -> str:
+        """End a job, and all that the vendor lists of it; the list may lack the one that was started just now."""
         try:
             for attempt in patiently(self._sleep):
                 with attempt:
-                    started = self._started.get(job.key)
-                    if started is not None:
-                        self._vendor.stop_job(started)
+                    known = self._started.get(job.key)
+                    if known is not None:
+                        self._vendor.stop_job(known)
                     for found in self._vendor.find_jobs(job.key):
-                        if found != started:
+                        if found != known:
                             self._vendor.stop_job(found)
         except Exception as error:  # noqa: BLE001 - whatever hinders this one, the others are to be ended
-            return f"{job.key.name} ({error})"
+            return str(error)
         return ""
 
     def _record(self, job: Job, status: ReplicaStatus, reason: Reason, why: str) -> None:

@@ -15,7 +15,7 @@ from executors.records import exists
 from executors.registry import import_path
 from executors.state import state_path
 from executors.store import open_store
-from executors.store.opening import directory_of
+from executors.store.opening import address_of, directory_of
 from executors.task import MASK, plan_run
 
 
@@ -43,7 +43,7 @@ def rehearse(plan: LaunchPlan) -> dict[str, Any]:
     return {
         "dry_run": True,
         "run_id": plan.run_id,
-        "url": f"{url}/{plan.run_id}",
+        "url": address_of(url, plan.run_id),
         "executor": import_path(plan.executor),
         "timeout_s": plan.timeout,
         "run.json": new.record,

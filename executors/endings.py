@@ -49,14 +49,18 @@ def outcome_of_error(replica: Replica, started_at: float, error: BaseException, 
     return replace(_failed(replica, started_at, reason, text, 1), error_line=line)
 
 
-def outcome_of_termination(replica: Replica, started_at: float, had_supervisor: bool) -> Outcome:
-    """It was told to end (SIGTERM), and not by its supervisor, which is gone if it had one."""
+def outcome_of_termination(replica: Replica, started_at: float, had_supervisor: bool, was_cancelled: bool) -> Outcome:
+    """It was told to end (SIGTERM), and not by its supervisor, which is gone if it had one.
+
+    Args:
+        was_cancelled: its cancel marker stands, so that the outcome will be recorded as a cancellation.
+    """
     who = f"Replica {replica.rank} of {replica.world_size}"
     if had_supervisor:
         who = f"{who} (attempt {replica.attempt})"
         text = f"{who} was lost: its supervisor is gone (was it killed?). `replicas resume` brings it back."
         return replace(_failed(replica, started_at, "lost", text, TERMINATED), signal="SIGTERM")
-    text = f"{who} was told to end (SIGTERM), by nobody of ours."
+    text = f"{who} was told to end (SIGTERM), {'since it was cancelled' if was_cancelled else 'by nobody of ours'}."
     return replace(_failed(replica, started_at, "signal", text, TERMINATED), signal="SIGTERM")
 
 

@@ -109,15 +109,17 @@ class HFJobsExecutor(CloudExecutor):
         """See `Vendor.start_job`. The SDK does not repeat this request, so a lost answer is "unclear"."""
         request = self._request(job)
         info = _ask(lambda: self._api.run_job(**request), may_have_acted=True)
-        return {"id": info.id, "namespace": request["namespace"], "url": info.url}
+        return self._job_id(info.id, request["namespace"])
 
     def find_jobs(self, key: JobKey) -> list[JobId]:
         """See `Vendor.find_jobs`."""
         namespace = self._namespace()
         found = _ask(lambda: list(self._api.list_jobs(labels=key.labels, namespace=namespace)))
+        # What is found may be ended: labels that are shown are compared, whatever the service makes of its filter.
+        found = [info for info in found if info.labels is None or key.labels.items() <= info.labels.items()]
         found = [info for info in found if _stage(info) != "DELETED"]
         found.sort(key=lambda info: (info.created_at.timestamp() if info.created_at else 0.0, info.id))
-        return [{"id": info.id, "namespace": namespace, "url": info.url} for info in found]
+        return [self._job_id(info.id, namespace) for info in found]
 
     def job_state(self, job_id: JobId) -> JobState:
         """See `Vendor.job_state`."""
@@ -150,13 +152,26 @@ class HFJobsExecutor(CloudExecutor):
 
     def stop_job(self, job_id: JobId) -> None:
         """See `Vendor.stop_job`."""
-        _ask_of_job(lambda: self._api.cancel_job(job_id=job_id["id"], namespace=job_id["namespace"]))
+        try:
+            _ask_of_job(lambda: self._api.cancel_job(job_id=job_id["id"], namespace=job_id["namespace"]))
+        except VendorError as error:
+            if error.kind != "refused" or not self._has_ended(job_id):  # it may have ended in between
+                raise
+
+    def _has_ended(self, job_id: JobId) -> bool:
+        try:
+            return self.job_state(job_id).has_ended
+        except VendorError:
+            return False
 
     def describe_job(self, job: Job) -> dict[str, Any]:
         """See `Vendor.describe_job`."""
         request = self._request(job)
         secrets = dict.fromkeys(request["secrets"], "***")
         return {**request, "command": shortened(request["command"]), "env": masked(request["env"]), "secrets": secrets}
+
+    def _job_id(self, job: str, namespace: str) -> JobId:
+        return {"id": job, "namespace": namespace, "url": f"{self._api.endpoint}/jobs/{namespace}/{job}"}
 
     def _request(self, job: Job) -> dict[str, Any]:
         return {
@@ -251,11 +266,19 @@ def _told(call: Callable[[], T], may_have_acted: bool = False) -> T:
         advice = f" {TOKEN_ADVICE}" if status in (401, 403) else ""
         raise VendorError(f"{text}{advice}", "refused") from error
     except (httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
-        raise VendorError(f"Hugging Face cannot be reached: {error}. Look at HF_ENDPOINT.", "refused") from error
+        why = str(error).rstrip(".")
+        raise VendorError(f"Hugging Face cannot be reached: {why}. Look at HF_ENDPOINT.", "refused") from error
     except (OSError, httpx2.HTTPError) as error:
         is_unclear = may_have_acted and not isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout))
         text = f"Hugging Face cannot be reached: {error or type(error).__name__}"
         raise VendorError(text, "unclear" if is_unclear else "busy") from error
+    except UnicodeEncodeError:  # of a header; what it holds is not to be shown
+        raise VendorError(
+            f"The Hugging Face token holds a letter that no token has. {TOKEN_ADVICE}", "refused"
+        ) from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # the SDK reads an answer that is none
+        text = f"Hugging Face sent what is no answer of its jobs ({type(error).__name__}: {error}): is a proxy between?"
+        raise VendorError(text, "unclear" if may_have_acted else "busy") from error
 
 
 def _checked_labels(labels: Mapping[str, str]) -> dict[str, str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from executors.shared_rendezvous import shared_rendezvous
 from executors.state import local_store, locate, remember
 from executors.store import Store, open_store
 from executors.store.opening import address_of
-from executors.task import check_run_id, create_run, describe, new_run_id, split_rank_env
+from executors.task import check_run_id, create_run, describe, new_run_id, read_task, split_rank_env
 
 if TYPE_CHECKING:
     from executors.run import Run
@@ -79,7 +80,9 @@ def launch(
     if resume:
         if chaos:
             raise ValueError("A resumed run keeps the chaos it was launched with: leave chaos= away.")
-        return _resume(executor, entrypoint, n, run_id, rendezvous, gpu, timeout, env, secrets, detach)
+        return _resume(
+            executor, entrypoint, n, args, seed, run_id, rendezvous, gpu, timeout, env, secrets, detach
+        )  # fmt: skip
     return plan_launch(
         executor,
         entrypoint,
@@ -147,7 +150,7 @@ class LaunchPlan:
                 handles = self._start_on_a_stranger(store)
         except BaseException as error:
             with contextlib.suppress(StoreError):
-                _give_up(store, self.run_id, self.n, error)
+                give_up(store, self.run_id, range(self.n), 0, error)
             raise
         return Run(store, self.run_id, executor=self.executor, handles=handles)
 
@@ -251,6 +254,8 @@ def _resume(
     executor: str | ServerlessExecutor,
     entrypoint: str | Callable[..., Any],
     n: int,
+    args: Mapping[str, Any] | None,
+    seed: int | None,
     run_id: str | None,
     rendezvous: str | Path | None,
     gpu: str | None,
@@ -271,9 +276,26 @@ def _resume(
             f"Run {run_id!r} has {found.world_size} replicas of {found.record['entrypoint']}; it cannot be resumed as "
             f"{n} of {describe(entrypoint)}."
         )
+    _check_same_arguments(found, entrypoint, args, seed)
     _check_env(chosen, True, env, secrets)
     run = Run(found.store, run_id, executor=chosen)
     return resume(run, gpu=gpu, timeout=timeout, env=env, secrets=secrets, detach=detach)
+
+
+def _check_same_arguments(
+    found: Run, entrypoint: str | Callable[..., Any], args: Mapping[str, Any] | None, seed: int | None
+) -> None:
+    """Refuse to go on with other arguments than those asked for now; what was pickled is not looked into."""
+    differing = [] if seed in (None, found.record["seed"]) else ["seed"]
+    if args is not None and isinstance(entrypoint, str):
+        launched = read_task(found.store, found.run_id, found.record["task_digest"]).record["args"]
+        given = json.loads(json.dumps(split_rank_env(args)[0]))
+        differing += [name for name in {**launched, **given} if launched.get(name) != given.get(name)]
+    if differing:
+        raise ValueError(
+            f"Run {found.run_id!r} goes on with what it was launched with, and {differing[0]!r} is another now. "
+            "Leave args= and seed= away, or launch a new run."
+        )
 
 
 def _check_env(
@@ -305,11 +327,11 @@ def _check_chaos(executor: ServerlessExecutor, chaos: Sequence[str], n: int) -> 
     return check_chaos(chaos, n)
 
 
-def _give_up(store: Store, run_id: str, n: int, error: BaseException) -> None:
-    """Leave no run behind that waits for ever, and no replica that nobody asked to end."""
+def give_up(store: Store, run_id: str, ranks: Iterable[int], attempt: int, error: BaseException) -> None:
+    """Leave no attempt behind that waits for ever, and no replica that nobody asked to end."""
     why = f"The launch ended half-way: {str(error) or type(error).__name__}"
-    for rank in range(n):
-        if find_outcome(store, run_id, rank, 0) is None:
-            if not exists(store, replica_key(run_id, rank, 0, "handle.json")):
-                record_outcome(store, run_id, Outcome(rank, 0, ReplicaStatus.FAILED, "start_failed", error=why))
-            request_cancel(store, run_id, rank, 0, why)  # also where no handle is: its starter may live on
+    for rank in ranks:
+        if find_outcome(store, run_id, rank, attempt) is None:
+            if not exists(store, replica_key(run_id, rank, attempt, "handle.json")):
+                record_outcome(store, run_id, Outcome(rank, attempt, ReplicaStatus.FAILED, "start_failed", error=why))
+            request_cancel(store, run_id, rank, attempt, why)  # also where no handle is: its starter may live on

@@ -81,9 +81,9 @@ def newest_attempt(store: Store, run_id: str, rank: int, at_least: int = 0) -> i
     """Return the number of the rank's newest attempt that was launched or claimed, or `at_least` when none is newer.
 
     Attempts are dense: launched ones have a handle, or on a cloud an intent at least; a second copy of a launched one
-    has a claim alone.
+    has a claim alone, and one whose launch was interrupted an outcome alone.
     """
-    names = ("started.json", "handle.json", "intent.json")
+    names = ("started.json", "handle.json", "intent.json", "outcome.json")
     attempt = at_least
     while any(exists(store, replica_key(run_id, rank, attempt + 1, name)) for name in names):
         attempt += 1

@@ -5,16 +5,18 @@ What a replica finds there again is its own affair: `diloco` catches up with the
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from executors.errors import BackendError, RunNotFoundError, StoreError
+from executors.launching import give_up
 from executors.protocol import ReplicaStatus
 from executors.records import exists
+from executors.replica import replica_key
 from executors.run import Run
-from executors.task import RunSpec
+from executors.task import RunSpec, read_task
 
 
 def resume(
@@ -41,7 +43,7 @@ def resume(
     Raises:
         ValueError: no rank can be resumed, one of `ranks` still runs, or a value of the environment is missing.
         BackendError: the backend cannot start single ranks.
-        StoreError: the run was aborted, which is final for its id.
+        StoreError: the run was aborted, which is final for its id; or its task is not the one that was launched.
     """
     record, executor = run.record, run.executor
     verb: Any = executor.launch_replicas
@@ -56,7 +58,8 @@ def resume(
             f"Give it again: --env {missing[0]}=… or env={{{missing[0]!r}: …}}."
         )
     chosen = _ranks_to_resume(run, ranks)
-    digest = hashlib.sha256(run.store.get(f"{run.run_id}/task/task.json")).hexdigest()
+    digest = record["task_digest"]
+    read_task(run.store, run.run_id, digest)  # each replica would say so, too, but once started
     by_attempt: dict[int, list[int]] = {}
     for rank in chosen:
         by_attempt.setdefault(run.newest_attempt(rank) + 1, []).append(rank)
@@ -73,14 +76,20 @@ def resume(
             detach=detach,
             chaos=tuple(record.get("chaos", ())),
         )
-        verb(
-            len(group),
-            record["entrypoint"],
-            {},
-            gpu=gpu if gpu is not None else record["gpu"],
-            timeout=timeout if timeout is not None else record["timeout_s"],
-            run=spec,
-        )
+        try:
+            verb(
+                len(group),
+                record["entrypoint"],
+                {},
+                gpu=gpu if gpu is not None else record["gpu"],
+                timeout=timeout if timeout is not None else record["timeout_s"],
+                run=spec,
+            )
+        except BaseException as error:  # else the next resume would be given these attempts again, which are cancelled
+            with contextlib.suppress(StoreError):
+                begun = [r for r in group if any(run.store.list(replica_key(run.run_id, r, attempt, "")))]
+                give_up(run.store, run.run_id, begun, attempt, error)
+            raise
     return Run(run.store, run.run_id, executor=executor)
 
 

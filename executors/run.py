@@ -298,9 +298,12 @@ class Run:
     # How one replica fares
 
     def _poll(self, rank: int) -> ReplicaStatus:
-        """Ask the executor, unless the replica is known to have ended."""
-        if rank in self._outcomes:
-            return self._outcomes[rank].status
+        """Ask the executor, unless the replica is known to have ended, and was not brought back since."""
+        known = self._outcomes.get(rank)
+        if known is not None:
+            if known.status is ReplicaStatus.SUCCEEDED or self.newest_attempt(rank) == known.attempt:
+                return known.status
+            self._outcomes.pop(rank, None)
         handle = self.handles[rank]
         told = None if handle is None else as_status(self.executor.poll(handle))
         # After the poll: an outcome is written before its process ends.

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import socket
 import sys
 import time
@@ -27,6 +28,7 @@ from executors.errors import EntrypointArgumentsError, EntrypointError, RunExist
 from executors.insisting import insist
 from executors.records import to_bytes
 from executors.store import Store
+from executors.store.opening import address_of
 
 if TYPE_CHECKING:
     from executors.shipping import Package
@@ -219,11 +221,13 @@ def plan_run(
     """
     check_run_id(run_id)
     task, pickled = pack_task(entrypoint, args, seed, package)
+    task_digest = hashlib.sha256(task).hexdigest()
     record = {
         "run_id": run_id,
         "backend": backend,
         "world_size": world_size,
         "entrypoint": describe(entrypoint),
+        "task_digest": task_digest,
         "created_at": time.time(),
         "created_by": f"{_user()}@{socket.gethostname()}",
         "launcher_pid": os.getpid(),
@@ -242,7 +246,7 @@ def plan_run(
     spec = RunSpec(
         run_id=run_id,
         store_url=store_url,
-        task_digest=hashlib.sha256(task).hexdigest(),
+        task_digest=task_digest,
         world_size=world_size,
         ranks=tuple(range(world_size)),
         env=dict(env or {}),
@@ -269,9 +273,13 @@ def create_run(
     """
     new = plan_run(store.url, run_id, entrypoint, args, world_size, **more)
     if not store.put_if_absent(f"{run_id}/run.json", to_bytes(new.record)):
+        from executors.state import locate  # which an adapter in a replica has no use for
+
+        # Another machine may have launched it: then this one does not know it by its id.
+        name = run_id if locate(run_id) == store.url else address_of(store.url, run_id)
         raise RunExistsError(
-            f"Run {run_id!r} exists at {store.url}. Look at it with executors.attach({run_id!r}) or "
-            f"`replicas status {run_id}`, or choose another run id."
+            f"Run {run_id!r} exists at {store.url}. Look at it with executors.attach({name!r}) or "
+            f"`replicas status {shlex.quote(name)}`, or choose another run id."
         )
     if new.callable_pickle is not None:
         store.put(f"{run_id}/task/callable.pkl", new.callable_pickle)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from executors import replica as environment
 from executors.endings import TERMINATED, outcome_of_error, outcome_of_termination, outcome_of_timeout, outcome_of_value
-from executors.errors import ReplicasError
+from executors.errors import ReplicasError, StoreError
 from executors.heartbeat import Heartbeat
 from executors.insisting import insist
 from executors.outcome import Outcome, insist_on_outcome
@@ -188,7 +188,9 @@ def _run(assignment: Assignment) -> int:
         if deadline is not None and deadline.has_passed:
             outcome = outcome_of_timeout(replica, started_at, assignment.timeout_s or 0.0, TERMINATED)
         elif _terminated:
-            outcome = outcome_of_termination(replica, started_at, assignment.supervisor_pid is not None)
+            has_supervisor = assignment.supervisor_pid is not None
+            was_cancelled = not has_supervisor and _is_cancelled(replica)
+            outcome = outcome_of_termination(replica, started_at, has_supervisor, was_cancelled)
         else:
             outcome = outcome_of_error(replica, started_at, error, error.__traceback__)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # the user may have closed or unset it
@@ -201,6 +203,13 @@ def _run(assignment: Assignment) -> int:
         outcome = replace(outcome, output_tail=assignment.output_tail())
     insist_on_outcome(store, assignment.run_id, outcome)
     return outcome.exit_code if outcome.exit_code is not None else 1
+
+
+def _is_cancelled(replica: Replica) -> bool:
+    """Tell whether the cancel marker stands, as far as the store tells."""
+    with contextlib.suppress(StoreError):
+        return exists(replica.store, replica_key(replica.run_id, replica.rank, replica.attempt, "cancel.json"))
+    return False
 
 
 def _deadline(assignment: Assignment, replica: Replica, started_at: float) -> Deadline | None:

@@ -98,6 +98,7 @@ def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried again soon."""
     monkeypatch.setattr("executors.vendor_patience.FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr("executors.vendor_patience.LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr("executors.cloud_launch.LOOK_PAUSE_S", 0.01)
 
 
 @pytest.fixture

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from servers.hub_faults import Misconduct, Request
 from servers.hub_server import HubServer, Reply
 
 from executors import HFJobsExecutor, Run, attach, launch
+from executors.cloud_launch import LOOKS
 from executors.errors import BackendError, LaunchError, RunNotFoundError
 from executors.resuming import resume
+from executors.testing import eventually
 
 CPU = "cpu-basic"
 N = 8
@@ -149,24 +152,91 @@ def test_an_account_that_cannot_be_used_is_refused_before_anything_is_written(
     assert hf.count("create") == 0
 
 
-def test_one_job_of_those_that_two_answers_hid_is_kept(hf: HubServer) -> None:
-    """The service may list a job late: then it is asked for twice, and the surplus is ended."""
-    hf.fail("create", "reset", after_applying=True, when=is_rank(1))
-    asks_for_rank_1 = is_rank(1)
-    looks = []
-    real = hf._list
+def refuse_last(hub: HubServer, rank: int) -> None:
+    """Refuse the last rank, once the others have their jobs."""
+
+    def is_last(request: Request) -> bool:
+        if is_rank(rank)(request):
+            eventually(lambda: len(living(hub)) == rank)
+        return is_rank(rank)(request)
+
+    hub.fail("create", 402, when=is_last)
+
+
+def list_late(hub: HubServer, rank: int, n_looks: int | None) -> None:
+    """Let the first looks for the job of a rank, or all, see a list that lacks the newest job of it."""
+    asks_for_it = is_rank(rank)
+    looks: list[Request] = []
+    real = hub._list
 
     def late(request: Request) -> Reply:
         reply = real(request)
-        if asks_for_rank_1(request):
+        if asks_for_it(request):
             looks.append(request)
-            if len(looks) == 1:
-                reply.value = []
+            if n_looks is None or len(looks) <= n_looks:
+                reply.value = reply.value[1:]
         return reply
 
-    hf._list = late  # type: ignore[method-assign]
+    hub._list = late  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("n_looks", "n_asked"), [(LOOKS - 1, 2), (LOOKS, 3), (2 * LOOKS, 3)])
+def test_a_job_whose_answer_was_lost_and_that_is_listed_late_is_not_doubled(
+    hf: HubServer, n_looks: int, n_asked: int
+) -> None:
+    """It is looked for several times before it is asked for again, and then one of the two is ended."""
+    hf.fail("create", "reset", after_applying=True, when=is_rank(1))
+    list_late(hf, 1, n_looks)
     launched(hf, 2)
-    assert hf.count("create") == 3
+    assert hf.count("create") == n_asked
+
+
+def test_a_job_that_is_not_listed_yet_is_ended_with_the_others(hf: HubServer) -> None:
+    list_late(hf, 0, None)
+    refuse_last(hf, 1)
+    with pytest.raises(LaunchError, match="replica 1 of 2"):
+        launch("hf", "job.py:main", 2)
+    assert living(hf) == []
+
+
+def test_jobs_that_the_filter_of_labels_lets_through_are_left_alone(hf: HubServer) -> None:
+    other = launched(hf, 1)
+    real = hf._list
+    hf._list = lambda request: real(replace(request, query=""))  # type: ignore[method-assign]
+    hf.fail("create", "reset", after_applying=True, when=is_rank(1))
+    hf.fail("create", 402, when=is_rank(0))
+    with pytest.raises(LaunchError, match="replica 0 of 2"):
+        launch("hf", "job.py:main", 2)
+    assert not hf.job(other.handles[0].metadata["job"]["id"]).is_over
+    assert living(hf) == ["0"]
+
+
+@pytest.mark.parametrize("answer", ["Come back later.", {}, [], None])
+def test_an_answer_that_is_none_leaves_it_open_whether_a_job_stands(hf: HubServer, answer: object) -> None:
+    pages: list[Reply] = []
+    real = hf._create
+
+    def hidden(request: Request) -> Reply:
+        reply = real(request)
+        if is_rank(1)(request) and not pages:
+            pages.append(reply)
+            return Reply(answer)
+        return reply
+
+    hf._create = hidden  # type: ignore[method-assign]
+    launched(hf, 2)
+    assert hf.count("create") == 2
+
+
+def test_what_hinders_the_end_of_several_jobs_is_said_once_and_not_of_those_that_were_refused(hf: HubServer) -> None:
+    refuse_last(hf, 3)
+    hf.fail("list", 403, times=None)
+    hf.fail("cancel", 403, times=None)
+    with pytest.raises(LaunchError) as caught:
+        launch("hf", "job.py:main", 4, run_id="otter")
+    told = str(caught.value).partition("What could not be ended may still run: ")[2]
+    assert told.count("HTTP 403") == 1
+    assert [rank in told for rank in ("r0000", "r0001", "r0002", "r0003")] == [True, True, True, False]
 
 
 def abandoned_intent(run: Run, rank: int, attempt: int, age_s: float) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from diloco import DiLoCo
-from diloco.errors import ContributionError, FencedError
+from diloco.contract import check_weight
+from diloco.errors import ContributionError, FencedError, QuorumTimeoutError
 from diloco.membership import _claimed
 from diloco.state_arrays import from_arrays, to_arrays
 from diloco.testing import run_replicas
@@ -148,6 +149,37 @@ def test_a_rotten_record_means_the_one_before_it(what: str) -> None:
     again = Trainer(place(store))
     assert again.diloco._attachments.kept is not None
     assert again.diloco._attachments.kept.position == 2
+    again.diloco.close()
+
+
+def rot(store: MemoryStore, key: str) -> None:
+    store.put(key, bytes(store.get(key))[:-1] + b"?")
+
+
+def test_a_rotten_contract_does_not_keep_replicas_away_from_good_snapshots(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    trainer = Trainer(place(store))
+    trainer.train_until(12)
+    trainer.die()
+    rot(store, "run/diloco/main/snapshot/0")
+    next_process()
+    again = Trainer(place(store), round_timeout_s=0.5)
+    assert again.diloco.inner_step == 12
+    assert "the run's contract (run/diloco/main/snapshot/0) is not what was written" in caplog.text
+    again.diloco.close()
+
+
+def test_a_mean_that_is_gone_for_good_is_told_from_a_lack_of_contributions() -> None:
+    store = MemoryStore()
+    trainer = Trainer(place(store), snapshot_every=10)
+    trainer.train_until(12)
+    trainer.die()
+    rot(store, "run/diloco/main/seal/2")
+    next_process()
+    again = Trainer(place(store), snapshot_every=10, round_timeout_s=0.5)
+    with pytest.raises(QuorumTimeoutError, match=r"^Round 2: it was sealed, .* The seal \(run/diloco/main/seal/2\)"):
+        again.train_until(12)
+    again.diloco._rendezvous.forget()
     again.diloco.close()
 
 
@@ -311,7 +343,12 @@ def test_the_weight_may_be_the_tokens_of_the_round() -> None:
     assert run_replicas(2, body) == [pytest.approx(7.0)] * 2
 
 
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "many"])
+@pytest.mark.parametrize("tokens", [torch.tensor(300), torch.tensor([300.0]), np.int64(300), np.float32(300)])
+def test_a_weight_may_be_a_scalar_of_torch_or_numpy(tokens: Any) -> None:
+    assert check_weight(lambda: tokens, rank=0, entry=0) == 300.0
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "many", True, 1e300, torch.ones(2)])
 def test_a_weight_that_is_none_is_refused(value: Any) -> None:
     diloco = DiLoCo(nn.Linear(1, 1), inner_steps=1, weight=lambda: value, **place(MemoryStore()))
     with pytest.raises(ContributionError, match="weight must be a positive number"):

@@ -335,6 +335,8 @@ class CountingStore:
         ({"late": "never"}, "late must be one of 'carry', 'drop', got late='never'"),
         ({"outer_momentum": 1.0}, "outer_momentum must be at least 0 and below 1"),
         ({"weight": 0}, "weight must be more than 0"),
+        ({"weight": float("nan")}, "weight must be more than 0, got weight=nan"),
+        ({"weight": 1e300}, r"weight must be at least 0 and at most 1e\+30, got weight=1e\+300"),
         ({"min_quorum": 0}, "min_quorum must be at least 1"),
         ({"momentum_warmup": -1}, "momentum_warmup must be"),
         ({"total_steps": 0}, "total_steps must be at least 1"),

@@ -54,6 +54,13 @@ def test_a_directory_is_no_rendezvous_for_replicas_elsewhere(
     assert nothing_began(hf, s3, state_home)
 
 
+def test_what_cannot_be_a_token_is_told_and_not_shown(here: HereInstead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_pässword")
+    told = here.replicas(*LAUNCH)
+    assert (told.code, "The Hugging Face token holds a letter that no token has." in told.stderr) == (2, True)
+    assert "ssword" not in told.stderr
+
+
 def test_a_missing_token_is_told(
     hf: HubServer, s3: S3Server, here: HereInstead, state_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +122,26 @@ def test_options_reach_the_request_and_wrong_ones_are_named(hf: HubServer, here:
     assert hf.count("create") == 0
 
 
+def test_a_dry_run_names_the_address_that_the_run_would_have(here: HereInstead, s3: S3Server) -> None:
+    assert here.replicas(*LAUNCH, "--dry-run").json["url"] == s3.url("runs/otter")
+
+
+def test_what_another_machine_is_told_to_type_finds_the_run_from_there(
+    hf: HubServer, here: HereInstead, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.replicas("launch", "job.py:hang", "--backend", "hf", "--n", 1, "--run-id", "otter", "--timeout", 1)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    address = s3.url("runs/otter")
+    assert "&" in address  # which a shell would take for its own
+    told = here.replicas(*LAUNCH)
+    assert (told.code, f"`replicas status '{address}'`" in told.stderr) == (2, True)
+    assert f"executors.attach('{address}')" in told.stderr
+    assert f"replicas logs '{address}' --rank 0" in here.replicas("status", address).stdout
+    hf.hold("cpu-basic")
+    assert f"replicas cancel '{address}'" in here.replicas("resume", address, "--detach").stdout
+    here.replicas("cancel", address)
+
+
 def test_a_detached_run_goes_on_without_its_launcher(hf: HubServer, here: HereInstead) -> None:
     told = here.replicas("launch", "job.py:main", "--backend", "hf", "--n", 1, "--run-id", "otter", "--detach")
     assert (told.code, told.stdout.splitlines()[0]) == (0, "otter")
@@ -161,6 +188,13 @@ def test_the_doctor_finds_that_there_is_no_rendezvous(here: HereInstead, monkeyp
     assert code == 1
     assert "needs a rendezvous that both sides reach" in found["rendezvous"][1]
     assert "any S3 bucket will do" in found["rendezvous"][1]
+
+
+def test_the_doctor_names_a_bucket_that_is_not_there_once(here: HereInstead, s3: S3Server) -> None:
+    code, found = doctor(here, "--rendezvous", s3.url("runs").replace(BUCKET, "nowhere"))
+    assert code == 1
+    assert "There is no bucket 'nowhere' there." in found["rendezvous"][1]
+    assert [what for what, (state, _) in found.items() if state == "wrong"] == ["rendezvous"]
 
 
 def test_the_doctor_finds_what_of_a_bucket_hurts(here: HereInstead, s3: S3Server) -> None:

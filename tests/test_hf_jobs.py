@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from servers.hub_server import HubServer
+from servers.hub_server import HubServer, Reply
 
 from executors import HFJobsExecutor, Run, attach, launch
 from executors.errors import BackendError, ReplicaLostError
@@ -79,7 +79,8 @@ def test_what_prevents_a_start_is_told_in_the_outcome(hf: HubServer) -> None:
     assert reasons(run) == [("failed", "start_failed")]
     (outcome,) = run.outcomes()
     assert outcome.exit_code == 78
-    assert "Its log ends: replicas: replica 0 of run" in (outcome.error or "")
+    assert "before its entrypoint was reached. Its log ends: replicas: replica 0 of run" in (outcome.error or "")
+    assert (outcome.error or "").endswith("Hugging Face says: Job failed with exit code: 78. Reason: Error.")
     assert "cannot read task/code.tar.gz" in (outcome.error or "")
 
 
@@ -240,3 +241,42 @@ def test_a_service_that_never_answers_is_given_up(hf: HubServer, monkeypatch: py
     hf.fail("whoami", "silent")
     with pytest.raises(BackendError, match=r"cannot be reached: no answer within 0\.2 s"):
         launch("hf", "job.py:main", 1)
+
+
+def test_a_job_that_ended_before_it_could_be_cancelled_is_no_error(hf: HubServer) -> None:
+    hf.jobs.term_grace_s = 0.1
+    run = launch("hf", "job.py:hang", 1, args={"deaf": True})
+    hanging(run)
+    hf.kill(ids_of(run)[0])
+    hf.until(lambda: hf.job(ids_of(run)[0]).is_over)
+    hf.fail("cancel", 409)
+    HFJobsExecutor().cancel(run.handles[0])
+    assert reasons(run) == [("cancelled", "cancelled")]
+
+
+def test_a_cancel_that_is_refused_for_a_job_that_runs_is_an_error(hf: HubServer) -> None:
+    hf.hold(CPU)
+    run = launch("hf", "job.py:main", 1)
+    hf.fail("cancel", 409)
+    with pytest.raises(BackendError, match="HTTP 409"):
+        run.cancel()
+    run.cancel()
+    assert reasons(run) == [("cancelled", "cancelled")]
+
+
+def test_the_log_of_a_cancelled_replica_says_that_it_was_cancelled(hf: HubServer) -> None:
+    run = launch("hf", "job.py:hang", 1)
+    hanging(run)
+    run.cancel()
+    eventually(lambda: "was told to end (SIGTERM), since it was cancelled." in run.logs(rank=0))
+    assert "nobody of ours" not in run.logs(rank=0)
+
+
+def test_what_is_no_answer_of_the_service_is_told_as_its_failure(hf: HubServer) -> None:
+    hf.hold(CPU)
+    run = launch("hf", "job.py:main", 1)
+    real = hf._inspect
+    hf._inspect = lambda _request, job: Reply("Come back later.")  # type: ignore[method-assign]
+    assert attach(run.url).status().counts == "1 pending"  # the store tells what it knows meanwhile
+    hf._inspect = real  # type: ignore[method-assign]
+    run.cancel()

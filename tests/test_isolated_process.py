@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from processes_of_tests import is_alive
-from servers.isolated_process import IsolatedProcess, container_environment, shared_python
+from servers.isolated_process import IsolatedProcess, container_environment
+from servers.isolated_python import shared_python
 
 from executors.testing.processes import heard, python_process
 

@@ -47,7 +47,10 @@ def test_what_ended_without_succeeding_gets_a_new_attempt(half_dead: Run) -> Non
 
 def test_the_old_run_object_its_old_handles_and_another_process_see_the_new_attempts(half_dead: Run) -> None:
     handles = half_dead.handles
+    assert [state.status for state in half_dead.status().replicas] == ["succeeded", "failed", "failed"]
     resume(half_dead).wait(30)
+    assert [state.status for state in half_dead.status().replicas] == ["succeeded"] * 3
+    assert [outcome.attempt for outcome in half_dead.outcomes()] == [0, 1, 1]
     assert [row["status"] for row in PLAIN.collect(handles)] == ["succeeded"] * 3
     assert attach("half-dead").results()[1]["attempt"] == 1
 
@@ -86,6 +89,28 @@ def test_launch_with_resume_refuses_another_task(half_dead: Run) -> None:
         launch(PLAIN, print, 3, resume=True)
 
 
+def test_launch_with_resume_refuses_other_arguments() -> None:
+    fail = "executors.testing.tasks:fail"
+    launch(PLAIN, fail, 1, args={"message": "no"}, run_id="as-it-was", seed=3).wait(30)
+    with pytest.raises(ValueError, match="with what it was launched with, and 'message' is another now"):
+        launch(PLAIN, fail, 1, args={"message": "yes"}, run_id="as-it-was", resume=True)
+    with pytest.raises(ValueError, match="and 'seed' is another now"):
+        launch(PLAIN, fail, 1, args={"message": "no"}, seed=4, run_id="as-it-was", resume=True)
+    launch(PLAIN, fail, 1, args={"message": "no"}, seed=3, run_id="as-it-was", resume=True).wait(30)
+    again = launch(PLAIN, fail, 1, run_id="as-it-was", resume=True)
+    assert again.wait(30)
+    assert again.status().replicas[0].attempt == 2
+
+
+def test_a_task_that_is_not_the_launched_one_is_not_brought_back(half_dead: Run) -> None:
+    key = "half-dead/task/task.json"
+    task = bytes(half_dead.store.get(key))
+    half_dead.store.put(key, task.replace(b'"rank_env": null', b'"rank_env": "R"  '))
+    with pytest.raises(StoreError, match=r"task/task\.json' .* is not what was launched"):
+        resume(half_dead)
+    assert half_dead.status().replicas[1].attempt == 0
+
+
 def test_a_run_that_succeeded_has_nothing_to_resume() -> None:
     run = launch(PLAIN, str, 2)
     run.wait(30)
@@ -99,6 +124,33 @@ def test_values_of_the_environment_have_to_be_given_again(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="'TOKEN', whose value is not recorded"):
         resume(run)
     assert resume(run, env={"TOKEN": "new"}).results()[1]["token"] == "new"
+
+
+class InterruptedZygote:
+    """What Ctrl-C leaves of a launch while the process that forks replicas is still importing torch."""
+
+    def request(self, message: Any) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_a_resume_that_was_interrupted_does_not_spoil_the_next_one(
+    half_dead: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr("executors.local.zygote", lambda preload: InterruptedZygote())
+        with pytest.raises(KeyboardInterrupt):
+            resume(half_dead, ranks=[1])
+    assert attach("half-dead").status().replicas[1].status == "cancelled"
+    resume(attach("half-dead"), ranks=[1]).wait(30)
+    back = attach("half-dead").status().replicas[1]
+    assert (back.status, back.attempt) == ("succeeded", 2)
+
+
+def test_a_resume_that_is_refused_leaves_no_attempt(half_dead: Run) -> None:
+    few = LocalProcessExecutor(preload=(), gpus=["0"])
+    with pytest.raises(BackendError, match="this machine has 1"):
+        resume(Run(half_dead.store, "half-dead", executor=few), gpu="H100")
+    assert [state.attempt for state in attach("half-dead").status().replicas] == [0, 0, 0]
 
 
 def test_a_rank_that_still_runs_is_left_alone(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_a_fault_point_that_makes_no_sense_is_refused(arguments: dict[str, Any],
         FaultyStore(MemoryStore("x"), seed=0).fail_at(**arguments)
 
 
-@pytest.mark.parametrize("arguments", [{"lost": 2}, {"error": -0.1}, {"delay_s": -1}])
+@pytest.mark.parametrize("arguments", [{"lost": 2}, {"error": -0.1}, {"delay_s": -1}, {"delay_s": float("nan")}])
 def test_a_rate_that_is_none_is_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         FaultyStore(MemoryStore("x"), seed=0, **arguments)

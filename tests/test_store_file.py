@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import random
 import stat
 import tracemalloc
 from collections.abc import Callable
@@ -238,3 +239,25 @@ def test_an_object_that_could_not_be_made_leaves_nothing(streaming: FileStore, r
     with pytest.raises(ValueError, match="The head of 'a' has 4 bytes, 5 were announced"):
         streaming.put_if_absent_streamed("a", 5, in_pieces)
     assert files_below(root) == []
+
+
+@pytest.mark.parametrize("head_bytes", [0, 4, 20_928, (2 << 20) + 1])
+@pytest.mark.parametrize(
+    "sizes",
+    [(4 << 20, 4 << 20, 1000), (1, 2, 3), (1 << 20,) * 5, (2 << 20, 0, 1, 5 << 20, 7), (3_000_001, 3_000_001), ()],
+)
+def test_pieces_of_any_size_stand_as_they_were_handed_on(root: Path, head_bytes: int, sizes: tuple[int, ...]) -> None:
+    store = FileStore(root)
+    rng = random.Random(0)
+    head, pieces = rng.randbytes(head_bytes), [rng.randbytes(size) for size in sizes]
+
+    def make(write: Callable[[Buffer], None]) -> bytes:
+        reused = bytearray(max(sizes, default=0))
+        for piece in pieces:
+            reused[: len(piece)] = piece
+            with memoryview(reused) as view:
+                write(view[: len(piece)])
+        return head
+
+    assert store.put_if_absent_streamed("a", head_bytes, make)
+    assert store.get("a") == head + b"".join(pieces)

@@ -62,6 +62,12 @@ def test_an_unknown_scheme_names_the_known_ones(url: str) -> None:
     assert repr(url.partition(":")[0]) in str(caught.value)
 
 
+def test_what_may_be_a_password_is_not_repeated() -> None:
+    with pytest.raises(ValueError, match="No store serves 'https'") as caught:
+        open_store("https://somebody:hush@server/runs")
+    assert "hush" not in str(caught.value)
+
+
 def test_an_empty_url_is_not_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError):

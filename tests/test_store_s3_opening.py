@@ -50,6 +50,8 @@ def test_a_run_id_may_follow_a_stores_url() -> None:
         "s3://bucket/x?session_token=AKIAVERYSECRET",
         "s3://bucket/x?endpoint_url=http://AKIAVERYSECRET:hush@localhost:1",
         "s3://bucket/x?endpoint_url=http%3A%2F%2Flocalhost%3A1%2F%3FAKIAVERYSECRET",
+        "s3://bucket/x?endpoint_url=http%3A%2F%2Flocalhost%3A1%2F%23AKIAVERYSECRET",
+        "s3://bucket/x?endpoint_url=AKIAVERYSECRET:hush@localhost:1",
     ],
 )
 def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:

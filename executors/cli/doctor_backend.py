@@ -35,9 +35,10 @@ def examine_backend(name: str, options: Mapping[str, Any], rendezvous: str | Non
             yield Finding("rendezvous", "wrong", str(error), "Both sides meet there; any S3 bucket will do.")
             return
     if url is not None:
-        yield look_at_store(url)
-    if url is not None and url.startswith("s3:"):
-        yield from _bucket(url)
+        rendezvous_found = look_at_store(url)
+        yield rendezvous_found
+        if url.startswith("s3:") and rendezvous_found.state != "wrong":
+            yield from _bucket(url)
     if probe:
         yield tried("probe", lambda: _probe(executor, url), "Its logs tell more, if it got so far: replicas ls")
 

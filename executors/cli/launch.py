@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from executors.cli.options import BackendOptions, JsonOption, RendezvousOption, parse_texts, parse_values, refuse
+from executors.cli.options import (
+    BackendOptions,
+    EnvOption,
+    JsonOption,
+    RendezvousOption,
+    SecretOption,
+    parse_texts,
+    parse_values,
+    refuse,
+)
 from executors.cli.output import Output
 from executors.errors import BackendError, LaunchError, ReplicasError, StoreError
 
@@ -53,20 +62,8 @@ def launch(
     run_id: Annotated[
         str | None, typer.Option("--run-id", metavar="ID", help="A name of your choice. Default: two words.")
     ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--env",
-            "-e",
-            metavar="K=V",
-            help="A variable for the replicas; never recorded. Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    secret: Annotated[
-        list[str] | None,
-        typer.Option("--secret", metavar="NAME", help="A secret, by its name. Repeatable.", show_default=False),
-    ] = None,
+    env: EnvOption = None,
+    secret: SecretOption = None,
     option: BackendOptions = None,
     chaos: Annotated[
         list[str] | None,
@@ -191,13 +188,13 @@ def default_task() -> str:
 
 
 def _leave(run: Run, output: Output) -> int:
-    from executors.cli.report import document, heading
+    from executors.cli.report import document, heading, reference
 
-    name = run.run_id
     if output.as_json:
         output.document(document(run, run.outcomes(), None))
         return 0
-    output.say(name)
+    output.say(run.run_id)
+    name = reference(run)
     output.say(f"{heading(run)}, detached.", "dim")
     output.say(f"Follow it: replicas logs {name} -f   replicas wait {name}   replicas cancel {name}", "dim")
     return 0

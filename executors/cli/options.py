@@ -46,6 +46,20 @@ BackendOptions = Annotated[
         show_default=False,
     ),
 ]
+EnvOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env",
+        "-e",
+        metavar="K=V",
+        help="A variable for the replicas; never recorded. Repeatable.",
+        show_default=False,
+    ),
+]
+SecretOption = Annotated[
+    list[str] | None,
+    typer.Option("--secret", metavar="NAME", help="A secret, by its name. Repeatable.", show_default=False),
+]
 TimeoutOption = Annotated[
     float | None,
     typer.Option("--timeout", metavar="S", help="Wait at most this many seconds; then exit with 124."),

@@ -38,7 +38,7 @@ def heading(run: Run) -> str:
 
 
 def reference(run: Run) -> str:
-    """Return what finds the run again from this machine: its id where that is enough, else its address for a shell."""
+    """Return what finds the run again from this machine, for a shell: its id where that is enough, else its address."""
     return run.run_id if locate(run.run_id) == run.store.url else shlex.quote(run.url)
 
 

@@ -7,7 +7,16 @@ from typing import Annotated
 import typer
 
 from executors.cli.launch import watch
-from executors.cli.options import JsonOption, RendezvousOption, RunArgument, find_run, parse_texts, refuse
+from executors.cli.options import (
+    EnvOption,
+    JsonOption,
+    RendezvousOption,
+    RunArgument,
+    SecretOption,
+    find_run,
+    parse_texts,
+    refuse,
+)
 from executors.cli.output import Output
 
 
@@ -24,20 +33,8 @@ def resume(
         float | None,
         typer.Option("--timeout", metavar="S", help="Seconds each replica may run. Default: as launched."),
     ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--env",
-            "-e",
-            metavar="K=V",
-            help="A variable of the launch; never recorded. Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    secret: Annotated[
-        list[str] | None,
-        typer.Option("--secret", metavar="NAME", help="A secret, by its name. Repeatable.", show_default=False),
-    ] = None,
+    env: EnvOption = None,
+    secret: SecretOption = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return at once; the run goes on by itself.")] = False,
     rendezvous: RendezvousOption = None,
     as_json: JsonOption = False,
@@ -64,4 +61,7 @@ def resume(
             )
         except (ValueError, TypeError) as error:
             refuse(error)
+        except KeyboardInterrupt:
+            output.say("Cancelled before the replicas had started.", "yellow")
+            return 130
         return watch(resumed, output, interrupts, detach=detach)

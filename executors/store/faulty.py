@@ -71,8 +71,8 @@ class FaultyStore:
         for name, rate in {"lost": lost, "error": error, "corrupt": corrupt, "truncate": truncate}.items():
             if not 0 <= rate <= 1:
                 raise ValueError(f"{name} is a rate from 0 to 1, got {rate}.")
-        if delay_s < 0:
-            raise ValueError(f"delay_s must be at least 0, got {delay_s}.")
+        if not 0 <= delay_s < float("inf"):
+            raise ValueError(f"delay_s must be at least 0 and finite, got {delay_s}.")
         self.store = store
         self.log: list[str] = []
         """What was done to which call, in order."""

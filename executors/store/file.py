@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from executors.errors import KeyNotFoundError, StoreError, UnsafeStoreError
-from executors.store.protocol import Data, Entry, Produce, buffers_of, check_key, check_range
+from executors.store.protocol import Buffer, Data, Entry, Produce, buffers_of, check_key, check_range
 
 UNFINISHED = ".unfinished~"  # the one reserved name at the top: files that have no key yet
 MAP_FROM_BYTES = 128 * 1024  # below this, copying is cheaper than the page faults of a mapping
+ALIGNED_BYTES = 2 << 20  # a large page on x86 and most ARM machines
 PRUNING_RACES = 1000  # how often in a row a folder may vanish between its making and its use
 WRITEV_MAX_BUFFERS = 1024  # IOV_MAX
 WRITEV_MAX_BYTES = 1 << 30  # Linux transfers at most 0x7ffff000 bytes a call
@@ -69,7 +70,9 @@ class FileStore:
 
         def fill(descriptor: int) -> None:
             os.lseek(descriptor, head_bytes, os.SEEK_SET)
-            head = produce(lambda piece: _write(descriptor, piece))
+            aligned = _AlignedWrites(descriptor, head_bytes)
+            head = produce(aligned.write)
+            aligned.finish()
             if len(head) != head_bytes:
                 raise ValueError(f"The head of {key!r} has {len(head)} bytes, {head_bytes} were announced.")
             os.lseek(descriptor, 0, os.SEEK_SET)
@@ -300,6 +303,32 @@ def _read(descriptor: int, start: int, end: int) -> memoryview:
         offset=aligned,
     )
     return memoryview(mapped)[start - aligned :]
+
+
+class _AlignedWrites:
+    """Writes pieces in sequence, so that each write ends at a multiple of `ALIGNED_BYTES` if the pieces are that long.
+
+    Linux makes the pages of a file's cache as large as a write and its offset allow. Pages of 2 MiB take a third less
+    to write than those that other offsets lead to, and a fiftieth to map.
+    """
+
+    def __init__(self, descriptor: int, at: int) -> None:
+        self._descriptor = descriptor
+        self._at = at
+        self._rest = bytearray()
+
+    def write(self, piece: Buffer) -> None:
+        view = memoryview(piece).cast("B")
+        end = self._at + len(self._rest) + len(view)
+        cut = len(view) - end % ALIGNED_BYTES
+        if cut < 0:
+            self._rest += view
+            return
+        _write(self._descriptor, [self._rest, view[:cut]])
+        self._at, self._rest = end - end % ALIGNED_BYTES, bytearray(view[cut:])
+
+    def finish(self) -> None:
+        _write(self._descriptor, self._rest)
 
 
 def _file_system_of(path: Path) -> str:

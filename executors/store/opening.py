@@ -39,8 +39,9 @@ def open_store(url: str | Path) -> Store:
         from executors.store.s3 import S3Store
 
         return S3Store(text)
+    shown = "" if "@" in text else f" (in {text!r})"  # what stands before an '@' may be a password
     raise ValueError(
-        f"No store serves {parts.scheme!r} (in {text!r}). Known schemes: {', '.join(KNOWN_SCHEMES)}; "
+        f"No store serves {parts.scheme!r}{shown}. Known schemes: {', '.join(KNOWN_SCHEMES)}; "
         "a plain path is a directory."
     )
 

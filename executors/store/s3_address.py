@@ -70,7 +70,7 @@ class S3Address:
 
 def _check_endpoint(endpoint_url: str) -> None:
     parts = urlsplit(endpoint_url)
-    if "@" in parts.netloc or parts.query:
+    if "@" in endpoint_url or parts.query or parts.fragment:  # without a scheme there is no netloc to look at
         raise ValueError(f"endpoint_url holds more than scheme, host and path. {WHERE_CREDENTIALS_GO}")
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ValueError(

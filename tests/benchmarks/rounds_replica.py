@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import resource
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +22,9 @@ from diloco.training import Training
 from executors import current_replica
 
 from .counting import CountingStore
+
+RETURN_S = 5.0
+"""A virtual machine hands what was freed back to its host in passes every 2 s, which keep the processors busy."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +48,25 @@ def exchange(n_elements: int, rounds: int, meeting_file: str) -> list[dict[str, 
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting_file}", rank=replica.rank, world_size=replica.world_size
     )
-    tensor = torch.empty(n_elements)
     model = torch.nn.Module()
     model.flat = torch.nn.Parameter(torch.zeros(n_elements))
     store = CountingStore(Path(unquote(urlsplit(replica.rendezvous).path)), 4 * n_elements, replica.world_size)
     arrivals = _note_when_the_mean_is_there()
     found = []
-    with DiLoCo(model, inner_steps=1_000_000, store=store, sync_buffers=False) as diloco:
+    # A momentum has no part in the mean, and its memory would be missing to the files.
+    with DiLoCo(
+        model, inner_steps=1_000_000, outer_lr=1.0, outer_momentum=0.0, store=store, sync_buffers=False
+    ) as diloco:
         for _ in range(rounds):
-            tensor.fill_(replica.rank + 1.0)
-            model.flat.data.add_(0.001 * (replica.rank + 1))  # the inner steps
-            began, ended, _ = _timed(partial(dist.all_reduce, tensor))
+            value = float(model.flat.data[0])  # they are all the same
+            began, ended, _ = _timed(partial(dist.all_reduce, model.flat.data))
+            model.flat.data.fill_(value + 0.001 * (replica.rank + 1))  # the inner steps
             gloo = _costs("gloo", began, ended)
-            with _used_pages(store.root, 4 * n_elements * (1 + 1 / replica.world_size)):
+            dist.barrier()
+            if n_elements >= 10_000_000:
+                os.sync()  # what waits to be written would count against this round
+                time.sleep(RETURN_S)
+            with _used_pages(int(4 * n_elements * (1 + 1 / replica.world_size))):
                 dist.barrier()
             store.reset()
             began, ended, (report,) = _timed(diloco.sync)
@@ -98,17 +107,17 @@ def _note_when_the_mean_is_there() -> list[Moment]:
 
 
 @contextlib.contextmanager
-def _used_pages(folder: Path, size: float) -> Iterator[None]:
+def _used_pages(size: int) -> Iterator[None]:
     """Take as much memory as the round is going to write into files, and leave it free and used.
 
     In a virtual machine the first use of a page may wait for the host, ten times as long as writing to it takes, and
     pages that stay free go back to the host. gloo's buffer is used over and over and never pays that, so the files of
     a round shall not either.
     """
-    block = bytes(4 << 20)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        for _ in range(int(size) // len(block) + 1):
-            file.write(block)
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)  # as the files' pages are
+        for at in range(0, size, mmap.PAGESIZE):
+            memory[at] = 1
         yield
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from servers.hub_hardware import FLAVORS
-from servers.isolated_process import IsolatedProcess, container_environment, shared_python
+from servers.isolated_process import IsolatedProcess, container_environment
+from servers.isolated_python import shared_python
 
 DEFAULT_TIMEOUT_S = 30 * 60
 TERMINAL = ("COMPLETED", "ERROR", "CANCELED", "DELETED")

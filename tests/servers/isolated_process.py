@@ -9,55 +9,20 @@ group, the directory and HOME together, escapes.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
-import importlib.metadata
 import os
-import shutil
 import signal
 import subprocess
-import sysconfig
-import tempfile
 import threading
-import venv
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Literal
 
 from servers.orphans import end_all_after_us, end_all_in, forget
 
-PROJECT = "serverless-replicas"
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 Stream = Literal["stdout", "stderr"]
-
-
-@functools.cache
-def shared_python() -> Path:
-    """Return the `bin` of one such environment for all servers of this process; it is removed with the process."""
-    folder = Path(tempfile.mkdtemp(prefix="python-without-the-project-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return python_without_the_project(folder)
-
-
-def python_without_the_project(folder: Path) -> Path:
-    """Lay out a virtual environment in `folder` that sees this one's packages, but not the project; return its `bin`.
-
-    Left out is whatever the project's installation put beside the other packages: the packages themselves, or the
-    path file (or the finder) of an editable installation.
-    """
-    venv.EnvBuilder(symlinks=True, clear=True).create(folder)
-    hidden: set[str] = set()
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        hidden = {file.parts[0] for file in importlib.metadata.files(PROJECT) or ()}
-    here = {"base": str(folder), "platbase": str(folder)}
-    packages = Path(sysconfig.get_path("purelib", "venv", vars=here))
-    for source in {Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib"))}:
-        for entry in source.iterdir():
-            if entry.name not in hidden and not (packages / entry.name).exists():
-                (packages / entry.name).symlink_to(entry)
-    return folder / "bin"
 
 
 def container_environment(bin_folder: Path, directory: Path) -> dict[str, str]:

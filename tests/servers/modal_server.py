@@ -32,12 +32,12 @@ from modal._utils.grpc_utils import custom_detail_codec
 from modal_proto import api_pb2
 
 from executors.testing import eventually
+from servers.isolated_python import shared_python
 from servers.modal_account import ENVIRONMENT, Account
 from servers.modal_control_plane import SandboxCalls
 from servers.modal_dispatch import Call, Dispatcher
 from servers.modal_faults import Fault, Faults
 from servers.modal_logs import LogCalls
-from servers.modal_python import bin_folder_of_sandboxes
 from servers.modal_sandboxes import KERNEL_OOM_KILL, TERMINATED, Sandbox
 
 TOKEN_ID = "ak-oftheteststestst"
@@ -52,7 +52,7 @@ class ModalServer:
         self.account = Account()
         self.secrets = self.account.secrets
         """Named secrets: `server.secrets["my-secret"] = {"KEY": "value"}`."""
-        self.calls = SandboxCalls(self.account, folder, bin_folder_of_sandboxes())
+        self.calls = SandboxCalls(self.account, folder, shared_python())
         self.token = (TOKEN_ID, TOKEN_SECRET)
         """The credentials that it takes; a test may change them, and every call fails from then on."""
         self._folder = folder
