@@ -241,9 +241,8 @@ class Run:
         texts = self._in_parallel(lambda r: self._tail(r, tail), ranks)
         if is_one:
             return str(texts[0])
-        return "".join(
-            f"[{r}] {line}\n" for r, text in zip(ranks, texts, strict=True) for line in text.split("\n") if line
-        )
+        told = zip(ranks, texts, strict=True)
+        return "".join(f"[{r}] {line}\n" for r, text in told for line in text.split("\n") if line)
 
     def artifacts(self, rank: int) -> list[Artifact]:
         """List the files that a replica kept with `save_artifact`."""
