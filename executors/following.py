@@ -1,4 +1,4 @@
-"""Following logs over any executor: the last lines, then every later one, until the replicas have ended."""
+"""Logs over any executor: the last lines, and following them: every later one, until the replicas have ended."""
 
 from __future__ import annotations
 
@@ -43,6 +43,14 @@ def follow_logs(
                 del readers[rank]
         if readers and not found_any:
             sleep(PAUSE_S)
+
+
+def last_lines(executor: ServerlessExecutor, handle: Any, n_lines: int, kept: Callable[[], str]) -> str:
+    """Return the last lines of a replica's log; `kept` tells what its outcome holds, if it has one."""
+    log = "" if handle is None else executor.stream_logs(handle, n_lines=n_lines)
+    if not log or n_lines <= 0 or hasattr(executor, "read_logs"):  # a file, which never lags
+        return log
+    return "".join(completed(log, kept(), n_lines).splitlines(keepends=True)[-n_lines:])
 
 
 class _Lines:

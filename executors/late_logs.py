@@ -6,18 +6,6 @@ What a replica of ours printed last stands in its outcome, so that once there is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
-
-from executors.protocol import ServerlessExecutor
-
-
-def last_lines(executor: ServerlessExecutor, handle: Any, n_lines: int, kept: Callable[[], str]) -> str:
-    """Return the last lines of a replica's log; `kept` tells what its outcome holds, if it has one."""
-    log = "" if handle is None else executor.stream_logs(handle, n_lines=n_lines)
-    if not log or n_lines <= 0 or hasattr(executor, "read_logs"):  # a file, which never lags
-        return log
-    return "".join(completed(log, kept(), n_lines).splitlines(keepends=True)[-n_lines:])
 
 
 def completed(log: str, kept: str, n_lines: int) -> str:

@@ -17,8 +17,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from executors.artifacts import Artifact
 from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, StoreError
-from executors.following import follow_logs
-from executors.late_logs import last_lines
+from executors.following import follow_logs, last_lines
 from executors.outcome import (
     REASONS,
     Outcome,
@@ -376,8 +375,7 @@ class Run:
         text = last_lines(self.executor, self.handles[rank], n_lines, lambda: self._kept(rank))
         if text or not self._poll(rank).is_terminal:
             return text
-        outcome = self._outcomes.get(rank)  # the backend has nothing: what the replica itself left
-        kept = (outcome.output_tail or outcome.error or "") if outcome else ""
+        kept = self._kept(rank) or getattr(self._outcomes.get(rank), "error", None) or ""  # the backend has nothing
         return "".join(kept.splitlines(keepends=True)[-n_lines:])
 
     def _kept(self, rank: int) -> str:

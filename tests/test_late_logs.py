@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from executors.following import follow_logs
-from executors.late_logs import completed, last_lines
+from executors.following import follow_logs, last_lines
+from executors.late_logs import completed
 from executors.protocol import ReplicaStatus, ServerlessExecutor
 
 LINES = [f"line {i} of é\n" for i in range(12)]
