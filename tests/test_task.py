@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from executors.errors import EntrypointArgumentsError, EntrypointError, RunExist
 from executors.records import read_json, to_bytes
 from executors.store import MemoryStore
 from executors.store.faulty import FaultyStore
+from executors.store.file import FileStore
 from executors.task import check_run_id, create_run, new_run_id, read_task
 
 
@@ -54,11 +57,13 @@ def test_values_of_environment_and_secrets_are_never_recorded() -> None:
     assert read_json(store, "r/run.json")["secrets"] == ["KEY"]
 
 
-def test_a_taken_run_id_is_an_error_that_says_how_to_attach_and_changes_nothing() -> None:
-    store = MemoryStore()
+def test_a_taken_run_id_is_an_error_that_says_how_to_attach_and_changes_nothing(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
     create_run(store, "mine", add, {"a": 1}, 1, backend="local")
     before = {entry.key: bytes(store.get(entry.key)) for entry in store.list("")}
-    with pytest.raises(RunExistsError, match=r"Run 'mine' exists at memory://.*attach\('mine'\).*replicas status mine"):
+    address = f"{store.url}/mine"  # this machine does not know the run by its id
+    said = f"Run 'mine' exists at {store.url}. Look at it with executors.attach('{address}') or `replicas status {address}`"
+    with pytest.raises(RunExistsError, match=re.escape(said)):
         create_run(store, "mine", add, {"a": 2}, 1, backend="local")
     assert {entry.key: bytes(store.get(entry.key)) for entry in store.list("")} == before
 
