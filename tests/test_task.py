@@ -62,7 +62,7 @@ def test_a_taken_run_id_is_an_error_that_says_how_to_attach_and_changes_nothing(
     create_run(store, "mine", add, {"a": 1}, 1, backend="local")
     before = {entry.key: bytes(store.get(entry.key)) for entry in store.list("")}
     address = f"{store.url}/mine"  # this machine does not know the run by its id
-    said = f"Run 'mine' exists at {store.url}. Look at it with executors.attach('{address}') or `replicas status {address}`"
+    said = f"exists at {store.url}. Look at it with executors.attach('{address}') or `replicas status {address}`"
     with pytest.raises(RunExistsError, match=re.escape(said)):
         create_run(store, "mine", add, {"a": 2}, 1, backend="local")
     assert {entry.key: bytes(store.get(entry.key)) for entry in store.list("")} == before
