@@ -260,7 +260,8 @@ def _told(call: Callable[[], T], may_have_acted: bool = False) -> T:
         said = str(error.server_message or str(error).strip().partition("\n")[0]).rstrip(".")
         text = f"Hugging Face: {said} (HTTP {status})."
         if status in (408, 429):
-            raise VendorError(text, "busy") from error
+            told = error.response.headers.get("Retry-After", "")  # seconds, or a date, which is not looked at
+            raise VendorError(text, "busy", retry_after_s=float(told) if told.isdecimal() else 0.0) from error
         if status >= 500:
             raise VendorError(text, "unclear" if may_have_acted else "busy") from error
         advice = f" {TOKEN_ADVICE}" if status in (401, 403) else ""

@@ -96,11 +96,15 @@ class VendorError(BackendError):
 
     kind: "refused": nothing was done, and asking again would not help. "busy": nothing was done; ask again later.
         "unclear": it may have been done: the connection broke, or the service failed inside.
+    retry_after_s: how long the vendor wants to be left alone; 0: it did not say.
     """
 
-    def __init__(self, message: str, kind: Literal["refused", "busy", "unclear"]) -> None:
+    def __init__(
+        self, message: str, kind: Literal["refused", "busy", "unclear"], *, retry_after_s: float = 0.0
+    ) -> None:
         super().__init__(message)
         self.kind = kind
+        self.retry_after_s = retry_after_s
 
 
 class Vendor(abc.ABC):

@@ -11,6 +11,7 @@ from servers.hub_server import HubServer, Reply
 from executors import HFJobsExecutor, Run, attach, launch
 from executors.errors import BackendError, ReplicaLostError
 from executors.testing import eventually
+from executors.vendor import VendorError
 
 CPU, GPU = "cpu-basic", "h200"
 
@@ -234,6 +235,17 @@ def test_a_cancellation_is_asked_for_until_it_is_heard(
     polled.cancel()
     assert [job.stage for job in hf.jobs.newest_first()] == ["CANCELED"]
     assert reasons(polled) == [("cancelled", "cancelled")]
+
+
+@pytest.mark.parametrize(("header", "seconds"), [("30", 30.0), ("Fri, 20 Nov 2026 12:00:00 GMT", 0.0)])
+def test_a_service_says_how_long_it_wants_to_be_left_alone(
+    hf: HubServer, polled: Run, header: str, seconds: float
+) -> None:
+    hf.fail("cancel", 429, headers={"Retry-After": header})
+    with pytest.raises(VendorError, match="HTTP 429") as error:
+        HFJobsExecutor().stop_job(polled.handles[0].metadata["job"])
+    assert error.value.retry_after_s == seconds
+    polled.cancel()
 
 
 def test_a_service_that_never_answers_is_given_up(hf: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
