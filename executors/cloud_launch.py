@@ -22,7 +22,7 @@ from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.records import exists, find_json, to_bytes
 from executors.replica import replica_key
 from executors.store import Store
-from executors.vendor import Job, JobId, JobKey, Vendor, VendorError
+from executors.vendor import CancelledWhileStartingError, Job, JobId, JobKey, Vendor, VendorError
 from executors.vendor_patience import patiently
 
 MAX_THREADS = 256  # a vendor's call may block until its job is scheduled, so each rank has its own
@@ -95,6 +95,7 @@ class CloudLaunch:
             f"Backend {self._backend!r} could not start replica {job.key.rank} of {self._world_size}: "
             f"{str(error).rstrip('.')}. Those already started were ended.{left}",
             rank=job.key.rank,
+            cancelled=isinstance(error, CancelledWhileStartingError),
         ) from error
 
     # Starting one
@@ -143,7 +144,7 @@ class CloudLaunch:
                     if not is_unclear:
                         self._may_stand.discard(job.key)
                     if error.kind == "refused" and exists(self._store, self._key(job, "cancel.json")):
-                        raise VendorError("it was cancelled while it was being started.", "refused") from error
+                        raise CancelledWhileStartingError from error
                     raise
                 return self._only_one(job, started) or started if is_unclear else started
         raise AssertionError("tenacity returns or raises")

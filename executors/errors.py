@@ -4,7 +4,7 @@
     ├── BackendError                 the backend cannot be used
     │   ├── UnknownBackendError      also LookupError
     │   ├── MissingDependencyError   also ImportError
-    │   └── LaunchError              the backend refused a replica; .rank
+    │   └── LaunchError              the backend refused a replica; .rank, .cancelled
     ├── EntrypointError              cannot be found, imported or shipped
     │   ├── EntrypointImportError    also ImportError
     │   └── EntrypointArgumentsError also TypeError
@@ -53,9 +53,11 @@ class MissingDependencyError(BackendError, ImportError):
 class LaunchError(BackendError):
     """The backend refused to start a replica; those already started were cancelled."""
 
-    def __init__(self, message: str, *, rank: int | None = None) -> None:
+    def __init__(self, message: str, *, rank: int | None = None, cancelled: bool = False) -> None:
         super().__init__(message)
         self.rank = rank
+        self.cancelled = cancelled
+        """Whether somebody cancelled the run meanwhile: then nothing is wrong."""
 
 
 class EntrypointError(ReplicasError):

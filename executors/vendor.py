@@ -107,6 +107,13 @@ class VendorError(BackendError):
         self.retry_after_s = retry_after_s
 
 
+class CancelledWhileStartingError(VendorError):
+    """Somebody cancelled the replica before the vendor had started it."""
+
+    def __init__(self) -> None:
+        super().__init__("it was cancelled while it was being started.", "refused")
+
+
 class Vendor(abc.ABC):
     """What an adapter does: each method is a call or two of its SDK. All may be called from several threads.
 

@@ -191,3 +191,38 @@ def test_a_launcher_whose_token_is_refused_while_it_watches_goes_on_or_says_that
         assert told.code == 1, told
         assert "goes on without this command (replicas wait otter): Modal: UNAUTHENTICATED" in told.stdout
         assert attach("otter").wait(60)
+
+
+def test_a_launch_that_is_cancelled_elsewhere_before_it_has_its_machines_ends_as_cancelled(
+    modal_runs: ModalServer, s3: S3Server
+) -> None:
+    modal_runs.capacity = 0
+
+    def cancel() -> None:
+        modal_runs.wait_for("SandboxGetTaskId")  # so it has been created, and waits
+        attach("otter", rendezvous=s3.url("runs")).cancel()
+
+    with ThreadPoolExecutor() as pool:
+        cancelling = pool.submit(cancel)
+        command = (
+            "launch",
+            "executors.testing.tasks:hang",
+            "--n",
+            "1",
+            "--backend",
+            "modal",
+            "--gpu",
+            "H100",
+            "--run-id",
+            "otter",
+        )
+        done = subprocess.run(
+            [sys.executable, "-m", "executors.cli", *command],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        cancelling.result()
+    assert (done.returncode, done.stdout) == (130, "")
+    assert "it was cancelled while it was being started" in done.stderr

@@ -22,7 +22,7 @@ from executors.cli.ending import cancel, rm
 from executors.cli.launch import launch
 from executors.cli.looking import logs, ls, status, wait
 from executors.cli.resume import resume
-from executors.errors import ReplicasError
+from executors.errors import LaunchError, ReplicasError
 
 USAGE = 2
 INTERRUPTED = 130
@@ -71,7 +71,8 @@ def main() -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except ReplicasError as error:
-        return _fail(error)
+        code = _fail(error)
+        return INTERRUPTED if isinstance(error, LaunchError) and error.cancelled else code
     except OSError as error:  # a closed pipe is nobody's mistake; a full disk under stdout is told
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit complains as well
         if not isinstance(error, BrokenPipeError):

@@ -174,7 +174,8 @@ def _start(plan: LaunchPlan, output: Output) -> Run:
     except (ValueError, TypeError) as error:
         refuse(error)
     except LaunchError as error:
-        raise LaunchError(f"{error} Look at it: replicas status {plan.run_id}", rank=error.rank) from error
+        told = f"{error} Look at it: replicas status {plan.run_id}"
+        raise LaunchError(told, rank=error.rank, cancelled=error.cancelled) from error
 
 
 def default_task() -> str:
