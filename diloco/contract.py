@@ -26,7 +26,7 @@ def check_contract(mine: Contract, agreed: Contract, *, run_id: str, author: int
         raise ContributionError(f"This replica does not fit run {run_id!r}, begun by rank {author}: {difference}.")
 
 
-def check_weight(weight: float | Callable[[], float], rank: int, entry: int) -> float:
+def check_weight(weight: float | Callable[[], float], rank: int, entry: int, *, may_be_zero: bool = False) -> float:
     """Return the weight of a contribution, asking for it where it is a callable.
 
     A scalar of torch or numpy is a number, too: tokens are often counted in one.
@@ -37,6 +37,8 @@ def check_weight(weight: float | Callable[[], float], rank: int, entry: int) -> 
     if hasattr(value, "item"):
         with contextlib.suppress(RuntimeError, ValueError):  # it has more than one element
             value = value.item()
+    if may_be_zero and not isinstance(value, bool) and value == 0:
+        return 0.0
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_WEIGHT:
         raise ContributionError(
             f"Contribution of rank {rank} for round {entry}: weight must be a positive number, at most "

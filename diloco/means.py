@@ -68,7 +68,12 @@ class Means:
         return max(2 * self._usual_s, self._least_patience_s)
 
     def collect(self, r: Round, seal: Seal) -> list[memoryview] | None:
-        """Do the next things that are missing; return the mean as consecutive ranges once all of it stands."""
+        """Do the next things that are missing; return the mean as consecutive ranges once all of it stands.
+
+        Where nobody had any work to send, the mean is no range at all.
+        """
+        if not seal.inputs:
+            return []
         if not seal.shards:
             mean = memoryview(seal.mean) if seal.lost_mean is None else self._recover_small(r, seal)
             r.stuck = mean is None
@@ -78,7 +83,7 @@ class Means:
         if asks or r.sealed_s is None:
             r.ask_s = now + asking_again_s(self._store)
         r.sealed_s = now if r.sealed_s is None else r.sealed_s
-        orders = [owners(r.entry, seal.members, shard) for shard in range(seal.shards)]
+        orders = [owners(r.entry, seal.owners, shard) for shard in range(seal.shards)]
         missing = sorted(set(range(seal.shards)) - r.means.keys(), key=lambda shard: orders[shard][0] != self._me.rank)
         # One's own first, because others wait for them, and one of the others': the rest stands when that does.
         n_first = 1 + sum(orders[shard][0] == self._me.rank for shard in missing)
@@ -86,7 +91,7 @@ class Means:
             keys = [self._keys.mean(r.entry, shard) for shard in shards]
             for shard, data in zip(shards, self._map(self._store.look, keys), strict=True):
                 mean = self._check(r, seal, shard, data)
-                if mean is None and self._is_due(r, orders[shard], asks=asks):
+                if mean is None and self._is_due(r, seal, orders[shard], asks=asks):
                     mean = self._bring_about(r, seal, shard)
                 if mean is not None:
                     r.means[shard] = mean
@@ -95,7 +100,7 @@ class Means:
         self._usual_s = 0.8 * self._usual_s + 0.2 * (self._clock() - r.sealed_s)
         return [r.means[shard] for shard in range(seal.shards)]
 
-    def _is_due(self, r: Round, order: list[int], *, asks: bool) -> bool:
+    def _is_due(self, r: Round, seal: Seal, order: list[int], *, asks: bool) -> bool:
         """Tell whether a missing shard is this replica's to reduce: after a while for each of those before it.
 
         Args:
@@ -104,7 +109,7 @@ class Means:
         assert r.sealed_s is not None
         waited_s, place = self._clock() - r.sealed_s, 0
         for rank in order[: order.index(self._me.rank)] if self._me.rank in order else order:
-            place += not (asks and self._membership.is_gone(rank))
+            place += not (asks and self._membership.is_gone(rank, seal.members[rank].attempt))
             if waited_s < self.patience_s * place:
                 return False
         return True
@@ -178,7 +183,7 @@ class Means:
         """
         first, end = self._blocks(r, seal, shard)
         start, size = first * self._block_bytes, self._size(r, first, end)
-        members = dict(sorted(seal.members.items()))
+        members = seal.inputs
         out = self._result_buffer(r, seal, start, size)
         tries: dict[int, int] = {}
         while members:
@@ -186,13 +191,13 @@ class Means:
                 inputs = list(self._map(lambda rank: self._input(r, seal, rank, shard), members))
                 r.spoilt.add(shard)
                 blocks = self._reduce(inputs, out, block_bytes=self._block_bytes)
-                return MeanHead(blocks, tuple(sorted(set(seal.members) - set(members)))), out
+                return MeanHead(blocks, tuple(sorted(set(seal.inputs) - set(members)))), out
             except BadInputError as bad:
                 tries[bad.rank] = tries.get(bad.rank, 0) + 1
                 if tries[bad.rank] >= READ_TRIES:
                     del members[bad.rank]
         np.frombuffer(out, np.float32)[:] = 0.0
-        return MeanHead(digests_of(out, self._block_bytes), tuple(sorted(seal.members))), out
+        return MeanHead(digests_of(out, self._block_bytes), tuple(seal.inputs)), out
 
     def _input(self, r: Round, seal: Seal, rank: int, shard: int) -> Input:
         first, end = self._blocks(r, seal, shard)

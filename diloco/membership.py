@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from diloco.keys import Keys
 from diloco.patience import PatientStore
+from diloco.records import Contribution, Seal
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,38 +72,113 @@ def process_nonce(url: str, run_id: str, rank: int | None) -> str:
 
 
 class Membership:
-    """Knows who is expected and who is gone."""
+    """Knows who is expected, who is gone, and who of those that the newest seal names lives.
 
-    def __init__(self, store: PatientStore, keys: Keys, world_size: int) -> None:
+    A *named process* is a member of the newest adopted seal; before the first seal, a first attempt of the launch's
+    world. Expected are ranks, whichever of their attempts sends something.
+    """
+
+    def __init__(self, store: PatientStore, keys: Keys, me: Identity) -> None:
         self._store = store
         self._keys = keys
+        self._me = me
         self._gone: set[tuple[int, int]] = set()
-        self.frontier = world_size
+        self._dead: set[tuple[int, int]] = set()
+        self.frontier = me.world_size
         """The first rank beyond the first world that nobody has claimed, as far as was looked."""
-        self.expected: Mapping[int, int] = dict.fromkeys(range(world_size), 0)
-        """Attempt by rank: the members of the newest seal, before the first the launch's world."""
+        self.seal: Seal | None = None
+        """The newest seal that was adopted."""
+
+    @property
+    def expected(self) -> Mapping[int, int]:
+        """The attempts of the named processes, by rank."""
+        if self.seal is None:
+            return dict.fromkeys(range(self._me.world_size), 0)
+        return {rank: member.attempt for rank, member in self.seal.members.items()}
+
+    def names(self, rank: int, attempt: int, nonce: str) -> bool:
+        """Tell whether this is a named process."""
+        if self.seal is None:
+            return rank < self._me.world_size and attempt == 0
+        member = self.seal.members.get(rank)
+        return member is not None and member.nonce == nonce
+
+    @property
+    def names_me(self) -> bool:
+        return self.names(self._me.rank, self._me.attempt, self._me.nonce)
 
     def look_for_joiners(self) -> None:
         """Find out which ranks beyond the first world were claimed; they are dense."""
-        while self._store.look(self._keys.claim(self.frontier, 0), size=0) is not None:
+        while self._is_claimed(self.frontier, 0):
             self.frontier += 1
 
-    def is_gone(self, rank: int) -> bool:
-        """Tell whether an attempt of this rank, not older than the expected one, has said bye or left an outcome."""
-        attempt = self.expected.get(rank, 0)
+    def someone_lives(self) -> bool:
+        """Tell whether a named process of another rank lives, as far as can be seen: who is not named is behind it."""
+        return any(self.lives(rank) for rank in self.expected if rank != self._me.rank)
+
+    def lives(self, rank: int) -> bool:
+        """Tell whether the named process of a rank has neither ended nor been replaced by a newer attempt."""
+        named = (rank, self.expected[rank])
+        if named in self._dead:
+            return False
+        if self._has_left(*named) or self._is_claimed(rank, named[1] + 1):
+            self._dead.add(named)
+            return False
+        return True
+
+    def still_expected(self, good: Mapping[int, Contribution]) -> set[int]:
+        """Return the ranks to wait for.
+
+        Those of the newest seal, less who is gone; when all of them are gone, as in a run that was resumed as a whole,
+        the newer attempts of these ranks that have claimed and not ended.
+
+        Args:
+            good: the contributions that stand, by rank.
+        """
+        expected = self.expected
+        if expected.keys() <= good.keys():
+            return set(expected)
+        here = {rank for rank in expected if self._sent_by_named(rank, good) or not self.is_gone(rank)}
+        return here or {rank for rank in expected if self._newer_lives(rank)}
+
+    def _sent_by_named(self, rank: int, good: Mapping[int, Contribution]) -> bool:
+        return rank in good and self.names(rank, good[rank].attempt, good[rank].nonce)
+
+    def is_gone(self, rank: int, attempt: int | None = None) -> bool:
+        """Tell whether an attempt of this rank has said bye or left an outcome.
+
+        Args:
+            attempt: or a later one; None: the named process's.
+        """
+        attempt = self.expected.get(rank, 0) if attempt is None else attempt
         if (rank, attempt) in self._gone:
             return True
         newest = attempt
         while not self._has_ended(rank, newest):
             newest += 1
-            if self._store.look(self._keys.claim(rank, newest)) is None:
+            if not self._is_claimed(rank, newest):
                 return False
         self._gone.add((rank, attempt))
         return True
 
+    def _newer_lives(self, rank: int) -> bool:
+        attempt = self.expected[rank] + 1
+        while self._is_claimed(rank, attempt):
+            if not self._has_left(rank, attempt):
+                return True
+            attempt += 1
+        return False
+
     def _has_ended(self, rank: int, attempt: int) -> bool:
+        """Tell whether an attempt took part and has left: an outcome without a claim is of one that never began."""
+        return self._has_left(rank, attempt) and self._is_claimed(rank, attempt)
+
+    def _has_left(self, rank: int, attempt: int) -> bool:
         keys = self._keys
         return (
             self._store.look(keys.outcome(rank, attempt), size=1) is not None
             or self._store.look(keys.bye(rank, attempt)) is not None
         )
+
+    def _is_claimed(self, rank: int, attempt: int) -> bool:
+        return self._store.look(self._keys.claim(rank, attempt), size=0) is not None

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from time import monotonic
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -26,11 +27,11 @@ from diloco.fragments import FragmentSpec, plan_fragments
 from diloco.identity import find_place
 from diloco.keys import Keys
 from diloco.outer_optimizer import OptimizerFactory, Schedule
-from diloco.parallel import ParallelMap, is_near
+from diloco.parallel import ParallelMap, at_once, is_near
 from diloco.patience import PatientStore
 from diloco.rendezvous import Rendezvous
 from diloco.report import RoundReport
-from diloco.rounds import Pace
+from diloco.rounds import Adopted, Pace
 from diloco.sending import kept_bytes
 from diloco.settings import Settings
 from diloco.training import Training
@@ -80,6 +81,7 @@ class DiLoCo:
             each contribution, as for the tokens it is made of.
         sync_buffers: average float buffers too, without the outer optimizer. Integer buffers stay local.
         snapshot_every: rounds between snapshots, from which replicas start that come later or come back.
+        allow_no_rounds: let `close()` pass when there was no round at all: each replica has trained alone, on purpose.
         name: tells apart several DiLoCos of one run.
         store, run_id, rank, world_size: where and who; the default is `current_replica()`'s. rank="join": one more
             replica of a run that began with `world_size`, under the next rank that is free.
@@ -111,6 +113,7 @@ class DiLoCo:
         weight: float | Callable[[], float] = 1.0,
         sync_buffers: bool = True,
         snapshot_every: int = 10,
+        allow_no_rounds: bool = False,
         name: str = "main",
         store: Store | str | None = None,
         run_id: str | None = None,
@@ -120,6 +123,7 @@ class DiLoCo:
     ) -> None:
         place = find_place(store, run_id, rank, world_size)
         self._replica = place.replica
+        self._allow_no_rounds = allow_no_rounds
         if not name or "/" in name:
             raise ValueError(f"name must be a word without '/', as in 'main', got name={name!r}.")
         plan = plan_fragments(model, fragments, sync_buffers=sync_buffers)
@@ -156,13 +160,13 @@ class DiLoCo:
                 momentum=outer_momentum,
                 warmup=settings.warmup,
                 n_fragments=len(plan),
-                last_entry=settings.last_entry if final_average else None,
+                last_entry=settings.plan.last_entry if final_average else None,
             ),
             outer_optimizer=outer_optimizer,
             settings=settings.agreed(),
             mix=mix,
             carry=late == "carry",
-            last_entry=settings.last_entry,
+            is_final=settings.plan.is_final,
             block_bytes=pace.block_bytes,
         )
         self._watch = open_watch(place.store)
@@ -186,25 +190,23 @@ class DiLoCo:
             keys,
             me,
             self._training,
+            plan=settings.plan,
             min_quorum=min_quorum,
             weight=weight,
-            last_entry=settings.last_entry,
             snapshot_every=settings.entries_per_snapshot,
             pace=pace,
             wait=self._watch.wait,
             background=self._background,
             map=map if is_near(place.store) else self._reads,
+            ask=at_once if is_near(place.store) else self._reads.ask,
         )
-        self._since = 0
-        """Inner steps since the last entry that was due."""
-        self._base = 0
-        """Inner steps before that."""
+        self._steps = 0
+        """Steps of this process."""
         self._round_s = 0.0
         self._closed = False
         kept = self._attachments.kept
         self._rendezvous.start(None if kept is None else (kept.position, kept.progress(self._training.sizes())))
         self._kept_period = self._rendezvous.position // settings.entries_per_snapshot
-        self._base = self._rendezvous.position * settings.steps_per_entry
         _open[self._name] = self
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -224,15 +226,10 @@ class DiLoCo:
             AbortedError: a peer aborted the run.
         """
         self._check_open()
-        self._since += 1
-        due = self._settings.steps_per_entry
-        if self._since >= due:
-            return self._meet()
-        if self._settings.overlap_steps and self._since == due - self._settings.overlap_steps:
-            began = monotonic()
-            self._rendezvous.publish()
-            self._round_s += monotonic() - began
-        return None
+        self._steps += 1
+        began = monotonic()
+        adopted = self._rendezvous.step()
+        return self._report(adopted, began)
 
     def sync(self) -> list[RoundReport]:
         """Have a round of every fragment now; all replicas must call it at the same step. Inner steps count from here.
@@ -240,8 +237,10 @@ class DiLoCo:
         A fragment that is on its way is waited for first, and has this as its round.
         """
         self._check_open()
-        met = [self._meet() for _ in self._training.fragments]
-        return [report for report in met if report is not None]
+        began = monotonic()
+        adopted = self._rendezvous.sync()
+        self._report(adopted, began)
+        return [RoundReport.of([entry]) for entry in adopted]
 
     def attach_state(self, name: str, thing: Any) -> None:
         """Let a state ride along, so that this rank's next attempt goes on with it and the loss has no bump.
@@ -263,23 +262,52 @@ class DiLoCo:
         self._attachments.attach(name, thing)
 
     def close(self) -> None:
-        """Apply what is in flight and leave; does not average. Safe to call again."""
-        self._close(wait=True)
+        """Apply what is in flight and leave; does not average. Safe to call again.
 
-    def _close(self, *, wait: bool) -> None:
+        Warns of steps that are in nobody's average.
+
+        Raises:
+            DiLoCoError: this replica has trained, and there was no round at all.
+        """
+        self._close(in_order=True)
+
+    def _close(self, *, in_order: bool) -> None:
         if self._closed:
             return
         self._closed = True
         _open.pop(self._name, None)
         try:
-            if self._rendezvous.in_flight:
-                self._rendezvous.adopt()
+            if in_order:
+                self._rendezvous.leave()
+            else:
+                self._rendezvous.say_bye()
         finally:
-            self._rendezvous.leave()
             self._watch.close()
             self._reads.close()
-        if wait:
+        if in_order:
             self._background.finish()
+            self._complain_of_lost_steps()
+
+    def _complain_of_lost_steps(self) -> None:
+        """Say what was trained for nobody.
+
+        Raises: DiLoCoError: all of it was.
+        """
+        inner_steps, left = self._settings.inner_steps, self._rendezvous.uncounted_steps
+        if self._settings.world_size == 1 or not self._steps:
+            return
+        if not self.rounds and not self._allow_no_rounds:
+            raise DiLoCoError(
+                f"{self._steps} steps and no round: inner_steps is {inner_steps}, so this replica has trained alone, "
+                "and the replicas end with different models. Use a smaller inner_steps, call sync(), or allow it: "
+                "DiLoCo(model, allow_no_rounds=True)."
+            )
+        if self.rounds and left:
+            warnings.warn(
+                f"{left} steps of this replica since its last round are in nobody's average (inner_steps is "
+                f"{inner_steps}). Tell DiLoCo total_steps=…, and its last round is at the last step; or call sync().",
+                stacklevel=4,
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -291,8 +319,7 @@ class DiLoCo:
             self.close()
             return
         with contextlib.suppress(ReplicasError):  # the body's error is the one to report
-            self._rendezvous.forget()
-            self._close(wait=False)
+            self._close(in_order=False)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -304,7 +331,7 @@ class DiLoCo:
     @property
     def inner_step(self) -> int:
         """Inner steps so far, as the run counts them: rounds that went on without this replica included."""
-        return self._base + self._since
+        return self._rendezvous.inner_step
 
     def anchor(self) -> dict[str, Tensor]:
         """Return a float32 copy of the shared parameters, and buffers, by name."""
@@ -314,8 +341,8 @@ class DiLoCo:
         """Return anchor, outer state and position, to go with a checkpoint of the model in the same run."""
         return {
             "rounds": self.rounds,
-            "base": self._base,
-            "since": self._since,
+            "base": self._rendezvous.phase.base,
+            "since": self._rendezvous.phase.since,
             "anchor": self.anchor(),
             "outer": [outer.state_dict() for outer in self._training.outer],
         }
@@ -342,25 +369,21 @@ class DiLoCo:
             view.copy_(state["anchor"][name])
         for outer, outer_state in zip(self._training.outer, state["outer"], strict=True):
             outer.load_state_dict(outer_state)
-        self._base, self._since = state["base"], state["since"]
-        self._rendezvous.go_back(state["rounds"])
-        self._rendezvous.catch_up()
-        self._base += (self.rounds - state["rounds"]) * self._settings.steps_per_entry
+        self._rendezvous.go_back(state["rounds"], state["base"], state["since"])
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _meet(self) -> RoundReport | None:
-        began, before = monotonic(), self.rounds
-        adopted = self._rendezvous.meet()
-        self._keep_attached()
+    def _report(self, adopted: Sequence[Adopted], began: float) -> RoundReport | None:
+        """Tell of the entries that were adopted, and keep what is attached."""
+        if adopted:
+            self._keep_attached()
+            self._rendezvous.phase.left()
         self._round_s += monotonic() - began
-        missed = self.rounds - before - 1  # rounds that the others had without us
-        self._base += self._since + missed * self._settings.steps_per_entry
-        self._since = 0
-        report = RoundReport.of(adopted) if adopted else None  # None: a snapshot of the planned end was all there was
-        log.debug("rank %s: %s", self._settings.rank, report)
-        if self._replica is not None:
-            self._replica.report(round=self.rounds, round_s=round(self._round_s, 3))
+        report = RoundReport.of(adopted) if adopted else None
+        if report is not None:
+            log.debug("rank %s: %s", self._settings.rank, report)
+            if self._replica is not None:
+                self._replica.report(round=self.rounds, round_s=round(self._round_s, 3))
         return report
 
     def _keep_attached(self) -> None:

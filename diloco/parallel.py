@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from executors.store import MemoryStore, Store
@@ -11,6 +11,7 @@ from executors.store.file import FileStore
 
 T = TypeVar("T")
 R = TypeVar("R")
+T_co = TypeVar("T_co", covariant=True)
 
 THREADS = 8
 """An S3 store's reads of large objects are parallel in themselves, and its pool has connections for so many of them."""
@@ -20,6 +21,26 @@ class Map(Protocol):
     """What the builtin `map` does; perhaps with several calls at once."""
 
     def __call__(self, act: Callable[[T], R], things: Iterable[T], /) -> Iterator[R]: ...
+
+
+class Answer(Protocol[T_co]):
+    """What a `concurrent.futures.Future` is asked for."""
+
+    def done(self) -> bool: ...
+    def result(self) -> T_co: ...
+
+
+class Ask(Protocol):
+    """Asks for something, now or beside the training."""
+
+    def __call__(self, question: Callable[[], T], /) -> Answer[T]: ...
+
+
+def at_once(question: Callable[[], T]) -> Answer[T]:
+    """Ask now."""
+    answer: Future[T] = Future()
+    answer.set_result(question())
+    return answer
 
 
 class ParallelMap:
@@ -32,9 +53,16 @@ class ParallelMap:
         listed = list(things)
         if len(listed) < 2:
             return map(act, listed)
+        return self._threads().map(act, listed)
+
+    def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(THREADS, "diloco reads")
-        return self._pool.map(act, listed)
+        return self._pool
+
+    def ask(self, question: Callable[[], T]) -> Answer[T]:
+        """Ask beside the training."""
+        return self._threads().submit(question)
 
     def close(self) -> None:
         """Start nothing more; what is under way ends by itself."""

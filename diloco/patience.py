@@ -31,6 +31,8 @@ class PatientStore:
         self._patience_s = error_patience_s
         self._failing_since: dict[str, float] = {}
         self._counting = threading.Lock()
+        self.streams = isinstance(store, StreamingStore)
+        """Whether the store takes objects while they are being made."""
 
     def look(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview | None:
         """Return what stands there, or None: nothing, or no answer. An object that was cut off gives fewer bytes."""
@@ -73,11 +75,6 @@ class PatientStore:
         else:
             self._failing_since.pop("put_if_absent", None)
             self.written_bytes += size_of(data)
-
-    @property
-    def streams(self) -> bool:
-        """Whether the store takes objects while they are being made."""
-        return isinstance(self.store, StreamingStore)
 
     def create_streamed(self, key: str, head_bytes: int, size_bytes: int, produce: Produce) -> None:
         """Create an object that is made on the way, perhaps; the store streams."""

@@ -9,13 +9,17 @@ the number of blocks, so that they can be read without knowing anything else.
 from __future__ import annotations
 
 import json
+import math
+import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 from xxhash import xxh3_64_intdigest, xxh3_128_digest, xxh3_128_hexdigest
 
+from diloco.contract import MAX_WEIGHT
 from executors.errors import StoreError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -28,18 +32,27 @@ _MAGIC = b"RPL1"
 _ALIGN = 64  # payloads start at a cache line, so that float32 views of mapped objects are aligned
 
 
+MAX_RANK = 1_000_000
+MAX_ATTEMPT = 1_000_000
+MAX_SHARDS = 64
+"""Every replica reads every shard, so hundreds of them would be hundreds of requests a round, for each replica."""
+MAX_NONCE = 64
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
 class BadRecordError(StoreError):
     """Bytes that are not, or no longer, the record they should be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """The head of what one replica sends for one entry; the payload follows it."""
+    """The head of what one replica sends for one entry; the payload follows it, if it has any work."""
 
     rank: int
     attempt: int
     nonce: str
     weight: float
+    """0: the sender presents itself, and sends nothing."""
     anchor: str
     """Digest of the sender's anchor and outer state of this fragment, before the entry."""
     size_bytes: int
@@ -48,8 +61,15 @@ class Contribution:
     """Euclidean norm of each block; for people."""
     waited_s: float = 0.0
     """How long the sender waited for others in its last round: the spread of arrivals, by one clock."""
+    phase_s: float = 0.0
+    """How long the sender's inner steps of an entry take, all of them; 0: not known."""
+    head_start_s: float = 0.0
+    """How much earlier than the others, at most, the sender's inner steps ended."""
+    in_phase: bool = True
+    """Whether the sender is through with its inner steps, and waits; else it presents itself and trains on."""
 
-    def head(self) -> bytes:
+    def head(self, n_blocks: int | None = None) -> bytes:
+        """Return the head, as long as that of a payload of `n_blocks` blocks."""
         head = frame(
             {
                 "rank": self.rank,
@@ -61,9 +81,12 @@ class Contribution:
                 "blocks": "".join(self.blocks),
                 "norms": [float(f"{norm:.6g}") for norm in self.norms],
                 "waited_s": round(self.waited_s, 3),
+                "phase_s": float(f"{self.phase_s:.6g}"),
+                "head_start_s": round(self.head_start_s, 3),
+                "in_phase": self.in_phase,
             }
         )
-        return _padded(head, head_bytes(len(self.blocks)))
+        return _padded(head, head_bytes(len(self.blocks) if n_blocks is None else n_blocks))
 
     @classmethod
     def parse(cls, data: Buffer) -> tuple[Contribution, str]:
@@ -73,51 +96,72 @@ class Contribution:
             BadRecordError: these bytes are no contribution.
         """
         fields, digest, _ = unframe(data)
-        try:
+        with _Reading("contribution"):
             contribution = cls(
-                rank=int(fields["rank"]),
-                attempt=int(fields["attempt"]),
-                nonce=str(fields["nonce"]),
-                weight=float(fields["weight"]),
-                anchor=str(fields["anchor"]),
-                size_bytes=int(fields["bytes"]),
+                rank=_whole(fields["rank"], MAX_RANK),
+                attempt=_whole(fields["attempt"], MAX_ATTEMPT),
+                nonce=_nonce(fields["nonce"]),
+                weight=_weight(fields["weight"]),
+                anchor=_digest(fields["anchor"]),
+                size_bytes=_whole(fields["bytes"]),
                 blocks=_split_digests(fields["blocks"]),
-                norms=tuple(fields["norms"]),
-                waited_s=float(fields["waited_s"]),
+                norms=tuple(_number(norm) for norm in _list(fields["norms"])),
+                waited_s=_seconds(fields["waited_s"]),
+                phase_s=_seconds(fields["phase_s"]),
+                head_start_s=_seconds(fields["head_start_s"]),
+                in_phase=_flag(fields["in_phase"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadRecordError(f"This is no contribution: {error!r}.") from error
         return contribution, digest
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A contribution that counts."""
+    """A contribution that counts, or a replica that presented itself without one."""
 
     nonce: str
     attempt: int
     weight: float
+    """0: it brings no input to the mean."""
     digest: str
     """Digest of the contribution's head, and so of its payload."""
+    in_phase: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The decision about one entry: who counts, from which anchor, and the mean itself when it is small."""
+    """The decision about one entry: who counts, from which anchor, and the mean itself when it is small.
+
+    Where no member has any weight there is no mean: anchor and momentum stay, and the entry is counted.
+    """
 
     members: Mapping[int, Member]
     anchor: str
     shards: int
-    """Number of `mean/<shard>` objects; 0: the mean is in here."""
+    """Number of `mean/<shard>` objects; 0: the mean is in here, or there is none."""
     mean: Buffer = b""
     lost_mean: str | None = None
     """The digest of the mean, when what stands here is not the mean any more."""
+    phase_s: float = 0.0
+    """The longest inner phase of a member; 0: nobody knew."""
+
+    @property
+    def inputs(self) -> dict[int, Member]:
+        """The members whose work is in the mean."""
+        return {rank: member for rank, member in sorted(self.members.items()) if member.weight > 0}
+
+    @property
+    def owners(self) -> list[int]:
+        """The ranks that reduce the mean: those that wait for it; those that train on do so only where nobody waits."""
+        return [rank for rank, member in self.members.items() if member.in_phase] or list(self.members)
 
     def data(self) -> list[Buffer]:
         fields: dict[str, Any] = {
-            "members": {str(r): [m.nonce, m.attempt, m.weight, m.digest] for r, m in sorted(self.members.items())},
+            "members": {
+                str(r): [m.nonce, m.attempt, m.weight, m.digest, m.in_phase] for r, m in sorted(self.members.items())
+            },
             "anchor": self.anchor,
             "shards": self.shards,
+            "phase_s": float(f"{self.phase_s:.6g}"),
         }
         if not self.shards:
             fields["mean"] = xxh3_128_hexdigest(self.mean)
@@ -125,29 +169,38 @@ class Seal:
         return [_padded(head, _aligned(len(head))), self.mean]
 
     @classmethod
-    def parse(cls, data: Buffer, *, whole: bool = True) -> Seal:
+    def parse(cls, data: Buffer, *, size_bytes: int | None = None, whole: bool = True) -> Seal:
         """Read a seal.
 
         Args:
-            whole: refuse a seal whose head is right and whose mean is not.
+            size_bytes: of the entry's payload; None: not known here.
+            whole: refuse a seal whose head is right and whose mean is not what was sealed.
 
         Raises:
-            BadRecordError: these bytes are no seal, or its mean is not what was sealed.
+            BadRecordError: these bytes are no seal of such an entry, or its mean is not what was sealed.
         """
         fields, _, end = unframe(data)
-        try:
-            members = {
-                int(r): Member(str(m[0]), int(m[1]), float(m[2]), str(m[3])) for r, m in fields["members"].items()
-            }
-            shards, anchor, digest = int(fields["shards"]), str(fields["anchor"]), fields.get("mean")
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise BadRecordError(f"This is no seal: {error!r}.") from error
+        with _Reading("seal"):
+            members = {_rank(rank): _member(*_list(about)) for rank, about in _mapping(fields["members"]).items()}
+            anchor, phase_s = _digest(fields["anchor"]), _seconds(fields["phase_s"])
+            shards = _whole(fields["shards"], MAX_SHARDS)
+            digest = None if shards else _digest(fields["mean"])
+            if not members:
+                raise ValueError("it names nobody")
         mean = memoryview(data)[end:]
-        if not shards and xxh3_128_hexdigest(mean) != digest:
+        if digest is None:
+            return cls(members, anchor, shards, phase_s=phase_s)
+        if xxh3_128_hexdigest(mean) != digest:
             if whole:
                 raise BadRecordError("The mean in this seal is not what was sealed.")
-            return cls(members, anchor, shards, b"", str(digest))
-        return cls(members, anchor, shards, mean)
+            return cls(members, anchor, shards, b"", digest, phase_s)
+        seal = cls(members, anchor, shards, mean, phase_s=phase_s)
+        expected_bytes = len(mean) if size_bytes is None else size_bytes if seal.inputs else 0
+        if len(mean) != expected_bytes:
+            raise BadRecordError(f"The mean in this seal has {len(mean)} bytes instead of {expected_bytes}.")
+        if size_bytes is not None and not np.isfinite(np.frombuffer(mean, np.float32)).all():
+            raise BadRecordError("The mean in this seal is not finite.")
+        return seal
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +219,9 @@ class MeanHead:
     def parse(cls, data: Buffer) -> MeanHead:
         """Raises: BadRecordError: these bytes are no mean."""
         fields, _, _ = unframe(data)
-        try:
-            return cls(_split_digests(fields["blocks"]), tuple(int(rank) for rank in fields["left_out"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadRecordError(f"This is no mean: {error!r}.") from error
+        with _Reading("mean"):
+            left_out = tuple(_whole(rank, MAX_RANK) for rank in _list(fields["left_out"]))
+            return cls(_split_digests(fields["blocks"]), left_out)
 
 
 def head_bytes(n_blocks: int) -> int:
@@ -217,7 +269,8 @@ def unframe(data: Buffer) -> tuple[dict[str, Any], str, int]:
     head = view[_PREFIX.size : _PREFIX.size + length]
     if magic != _MAGIC or len(head) < length or xxh3_128_digest(head) != digest:
         raise BadRecordError("The head of this record is not what was written.")
-    fields: dict[str, Any] = json.loads(bytes(head))
+    with _Reading("record"):
+        fields = _mapping(json.loads(bytes(head)))
     return fields, digest.hex(), _aligned(_PREFIX.size + length)
 
 
@@ -231,7 +284,89 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _split_digests(text: Sequence[str] | str) -> tuple[str, ...]:
+def _split_digests(text: Any) -> tuple[str, ...]:
     if not isinstance(text, str) or len(text) % 32:
         raise ValueError("block digests are not a multiple of 32 characters")
     return tuple(text[at : at + 32] for at in range(0, len(text), 32))
+
+
+# -- fields of a record, which somebody else wrote -------------------------------------------------------------------
+
+
+class _Reading:
+    """Whatever a field that is not what it should be raises is a `BadRecordError` that says which record it is in."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (KeyError, TypeError, ValueError, OverflowError, RecursionError)):
+            raise BadRecordError(f"This is not a {self._what}: {type(error).__name__}: {str(error)[:200]}.") from error
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"a {type(value).__name__} instead of an object")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"a {type(value).__name__} instead of a list")
+    return value
+
+
+def _whole(value: Any, most: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0 or (most is not None and value > most):
+        raise ValueError(f"{str(value)[:40]!r} instead of a number from 0 to {most}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"a {type(value).__name__} instead of a number")
+    return float(value)
+
+
+def _weight(value: Any) -> float:
+    weight = _number(value)
+    if not 0 <= weight <= MAX_WEIGHT:
+        raise ValueError(f"a weight of {weight}")
+    return weight
+
+
+def _seconds(value: Any) -> float:
+    """Read a duration; what cannot be one is read as 0, which is safe: no decision needs one."""
+    seconds = _number(value)
+    return seconds if math.isfinite(seconds) and seconds > 0 else 0.0
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"a {type(value).__name__} instead of true or false")
+    return value
+
+
+def _digest(value: Any) -> str:
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        raise ValueError(f"{str(value)[:40]!r} instead of a digest")
+    return value
+
+
+def _nonce(value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NONCE:
+        raise ValueError(f"{str(value)[:40]!r} instead of a nonce")
+    return value
+
+
+def _rank(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 7):
+        raise ValueError(f"{text[:40]!r} instead of a rank")
+    return int(text)
+
+
+def _member(nonce: Any, attempt: Any, weight: Any, digest: Any, in_phase: Any) -> Member:
+    return Member(_nonce(nonce), _whole(attempt, MAX_ATTEMPT), _weight(weight), _digest(digest), _flag(in_phase))

@@ -22,8 +22,9 @@ from diloco.loading import Loader
 from diloco.log import Log
 from diloco.means import Means
 from diloco.membership import Identity, Membership
-from diloco.parallel import Map
+from diloco.parallel import Answer, Ask, Map, at_once
 from diloco.patience import PatientStore, backoff
+from diloco.phase import Phase, Plan
 from diloco.records import Seal
 from diloco.reduction import Reduce, weighted_mean
 from diloco.rounds import Adopted, Pace, Round
@@ -36,6 +37,12 @@ Wait = Callable[[float, Sequence[str]], None]
 
 
 MOST_PAUSE_S = 1.0
+LOOK_S, ANSWERS_PER_LOOK = 1.0, 40
+"""Who is out of phase looks for the seal once a second, or as often as that costs a fortieth of its time."""
+PRESENTATIONS = 3
+"""How often who is out of phase sends something before it trains on: each time the seal may come meanwhile."""
+FENCE_S = 10.0
+"""How often who is out of phase looks for a newer attempt of its rank."""
 
 
 def in_the_foreground(job: Callable[[], None]) -> None:
@@ -53,9 +60,9 @@ class Rendezvous:
         me: Identity,
         work: Work,
         *,
+        plan: Plan | None = None,
         min_quorum: int | None = None,
         weight: float | Callable[[], float] = 1.0,
-        last_entry: int | None = None,
         snapshot_every: int = 10,
         pace: Pace | None = None,
         reduce: Reduce = weighted_mean,
@@ -64,37 +71,46 @@ class Rendezvous:
         rng: random.Random | None = None,
         background: Background = in_the_foreground,
         map: Map = map,
+        ask: Ask = at_once,
     ) -> None:
         self.pace = pace or Pace()
         self.position = 0
         """The next entry to apply."""
+        self._plan = plan or Plan(n_fragments=len(work.sizes()))
+        self.phase = Phase(self._plan, clock)
         self._store = store
         self._keys = keys
         self._me = me
         self._work = work
         self._sizes = tuple(work.sizes())
         self._weight = weight
-        self._last_entry = last_entry
         self._clock = clock
         self._wait = wait
+        self._ask = ask
         self._rng = rng or random.Random()
-        self._members = Membership(store, keys, me.world_size)
+        self._members = Membership(store, keys, me)
         self._means = Means(store, keys, me, self._members, self.pace, reduce=reduce, clock=clock, map=map)
         self._sealing = Sealing(
-            store, keys, me, self._members, work, self.pace,
+            store, keys, me, self._members, self.phase, work, self.pace,
             min_quorum=min_quorum or 1, reduce=reduce, clock=clock, map=map, reload=self._reload,
         )  # fmt: skip
-        self._sending = Sending(store, keys, me, self._members, work, self.pace)
-        self._log = Log(store, keys, me, self.pace, clock=clock, wait=wait, rng=self._rng)
+        self._sending = Sending(store, keys, me, self._members, self.phase, work, self.pace)
+        self._log = Log(store, keys, me, self.pace, self._sizes, clock=clock, wait=wait, rng=self._rng)
         self._loader = Loader(
             store, keys, me, work, self.pace, snapshot_every=snapshot_every,
             clock=clock, wait=wait, rng=self._rng, check_abort=self._check_abort,
         )  # fmt: skip
         self._keeper = Keeper(store, keys, me, work, snapshot_every=snapshot_every, background=background)
         self._round: Round | None = None
+        self._look: tuple[float, Answer[tuple[bool, bool]]] | None = None
+        """A look at the open entry that is under way: when it began, and whether there is a seal, and anybody."""
+        self._look_steps = 0
+        """Steps since then."""
         self._waited_s = 0.0
         """How long this replica waited for others in its last round."""
-        self._abort_checked_s = clock()
+        self._unsealed = -1
+        """An entry that was just seen to have no seal."""
+        self._fence_checked_s = self._abort_checked_s = clock()
         self._diverged = 0
         """Number of entries in a row at which the anchor was not the seal's, also after reloading."""
 
@@ -113,50 +129,194 @@ class Rendezvous:
         else:
             position, progress = restored
             self._replay(until=position)
-            self._work.restore(progress, self._log.verdicts(position, self.position, len(self._sizes)))
-        self._set_expected()
-        self.catch_up()
+            self.phase.is_restored = [True] * len(self._sizes)
+            self._restore(progress, position)
+        self._set_newest_seal()
+        self.phase.begin(self.position * self._plan.steps_per_entry)
+        self._fall_in_with_the_log()
 
-    def catch_up(self) -> list[Adopted]:
-        """Adopt every entry that is sealed already."""
-        adopted = []
-        while self._log.seal(self.position) is not None:
-            if (entry := self.adopt()) is not None:
-                adopted.append(entry)
-        return adopted
+    def go_back(self, position: int, base: int, since: int) -> None:
+        """Continue from an earlier position, and then on to where the run is now; the work was given its state.
+
+        Args:
+            base, since: the run's step at that position, and the steps that were made since.
+        """
+        self.position = position
+        self._round = None
+        self.phase.made = [0] * len(self._sizes)
+        self.phase.is_restored = [True] * len(self._sizes)
+        self._set_newest_seal()
+        self.phase.begin(base, since)
+        self._fall_in_with_the_log()
+
+    def _fall_in_with_the_log(self) -> None:
+        """Catch up, and go on in phase, or out of it where the others are in the midst of theirs."""
+        before, since = self.position, self.phase.since
+        self._adopt_sealed()
+        self.phase.met(self.position - before)
+        self.phase.since = since
+        self._fall_in()
+        if not self.phase.is_out and self._me.attempt and not self._plan.is_over(self.position):
+            self._note_predecessor()
+        self.phase.left()
 
     def leave(self) -> None:
-        """Say that nothing more is to be expected of this replica."""
+        """Adopt what is in flight, and say that nothing more is to be expected of this replica.
+
+        Out of phase nothing is waited for: what was sent may be counted after this replica has left.
+        """
+        try:
+            if self.phase.is_out:
+                self._adopt_sealed()
+            elif self.in_flight:
+                self._adopt()
+        finally:
+            self.say_bye()
+
+    def say_bye(self) -> None:
+        """Say that nothing more is to be expected of this replica, and adopt nothing."""
         pauses = self._pauses()
         while not self._store.write(self._keys.bye(self._me.rank, self._me.attempt), b""):
             self._wait(next(pauses), ())
 
-    # -- one entry -------------------------------------------------------------------------------------------------
+    # -- steps and rounds ------------------------------------------------------------------------------------------
 
-    def meet(self) -> list[Adopted]:
-        """Go through the due entry; when others went through it without us, also through the next open one.
+    @property
+    def inner_step(self) -> int:
+        """The run's step."""
+        return self.phase.inner_step
 
-        So whoever was late is in phase again after one round.
+    @property
+    def uncounted_steps(self) -> int:
+        """How many of this process's steps are in no mean yet, in the fragment that has most."""
+        return max(steps or 0 for steps in self.phase.made)
+
+    def step(self) -> list[Adopted]:
+        """Count an inner step, do what is due after it, and return the entries that were adopted.
 
         Raises:
-            FencedError: a newer attempt of this rank has begun.
+            QuorumTimeoutError, ContributionError, DivergenceError, FencedError, AbortedError: see `DiLoCo.step`.
         """
-        self._check_fence()
-        self.publish()
-        first = self.adopt()
-        if first is not None and first.settled is Settled.COUNTED:
-            return [first]
-        adopted = [] if first is None else [first]
-        while True:
-            adopted += self.catch_up()
-            if self._last_entry is not None and self.position > self._last_entry:
-                return adopted  # the plan is fulfilled: one more would be a round alone
-            self.publish()
-            if (last := self.adopt()) is not None:
-                return [*adopted, last]
+        self.phase.step_made()
+        adopted: list[Adopted] = []
+        if self._plan.is_over(self.position):
+            return adopted
+        if self.phase.is_out and not self.phase.is_at_the_end:
+            adopted = self._look_around()
+        if self.phase.is_out:
+            pass
+        elif self.phase.is_due:
+            adopted += self._meet()
+        elif self.phase.is_time_to_publish(self.position):
+            self._publish()
+        while self.phase.is_at_the_end and not self._plan.is_over(self.position):
+            adopted += self._meet()  # all planned steps are made: the rest of the plan is gone through at once
+        self.phase.left()
+        return adopted
 
-    def publish(self) -> None:
+    def sync(self) -> list[Adopted]:
+        """Have a round of every fragment now."""
+        adopted: list[Adopted] = []
+        step, before, n_fragments = self.phase.inner_step, self.position, len(self._sizes)
+        for _ in self._sizes:
+            adopted += self._meet()
+        missed = max(0, self.position - before - n_fragments)  # which the others had without us
+        self.phase.synchronised(step + missed * self._plan.steps_per_entry)
+        self.phase.left()
+        return adopted
+
+    def _meet(self) -> list[Adopted]:
+        """Go through the due entry, and all that others went through without us."""
+        self._check_fence()
+        if self._plan.is_over(self.position):
+            return []
+        before = self.position
+        self._publish()
+        first = self._adopt()
+        adopted = [*([] if first is None else [first]), *self._adopt_sealed()]
+        self.phase.met(self.position - before)
+        return adopted + self._fall_in()
+
+    def _look_around(self) -> list[Adopted]:
+        """Out of phase: look for the seal of the open entry, now and then, and adopt what is sealed."""
+        r = self._current()
+        now = self._clock()
+        if self._look is None:
+            if now - self.phase.looked_s < min(LOOK_S, ANSWERS_PER_LOOK * self._store.answer_s):
+                return []
+            self._look_steps = 0
+            self._look = now, self._ask(lambda: (self._log.seal(r.entry) is not None, self._is_behind()))
+        began_s, answer = self._look
+        if not answer.done():
+            self._look_steps += 1
+            return []
+        self._look = None
+        is_sealed, is_behind = answer.result()
+        if is_sealed:
+            return self._catch_up()
+        self.phase.looked(began_s, self._look_steps)
+        self.phase.is_out = is_behind
+        self._check_abort()
+        if not r.published:
+            self._present()  # a seal seemed to stand
+        elif r.published_s is not None and now - r.published_s >= self._sealing.lone_s:
+            if self._sealing.try_seal(r, self._means.patience_s):
+                return self._catch_up()
+            self._check_time(r)
+        return []
+
+    def _catch_up(self) -> list[Adopted]:
+        """Adopt every entry that is sealed already, in the midst of a phase."""
+        before = self.position
+        adopted = self._adopt_sealed()
+        self.phase.caught_up(self.position - before)
+        return adopted + self._fall_in()
+
+    def _is_behind(self) -> bool:
+        """Tell whether this replica is out of phase: not named by the newest seal, while somebody named lives."""
+        if self._clock() - self._fence_checked_s >= FENCE_S:
+            self._check_fence()
+        return not self._members.names_me and self._members.someone_lives()
+
+    def _fall_in(self) -> list[Adopted]:
+        """After entries were adopted: go on in phase, or present oneself.
+
+        Returns: what was adopted besides, because its seal came while something was sent for it.
+        """
+        adopted: list[Adopted] = []
+        for _ in range(PRESENTATIONS):
+            self.phase.is_out = not self._plan.is_over(self.position) and self._is_behind()
+            if not self.phase.is_out:
+                break
+            self._present()
+            before = self.position
+            adopted += self._adopt_sealed()
+            if self.position == before:
+                break
+            self.phase.caught_up(self.position - before)
+        return adopted
+
+    def _present(self) -> None:
+        """Send what there is for the open entry, at once, and train on."""
+        self.phase.looked(self._clock())
+        self._publish(early=True)
+
+    def _adopt_sealed(self) -> list[Adopted]:
+        """Adopt every entry that is sealed already."""
+        adopted = []
+        while self._unsealed != self.position and self._log.seal(self.position) is not None:
+            if (entry := self._adopt()) is not None:
+                adopted.append(entry)
+        self._unsealed = -1
+        return adopted
+
+    # -- one entry -------------------------------------------------------------------------------------------------
+
+    def _publish(self, *, early: bool = False) -> None:
         """Send the work of the fragment whose turn it is, unless that is decided already.
+
+        Args:
+            early: in the midst of a phase, weighed by the steps it is made of.
 
         Raises:
             ContributionError: it is not finite, or a parameter has changed its shape.
@@ -165,38 +325,61 @@ class Rendezvous:
         if r.published or self._log.seal(r.entry) is not None:
             return
         began = self._clock()
-        weight = check_weight(self._weight, self._me.rank, r.entry)
+        weight = self._early_weight(r) if early else check_weight(self._weight, self._me.rank, r.entry)
+        r.is_early, r.sent_steps = early, self.phase.made[r.fragment] if weight else 0
         pauses = self._pauses()
-        while True:
+        stands = early and self._stands(r)  # of an earlier attempt, perhaps
+        while not stands:
             self._sending.send(r, weight, self._waited_s)
-            if self._sealing.look_at_contribution(r, self._me.rank) or self._log.seal(r.entry) is not None:
+            stands = self._stands(r)
+            if not stands and self._log.seal(r.entry) is not None:
                 break
-            self._check_time(r)
-            self._wait(next(pauses), ())
-        r.published = True
+            if not stands:
+                self._check_time(r)
+                self._wait(next(pauses), ())
+        if stands or not early:  # else the seal may only seem to stand: look again after the next step
+            r.published, r.published_s = True, self._clock()
         r.move_s += self._clock() - began
+
+    def _early_weight(self, r: Round) -> float:
+        """Weigh work of fewer steps than a phase has; 0 where there is none, or nobody knows of how many it is."""
+        steps = self.phase.made[r.fragment]
+        if not steps or self.phase.is_restored[r.fragment]:
+            return 0.0
+        if callable(self._weight):
+            return check_weight(self._weight, self._me.rank, r.entry, may_be_zero=True)
+        weight = check_weight(self._weight, self._me.rank, r.entry)
+        return weight * min(1.0, steps / self._plan.inner_steps)
+
+    def _stands(self, r: Round) -> bool:
+        """Tell whether a contribution stands in this rank's place, and remember what one of another process meets."""
+        if not self._sealing.look_at_contribution(r, self._me.rank):
+            return False
+        seen = r.seen.get(self._me.rank)
+        if seen is not None and seen[0].nonce != self._me.nonce and r.foreign is None:
+            r.foreign, r.foreign_steps = self._work.payload(r.entry), self.phase.made[r.fragment]
+        return True
+
+    def _note_predecessor(self) -> None:
+        """Where an earlier attempt's contribution stands for the open entry, it is this rank's: keep what comes now."""
+        r = self._current()
+        if self._stands(r) and r.foreign is not None:
+            r.published, r.published_s = True, self._clock()
 
     @property
     def in_flight(self) -> bool:
-        """Whether something was sent whose round was not applied yet."""
-        return self._round is not None and self._round.published
+        """Whether something was sent in phase whose round was not applied yet."""
+        r = self._round
+        return r is not None and r.published and not r.is_early and r.foreign is None
 
-    def forget(self) -> None:
-        """Do not wait for what is in flight."""
-        self._round = None
-
-    def go_back(self, position: int) -> None:
-        """Continue from an earlier position; the work was given the state that belongs to it."""
-        self.position = position
-        self._round = None
-
-    def adopt(self) -> Adopted | None:
+    def _adopt(self) -> Adopted | None:
         """Wait until the next entry is sealed and its mean stands, helping both along, and apply it.
 
         Returns: None when the entry was jumped over: what it needs is no longer there, but a newer snapshot is.
         """
         r = self._current()
         r.started_s = began = self._clock()
+        r.began_s = began if r.began_s is None else r.began_s
         waited_before, reduced_before = r.wait_s, r.reduce_s
         pauses = self._pauses()
         while True:
@@ -238,25 +421,25 @@ class Rendezvous:
         return [self._keys.folder_of(key) for key in keys]
 
     def _apply(self, r: Round, seal: Seal, mean: Sequence[memoryview]) -> Adopted:
+        settled, part = self._settle(r, seal)
         began = self._clock()
-        settled = self._log.settle(seal)
         self._keeper.before_step(r.entry, seal)
-        self._work.apply(r.entry, mean, settled)
+        self._work.apply(r.entry, mean, settled, part)
         step_s = self._clock() - began
-        self._members.expected = {rank: member.attempt for rank, member in seal.members.items()}
+        self._count_steps(r, settled, part)
+        self._members.seal = seal
         self.position = r.entry + 1
         self._round = None
         if r.published:
             self._store.remove(self._keys.contribution(r.entry, self._me.rank))
         self._check_next_seal(r)
-        self._waited_s = r.wait_s
-        self._sealing.learn(r)
+        self._learn(r)
         return Adopted(
             entry=r.entry,
             fragment=r.fragment,
-            ranks=tuple(sorted(seal.members)),
+            ranks=tuple(seal.inputs),
             left_out=tuple(sorted(r.left_out)),
-            settled=settled,
+            counted=self._log.settle(seal) is Settled.COUNTED,
             bytes_up=self._store.written_bytes - r.written_before,
             bytes_down=self._store.read_bytes - r.read_before,
             wait_s=r.wait_s,
@@ -264,6 +447,41 @@ class Rendezvous:
             reduce_s=r.reduce_s,
             step_s=step_s,
         )
+
+    def _settle(self, r: Round, seal: Seal) -> tuple[Settled, list[memoryview] | None]:
+        """Tell what became of the live work, and of which part of it; None: of all.
+
+        What was sent early is read back: steps were made since, and are still this replica's own. Where that cannot
+        be read, all of it is dropped: nothing may count twice.
+        """
+        member = seal.members.get(self._me.rank)
+        settled = self._log.settle(seal)
+        if settled is Settled.DROPPED:
+            return settled, None if r.foreign is None else [r.foreign]
+        if member is not None and not member.weight:
+            return Settled.COUNTED, []
+        if member is not None and r.is_early:
+            sent = self._sending.read_back(r, member.digest)
+            return (Settled.DROPPED, None) if sent is None else (settled, [sent])
+        return settled, None
+
+    def _count_steps(self, r: Round, settled: Settled, part: list[memoryview] | None) -> None:
+        """Keep account of how many steps the live work is made of."""
+        f, made, is_restored = r.fragment, self.phase.made, self.phase.is_restored
+        if self._plan.is_final(r.entry) or (part is None and not (settled is Settled.KEPT and self._work.carries)):
+            made[f], is_restored[f] = 0, False
+        elif part is not None and settled is Settled.COUNTED:
+            made[f] -= r.sent_steps
+        elif part is not None:
+            made[f], is_restored[f] = made[f] - r.foreign_steps, False
+
+    def _learn(self, r: Round) -> None:
+        """Take note of how far apart replicas arrive: of those that came from one phase, less a known head start."""
+        if self.phase.is_out:
+            self._waited_s = 0.0
+        else:
+            self._waited_s = max(0.0, r.wait_s - self.phase.head_start_s)
+            self._sealing.learn(r, self._waited_s)
 
     # -- the log is the truth ----------------------------------------------------------------------------------------
 
@@ -290,8 +508,11 @@ class Rendezvous:
 
     def _check_next_seal(self, r: Round) -> None:
         """Reload when the fragment's next seal, if it stands already, was made for another anchor than ours is now."""
-        seal = self._log.seal(r.entry + len(self._sizes))
-        if seal is not None and seal.anchor != self._work.digest(r.fragment):
+        entry = r.entry + len(self._sizes)
+        seal = self._log.seal(entry)
+        if seal is None:
+            self._unsealed = entry
+        elif seal.anchor != self._work.digest(r.fragment):
             self._reload()
 
     def _reload(self, above: int = -1) -> bool:
@@ -308,11 +529,19 @@ class Rendezvous:
             return False
         self.position = entry
         self._replay(until=before)
-        self._work.restore(progress, self._log.verdicts(before, self.position, len(self._sizes)))
+        self._restore(progress, before)
         if self.position != before:
             self._round = None
-            self._set_expected()
+            self._set_newest_seal()
         return True
+
+    def _restore(self, progress: Any, position: int) -> None:
+        """Take up live work as it was before an entry, as far as what was jumped over since has not settled it."""
+        verdicts = self._log.verdicts(position, self.position, len(self._sizes))
+        self._work.restore(progress, verdicts)
+        for fragment, verdict in enumerate(verdicts):
+            if verdict is not None and not (verdict is Settled.KEPT and self._work.carries):
+                self.phase.made[fragment], self.phase.is_restored[fragment] = 0, False
 
     def _load(self, above: int) -> int:
         entry = self._loader.load(above)
@@ -338,9 +567,8 @@ class Rendezvous:
                 self._check_abort()
                 self._wait(next(pauses), ())
 
-    def _set_expected(self) -> None:
-        if self.position and (seal := self._log.insist_on_seal(self.position - 1)) is not None:
-            self._members.expected = {rank: member.attempt for rank, member in seal.members.items()}
+    def _set_newest_seal(self) -> None:
+        self._members.seal = self._log.insist_on_seal(self.position - 1) if self.position else None
 
     # -- small things ----------------------------------------------------------------------------------------------
 
@@ -359,10 +587,14 @@ class Rendezvous:
         return backoff(self._rng, most_s=min(MOST_PAUSE_S, max(0.02, self.pace.grace_s / 4)))
 
     def _check_time(self, r: Round) -> None:
-        if self._clock() - r.started_s > self.pace.round_timeout_s:
+        since_s = r.started_s
+        if r.published_s is not None and not self._members.names_me:  # the others may be in the midst of a phase
+            since_s = max(since_s, r.published_s + self._sealing.lone_s)
+        if self._clock() - since_s > self.pace.round_timeout_s:
             raise self._sealing.out_of_time(r)
 
     def _check_fence(self) -> None:
+        self._fence_checked_s = self._clock()
         newer = self._me.attempt + 1
         if self._store.look(self._keys.claim(self._me.rank, newer), size=0) is not None:
             raise FencedError(

@@ -37,7 +37,7 @@ class RoundReport:
             round=last.entry,
             fragment=last.fragment,
             ranks=tuple(rank for rank in last.ranks if rank not in last.left_out),
-            counted=last.settled == "counted",
+            counted=last.counted,
             bytes_up=sum(entry.bytes_up for entry in adopted),
             bytes_down=sum(entry.bytes_down for entry in adopted),
             wait_s=sum(entry.wait_s for entry in adopted),

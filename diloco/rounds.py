@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from diloco.patience import PatientStore
 from diloco.records import BLOCK_BYTES, Contribution
-from diloco.work import Packed, Settled
+from diloco.work import Packed
 
 READ_TRIES = 3
 """How often an object is read before its bytes, rather than the reading, are held to be wrong."""
@@ -41,8 +41,10 @@ class Adopted:
     entry: int
     fragment: int
     ranks: tuple[int, ...]
+    """Whose work the seal counts."""
     left_out: tuple[int, ...]
-    settled: Settled
+    counted: bool
+    """Whether this process's work is in the mean."""
     bytes_up: int
     bytes_down: int
     wait_s: float
@@ -62,6 +64,19 @@ class Round:
     sealed_s: float | None = None
     packed: Packed | None = None
     published: bool = False
+    published_s: float | None = None
+    """When this replica's contribution was in the store."""
+    is_early: bool = False
+    """Whether it was sent out of phase, before steps that it does not contain."""
+    sent_steps: int = 0
+    """Of how many steps an early contribution is made."""
+    foreign: memoryview | None = None
+    """The work that there was when a contribution of another process was found in this one's place."""
+    foreign_steps: int = 0
+    began_s: float | None = None
+    """When this replica began to wait for the seal."""
+    grace_from_s: float | None = None
+    """From when on the grace counts; None: nobody who was expected is known to wait."""
     spoilt: set[int] = field(default_factory=set)
     """Shards whose range of what was kept of the payload now holds the mean: read one's own input from the store."""
     seen: dict[int, tuple[Contribution, str]] = field(default_factory=dict)

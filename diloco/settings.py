@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from diloco.contract import MAX_WEIGHT
+from diloco.phase import Plan
 
 MAX_WARMUP_ROUNDS = 100
 UNKNOWN_WARMUP_ROUNDS = 40
@@ -64,6 +65,11 @@ class Settings:
             _at_least("momentum_warmup", self.momentum_warmup, 0, also='"auto" or ')
         if self.total_steps is not None:
             _at_least("total_steps", self.total_steps, 1)
+            if self.total_steps < self.inner_steps:
+                raise ValueError(
+                    f"total_steps must be at least inner_steps, the steps before a fragment's first round, "
+                    f"got total_steps={self.total_steps} and inner_steps={self.inner_steps}."
+                )
         _number("mix", self.mix, low=0.0, high=1.0)
         _one_of("wire", self.wire, ("fp32",))
         _one_of("late", self.late, ("carry", "drop"))
@@ -93,13 +99,14 @@ class Settings:
         return self.inner_steps // self.n_fragments
 
     @property
-    def planned_entries(self) -> int | None:
-        return None if self.total_steps is None else self.total_steps // self.steps_per_entry
+    def plan(self) -> Plan:
+        """How the inner steps are divided into rounds."""
+        return Plan(self.steps_per_entry, self.n_fragments, self.overlap_steps, self.total_steps)
 
     @property
     def planned_rounds(self) -> int | None:
         """Rounds of each fragment, where the total is known."""
-        return None if self.planned_entries is None else self.planned_entries // self.n_fragments
+        return None if self.plan.n_entries is None else self.plan.n_entries // self.n_fragments
 
     @property
     def warmup(self) -> int:
@@ -109,11 +116,6 @@ class Settings:
         if self.planned_rounds is None:
             return UNKNOWN_WARMUP_ROUNDS
         return min(MAX_WARMUP_ROUNDS, max(1, self.planned_rounds // 2))
-
-    @property
-    def last_entry(self) -> int | None:
-        """The last planned entry."""
-        return self.planned_entries - 1 if self.planned_entries else None
 
     @property
     def entries_per_snapshot(self) -> int:
@@ -145,7 +147,7 @@ class Settings:
             "snapshot_every": self.entries_per_snapshot,
             "inner_steps": self.inner_steps,
             "momentum_warmup": self.warmup,
-            "last_entry": self.last_entry,
+            "last_entry": self.plan.last_entry,
             "final_average": self.final_average,
             **outer,
         }

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from diloco.records import hash_order
-
-MAX_SHARDS = 64
-"""Every replica reads every shard, so hundreds of them would be hundreds of requests a round, for each replica."""
+from diloco.records import MAX_SHARDS, hash_order
 
 
 def count_shards(n_ranks: int, size_bytes: int, block_bytes: int) -> int:

@@ -36,7 +36,7 @@ class Training:
         settings: Mapping[str, Any],
         mix: float,
         carry: bool,
-        last_entry: int | None = None,
+        is_final: Callable[[int], bool] = lambda entry: False,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         self.model = model
@@ -45,8 +45,8 @@ class Training:
         self.rank = rank
         self._settings = settings
         self._mix = mix
-        self._carry = carry
-        self._last_entry = last_entry
+        self.carries = carry
+        self._is_final = is_final
         self._block_bytes = block_bytes
         self._memory = torch.empty(0)
         for fragment, anchor in zip(self.fragments, self.anchors, strict=True):
@@ -108,25 +108,34 @@ class Training:
         )
 
     @torch.no_grad()
-    def apply(self, entry: int, mean: Sequence[memoryview], settled: Settled) -> None:
+    def apply(
+        self, entry: int, mean: Sequence[memoryview], settled: Settled, part: Sequence[memoryview] | None = None
+    ) -> None:
         fragment, anchor = self._of(entry)
-        ends = self._last_entry is not None and entry > self._last_entry - len(self.fragments)
-        keep = settled is Settled.KEPT and self._carry and not ends  # a planned run ends with one model
-        if keep:  # nothing of the mean is in this memory: it was made without us
-            scratch = self._room(fragment.n_elements)
-            difference(self.model, fragment, anchor, scratch)
+        if self._is_final(entry):  # a planned run ends with one model
             self.replay(entry, mean)
-            set_live(self.model, fragment, torch.sub(anchor, scratch, out=scratch))
-            return
-        self.replay(entry, mean)
-        if self._mix:
-            mix_live(self.model, fragment, anchor, self._mix, self._room(fragment.n_elements))
-        else:
             set_live(self.model, fragment, anchor)
+        elif part is not None or (settled is Settled.KEPT and self.carries):
+            # Where a part stays, the mean may be in the memory that is used again and again.
+            rest = self._room(fragment.n_elements) if part is None else torch.empty(fragment.n_elements)
+            difference(self.model, fragment, anchor, rest)
+            start = 0
+            for piece in map(tensor_of, part or ()):
+                rest[start : start + piece.numel()].sub_(piece)
+                start += piece.numel()
+            self.replay(entry, mean)
+            set_live(self.model, fragment, torch.sub(anchor, rest, out=rest))
+        else:
+            self.replay(entry, mean)
+            if self._mix:
+                mix_live(self.model, fragment, anchor, self._mix, self._room(fragment.n_elements))
+            else:
+                set_live(self.model, fragment, anchor)
 
     @torch.no_grad()
     def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
-        self.outer[entry % len(self.fragments)].step(entry, [tensor_of(piece) for piece in mean])
+        if mean:
+            self.outer[entry % len(self.fragments)].step(entry, [tensor_of(piece) for piece in mean])
 
     @torch.no_grad()
     def progress(self) -> list[Tensor]:
@@ -136,12 +145,19 @@ class Training:
         return progress
 
     @torch.no_grad()
+    def payload(self, entry: int) -> memoryview:
+        fragment, anchor = self._of(entry)
+        progress = torch.empty_like(anchor)
+        difference(self.model, fragment, anchor, progress)
+        return progress.numpy().data.cast("B")
+
+    @torch.no_grad()
     def restore(self, progress: list[Tensor] | None, settled: Sequence[Settled | None] = ()) -> None:
         for index, (fragment, anchor) in enumerate(zip(self.fragments, self.anchors, strict=True)):
             verdict = settled[index] if settled else None
             if progress is None or verdict is Settled.DROPPED:
                 set_live(self.model, fragment, anchor)
-            elif verdict is None or (verdict is Settled.KEPT and self._carry):
+            elif verdict is None or (verdict is Settled.KEPT and self.carries):
                 set_live(self.model, fragment, anchor - progress[index])
             else:
                 set_live(self.model, fragment, anchor - self._mix * progress[index])

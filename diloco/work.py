@@ -19,7 +19,7 @@ class Settled(StrEnum):
     """What became of the local work of a fragment in an entry."""
 
     COUNTED = "counted"
-    """The seal names this process: what it sent is in the mean."""
+    """The seal names this process: what it sent, if anything, is in the mean."""
     KEPT = "kept"
     """The seal does not name this rank: its work goes with its next contribution."""
     DROPPED = "dropped"
@@ -45,6 +45,9 @@ class Packed:
 
 class Work(Protocol):
     """The anchor, the outer optimizer's state and the live work of one replica, by fragment."""
+
+    carries: bool
+    """Whether work that came too late for its round goes with the next one."""
 
     def sizes(self) -> Sequence[int]:
         """Return the payload bytes of each fragment."""
@@ -79,14 +82,25 @@ class Work(Protocol):
         Raises: ContributionError: it is not finite, or a parameter has changed its shape.
         """
 
-    def apply(self, entry: int, mean: Sequence[memoryview], settled: Settled) -> None:
-        """Step the anchor by a mean, given as consecutive byte ranges, and merge it into the live parameters."""
+    def apply(
+        self, entry: int, mean: Sequence[memoryview], settled: Settled, part: Sequence[memoryview] | None = None
+    ) -> None:
+        """Step the anchor by a mean, given as consecutive byte ranges, and merge it into the live parameters.
+
+        Args:
+            mean: empty: there is none, and the anchor stays.
+            part: the part of the live work that was counted or is to be dropped, as a payload in consecutive ranges,
+                where the rest is to stay; empty: none of it; None: all of it.
+        """
 
     def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
-        """Step the anchor by a mean and leave the live parameters alone."""
+        """Step the anchor by a mean, unless that is empty, and leave the live parameters alone."""
 
     def progress(self) -> Any:
         """Return a copy of all live work, as distances from the anchor."""
+
+    def payload(self, entry: int) -> memoryview:
+        """Return a copy of what would be packed now."""
 
     def restore(self, progress: Any, settled: Sequence[Settled | None] = ()) -> None:
         """Set the live parameters to the anchor less `progress`; None: to the anchor.

@@ -21,12 +21,15 @@ ZEROS = np.zeros(SLOTS, np.float32)
 class Toy:
     """Work of whole numbers: each process counts what it did in a slot of its own."""
 
+    carries = True
+
     def __init__(self, n_fragments: int, slot: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
         self.anchor = [rng.integers(-9, 9, SLOTS).astype(np.float32) for _ in range(n_fragments)]
         self.momentum = [np.zeros(SLOTS, np.float32) for _ in range(n_fragments)]
         self.undone = [np.zeros(SLOTS, np.float32) for _ in range(n_fragments)]
         self.slot, self.done, self.dropped = slot, 0, False
+        self.is_final: Callable[[int], bool] = lambda entry: False
         self.excused_until = 0
         """A flipped bit shows at the latest when the entry before this one is applied."""
         self._payload = np.zeros(SLOTS, np.float32)
@@ -73,12 +76,27 @@ class Toy:
                 payload[at] = 0xFF  # what is not to be kept is no longer there
         return Packed(digests, (0.0,) * len(digests), payload[first:end], first)
 
-    def apply(self, entry: int, mean: Sequence[memoryview], settled: Settled) -> None:
+    def apply(
+        self, entry: int, mean: Sequence[memoryview], settled: Settled, part: Sequence[memoryview] | None = None
+    ) -> None:
         self.replay(entry, mean)
-        self._settle(self.undone[entry % len(self.anchor)], settled)
+        undone = self.undone[entry % len(self.anchor)]
+        if part is not None:
+            taken = np.frombuffer(b"".join(part), np.float32) if part else ZEROS
+            undone -= taken
+            self.dropped = self.dropped or (settled is Settled.DROPPED and bool(taken.any()))
+        else:
+            self._settle(undone, settled)
+        if self.is_final(entry):
+            self.dropped = self.dropped or bool(undone.any())
+            undone[:] = 0.0
 
     def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
-        step(self.anchor, self.momentum, entry, np.frombuffer(b"".join(mean), np.float32))
+        if mean:
+            step(self.anchor, self.momentum, entry, np.frombuffer(b"".join(mean), np.float32))
+
+    def payload(self, entry: int) -> memoryview:
+        return self.undone[entry % len(self.anchor)].copy().data.cast("B")
 
     def progress(self) -> Any:
         return deepcopy(self.undone)

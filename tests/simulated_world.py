@@ -20,6 +20,7 @@ from executors.errors import KeyNotFoundError, StoreError
 from executors.store import Data, Entry, Produce
 
 HEAD_BYTES = head_bytes(1)
+CONTRIBUTION_HEAD_BYTES = head_bytes(3)  # a fragment of the simulated work has three blocks
 ROTS = re.compile("/contribution/|/mean/|/part/")
 
 
@@ -62,6 +63,7 @@ class World:
         self._queue: list[tuple[float, float, int, Callable[[], None]]] = []
         self._number = 0
         self._names: dict[greenlet, str] = {}
+        self._held: dict[str, float] = {}
         self._main = getcurrent()
 
     def clock(self) -> float:
@@ -90,11 +92,22 @@ class World:
     def wait(self, timeout_s: float, prefixes: Sequence[str]) -> None:
         self.sleep(timeout_s)
 
-    def run(self) -> None:
-        """Run until nothing is left to do."""
-        while self._queue:
+    def run(self, until_s: float | None = None) -> None:
+        """Run until nothing is left to do, or until a time."""
+        while self._queue and (until_s is None or self._queue[0][0] <= until_s):
             self.now, _, _, action = heapq.heappop(self._queue)
             action()
+
+    def kill(self, name: str) -> None:
+        """Let a process die where it is; called from outside of all processes."""
+        for task in [task for task, its in self._names.items() if its == name and task and not task.dead]:
+            self.note(f"{name} is killed")
+            task.throw(Died)
+
+    def hold(self, name: str, until_s: float) -> None:
+        """Let a process do nothing until a time."""
+        self.note(f"{name} is held up until {until_s:.3f} s")
+        self._held[name] = until_s
 
     def note(self, what: str) -> None:
         """Record a line of the schedule."""
@@ -107,7 +120,10 @@ class World:
         return probability > 0 and self.now < self.faults.until_s and self.rng.random() < probability
 
     def _run(self, task: greenlet) -> None:
-        if not task.dead:
+        held_s = self._held.get(self._names[task], 0.0) - self.now
+        if held_s > 0:
+            self.at(held_s, lambda: self._run(task))
+        elif not task.dead:
             task.switch()
 
     def schedule(self) -> str:
@@ -118,8 +134,12 @@ class World:
 class SimulatedStore:
     """A `Store` in which every call is a fault point."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, answer_s: float = 0.001, upload_s: float = 0.0) -> None:
         self.url = "simulated://"
+        self.created_s: dict[str, float] = {}
+        """When something stood under a key first."""
+        self.deleting: Callable[[str], None] = lambda key: None
+        """Is told what is about to be deleted."""
         self.objects: dict[str, bytes] = {}
         self.ever: dict[str, list[bytes]] = {}
         """Every value that ever stood under a key, deletions included."""
@@ -131,10 +151,13 @@ class SimulatedStore:
         self.garbled: dict[str, int] = {}
         """Number of garbled replies by key."""
         self._world = world
+        self._answer_s = answer_s
+        self._upload_s = upload_s
 
     def put_if_absent(self, key: str, data: Data) -> bool:
         value = _joined(data)
-        return self._write("create", key, lambda: self._create(key, value))
+        has_payload = "/contribution/" in key and len(value) > CONTRIBUTION_HEAD_BYTES
+        return self._write("create", key, lambda: self._create(key, value), self._upload_s if has_payload else 0.0)
 
     def put_if_absent_streamed(self, key: str, head_bytes: int, produce: Produce) -> bool:
         pieces: list[bytes] = []
@@ -183,9 +206,9 @@ class SimulatedStore:
     def list(self, prefix: str) -> Iterator[Entry]:
         return iter([Entry(key, len(self.objects[key]), 0.0) for key in sorted(self.objects) if key.startswith(prefix)])
 
-    def _write(self, verb: str, key: str, apply: Callable[[], bool]) -> bool:
+    def _write(self, verb: str, key: str, apply: Callable[[], bool], upload_s: float = 0.0) -> bool:
         faults, world = self._world.faults, self._world
-        self._before(verb, key)
+        self._before(verb, key, upload_s)
         if world.happens(faults.refused):
             world.note(f"{verb} {key}: error, not applied")
             raise StoreError("refused", key=key)
@@ -202,9 +225,9 @@ class SimulatedStore:
         self._after()
         return result
 
-    def _before(self, verb: str, key: str) -> None:
+    def _before(self, verb: str, key: str, upload_s: float = 0.0) -> None:
         faults, world = self._world.faults, self._world
-        seconds = 0.001
+        seconds = self._answer_s + upload_s
         if world.happens(faults.asleep):
             seconds = world.rng.choice([5.0, 60.0, 150.0])
             world.note(f"sleeps {seconds} s before {verb} {key}")
@@ -230,12 +253,14 @@ class SimulatedStore:
 
     def _set(self, key: str, value: bytes) -> bool:
         self.objects[key] = value
+        self.created_s.setdefault(key, self._world.now)
         standing = self.ever.setdefault(key, [])
         if value not in standing:
             standing.append(value)
         return True
 
     def _delete(self, key: str) -> bool:
+        self.deleting(key)
         return self.objects.pop(key, None) is not None
 
 

@@ -57,12 +57,14 @@ def test_a_late_replica_is_in_phase_again_and_loses_nothing() -> None:
         model = nn.Linear(1, 1, bias=False)
         late = where["rank"] == 1
         pace = Pace(grace_s=60.0 if late else 0.05, patience_s=0.01)
-        with DiLoCo(model, inner_steps=1, **PLAIN, **where, _pace=pace) as diloco:
+        with DiLoCo(model, inner_steps=1, total_steps=4, **PLAIN, **where, _pace=pace) as diloco:
             start = diloco.anchor()["weight"].item()
             if late:
                 early_done.wait()
                 nudge(model, 4.0)
-                diloco.step()
+                report = diloco.step()  # catches up, presents its work for the open round, and does not wait for it
+                assert report is not None
+                assert (report.round, report.counted, diloco.rounds) == (2, False, 3)
             else:
                 for _ in range(3):
                     nudge(model, 1.0)
@@ -70,7 +72,10 @@ def test_a_late_replica_is_in_phase_again_and_loses_nothing() -> None:
                 early_done.set()
                 keys = Keys(where["run_id"], "main")
                 eventually(lambda: exists(where["store"], keys.contribution(3, 1)), "the late one has sent its work")
-                diloco.step()  # with the late one: the mean of 0 and 4
+            report = diloco.step()  # together: the mean of 0 and 4
+            assert report is not None
+            assert report.ranks == (0, 1)
+            assert report.counted
             return diloco.anchor()["weight"].item() - start, diloco.inner_step
 
     (moved, steps), (late_moved, late_steps) = run_replicas(2, body)

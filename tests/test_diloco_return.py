@@ -179,7 +179,7 @@ def test_a_mean_that_is_gone_for_good_is_told_from_a_lack_of_contributions() -> 
     again = Trainer(place(store), snapshot_every=10, round_timeout_s=0.5)
     with pytest.raises(QuorumTimeoutError, match=r"^Round 2: it was sealed, .* The seal \(run/diloco/main/seal/2\)"):
         again.train_until(12)
-    again.diloco._rendezvous.forget()
+    again.diloco._close(in_order=False)
     again.diloco.close()
 
 
@@ -242,7 +242,7 @@ def test_a_newer_attempt_fences_the_older_one() -> None:
         older.step()
     newer.step()
     newer.close()
-    older._rendezvous.forget()
+    older._close(in_order=False)
     older.close()
 
 
@@ -273,8 +273,10 @@ def test_who_joins_later_starts_from_a_snapshot_and_counts_from_its_second_round
             joined.wait()
             while diloco.rounds < 20:
                 report = diloco.step()
-                assert report is not None
-                ranks.append(report.ranks)
+                if report is not None:
+                    ranks.append(report.ranks)
+                elif not joins:
+                    pytest.fail("who is in phase has a round at every step")
             return diloco.anchor(), ranks
 
     one, two, late = run_replicas(3, body, store=store)
@@ -353,5 +355,5 @@ def test_a_weight_that_is_none_is_refused(value: Any) -> None:
     diloco = DiLoCo(nn.Linear(1, 1), inner_steps=1, weight=lambda: value, **place(MemoryStore()))
     with pytest.raises(ContributionError, match="weight must be a positive number"):
         diloco.step()
-    diloco._rendezvous.forget()
+    diloco._close(in_order=False)
     diloco.close()

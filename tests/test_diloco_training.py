@@ -188,7 +188,7 @@ def test_a_round_without_quorum_names_who_is_missing() -> None:
         "Round 0: 1 of 8 contributions arrived in 0.5 s, min_quorum is 6. Missing ranks: 1, 2, 3, 4, 5, 6, 7."
     )
     assert isinstance(caught.value, TimeoutError)
-    diloco._rendezvous.forget()
+    diloco._close(in_order=False)
     diloco.close()
 
 
@@ -199,7 +199,7 @@ def test_an_abort_ends_a_wait() -> None:
     store.put("alone/abort.json", json.dumps({"who": "rank 1", "why": "out of budget"}).encode())
     with pytest.raises(AbortedError, match="Run 'alone' was aborted: rank 1: out of budget"):
         diloco.step()
-    diloco._rendezvous.forget()
+    diloco._close(in_order=False)
     diloco.close()
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.records import (
+    MAX_SHARDS,
     BadRecordError,
     Contribution,
     MeanHead,
@@ -23,7 +24,7 @@ from diloco.records import (
     shard_blocks,
 )
 from diloco.reduction import BadInputError, Floats, Input, weighted_mean
-from diloco.sharding import MAX_SHARDS, count_shards, owners, shards_of
+from diloco.sharding import count_shards, owners, shards_of
 from diloco.snapshot import Pointer, decode_part, encode_part
 
 HEAD = Contribution(3, 1, "nonce", 2.5, "a" * 32, 40, ("b" * 32, "c" * 32), (1.5, 1e30))

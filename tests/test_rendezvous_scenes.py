@@ -8,14 +8,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from rendezvous_simulation import RUN, Simulation
+from rendezvous_simulation import RUN, Process, Simulation
 from simulated_plan import Plan
 from simulated_work import SLOTS, Toy
 from simulated_world import Died, Faults
 
 from diloco.errors import DivergenceError
 from diloco.means import Means
-from diloco.membership import Identity
 from diloco.records import Seal
 from diloco.rendezvous import Rendezvous
 from diloco.rounds import Round
@@ -62,8 +61,8 @@ def test_a_flipped_bit_of_the_state_is_healed_from_the_log(
             flipped.append(when)
         return packed
 
-    def applying(self: Toy, entry: int, mean: object, settled: object) -> None:
-        apply(self, entry, mean, settled)  # type: ignore[arg-type]
+    def applying(self: Toy, entry: int, *settling: object) -> None:
+        apply(self, entry, *settling)  # type: ignore[arg-type]
         if self is simulation.toys[rank] and entry == 1 and when == "after applying":
             self.flip(entry % n_fragments)
             self.excused_until = entry + n_fragments + 1
@@ -130,9 +129,10 @@ def test_everybody_dies_between_seal_and_mean_and_comes_back(monkeypatch: pytest
             raise Died
         return bring_about(self, *args)  # type: ignore[arg-type]
 
-    def bury(self: Simulation, rank: int, slot: int, attempts: list[int]) -> None:
-        self.store._create(self.keys.outcome(rank, attempts[0]), b"{}")
-        self._spawn(rank, 10.0)
+    def bury(self: Simulation, process: Process) -> None:
+        assert process.me is not None
+        self.store._create(self.keys.outcome(process.me.rank, process.me.attempt), b"{}")
+        self._spawn(process.rank, 10.0)
 
     monkeypatch.setattr(Means, "_bring_about", deadly)
     monkeypatch.setattr(Simulation, "_bury", bury)
@@ -242,9 +242,9 @@ def test_everybody_dies_and_some_come_back_to_where_the_log_is(
             raise Died
         return apply(self, r, seal, mean)  # type: ignore[arg-type]
 
-    def bury(self: Simulation, rank: int, slot: int, claimed: list[Identity]) -> None:
-        if rank in restart:
-            self._spawn(rank, 40.0)
+    def bury(self: Simulation, process: Process) -> None:
+        if process.rank in restart:
+            self._spawn(process.rank, 40.0)
 
     monkeypatch.setattr(Rendezvous, "_apply", deadly)
     monkeypatch.setattr(Simulation, "_bury", bury)

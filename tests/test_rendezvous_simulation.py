@@ -152,7 +152,7 @@ def rotten_inputs_are_never_left_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_says_bye(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Rendezvous, "leave", lambda self: None)
+    patch.setattr(Rendezvous, "say_bye", lambda self: None)
 
 
 def the_seal_is_not_read_back(patch: pytest.MonkeyPatch) -> None:
