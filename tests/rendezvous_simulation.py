@@ -120,6 +120,7 @@ class Simulation:
         name = f"{'joiner' if rank is None else f'rank {rank}'}.{slot}"
         process = Process(name, rank, slot, Toy(self.plan.n_fragments, slot % SLOTS, slot))
         process.toy.is_final = self.steps.is_final
+        process.toy.loses_steps = bool(self.steps.overlap_steps)
         self.processes.append(process)
         self.world.spawn(name, lambda: self._process(process, checkpoint), delay_s)
 
@@ -437,6 +438,7 @@ class Simulation:
             member = seal.members[rank]
             if head.anchor != seal.anchor:
                 raise Violation(f"entry {entry}: the work of rank {rank} was made from another anchor than the seal's")
+            self._check_weight(rank, head, sent[rank][1])
             if (head.weight, head.in_phase, head.nonce) != (member.weight, member.in_phase, member.nonce):
                 raise Violation(f"entry {entry}: the seal does not say of rank {rank} what its contribution does")
         if seal.shards and any(self.keys.mean(entry, shard) not in self.store.ever for shard in range(seal.shards)):
@@ -454,6 +456,15 @@ class Simulation:
             if mean.size and abs(mean[slot] - expected) > 1e-4 * max(1.0, abs(expected)):
                 raise Violation(f"entry {entry}: the mean of slot {slot} is {mean[slot]}, of the sealed {expected}")
             counted[slot] += sum(sent[rank][1][slot] for rank in members)
+
+    def _check_weight(self, rank: int, head: Contribution, payload: Floats) -> None:
+        """Work that is sent early is weighed by the steps that it is made of; nothing weighs nothing."""
+        whole = self.plan.weights[rank % len(self.plan.weights)]
+        expected = whole
+        if not head.in_phase:
+            expected *= min(1.0, float(payload.sum()) / self.steps.inner_steps) if payload.size else 0.0
+        if abs(head.weight - expected) > 1e-6:
+            raise Violation(f"rank {rank} sent {payload.sum()} steps with a weight of {head.weight}, not {expected}")
 
     def sealed_contribution(self, entry: int, rank: int, seal: Seal) -> tuple[Contribution, Floats]:
         for value in self.store.ever[self.keys.contribution(entry, rank)]:

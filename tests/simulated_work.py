@@ -29,6 +29,8 @@ class Toy:
         self.momentum = [np.zeros(SLOTS, np.float32) for _ in range(n_fragments)]
         self.undone = [np.zeros(SLOTS, np.float32) for _ in range(n_fragments)]
         self.slot, self.done, self.dropped = slot, 0, False
+        self.loses_steps = False
+        """Whether steps made after something was sent may be lost when that is counted: with an overlap they are."""
         self.is_final: Callable[[int], bool] = lambda entry: False
         self.excused_until = 0
         """A flipped bit shows at the latest when the entry before this one is applied."""
@@ -103,13 +105,15 @@ class Toy:
 
     def restore(self, progress: Any, settled: Sequence[Settled | None] = ()) -> None:
         verdicts = settled or [None] * len(self.undone)
+        self.dropped = self.dropped or Settled.COUNTED in verdicts  # what was jumped over cannot be read back
         for undone, value, verdict in zip(self.undone, progress or [ZEROS] * len(self.undone), verdicts, strict=True):
             undone[:] = value
             self._settle(undone, verdict)
 
     def _settle(self, undone: Floats, verdict: Settled | None) -> None:
         if verdict is Settled.COUNTED:
-            undone -= self._sent
+            self.dropped = self.dropped or (self.loses_steps and bool((undone != self._sent).any()))
+            undone[:] = 0.0
         elif verdict is Settled.DROPPED:
             self.dropped = self.dropped or bool(undone.any())
             undone[:] = 0.0
