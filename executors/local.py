@@ -63,6 +63,12 @@ class LocalProcessExecutor:
     def __repr__(self) -> str:
         return f"LocalProcessExecutor(preload={self.preload}, max_parallel={self.max_parallel})"
 
+    @property
+    def recorded_options(self) -> dict[str, Any]:
+        """What `run.json` keeps, so that a run is resumed with the parallelism, and so the threads, of its launch."""
+        options = {"max_parallel": self.max_parallel, "term_grace_s": self.term_grace_s}
+        return {**options, "preload": list(self.preload), "gpus": None if self.gpus is None else list(self.gpus)}
+
     def warm_up(self) -> None:
         """Let the process that forks replicas begin its imports, without waiting for it."""
         if sys.platform == "linux":

@@ -37,8 +37,15 @@ class LocalLaunch:
 
     @property
     def places(self) -> int:
-        """How many replicas run at the same time."""
+        """How many replicas of this launch run at the same time."""
         return min(self.max_parallel or len(self.spec.ranks), len(self.spec.ranks))
+
+    def torch_threads(self, cores: int) -> int:
+        """Return each replica's share of the cores.
+
+        It is counted over the run, not over this launch: the others still run beside a rank that is resumed alone.
+        """
+        return max(1, cores // min(self.max_parallel or self.spec.world_size, self.spec.world_size))
 
     def log_file(self, rank: int) -> Path:
         return log_file(Path(self.state_dir), self.spec.run_id, rank, self.spec.attempt)
