@@ -302,40 +302,29 @@ class Run:
             if known.status is ReplicaStatus.SUCCEEDED or self.newest_attempt(rank) == known.attempt:
                 return known.status
             self._outcomes.pop(rank, None)
-        handle = self.handles[rank]
+        handle, attempt = self.handles[rank], self.newest_attempt(rank)
         told = None if handle is None else as_status(self.executor.poll(handle))
         # After the poll: an outcome is written before its process ends.
-        outcome = find_outcome(self.store, self.run_id, rank, self.newest_attempt(rank))
+        outcome = find_outcome(self.store, self.run_id, rank, attempt)
         if outcome is None and told in (ReplicaStatus.FAILED, ReplicaStatus.CANCELLED):
-            outcome = self._record_for(rank, told)
+            if self.newest_attempt(rank) != attempt:
+                return self._poll(rank)  # the answer was of an attempt that was begun meanwhile
+            outcome = self._record_for(rank, attempt, told)
         if outcome is not None:
             self._outcomes[rank] = outcome
             return outcome.status
         if told is not None:
             return told
-        started = exists(self.store, replica_key(self.run_id, rank, self.newest_attempt(rank), "started.json"))
+        started = exists(self.store, replica_key(self.run_id, rank, attempt, "started.json"))
         return ReplicaStatus.RUNNING if started else ReplicaStatus.PENDING
 
-    def _record_for(self, rank: int, told: ReplicaStatus) -> Outcome:
+    def _record_for(self, rank: int, attempt: int, told: ReplicaStatus) -> Outcome:
         """Write the outcome that a stranger's replica could not: its peers need to know that it is gone."""
         (row,) = self.executor.collect([self.handles[rank]], timeout=0)
         if told is not ReplicaStatus.CANCELLED and row.get("reason") not in REASONS:
             who_says = f"{self.backend} reports it {told}"
-            return record_loss(self.store, self.run_id, rank, self.newest_attempt(rank), self.world_size, who_says)
-        return record_outcome(self.store, self.run_id, self._outcome_of_row(rank, {**row, "status": told}))
-
-    def _outcome_of_row(self, rank: int, row: Mapping[str, Any]) -> Outcome:
-        status = as_status(row.get("status"))
-        reason: Any = row.get("reason") if status is not ReplicaStatus.CANCELLED else "cancelled"
-        return Outcome(
-            rank,
-            self.newest_attempt(rank),
-            status,
-            reason,
-            row.get("exit_code"),
-            error=row.get("error"),
-            result=row.get("result"),
-        )
+            return record_loss(self.store, self.run_id, rank, attempt, self.world_size, who_says)
+        return record_outcome(self.store, self.run_id, _outcome_of_row(rank, attempt, {**row, "status": told}))
 
     def _collect_missing(self) -> None:
         """Take from `collect` what the store does not have: replicas that succeeded without reaching the store."""
@@ -344,15 +333,16 @@ class Run:
             return
         for rank, row in zip(missing, self.executor.collect([self.handles[r] for r in missing]), strict=True):
             if as_status(row.get("status")).is_terminal:
-                self._outcomes[rank] = self._outcome_of_row(rank, row)
+                self._outcomes[rank] = _outcome_of_row(rank, self.newest_attempt(rank), row)
 
     def _state(self, rank: int) -> ReplicaState:
         status = self._poll(rank)
-        attempt = self.newest_attempt(rank)
+        outcome = self._outcomes.get(rank)
+        attempt = self.newest_attempt(rank) if outcome is None else outcome.attempt  # of the same look
         beat = find_json(self.store, replica_key(self.run_id, rank, attempt, "heartbeat.json")) or {}
         at = beat.pop("at", None)
         age_s = None if at is None else max(0.0, time.time() - at)
-        return ReplicaState(rank, attempt, status, self._outcomes.get(rank), age_s, beat)
+        return ReplicaState(rank, attempt, status, outcome, age_s, beat)
 
     def newest_attempt(self, rank: int) -> int:
         """Return the number of a rank's newest attempt: 0 until it was resumed, or its process started twice."""
@@ -398,3 +388,10 @@ class Run:
             return [act(rank) for rank in ranks]
         with ThreadPoolExecutor(min(MAX_THREADS, len(ranks))) as pool:
             return list(pool.map(act, ranks))
+
+
+def _outcome_of_row(rank: int, attempt: int, row: Mapping[str, Any]) -> Outcome:
+    status = as_status(row.get("status"))
+    reason: Any = row.get("reason") if status is not ReplicaStatus.CANCELLED else "cancelled"
+    told: dict[str, Any] = {name: row.get(name) for name in ("exit_code", "error", "result")}
+    return Outcome(rank, attempt, status, reason, **told)
