@@ -25,6 +25,7 @@ from executors.records import exists, find_json, read_json
 from executors.replica import RENDEZVOUS, replica_key
 from executors.shared_rendezvous import shared_rendezvous
 from executors.shipping import Package, bootstrap_command, make_package, replica_environment
+from executors.state import remember
 from executors.store import Store, open_store, store_at
 from executors.store.opening import reach_from_elsewhere
 from executors.task import RunSpec, create_run, new_run_id, read_task, split_rank_env
@@ -111,6 +112,7 @@ class CloudExecutor(Vendor):
                 backend=self.backend_name,
                 package=self.package(entrypoint),
             )
+            remember(run.run_id, run.store_url, run.task_digest)
         timeout_s = self.default_timeout_s if timeout is None else timeout
 
         store = store_at(run.store_url)

@@ -20,7 +20,7 @@ from executors.outcome import Outcome, record_outcome, request_cancel
 from executors.process import is_alive, signal_process, this_machine
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.records import find_json
-from executors.state import local_store, state_dir, state_path
+from executors.state import local_store, remember, state_dir, state_path
 from executors.store import store_at
 from executors.task import MASK, RunSpec, create_run, new_run_id, split_rank_env
 from executors.waiting import wait_until_terminal
@@ -147,6 +147,7 @@ class LocalProcessExecutor:
             run = create_run(
                 local_store(), new_run_id(), entrypoint, entrypoint_args, n_replicas, backend=self.backend_name
             )
+            remember(run.run_id, run.store_url, run.task_digest)
         launch = self._local_launch(run, gpu, timeout, state_dir())
         try:
             answer = zygote(self.preload).request({"do": "launch", "launch": launch.to_json()})

@@ -16,7 +16,8 @@ from executors.protocol import ReplicaStatus
 from executors.records import exists, find_json
 from executors.replica import replica_key
 from executors.run import Run
-from executors.task import RunSpec, read_task
+from executors.task import RunSpec
+from executors.trust import vouched_task
 
 
 def resume(
@@ -28,6 +29,8 @@ def resume(
     env: Mapping[str, str] | None = None,
     secrets: Sequence[str] = (),
     detach: bool = False,
+    task_digest: str | None = None,
+    trust_bucket: bool = False,
 ) -> Run:
     """Start a new attempt of every rank that ended without succeeding.
 
@@ -37,31 +40,33 @@ def resume(
         gpu, timeout: None: as the run was launched.
         env, secrets: as for `launch`. Values are not recorded, so those of the launch have to be given again.
         detach: go on when this process ends.
+        task_digest: the sha256 of the task, for a run that another machine launched: `Run.task_digest` there.
+        trust_bucket: start instead whatever the run's store holds, with the credentials of this machine.
 
     Returns: the run, with the handles of the new attempts.
 
     Raises:
         ValueError: no rank can be resumed, one of `ranks` still runs, or a value of the environment is missing.
+        UntrustedTaskError: another machine launched the run, and nobody vouches for its task.
         BackendError: the backend cannot start single ranks.
         AlreadyResumedError: another process is resuming the same ranks. When it is some of them, the others are
             resumed, and those are named on stderr.
         StoreError: the run was aborted, which is final for its id; or its task is not the one that was launched.
     """
-    record, executor = run.record, run.executor
+    task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
+    launched, executor = task.launched_with, run.executor
     verb: Any = executor.launch_replicas
     if "run" not in inspect.signature(verb).parameters:
         raise BackendError(f"Backend {run.backend!r} starts all ranks or none; it cannot resume some of a run.")
     if exists(run.store, f"{run.run_id}/abort.json"):
         raise StoreError(f"Run {run.run_id!r} was aborted, which is final. Launch a new one.", url=run.store.url)
-    missing = sorted(set(record["env"]) - set(env or {}))
+    missing = sorted(set(launched["env"]) - set(env or {}))
     if missing:
         raise ValueError(
             f"Run {run.run_id!r} was launched with the variable {missing[0]!r}, whose value is not recorded. "
             f"Give it again: --env {missing[0]}=… or env={{{missing[0]!r}: …}}."
         )
     next_attempts = _next_attempts(run, ranks)
-    digest = record["task_digest"]
-    read_task(run.store, run.run_id, digest)  # each replica would say so, too, but once started
     by_attempt: dict[int, list[int]] = {}
     for rank, attempt in next_attempts.items():
         by_attempt.setdefault(attempt, []).append(rank)
@@ -70,21 +75,21 @@ def resume(
         spec = RunSpec(
             run_id=run.run_id,
             store_url=run.store.url,
-            task_digest=digest,
+            task_digest=task.digest,
             world_size=run.world_size,
             ranks=tuple(group),
             attempt=attempt,
             env=dict(env or {}),
-            secret_names=tuple(secrets or record["secrets"]),
+            secret_names=tuple(secrets or launched["secrets"]),
             detach=detach,
-            chaos=tuple(record.get("chaos", ())),
+            chaos=tuple(launched["chaos"]),
         )
         handles = verb(
             len(group),
-            record["entrypoint"],
+            launched["entrypoint"],
             {},
-            gpu=gpu if gpu is not None else record["gpu"],
-            timeout=timeout if timeout is not None else record["timeout_s"],
+            gpu=gpu if gpu is not None else launched.get("gpu"),
+            timeout=timeout if timeout is not None else launched.get("timeout_s"),
             run=spec,
         )
         begun.update(handle.rank for handle in handles)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -33,7 +33,7 @@ from executors.records import exists, find_json
 from executors.registry import get_executor
 from executors.replica import replica_key
 from executors.root_cause import raise_root_cause
-from executors.state import forget, known_run_ids, locate
+from executors.state import forget, kept_digest, known_run_ids, locate
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store, store_at
 from executors.store.opening import address_of, directory_of, split_address
@@ -139,6 +139,11 @@ class Run:
     def url(self) -> str:
         """The run's address: `attach(url)` finds it from any machine that reaches its store."""
         return address_of(self.store.url, self.run_id)
+
+    @property
+    def task_digest(self) -> str | None:
+        """The sha256 of the run's task, if this machine launched it: what another one needs to resume the run."""
+        return kept_digest(self.run_id, self.store.url)
 
     @property
     def backend(self) -> str:
@@ -291,7 +296,11 @@ class Run:
             raise RunExistsError(f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`.")
         for entry in list(self.store.list(f"{self.run_id}/")):
             self.store.delete(entry.key)
-        forget(self.run_id)
+        with contextlib.suppress(StoreError):
+            try:
+                attach(self.run_id)  # another run, at another store, for which this machine keeps what it keeps
+            except RunNotFoundError:
+                forget(self.run_id)
 
     # How one replica fares
 
@@ -324,7 +333,7 @@ class Run:
         if told is not ReplicaStatus.CANCELLED and row.get("reason") not in REASONS:
             who_says = f"{self.backend} reports it {told}"
             return record_loss(self.store, self.run_id, rank, attempt, self.world_size, who_says)
-        return record_outcome(self.store, self.run_id, _outcome_of_row(rank, attempt, {**row, "status": told}))
+        return record_outcome(self.store, self.run_id, Outcome.from_row(rank, attempt, told, row))
 
     def _collect_missing(self) -> None:
         """Take from `collect` what the store does not have: replicas that succeeded without reaching the store."""
@@ -332,8 +341,8 @@ class Run:
         if not missing:
             return
         for rank, row in zip(missing, self.executor.collect([self.handles[r] for r in missing]), strict=True):
-            if as_status(row.get("status")).is_terminal:
-                self._outcomes[rank] = _outcome_of_row(rank, self.newest_attempt(rank), row)
+            if (status := as_status(row.get("status"))).is_terminal:
+                self._outcomes[rank] = Outcome.from_row(rank, self.newest_attempt(rank), status, row)
 
     def _state(self, rank: int) -> ReplicaState:
         status = self._poll(rank)
@@ -388,10 +397,3 @@ class Run:
             return [act(rank) for rank in ranks]
         with ThreadPoolExecutor(min(MAX_THREADS, len(ranks))) as pool:
             return list(pool.map(act, ranks))
-
-
-def _outcome_of_row(rank: int, attempt: int, row: Mapping[str, Any]) -> Outcome:
-    status = as_status(row.get("status"))
-    reason: Any = row.get("reason") if status is not ReplicaStatus.CANCELLED else "cancelled"
-    told: dict[str, Any] = {name: row.get(name) for name in ("exit_code", "error", "result")}
-    return Outcome(rank, attempt, status, reason, **told)

@@ -155,14 +155,14 @@ def resume_each_that_is_named() -> None:
     from executors.errors import ReplicasError
     from executors.resuming import resume
 
-    print("ready", flush=True)
+    print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
+        said = "resumed"
         try:
             resume(attach(line.strip()), detach=True)
         except (ReplicasError, ValueError) as error:
-            print(f"{type(error).__name__}: {error}", flush=True)
-        else:
-            print("resumed", flush=True)
+            said = f"{type(error).__name__}: {error}"
+        print(json.dumps(said), flush=True)
 
 
 def resume_and_die(run_id: str, dies: str) -> None:

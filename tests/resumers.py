@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import launcher_scripts
 
 from executors import Run
-from executors.testing.processes import environment
+from executors.testing.processes import Helper, heard, python_process, tell
 
 
 @contextmanager
-def resumers(n: int) -> Iterator[list[subprocess.Popen[str]]]:
+def resumers(n: int) -> Iterator[list[Helper]]:
     """Start processes that resume the runs they are told, and wait until they are ready for the first."""
+    script = Path(launcher_scripts.__file__)
     with ExitStack() as stack:
-        started = []
-        for _ in range(n):
-            command = [sys.executable, launcher_scripts.__file__, "resume_each_that_is_named"]
-            process = subprocess.Popen(
-                command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            started.append(stack.enter_context(process))
-            stack.callback(process.kill)
-        for process in started:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
+        started = [stack.enter_context(python_process(script, "resume_each_that_is_named")) for _ in range(n)]
+        assert [heard(process) for process in started] == ["ready"] * n
         yield started
 
 
-def resume_at_once(started: list[subprocess.Popen[str]], run: Run) -> list[str]:
+def resume_at_once(started: list[Helper], run: Run) -> list[str]:
     """Tell all resumers at the same time to resume a run; return what each says."""
     for process in started:
-        assert process.stdin is not None
-        process.stdin.write(f"{run.url}\n")
-    for process in started:
-        assert process.stdin is not None
-        process.stdin.flush()
-    return [process.stdout.readline().strip() for process in started if process.stdout is not None]
+        tell(process, run.url)
+    return [heard(process) for process in started]
