@@ -17,6 +17,7 @@ from typing import Any
 
 from executors.cloud_launch import CloudLaunch
 from executors.entrypoint import check_entrypoint
+from executors.errors import StoreError
 from executors.found import FoundReplica, collect_rows, find_replica
 from executors.outcome import OUTPUT_TAIL_BYTES, Outcome, Reason, record_outcome, request_cancel
 from executors.pace import Pace
@@ -112,7 +113,8 @@ class CloudExecutor(Vendor):
                 backend=self.backend_name,
                 package=self.package(entrypoint),
             )
-            remember(run.run_id, run.store_url, run.task_digest)
+            with contextlib.suppress(StoreError):  # without a place for notes, a resume needs the digest or trust
+                remember(run.run_id, run.store_url, run.task_digest)
         timeout_s = self.default_timeout_s if timeout is None else timeout
 
         store = store_at(run.store_url)

@@ -124,7 +124,7 @@ class CloudLaunch:
             intent = {"nonce": self._nonce, "by": by, "job": job.key.name, "at": time.time()}
             # Perhaps ours stands, by a create whose reply was lost: the nonce tells.
             created = self._store.put_if_absent(key, to_bytes(intent))
-            self._ours[job.key] = created or read_json(self._store, key)["nonce"] == self._nonce
+            self._ours[job.key] = created or read_json(self._store, key).get("nonce") == self._nonce
         return self._ours[job.key]
 
     def _start(self, job: Job) -> ReplicaHandle:

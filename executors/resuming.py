@@ -139,5 +139,6 @@ def _begun_by(run: Run, rank: int, attempt: int) -> str:
     for name in ("intent.json", "handle.json"):
         record = find_json(run.store, replica_key(run.run_id, rank, attempt, name))
         if record is not None:
-            return str(record.get("by") or record.get("metadata", {}).get("by"))
+            by = str(record.get("by") or record.get("metadata", {}).get("by"))
+            return by if by.isprintable() else repr(by)
     return "nobody who says so"
