@@ -17,14 +17,16 @@ from typing import Any
 
 from executors.cloud_launch import CloudLaunch
 from executors.entrypoint import check_entrypoint
+from executors.errors import StoreError
 from executors.found import FoundReplica, collect_rows, find_replica
 from executors.outcome import OUTPUT_TAIL_BYTES, Outcome, Reason, record_outcome, request_cancel
 from executors.pace import Pace
 from executors.protocol import ReplicaHandle, ReplicaStatus
-from executors.records import exists, find_json
+from executors.records import exists, find_json, read_json
 from executors.replica import RENDEZVOUS, replica_key
 from executors.shared_rendezvous import shared_rendezvous
 from executors.shipping import Package, bootstrap_command, make_package, replica_environment
+from executors.state import remember
 from executors.store import Store, open_store, store_at
 from executors.store.opening import reach_from_elsewhere
 from executors.task import RunSpec, create_run, new_run_id, read_task, split_rank_env
@@ -96,6 +98,8 @@ class CloudExecutor(Vendor):
 
         Raises:
             LaunchError: a replica could not be started; the others were ended.
+
+        Returns: the handles. Those of attempts that another process began first are left out, and left alone.
         """
         if run is None:
             url = shared_rendezvous(self.backend_name, None, entrypoint, n_replicas)
@@ -109,6 +113,8 @@ class CloudExecutor(Vendor):
                 backend=self.backend_name,
                 package=self.package(entrypoint),
             )
+            with contextlib.suppress(StoreError):  # without a place for notes, a resume needs the digest or trust
+                remember(run.run_id, run.store_url, run.task_digest)
         timeout_s = self.default_timeout_s if timeout is None else timeout
 
         store = store_at(run.store_url)
@@ -190,7 +196,9 @@ class CloudExecutor(Vendor):
             return None
         record = find_json(store, f"{run_id}/run.json") or {}
         handle = self._handle(store, key, record.get("timeout_s") or self.default_timeout_s, jobs[0])
-        store.put(replica_key(run_id, rank, attempt, "handle.json"), handle.to_json().encode())
+        handle_key = replica_key(run_id, rank, attempt, "handle.json")
+        if not store.put_if_absent(handle_key, handle.to_json().encode()):
+            return ReplicaHandle(**read_json(store, handle_key))  # its launcher lives, and knows best
         return handle
 
     def _give_up_intent(self, key: JobKey, store: Store) -> None:

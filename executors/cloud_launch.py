@@ -1,7 +1,8 @@
 """Starting the replicas of a run at a vendor: each at most once, all or none.
 
-An intent is written before the vendor is called and the handle after, so that a job whose reply was lost, or whose
-launcher died, is found by its name instead of being started again.
+An intent is created before the vendor is called and the handle is written after, so that a job whose reply was lost, or
+whose launcher died, is found by its name instead of being started again. Of two launches of one attempt the one whose
+intent stands goes on; the other leaves that attempt alone.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from executors.errors import LaunchError, ReplicasError, StoreError
 from executors.outcome import Outcome, Reason, record_outcome, request_cancel
 from executors.protocol import ReplicaHandle, ReplicaStatus
-from executors.records import exists, find_json, to_bytes
+from executors.records import exists, read_json, to_bytes
 from executors.replica import replica_key
 from executors.store import Store
 from executors.vendor import CancelledWhileStartingError, Job, JobId, JobKey, Vendor, VendorError
 from executors.vendor_patience import patiently
 
 MAX_THREADS = 256  # a vendor's call may block until its job is scheduled, so each rank has its own
-FOREIGN_INTENT_S = 30.0  # how long another launcher of the same attempt is given to name its job
 SWEEP_S = 1.0
 SWEEP_THREADS = 16
 LOOKS = 5  # for a job that an unclear answer may have left, before it is asked for again
@@ -63,6 +63,8 @@ class CloudLaunch:
         self._sleep = sleep
         self._nonce = secrets.token_hex(16)
         self._is_given_up = threading.Event()
+        self._ours: dict[JobKey, bool] = {}
+        """The jobs whose attempts were begun, and whether by this launch."""
         self._going: set[JobKey] = set()
         """The jobs that a thread is starting, also one that an interrupted `start` does not know of."""
         self._may_stand: set[JobKey] = set()
@@ -72,11 +74,13 @@ class CloudLaunch:
     def start(self) -> list[ReplicaHandle]:
         """Start every job at the same time, and return the handles in the order of the jobs.
 
+        Those of attempts that another process began first are left out.
+
         Raises:
             LaunchError: a rank could not be started; the others were ended, or never begun.
         """
         with ThreadPoolExecutor(min(MAX_THREADS, len(self._jobs)), thread_name_prefix="replicas-launch") as pool:
-            futures: dict[Future[ReplicaHandle], Job] = {}
+            futures: dict[Future[ReplicaHandle | None], Job] = {}
             try:
                 futures.update((pool.submit(self._start_one, job), job) for job in self._jobs)
                 wait(futures, return_when=FIRST_EXCEPTION)
@@ -86,7 +90,7 @@ class CloudLaunch:
                 self._undo(futures, None, "the launch was interrupted")
                 raise
             if not failed:
-                return [future.result() for future in futures]
+                return [handle for future in futures if (handle := future.result()) is not None]
             job, error = failed[0]
             left = self._undo(futures, job.key.rank, f"Rank {job.key.rank} could not be started: {error}")
         if not isinstance(error, (ReplicasError, OSError)):
@@ -100,11 +104,11 @@ class CloudLaunch:
 
     # Starting one
 
-    def _start_one(self, job: Job) -> ReplicaHandle:
+    def _start_one(self, job: Job) -> ReplicaHandle | None:
         self._going.add(job.key)
         try:
             self._go_on()
-            return self._start(job)
+            return self._start(job) if self._begin(job) else None
         finally:
             self._going.discard(job.key)
 
@@ -112,19 +116,20 @@ class CloudLaunch:
         if self._is_given_up.is_set():
             raise VendorError("the launch was given up", "refused")
 
+    def _begin(self, job: Job) -> bool:
+        """Begin a rank's attempt by creating its intent; False if another process has begun it."""
+        if job.key not in self._ours:
+            key = self._key(job, "intent.json")
+            by = f"{socket.gethostname()}:{os.getpid()}"
+            intent = {"nonce": self._nonce, "by": by, "job": job.key.name, "at": time.time()}
+            # Perhaps ours stands, by a create whose reply was lost: the nonce tells.
+            created = self._store.put_if_absent(key, to_bytes(intent))
+            self._ours[job.key] = created or read_json(self._store, key).get("nonce") == self._nonce
+        return self._ours[job.key]
+
     def _start(self, job: Job) -> ReplicaHandle:
-        key = self._key(job, "intent.json")
-        intent = {
-            "nonce": self._nonce,
-            "by": f"{socket.gethostname()}:{os.getpid()}",
-            "job": job.key.name,
-            "at": time.time(),
-        }
-        self._store.put_if_absent(key, to_bytes(intent))
-        standing = find_json(self._store, key) or intent
-        if standing["nonce"] != self._nonce:
-            return self._adopt(job, str(standing["by"]))
         handle = self._handle_of(job, self._ask(job))
+        # Not created: somebody who looked may have written one meanwhile, of a job that `_only_one` has ended since.
         self._store.put(self._key(job, "handle.json"), handle.to_json().encode())
         return handle
 
@@ -173,30 +178,14 @@ class CloudLaunch:
             self._started[job.key] = found[0]
         return found[0] if found else None
 
-    def _adopt(self, job: Job, other: str) -> ReplicaHandle:
-        """Take the job that another launcher of this very attempt started, or is about to."""
-        self._may_stand.add(job.key)
-        deadline = time.monotonic() + FOREIGN_INTENT_S
-        while not self._is_given_up.is_set():
-            if record := find_json(self._store, self._key(job, "handle.json")):
-                return ReplicaHandle(**record)
-            if found := patiently(self._sleep)(self._vendor.find_jobs, job.key):
-                return self._handle_of(job, found[0])
-            if time.monotonic() > deadline:
-                break
-            self._sleep(0.5)
-        raise VendorError(
-            f"attempt {job.key.attempt} was already asked for by {other}, and {self._vendor.vendor} knows no job of it",
-            "refused",
-        )
-
     # Undoing
 
-    def _undo(self, futures: dict[Future[ReplicaHandle], Job], failed_rank: int | None, why: str) -> str:
+    def _undo(self, futures: dict[Future[ReplicaHandle | None], Job], failed_rank: int | None, why: str) -> str:
         """End what was started, and what is still being started; return a sentence on what could not be ended."""
         self._is_given_up.set()
+        jobs = [job for job in self._jobs if self._is_ours(job)]
         with contextlib.suppress(StoreError):
-            for job in self._jobs:
+            for job in jobs:
                 if job.key.rank == failed_rank:
                     self._record(job, ReplicaStatus.FAILED, "start_failed", why)
                 # A job that comes up late finds this marker, and ends at once.
@@ -205,23 +194,29 @@ class CloudLaunch:
             future.cancel()
         while True:
             going = bool(self._going)
-            problems = self._sweep()
+            problems = self._sweep(jobs)
             if not going:
                 break
             wait([future for future in futures if not future.done()], timeout=SWEEP_S)
         with contextlib.suppress(StoreError):
-            for job in self._jobs:
+            for job in jobs:
                 self._record(job, ReplicaStatus.CANCELLED, "cancelled", why)
         if not problems:
             return ""
         told = "; ".join(f"{', '.join(names)} ({problem.rstrip('.')})" for problem, names in problems.items())
         return f" What could not be ended may still run: {told}."
 
-    def _sweep(self) -> dict[str, list[str]]:
-        """End every job of the launch; name those that may stand and could not be ended, by what hindered it."""
+    def _is_ours(self, job: Job) -> bool:
+        """Tell whether this launch has begun a job's attempt, or does so now: none of ours is to wait for ever."""
+        with contextlib.suppress(StoreError):
+            return self._begin(job)
+        return False  # what cannot be told is left alone; the vendor was not asked for it
+
+    def _sweep(self, jobs: Sequence[Job]) -> dict[str, list[str]]:
+        """End these jobs; name those that may stand and could not be ended, by what hindered it."""
         problems: dict[str, list[str]] = {}
-        with ThreadPoolExecutor(min(SWEEP_THREADS, len(self._jobs))) as pool:
-            for job, problem in zip(self._jobs, pool.map(self._end_jobs, self._jobs), strict=True):
+        with ThreadPoolExecutor(SWEEP_THREADS) as pool:
+            for job, problem in zip(jobs, pool.map(self._end_jobs, jobs), strict=True):
                 if problem and job.key in self._may_stand:
                     problems.setdefault(problem, []).append(job.key.name)
         return problems

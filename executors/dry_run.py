@@ -55,7 +55,7 @@ def rehearse(plan: LaunchPlan) -> dict[str, Any]:
 def _check_store(plan: LaunchPlan) -> str:
     """Check the rendezvous and the run id, leaving a directory as it is; return the url."""
     known_here = state_path() / plan.run_id
-    if (known_here / "run.json").is_file() or (known_here / "location.json").is_file():
+    if (known_here / "run.json").is_file() or (known_here / "launched.json").is_file():
         raise RunExistsError(f"Run {plan.run_id!r} exists. Choose another run id, or `replicas rm {plan.run_id}`.")
     directory = state_path() if plan.rendezvous is None else directory_of(plan.rendezvous)
     if directory is None:

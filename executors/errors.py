@@ -10,6 +10,8 @@
     │   └── EntrypointArgumentsError also TypeError
     ├── ResultError                  a result that is no JSON value; also TypeError
     ├── RunExistsError / RunNotFoundError / UnknownHandleError
+    ├── AlreadyResumedError          another process is resuming these ranks; nothing was started
+    ├── UntrustedTaskError           nobody vouches for the task of a run that is to be resumed
     ├── ReplicaError                 a launched replica gave no result; .rank .attempt .outcome
     │   ├── ReplicaFailedError       its function raised; the message is the remote traceback
     │   ├── ReplicaLostError         vanished: killed, evicted, preempted
@@ -84,6 +86,14 @@ class RunExistsError(ReplicasError):
 
 class RunNotFoundError(ReplicasError):
     """No run with this id is known here."""
+
+
+class AlreadyResumedError(ReplicasError):
+    """Another process began the attempts that were to be resumed; this one started nothing."""
+
+
+class UntrustedTaskError(ReplicasError):
+    """Only its store says what a run is that another machine launched; nothing was started."""
 
 
 class UnknownHandleError(ReplicasError):

@@ -23,7 +23,7 @@ from executors.shared_rendezvous import shared_rendezvous
 from executors.state import local_store, locate, remember
 from executors.store import Store, open_store
 from executors.store.opening import address_of
-from executors.task import check_run_id, create_run, describe, new_run_id, read_task, split_rank_env
+from executors.task import StoredTask, check_run_id, create_run, describe, new_run_id, split_rank_env
 
 if TYPE_CHECKING:
     from executors.run import Run
@@ -48,6 +48,8 @@ def launch(
     seed: int | None = None,
     detach: bool = False,
     resume: bool = False,
+    task_digest: str | None = None,
+    trust_bucket: bool = False,
     chaos: Sequence[str] = (),
 ) -> Run:
     """Start `n` ranked replicas of an entrypoint.
@@ -68,6 +70,7 @@ def launch(
         seed: the replicas' generators are seeded from this and their rank. None: from the run id and their rank.
         detach: go on when this process ends. Otherwise the run ends with it.
         resume: bring back what ended of the run `run_id`, with the task it was launched with; see `resuming.resume`.
+        task_digest, trust_bucket: who vouches for that task where another machine launched it; see `resuming.resume`.
         chaos: faults that the replicas are to suffer, as in "kill:rank=1,round=3"; local backend only, see `chaos`.
 
     Raises:
@@ -80,9 +83,20 @@ def launch(
     if resume:
         if chaos:
             raise ValueError("A resumed run keeps the chaos it was launched with: leave chaos= away.")
-        return _resume(
-            executor, entrypoint, n, args, seed, run_id, rendezvous, gpu, timeout, env, secrets, detach
-        )  # fmt: skip
+        if run_id is None:
+            raise ValueError("resume=True needs the run_id of the run to bring back.")
+        from executors.resuming import resume as bring_back
+        from executors.trust import vouched_task
+
+        found = _find_again(executor, run_id, rendezvous)
+        task = vouched_task(found, task_digest=task_digest, trust_bucket=trust_bucket)
+        _Same(entrypoint, n, args, seed).check(task)
+        _check_env(found.executor, True, env, secrets)
+        return bring_back(
+            found, gpu=gpu, timeout=timeout, env=env, secrets=secrets, detach=detach, task_digest=task.digest
+        )
+    if task_digest is not None or trust_bucket:
+        raise ValueError("task_digest= and trust_bucket= go with resume=True: a new run's task is the one given.")
     return plan_launch(
         executor,
         entrypoint,
@@ -142,7 +156,7 @@ class LaunchPlan:
             )
         spec = create_run(store, self.run_id, self.entrypoint, self.args, self.n, **self.run_options)
         try:
-            remember(self.run_id, store.url)
+            remember(self.run_id, store.url, spec.task_digest)
             verb: Any = self.executor.launch_replicas  # the protocol does not know `run=`; ours do
             if self.knows_runs:
                 handles = verb(self.n, self.entrypoint, self.args, gpu=self.gpu, timeout=self.timeout, run=spec)
@@ -250,52 +264,40 @@ def plan_launch(
     )
 
 
-def _resume(
-    executor: str | ServerlessExecutor,
-    entrypoint: str | Callable[..., Any],
-    n: int,
-    args: Mapping[str, Any] | None,
-    seed: int | None,
-    run_id: str | None,
-    rendezvous: str | Path | None,
-    gpu: str | None,
-    timeout: float | None,
-    env: Mapping[str, str] | None,
-    secrets: Sequence[str],
-    detach: bool,
-) -> Run:
-    from executors.resuming import resume
+def _find_again(executor: str | ServerlessExecutor, run_id: str, rendezvous: str | Path | None) -> Run:
     from executors.run import Run, attach
 
-    if run_id is None:
-        raise ValueError("resume=True needs the run_id of the run to bring back.")
     chosen = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
-    found = attach(run_id, rendezvous=rendezvous)
-    if n != found.world_size or describe(entrypoint) != found.record["entrypoint"]:
-        raise ValueError(
-            f"Run {run_id!r} has {found.world_size} replicas of {found.record['entrypoint']}; it cannot be resumed as "
-            f"{n} of {describe(entrypoint)}."
-        )
-    _check_same_arguments(found, entrypoint, args, seed)
-    _check_env(chosen, True, env, secrets)
-    run = Run(found.store, run_id, executor=chosen)
-    return resume(run, gpu=gpu, timeout=timeout, env=env, secrets=secrets, detach=detach)
+    return Run(attach(run_id, rendezvous=rendezvous).store, run_id, executor=chosen)
 
 
-def _check_same_arguments(
-    found: Run, entrypoint: str | Callable[..., Any], args: Mapping[str, Any] | None, seed: int | None
-) -> None:
-    """Refuse to go on with other arguments than those asked for now; what was pickled is not looked into."""
-    differing = [] if seed in (None, found.record["seed"]) else ["seed"]
-    if args is not None and isinstance(entrypoint, str):
-        launched = read_task(found.store, found.run_id, found.record["task_digest"]).record["args"]
-        given = json.loads(json.dumps(split_rank_env(args)[0]))
-        differing += [name for name in {**launched, **given} if launched.get(name) != given.get(name)]
-    if differing:
-        raise ValueError(
-            f"Run {found.run_id!r} goes on with what it was launched with, and {differing[0]!r} is another now. "
-            "Leave args= and seed= away, or launch a new run."
-        )
+@dataclass(frozen=True)
+class _Same:
+    """What `launch(resume=True)` says of the task: all of it has to be as it was launched."""
+
+    entrypoint: str | Callable[..., Any]
+    n: int
+    args: Mapping[str, Any] | None
+    seed: int | None
+
+    def check(self, task: StoredTask) -> None:
+        """Refuse to go on with something else than what is asked for now; what was pickled is not looked into."""
+        n, entrypoint = task.launched_with["world_size"], task.launched_with["entrypoint"]
+        if self.n != n or describe(self.entrypoint) != entrypoint:
+            raise ValueError(
+                f"Run {task.run_id!r} has {n} replicas of {entrypoint}; it cannot be resumed as {self.n} of "
+                f"{describe(self.entrypoint)}."
+            )
+        differing = [] if self.seed in (None, task.seed) else ["seed"]
+        if self.args is not None and isinstance(self.entrypoint, str):
+            launched = task.record["args"]
+            given = json.loads(json.dumps(split_rank_env(self.args)[0]))
+            differing += [name for name in {**launched, **given} if launched.get(name) != given.get(name)]
+        if differing:
+            raise ValueError(
+                f"Run {task.run_id!r} goes on with what it was launched with, and {differing[0]!r} is another now. "
+                "Leave args= and seed= away, or launch a new run."
+            )
 
 
 def _check_env(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from executors.entrypoint import check_entrypoint
-from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError
+from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError, StoreError
 from executors.found import FoundReplica, collect_rows, find_replica
-from executors.local_launch import LocalLaunch, log_file
+from executors.local_launch import LocalLaunch, begin_attempt, log_file
 from executors.logs import read_from, tail_lines
-from executors.outcome import request_cancel
+from executors.outcome import Outcome, record_outcome, request_cancel
 from executors.process import is_alive, signal_process, this_machine
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.records import find_json
-from executors.state import local_store, state_dir, state_path
+from executors.state import local_store, remember, state_dir, state_path
 from executors.store import store_at
 from executors.task import MASK, RunSpec, create_run, new_run_id, split_rank_env
 from executors.waiting import wait_until_terminal
@@ -62,6 +63,12 @@ class LocalProcessExecutor:
 
     def __repr__(self) -> str:
         return f"LocalProcessExecutor(preload={self.preload}, max_parallel={self.max_parallel})"
+
+    @property
+    def recorded_options(self) -> dict[str, Any]:
+        """What `run.json` keeps, so that a run is resumed with the parallelism, and so the threads, of its launch."""
+        options = {"max_parallel": self.max_parallel, "term_grace_s": self.term_grace_s}
+        return {**options, "preload": list(self.preload), "gpus": None if self.gpus is None else list(self.gpus)}
 
     def warm_up(self) -> None:
         """Let the process that forks replicas begin its imports, without waiting for it."""
@@ -132,18 +139,21 @@ class LocalProcessExecutor:
 
         Raises:
             LaunchError: a replica could not be started; those before it were ended.
+
+        Returns: the handles. Those of attempts that another process began first are left out, and left alone.
         """
         if run is None:
             self.check_launch(n_replicas, entrypoint, entrypoint_args, gpu=gpu, timeout=timeout)
             run = create_run(
                 local_store(), new_run_id(), entrypoint, entrypoint_args, n_replicas, backend=self.backend_name
             )
+            remember(run.run_id, run.store_url, run.task_digest)
         launch = self._local_launch(run, gpu, timeout, state_dir())
         try:
             answer = zygote(self.preload).request({"do": "launch", "launch": launch.to_json()})
         except BaseException:  # it may have begun, and nobody would know of it
-            for rank in run.ranks:
-                request_cancel(store_at(run.store_url), run.run_id, rank, run.attempt, "the launch was interrupted")
+            with contextlib.suppress(StoreError):
+                self._take_back(launch)
             raise
         if "error" in answer:
             rank = answer["rank"]
@@ -154,11 +164,29 @@ class LocalProcessExecutor:
             )
         return [ReplicaHandle.from_json(text) for text in answer["handles"]]
 
+    def _take_back(self, launch: LocalLaunch) -> None:
+        """End what a launch that gave no answer has begun, and see that it begins no more.
+
+        Attempts of other launches are left alone. The supervisor may still be at work: what it has not begun is begun
+        here, in the name of a process that never existed, and ended.
+        """
+        run, why = launch.spec, "the launch was interrupted"
+        store = store_at(run.store_url)
+        for rank in run.ranks:
+            nobodys = launch.handle(rank, os.getpid(), 0)
+            standing = begin_attempt(store, nobodys)
+            if standing.metadata.get("nonce") != launch.nonce:
+                continue
+            request_cancel(store, run.run_id, rank, run.attempt, why)
+            if standing == nobodys:
+                record_outcome(store, run.run_id, Outcome(rank, run.attempt, ReplicaStatus.CANCELLED, "cancelled"))
+
     def describe_launch(self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = 3600) -> dict[str, Any]:
         """Return what `launch_replicas` would tell the run's supervisor, with the environment's values masked."""
         request = self._local_launch(run, gpu, timeout, state_path()).to_json()
         request["environ"] = dict.fromkeys(request["environ"], MASK)
         request["spec"]["env"] = dict.fromkeys(request["spec"]["env"], MASK)
+        del request["nonce"], request["by"]  # those of the launch to come are others
         return {"preload": list(self.preload), **request}
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:

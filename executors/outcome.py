@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -64,6 +65,13 @@ class Outcome:
     def headline(self) -> str:
         """What went wrong, in one line."""
         return self.error_line or (self.error or "").strip().rpartition("\n")[2]
+
+    @classmethod
+    def from_row(cls, rank: int, attempt: int, status: ReplicaStatus, row: Mapping[str, Any]) -> Outcome:
+        """Make an outcome of what an executor's `collect` tells."""
+        reason: Any = row.get("reason") if status is not ReplicaStatus.CANCELLED else "cancelled"
+        told: dict[str, Any] = {name: row.get(name) for name in ("exit_code", "error", "result")}
+        return cls(rank, attempt, status, reason, **told)
 
     def to_row(self) -> dict[str, Any]:
         """Return what `collect` tells of this replica."""

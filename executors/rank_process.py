@@ -50,7 +50,7 @@ def assign_all(launch: LocalLaunch) -> list[Assignment]:
     """Say what each rank is to do. Called by their supervisor, before it forks them."""
     spec = launch.spec
     task = _find_task(spec)
-    torch_threads = max(1, len(os.sched_getaffinity(0)) // launch.places)
+    torch_threads = launch.torch_threads(cores=len(os.sched_getaffinity(0)))
     return [
         Assignment(
             store_url=spec.store_url,

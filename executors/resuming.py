@@ -5,18 +5,19 @@ What a replica finds there again is its own affair: `diloco` catches up with the
 
 from __future__ import annotations
 
-import contextlib
 import inspect
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from executors.errors import BackendError, RunNotFoundError, StoreError
-from executors.launching import give_up
+from executors.errors import AlreadyResumedError, BackendError, RunNotFoundError, StoreError
 from executors.protocol import ReplicaStatus
-from executors.records import exists
+from executors.records import exists, find_json
 from executors.replica import replica_key
 from executors.run import Run
-from executors.task import RunSpec, read_task
+from executors.task import RunSpec
+from executors.trust import vouched_task
 
 
 def resume(
@@ -28,6 +29,8 @@ def resume(
     env: Mapping[str, str] | None = None,
     secrets: Sequence[str] = (),
     detach: bool = False,
+    task_digest: str | None = None,
+    trust_bucket: bool = False,
 ) -> Run:
     """Start a new attempt of every rank that ended without succeeding.
 
@@ -37,72 +40,105 @@ def resume(
         gpu, timeout: None: as the run was launched.
         env, secrets: as for `launch`. Values are not recorded, so those of the launch have to be given again.
         detach: go on when this process ends.
+        task_digest: the sha256 of the task, for a run that another machine launched: `Run.task_digest` there.
+        trust_bucket: start instead whatever the run's store holds, with the credentials of this machine.
 
     Returns: the run, with the handles of the new attempts.
 
     Raises:
         ValueError: no rank can be resumed, one of `ranks` still runs, or a value of the environment is missing.
+        UntrustedTaskError: another machine launched the run, and nobody vouches for its task.
         BackendError: the backend cannot start single ranks.
+        AlreadyResumedError: another process is resuming the same ranks. When it is some of them, the others are
+            resumed, and those are named on stderr.
         StoreError: the run was aborted, which is final for its id; or its task is not the one that was launched.
     """
-    record, executor = run.record, run.executor
+    task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
+    launched, executor = task.launched_with, run.executor
     verb: Any = executor.launch_replicas
     if "run" not in inspect.signature(verb).parameters:
         raise BackendError(f"Backend {run.backend!r} starts all ranks or none; it cannot resume some of a run.")
     if exists(run.store, f"{run.run_id}/abort.json"):
         raise StoreError(f"Run {run.run_id!r} was aborted, which is final. Launch a new one.", url=run.store.url)
-    missing = sorted(set(record["env"]) - set(env or {}))
+    missing = sorted(set(launched["env"]) - set(env or {}))
     if missing:
         raise ValueError(
             f"Run {run.run_id!r} was launched with the variable {missing[0]!r}, whose value is not recorded. "
             f"Give it again: --env {missing[0]}=… or env={{{missing[0]!r}: …}}."
         )
-    chosen = _ranks_to_resume(run, ranks)
-    digest = record["task_digest"]
-    read_task(run.store, run.run_id, digest)  # each replica would say so, too, but once started
+    next_attempts = _next_attempts(run, ranks)
     by_attempt: dict[int, list[int]] = {}
-    for rank in chosen:
-        by_attempt.setdefault(run.newest_attempt(rank) + 1, []).append(rank)
+    for rank, attempt in next_attempts.items():
+        by_attempt.setdefault(attempt, []).append(rank)
+    begun: set[int] = set()
     for attempt, group in sorted(by_attempt.items()):
         spec = RunSpec(
             run_id=run.run_id,
             store_url=run.store.url,
-            task_digest=digest,
+            task_digest=task.digest,
             world_size=run.world_size,
             ranks=tuple(group),
             attempt=attempt,
             env=dict(env or {}),
-            secret_names=tuple(secrets or record["secrets"]),
+            secret_names=tuple(secrets or launched["secrets"]),
             detach=detach,
-            chaos=tuple(record.get("chaos", ())),
+            chaos=tuple(launched["chaos"]),
         )
-        try:
-            verb(
-                len(group),
-                record["entrypoint"],
-                {},
-                gpu=gpu if gpu is not None else record["gpu"],
-                timeout=timeout if timeout is not None else record["timeout_s"],
-                run=spec,
-            )
-        except BaseException as error:  # else the next resume would be given these attempts again, which are cancelled
-            with contextlib.suppress(StoreError):
-                begun = [r for r in group if any(run.store.list(replica_key(run.run_id, r, attempt, "")))]
-                give_up(run.store, run.run_id, begun, attempt, error)
-            raise
+        handles = verb(
+            len(group),
+            launched["entrypoint"],
+            {},
+            gpu=gpu if gpu is not None else launched.get("gpu"),
+            timeout=timeout if timeout is not None else launched.get("timeout_s"),
+            run=spec,
+        )
+        begun.update(handle.rank for handle in handles)
+    if overtaken := {rank: attempt for rank, attempt in next_attempts.items() if rank not in begun}:
+        told = _who_resumes(run, overtaken)
+        if not begun:
+            raise AlreadyResumedError(f"{told} Follow it: `replicas wait {shlex.quote(run.url)}`.")
+        print(f"replicas: {told}", file=sys.stderr)
     return Run(run.store, run.run_id, executor=executor)
 
 
-def _ranks_to_resume(run: Run, ranks: Sequence[int] | None) -> list[int]:
+def _next_attempts(run: Run, ranks: Sequence[int] | None) -> dict[int, int]:
+    """Choose the ranks to resume, and number their next attempts: each follows the one whose end was seen.
+
+    Were the numbers asked for later, two who resume at the same time would each have one, and start two copies.
+    """
     states = run.status().replicas
     if ranks is None:
-        ended = [s.rank for s in states if s.status.is_terminal and s.status is not ReplicaStatus.SUCCEEDED]
+        ended = [s for s in states if s.status.is_terminal and s.status is not ReplicaStatus.SUCCEEDED]
         if not ended:
             raise ValueError(f"Run {run.run_id!r} has no replica to resume: {run.status().counts}.")
-        return ended
+        return {state.rank: state.attempt + 1 for state in ended}
     for rank in ranks:
         if not 0 <= rank < run.world_size:
             raise RunNotFoundError(f"Run {run.run_id!r} has the ranks 0 to {run.world_size - 1}, got rank {rank}.")
         if not states[rank].status.is_terminal:
             raise ValueError(f"Rank {rank} of run {run.run_id!r} is {states[rank].status}; only what ended is resumed.")
-    return list(ranks)
+    return {rank: states[rank].attempt + 1 for rank in ranks}
+
+
+def _who_resumes(run: Run, overtaken: Mapping[int, int]) -> str:
+    """Say by whom attempts were begun that this process was to begin."""
+    by_whom: dict[tuple[int, str], list[str]] = {}
+    for rank, attempt in overtaken.items():
+        by_whom.setdefault((attempt, _begun_by(run, rank, attempt)), []).append(str(rank))
+    sentences = []
+    for (attempt, who), ranks in by_whom.items():
+        subject = f"Rank {ranks[0]} of run {run.run_id!r} is"
+        if len(ranks) > 1:
+            subject = f"Ranks {', '.join(ranks)} of run {run.run_id!r} are"
+        sentences.append(f"{subject} being resumed by another process (attempt {attempt}, begun by {who}).")
+    return " ".join(sentences)
+
+
+def _begun_by(run: Run, rank: int, attempt: int) -> str:
+    """Name the process that began an attempt, as its first record does."""
+    for name in ("intent.json", "handle.json"):
+        record = find_json(run.store, replica_key(run.run_id, rank, attempt, name))
+        if record is not None:
+            by = str(record.get("by") or record.get("metadata", {}).get("by"))
+            return by if by.isprintable() else repr(by)
+    return "nobody who says so"

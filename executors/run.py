@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -33,7 +33,7 @@ from executors.records import exists, find_json
 from executors.registry import get_executor
 from executors.replica import replica_key
 from executors.root_cause import raise_root_cause
-from executors.state import forget, known_run_ids, locate
+from executors.state import forget, kept_digest, known_run_ids, locate
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store, store_at
 from executors.store.opening import address_of, directory_of, split_address
@@ -139,6 +139,11 @@ class Run:
     def url(self) -> str:
         """The run's address: `attach(url)` finds it from any machine that reaches its store."""
         return address_of(self.store.url, self.run_id)
+
+    @property
+    def task_digest(self) -> str | None:
+        """The sha256 of the run's task, if this machine launched it: what another one needs to resume the run."""
+        return kept_digest(self.run_id, self.store.url)
 
     @property
     def backend(self) -> str:
@@ -291,7 +296,11 @@ class Run:
             raise RunExistsError(f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`.")
         for entry in list(self.store.list(f"{self.run_id}/")):
             self.store.delete(entry.key)
-        forget(self.run_id)
+        with contextlib.suppress(StoreError):
+            try:
+                attach(self.run_id)  # another run, at another store, for which this machine keeps what it keeps
+            except RunNotFoundError:
+                forget(self.run_id)
 
     # How one replica fares
 
@@ -302,40 +311,29 @@ class Run:
             if known.status is ReplicaStatus.SUCCEEDED or self.newest_attempt(rank) == known.attempt:
                 return known.status
             self._outcomes.pop(rank, None)
-        handle = self.handles[rank]
+        handle, attempt = self.handles[rank], self.newest_attempt(rank)
         told = None if handle is None else as_status(self.executor.poll(handle))
         # After the poll: an outcome is written before its process ends.
-        outcome = find_outcome(self.store, self.run_id, rank, self.newest_attempt(rank))
+        outcome = find_outcome(self.store, self.run_id, rank, attempt)
         if outcome is None and told in (ReplicaStatus.FAILED, ReplicaStatus.CANCELLED):
-            outcome = self._record_for(rank, told)
+            if self.newest_attempt(rank) != attempt:
+                return self._poll(rank)  # the answer was of an attempt that was begun meanwhile
+            outcome = self._record_for(rank, attempt, told)
         if outcome is not None:
             self._outcomes[rank] = outcome
             return outcome.status
         if told is not None:
             return told
-        started = exists(self.store, replica_key(self.run_id, rank, self.newest_attempt(rank), "started.json"))
+        started = exists(self.store, replica_key(self.run_id, rank, attempt, "started.json"))
         return ReplicaStatus.RUNNING if started else ReplicaStatus.PENDING
 
-    def _record_for(self, rank: int, told: ReplicaStatus) -> Outcome:
+    def _record_for(self, rank: int, attempt: int, told: ReplicaStatus) -> Outcome:
         """Write the outcome that a stranger's replica could not: its peers need to know that it is gone."""
         (row,) = self.executor.collect([self.handles[rank]], timeout=0)
         if told is not ReplicaStatus.CANCELLED and row.get("reason") not in REASONS:
             who_says = f"{self.backend} reports it {told}"
-            return record_loss(self.store, self.run_id, rank, self.newest_attempt(rank), self.world_size, who_says)
-        return record_outcome(self.store, self.run_id, self._outcome_of_row(rank, {**row, "status": told}))
-
-    def _outcome_of_row(self, rank: int, row: Mapping[str, Any]) -> Outcome:
-        status = as_status(row.get("status"))
-        reason: Any = row.get("reason") if status is not ReplicaStatus.CANCELLED else "cancelled"
-        return Outcome(
-            rank,
-            self.newest_attempt(rank),
-            status,
-            reason,
-            row.get("exit_code"),
-            error=row.get("error"),
-            result=row.get("result"),
-        )
+            return record_loss(self.store, self.run_id, rank, attempt, self.world_size, who_says)
+        return record_outcome(self.store, self.run_id, Outcome.from_row(rank, attempt, told, row))
 
     def _collect_missing(self) -> None:
         """Take from `collect` what the store does not have: replicas that succeeded without reaching the store."""
@@ -343,16 +341,17 @@ class Run:
         if not missing:
             return
         for rank, row in zip(missing, self.executor.collect([self.handles[r] for r in missing]), strict=True):
-            if as_status(row.get("status")).is_terminal:
-                self._outcomes[rank] = self._outcome_of_row(rank, row)
+            if (status := as_status(row.get("status"))).is_terminal:
+                self._outcomes[rank] = Outcome.from_row(rank, self.newest_attempt(rank), status, row)
 
     def _state(self, rank: int) -> ReplicaState:
         status = self._poll(rank)
-        attempt = self.newest_attempt(rank)
+        outcome = self._outcomes.get(rank)
+        attempt = self.newest_attempt(rank) if outcome is None else outcome.attempt  # of the same look
         beat = find_json(self.store, replica_key(self.run_id, rank, attempt, "heartbeat.json")) or {}
         at = beat.pop("at", None)
         age_s = None if at is None else max(0.0, time.time() - at)
-        return ReplicaState(rank, attempt, status, self._outcomes.get(rank), age_s, beat)
+        return ReplicaState(rank, attempt, status, outcome, age_s, beat)
 
     def newest_attempt(self, rank: int) -> int:
         """Return the number of a rank's newest attempt: 0 until it was resumed, or its process started twice."""

@@ -17,13 +17,12 @@ import sys
 import time
 import warnings
 from collections import deque
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from executors.errors import ReplicasError, StoreError
 from executors.insisting import RETRY_S
-from executors.local_launch import LocalLaunch
+from executors.local_launch import LocalLaunch, begin_attempt
 from executors.logs import tail_text
 from executors.outcome import (
     OUTPUT_TAIL_BYTES,
@@ -33,7 +32,7 @@ from executors.outcome import (
     insist_on_outcome,
     request_cancel,
 )
-from executors.process import become_subreaper, children, kill_descendants, oom_kills, start_time, this_machine
+from executors.process import become_subreaper, children, kill_descendants, oom_kills, start_time
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.rank_process import adopt_surroundings, assign_all, become_rank
 from executors.records import exists, find_json
@@ -71,13 +70,15 @@ class Supervisor:
         self._running: dict[int, _Running] = {}
         self._free_slots = deque(range(launch.places))
         self._oom_kills = oom_kills()
+        self._started = start_time(os.getpid())
         self._look_at = time.monotonic() + CANCEL_LOOK_S
         self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def start(self) -> None:
-        """Record the handles, start what may run at once, and answer the launcher.
+        """Begin the attempts, start what may run at once, and answer the launcher.
 
-        If a rank cannot be started, those before it are ended and every outcome is written before the answer goes.
+        An attempt that another process has begun is left to it. If a rank cannot be started, those before it are ended
+        and every outcome is written before the answer goes.
         """
         reply = self._reply
         assert reply is not None
@@ -85,12 +86,16 @@ class Supervisor:
         for number in (signal.SIGCHLD, signal.SIGUSR1):
             signal.signal(number, lambda *_: None)
         handles: list[str] = []
+        begun: list[int] = []
         rank = self._spec.ranks[0]
         try:
             # Before the first fork, whatever can be: after each, every page that this process touches is copied.
-            self._waiting.extend(assign_all(self._launch))
             for rank in self._spec.ranks:
-                handles.append(self._record_handle(rank))
+                os.makedirs(self._launch.log_file(rank).parent, exist_ok=True, mode=0o700)
+                if self._begin(rank):
+                    handles.append(self._handle(rank).to_json())
+                    begun.append(rank)
+            self._waiting.extend(assign_all(replace(self._launch, spec=replace(self._spec, ranks=tuple(begun)))))
             while self._waiting and self._free_slots:
                 rank = self._waiting[0].rank
                 self._start_rank(self._waiting[0])
@@ -133,24 +138,18 @@ class Supervisor:
 
     # Starting
 
-    @cached_property
-    def _handle_metadata(self) -> dict[str, Any]:
-        return {
-            "run_id": self._spec.run_id,
-            "store_url": self._spec.store_url,
-            "attempt": self._spec.attempt,
-            "state_dir": self._launch.state_dir,
-            "machine": this_machine(),
-            "supervisor_pid": os.getpid(),
-            "supervisor_started": start_time(os.getpid()),
-            "term_grace_s": self._launch.term_grace_s,
-        }
+    def _handle(self, rank: int) -> ReplicaHandle:
+        return self._launch.handle(rank, os.getpid(), self._started)
 
-    def _record_handle(self, rank: int) -> str:
-        handle = ReplicaHandle(rank, "local", self._handle_metadata).to_json()
-        os.makedirs(self._launch.log_file(rank).parent, exist_ok=True, mode=0o700)
-        self._store.put(replica_key(self._spec.run_id, rank, self._spec.attempt, "handle.json"), handle.encode())
-        return handle
+    def _begin(self, rank: int) -> bool:
+        """Begin a rank's attempt, or find that this process has; False if it is another's."""
+        handle = self._handle(rank)
+        return begin_attempt(self._store, handle) == handle
+
+    def _is_ours(self, rank: int) -> bool:
+        with contextlib.suppress(StoreError):
+            return self._begin(rank)
+        return False  # what cannot be told is left alone
 
     def _start_rank(self, assignment: Assignment) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -182,8 +181,9 @@ class Supervisor:
             self._end(pid, running, "cancelled", now)
         self._waiting.clear()
         reason = f"Rank {failed_rank} could not be started: {error}"
+        ours = [rank for rank in self._spec.ranks if self._is_ours(rank)]  # those not reached yet, too
         with contextlib.suppress(StoreError):  # the store may be the very thing that failed
-            for rank in self._spec.ranks:
+            for rank in ours:
                 if rank != failed_rank:
                     request_cancel(self._store, self._spec.run_id, rank, self._spec.attempt, reason)
         started = {running.rank for running in self._running.values()}
@@ -191,7 +191,7 @@ class Supervisor:
             self._reap()
             self._enforce_deadlines()
             time.sleep(0.005)
-        for rank in self._spec.ranks:
+        for rank in ours:
             if rank not in started:
                 self._record_start_failure(rank, reason)
 

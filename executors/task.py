@@ -64,6 +64,13 @@ class StoredTask:
     store: Store
     run_id: str
     record: Mapping[str, Any]
+    digest: str
+    """The sha256 of task.json."""
+
+    @property
+    def launched_with(self) -> Mapping[str, Any]:
+        """What `run.json` says of how the run was launched, vouched for by this task's digest as well."""
+        return self.record["launched_with"]  # type: ignore[no-any-return]
 
     @property
     def seed(self) -> int | None:
@@ -151,10 +158,12 @@ def pack_task(
     args: Mapping[str, Any],
     seed: int | None = None,
     package: Package | None = None,
+    launched_with: Mapping[str, Any] | None = None,
 ) -> tuple[bytes, bytes | None]:
     """Turn an entrypoint and its arguments into (task.json, callable.pkl or None), and check that they can travel.
 
     Args:
+        launched_with: what else decides what runs where, so that it cannot be exchanged either.
         package: the code that goes with them, to replicas on other machines.
 
     Raises:
@@ -163,6 +172,7 @@ def pack_task(
     """
     kwargs, rank_env = split_rank_env(args)
     record: dict[str, Any] = {"python": PYTHON, "rank_env": rank_env, "seed": seed}
+    record["launched_with"] = dict(launched_with or {})
     if package is not None:
         from executors.versions import versions_here
 
@@ -220,13 +230,20 @@ def plan_run(
         EntrypointError: the task cannot travel.
     """
     check_run_id(run_id)
-    task, pickled = pack_task(entrypoint, args, seed, package)
-    task_digest = hashlib.sha256(task).hexdigest()
-    record = {
-        "run_id": run_id,
+    launched_with = {
         "backend": backend,
         "world_size": world_size,
         "entrypoint": describe(entrypoint),
+        "env": sorted(env or {}),
+        "secrets": sorted(secret_names),
+        "chaos": list(chaos),
+        **(options or {}),
+    }
+    task, pickled = pack_task(entrypoint, args, seed, package, launched_with)
+    task_digest = hashlib.sha256(task).hexdigest()
+    record = {
+        "run_id": run_id,
+        **launched_with,
         "task_digest": task_digest,
         "created_at": time.time(),
         "created_by": f"{_user()}@{socket.gethostname()}",
@@ -235,10 +252,6 @@ def plan_run(
         "python": sys.version.split()[0],
         "detach": detach,
         "seed": seed,
-        "env": sorted(env or {}),
-        "secrets": sorted(secret_names),
-        "chaos": list(chaos),
-        **(options or {}),
     }
     if package is not None:
         code = package.workspace
@@ -300,7 +313,7 @@ def read_task(store: Store, run_id: str, digest: str | None = None) -> StoredTas
     """
     key = f"{run_id}/task/task.json"
     data = _get_checked(store, key, digest)
-    return StoredTask(store, run_id, json.loads(bytes(data)))
+    return StoredTask(store, run_id, json.loads(bytes(data)), hashlib.sha256(data).hexdigest())
 
 
 def describe(entrypoint: str | Callable[..., Any]) -> str:
@@ -315,10 +328,11 @@ def _get_checked(store: Store, key: str, digest: str | None) -> memoryview:
     """Read what was launched; a failing store, or a reading that is not it, is worth another try."""
     for _ in range(READ_TRIES):
         data = insist(lambda: store.get(key))
-        if digest is None or hashlib.sha256(data).hexdigest() == digest:
+        found = hashlib.sha256(data).hexdigest()
+        if digest in (None, found):
             return data
     raise StoreError(
-        f"{key!r} in {store.url} is not what was launched: its sha256 differs from the launch's {digest}.",
+        f"{key!r} in {store.url} is not what was launched: its sha256 is {found}, the launch's {digest}.",
         key=key,
         url=store.url,
     )

@@ -149,5 +149,30 @@ def attach_cancel_and_collect(folder: str, run_id: str) -> None:
     say(f"{folder}/attached", before=before, between=between, after=after)
 
 
+def resume_each_that_is_named() -> None:
+    """Resume the runs that stdin names, each the moment its line comes, and say what became of it."""
+    from executors import attach
+    from executors.errors import ReplicasError
+    from executors.resuming import resume
+
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        said = "resumed"
+        try:
+            resume(attach(line.strip()), detach=True)
+        except (ReplicasError, ValueError) as error:
+            said = f"{type(error).__name__}: {error}"
+        print(json.dumps(said), flush=True)
+
+
+def resume_and_die(run_id: str, dies: str) -> None:
+    """Resume a run, and be killed in the middle of it: see `dies_while_it_starts`."""
+    from executors import Run, attach
+    from executors.resuming import resume
+
+    os.environ["REPLICAS_TEST_DIES"] = dies
+    resume(Run(attach(run_id).store, run_id, executor=LocalProcessExecutor(preload=("dies_while_it_starts",))))
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])

@@ -138,7 +138,7 @@ def test_what_another_machine_is_told_to_type_finds_the_run_from_there(
     assert f"executors.attach('{address}')" in told.stderr
     assert f"replicas logs '{address}' --rank 0" in here.replicas("status", address).stdout
     hf.hold("cpu-basic")
-    assert f"replicas cancel '{address}'" in here.replicas("resume", address, "--detach").stdout
+    assert f"replicas cancel '{address}'" in here.replicas("resume", address, "--detach", "--trust-bucket").stdout
     here.replicas("cancel", address)
 
 

@@ -12,8 +12,11 @@ import local_tasks
 import pytest
 from runs_of_tests import record_of
 
-from executors import LocalProcessExecutor, current_replica, launch
+from executors import LocalProcessExecutor, attach, current_replica, launch
 from executors.errors import ReplicasError
+from executors.local_launch import LocalLaunch
+from executors.resuming import resume
+from executors.task import RunSpec
 
 CONTRACT = ["REPLICA_RANK", "REPLICA_WORLD_SIZE", "REPLICA_RUN_ID", "REPLICA_ATTEMPT", "REPLICA_RENDEZVOUS"]
 
@@ -189,6 +192,48 @@ def test_waiting_replicas_do_not_count_for_the_threads(monkeypatch: pytest.Monke
     one_at_a_time = LocalProcessExecutor(preload=("torch",), max_parallel=1)
     inside = launch(one_at_a_time, local_tasks.threads, 2).results()
     assert [row["torch"] for row in inside] == [local_tasks.cores()] * 2
+
+
+def fail_first() -> dict[str, Any]:
+    """Return the threads of this replica; in its first attempt rank 1 says them and fails."""
+    inside = local_tasks.threads()
+    if (current_replica().rank, current_replica().attempt) == (1, 0):
+        raise RuntimeError(f"threads: {inside}")
+    return inside
+
+
+def test_a_resumed_replica_has_the_threads_of_its_first_attempt(
+    with_torch: LocalProcessExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    run = launch(with_torch, fail_first, 2)
+    assert run.wait(60)
+    each = max(1, local_tasks.cores() // 2)
+    first = {"torch": each, "omp": str(each)}
+    assert f"threads: {first}" in (run.outcomes()[1].error or "")
+    assert resume(run).results() == [first, first]
+
+
+def test_a_run_that_is_resumed_from_its_record_has_the_parallelism_of_its_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    run = launch(LocalProcessExecutor(preload=("torch",), max_parallel=1), fail_first, 2)
+    assert run.wait(60)
+    assert resume(attach(run.run_id)).results()[1]["torch"] == local_tasks.cores()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "max_parallel", "threads"), [(1, None, 8), (4, None, 2), (4, 2, 4), (2, 6, 4), (16, None, 1)]
+)
+@pytest.mark.parametrize("n_launched", [1, 4])
+def test_the_cores_are_shared_by_all_that_run_at_once_however_many_are_launched_now(
+    world_size: int, max_parallel: int | None, threads: int, n_launched: int
+) -> None:
+    ranks = tuple(range(world_size))[:n_launched]
+    spec = RunSpec("r", "file:///nowhere", "", world_size=world_size, ranks=ranks)
+    launch = LocalLaunch(spec, "", "", [], {}, max_parallel=max_parallel)
+    assert launch.torch_threads(cores=8) == threads
 
 
 def test_the_users_own_number_of_threads_wins(

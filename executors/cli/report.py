@@ -53,6 +53,7 @@ def document(run: Run, outcomes: Sequence[Outcome], code: int | None) -> dict[st
         "world_size": run.world_size,
         "timeout_s": record.get("timeout_s"),
         "created_at": record["created_at"],
+        "task_digest": run.task_digest,
         "exit_code": code,
         "summary": find_summary(outcomes),
         "replicas": [{**outcome.to_row(), "attempt": outcome.attempt} for outcome in outcomes],

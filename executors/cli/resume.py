@@ -36,6 +36,19 @@ def resume(
     env: EnvOption = None,
     secret: SecretOption = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return at once; the run goes on by itself.")] = False,
+    task_digest: Annotated[
+        str | None,
+        typer.Option(
+            "--task-digest",
+            metavar="SHA256",
+            help="The task's digest, for a run that another machine launched; "
+            "`replicas status RUN --json` says it there as task_digest.",
+        ),
+    ] = None,
+    trust_bucket: Annotated[
+        bool,
+        typer.Option("--trust-bucket", help="Start whatever the run's store holds, with the credentials found here."),
+    ] = False,
     rendezvous: RendezvousOption = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -58,6 +71,8 @@ def resume(
                 env=parse_texts("--env", env),
                 secrets=secret or (),
                 detach=detach,
+                task_digest=task_digest,
+                trust_bucket=trust_bucket,
             )
         except (ValueError, TypeError) as error:
             refuse(error)
