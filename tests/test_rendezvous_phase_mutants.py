@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import chain
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from rendezvous_simulation import Simulation, Violation
+import test_rendezvous_phases as scenes
+from rendezvous_simulation import Simulation
 from simulated_plan import Plan
 from test_rendezvous_phases import SCENES, useful_share
 
-from diloco.errors import QuorumTimeoutError
 from diloco.membership import Membership
 from diloco.phase import Phase
 from diloco.records import Contribution, Seal
 from diloco.rendezvous import Rendezvous
 from diloco.rounds import Round
 from diloco.sealing import Sealing
-from diloco.sending import Sending
 from diloco.work import Settled
 
 Patch = Callable[[pytest.MonkeyPatch], None]
+Notices = Callable[[pytest.MonkeyPatch], None]
 
 
 def who_is_not_expected_counts_its_own_waiting(patch: pytest.MonkeyPatch) -> None:
@@ -80,8 +80,14 @@ def nobody_has_a_head_start(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_cannot_be_read_back_was_nothing(patch: pytest.MonkeyPatch) -> None:
-    read_back = Sending.read_back
-    patch.setattr(Sending, "read_back", lambda self, r, digest: read_back(self, r, digest) or memoryview(b""))
+    settle = Rendezvous._settle
+
+    def mutant(self: Rendezvous, r: Round, seal: Seal) -> Any:
+        settled, part = settle(self, r, seal)
+        is_lost = r.is_early and settled is Settled.DROPPED and self._members.seal is not None
+        return (Settled.COUNTED, []) if is_lost and self._log.settle(seal) is Settled.COUNTED else (settled, part)
+
+    patch.setattr(Rendezvous, "_settle", mutant)
 
 
 def ranks_seal_and_not_processes(patch: pytest.MonkeyPatch) -> None:
@@ -107,7 +113,9 @@ def a_newer_attempt_begins_the_grace_for_its_older_one(patch: pytest.MonkeyPatch
     is_over = Sealing._is_over
 
     def mutant(self: Sealing, r: Round, good: Mapping[int, Contribution], now: float, *, grace_factor: int) -> bool:
-        if r.grace_from_s is None and any(rank in self._members.expected and head.in_phase for rank, head in good.items()):
+        if r.grace_from_s is None and any(
+            rank in self._members.expected and head.in_phase for rank, head in good.items()
+        ):
             r.grace_from_s = now
         return is_over(self, r, good, now, grace_factor=grace_factor)
 
@@ -162,21 +170,14 @@ def nobody_looks(patch: pytest.MonkeyPatch) -> None:
 
 
 def who_presents_itself_says_nothing_of_its_phase(patch: pytest.MonkeyPatch) -> None:
-    head = Contribution.head
-    patch.setattr(Seal, "data", _with_phase(Seal.data, lambda seal: min(_phases(seal), default=0.0)))
-    _ = head
+    """The largest of its members' phases is in a seal, and those of them who presented themselves said 0."""
+    data = Seal.data
 
-
-def _phases(seal: Seal) -> list[float]:
-    return [seal.phase_s] if any(member.in_phase for member in seal.members.values()) else [0.0]
-
-
-def _with_phase(data: Callable[[Seal], Any], phase_s: Callable[[Seal], float]) -> Callable[[Seal], Any]:
     def mutant(self: Seal) -> Any:
-        object.__setattr__(self, "phase_s", phase_s(self))
-        return data(self)
+        waits = any(member.in_phase for member in self.members.values())
+        return data(self if waits else replace(self, phase_s=0.0))
 
-    return mutant
+    patch.setattr(Seal, "data", mutant)
 
 
 def a_phase_lasts_as_long_as_was_trained_so_far(patch: pytest.MonkeyPatch) -> None:
@@ -208,10 +209,6 @@ def steps_that_were_made_count_and_not_the_runs(patch: pytest.MonkeyPatch) -> No
     patch.setattr(Phase, "_advance", mutant)
 
 
-def an_outcome_without_a_claim_ends_a_rank(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Membership, "_has_ended", Membership._has_left)
-
-
 def one_entry_is_adopted_at_a_look(patch: pytest.MonkeyPatch) -> None:
     def mutant(self: Rendezvous) -> list[Any]:
         if self._unsealed == self.position or self._log.seal(self.position) is None:
@@ -233,36 +230,65 @@ def nothing_ends_a_wait_out_of_phase(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Rendezvous, "_check_time", mutant)
 
 
-def everybody_reduces_who_is_sealed_out_of_phase(patch: pytest.MonkeyPatch) -> None:
-    """Shards are owned by ranks that train on."""
-    patch.setattr(Seal, "owners", property(lambda self: list(self.members)))
+def schedules(patch: pytest.MonkeyPatch) -> None:
+    """Schedules in phases, and a scene with many kills."""
+    for seed in range(150):
+        Simulation(Plan.phased(seed)).run()
+    plan, model = SCENES["a kill every 60 s, phase 100"]
+    simulation = Simulation(plan)
+    simulation.run()
+    assert useful_share(simulation) >= model - 0.03
+    plan, model = SCENES["three die"]
+    simulation = Simulation(plan)
+    simulation.run()
+    assert useful_share(simulation) >= model - 0.03
 
 
-MUTANTS: list[Patch] = [
-    who_is_not_expected_counts_its_own_waiting,
-    who_was_late_waits_for_the_next_round_at_once,
-    nothing_bounds_the_wait_for_who_is_expected,
-    one_presents_oneself_when_an_expected_contribution_is_seen,
-    nobody_has_a_head_start,
-    what_cannot_be_read_back_was_nothing,
-    ranks_seal_and_not_processes,
-    a_newer_attempt_does_not_end_the_older_one,
-    somebody_always_lives,
-    first_attempts_are_out_of_phase_before_the_first_seal,
-    a_newer_attempt_begins_the_grace_for_its_older_one,
-    work_that_was_presented_counts_again,
-    steps_made_since_are_lost_at_the_adoption,
-    a_presence_weighs_as_much_as_work,
-    the_bound_knows_no_phase,
-    the_grace_begins_with_the_first_look,
-    nobody_looks,
-    who_presents_itself_says_nothing_of_its_phase,
-    a_phase_lasts_as_long_as_was_trained_so_far,
-    a_learned_grace_is_short,
-    who_leaves_out_of_phase_waits,
-    steps_that_were_made_count_and_not_the_runs,
-    an_outcome_without_a_claim_ends_a_rank,
-    one_entry_is_adopted_at_a_look,
-    nothing_ends_a_wait_out_of_phase,
-    everybody_reduces_who_is_sealed_out_of_phase,
-]
+def resumed(patch: pytest.MonkeyPatch) -> None:
+    for leaves_outcome in (True, False):
+        scenes.a_run_that_is_resumed_as_a_whole_is_in_phase_from_its_start(leaves_outcome=leaves_outcome)
+
+
+def alone(scene: Callable[[], None]) -> Notices:
+    return lambda patch: scene()
+
+
+MUTANTS: dict[Patch, Notices] = {
+    who_is_not_expected_counts_its_own_waiting: schedules,
+    who_was_late_waits_for_the_next_round_at_once: schedules,
+    nothing_bounds_the_wait_for_who_is_expected: alone(scenes.who_waits_for_those_who_vanished_goes_on_alone),
+    one_presents_oneself_when_an_expected_contribution_is_seen: schedules,
+    nobody_has_a_head_start: schedules,
+    what_cannot_be_read_back_was_nothing: alone(scenes.what_was_counted_and_cannot_be_read_back_is_dropped),
+    ranks_seal_and_not_processes: schedules,
+    a_newer_attempt_does_not_end_the_older_one: resumed,
+    somebody_always_lives: resumed,
+    first_attempts_are_out_of_phase_before_the_first_seal: schedules,
+    a_newer_attempt_begins_the_grace_for_its_older_one: schedules,
+    work_that_was_presented_counts_again: schedules,
+    steps_made_since_are_lost_at_the_adoption: schedules,
+    a_presence_weighs_as_much_as_work: schedules,
+    the_bound_knows_no_phase: schedules,
+    the_grace_begins_with_the_first_look: alone(scenes.a_dead_replica_costs_the_others_one_grace_from_when_they_waited),
+    nobody_looks: schedules,
+    who_presents_itself_says_nothing_of_its_phase: schedules,
+    a_phase_lasts_as_long_as_was_trained_so_far: alone(scenes.who_has_made_three_of_ten_steps_knows_how_long_ten_take),
+    a_learned_grace_is_short: schedules,
+    who_leaves_out_of_phase_waits: scenes.who_leaves_out_of_phase_waits_for_nobody,
+    steps_that_were_made_count_and_not_the_runs: schedules,
+    one_entry_is_adopted_at_a_look: schedules,
+    nothing_ends_a_wait_out_of_phase: alone(scenes.a_quorum_that_nobody_is_left_for_ends_who_is_out_of_phase),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_undoing_a_rule_about_phases_is_noticed(mutant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        MUTANTS[mutant](monkeypatch)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_without_a_mutant_the_schedules_in_phases_are_fine(part: int) -> None:
+    for seed in range(part, 150, 3):
+        Simulation(Plan.phased(seed)).run()

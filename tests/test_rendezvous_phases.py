@@ -6,14 +6,23 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from rendezvous_simulation import Simulation
+from rendezvous_simulation import Simulation, Violation
 from simulated_plan import Absence, Plan
 from simulated_world import Faults
 
-from diloco.records import Seal
+from diloco.keys import Keys
+from diloco.membership import Identity, Membership
+from diloco.patience import PatientStore
+from diloco.phase import Phase
+from diloco.phase import Plan as StepPlan
+from diloco.records import Member, Seal, hash_order
+from diloco.rendezvous import Rendezvous
+from diloco.rounds import Pace
+from diloco.sealing import Sealing
+from executors.store import MemoryStore
 
 
-def phased(phase_s: float, absences: list[Absence], until_s: float, **changes: object) -> Plan:
+def phased(phase_s: float, absences: list[Absence], until_s: float | None, **changes: object) -> Plan:
     """Four replicas whose steps take a second, or a twentieth of a phase, at a store that answers at once."""
     steps = max(20, round(phase_s))
     plan = Plan(
@@ -70,6 +79,171 @@ def useful_share(simulation: Simulation) -> float:
         slower = plan.speeds[rank] if plan.speeds else 1.0
         possible += (plan.until_s - away_s) / slower * plan.steps_per_entry / plan.phase_s
     return counted / possible
+
+
+def never_back(rank: int, at_s: float, **how: bool) -> Absence:
+    return Absence(rank, at_s, 1e9, **how)
+
+
+def who_waits_for_those_who_vanished_goes_on_alone() -> None:
+    """Both replicas are gone without a trace; who joined goes on after the bound, which knows how long phases are."""
+    away = [never_back(rank, 70, leaves_outcome=False) for rank in (0, 1)]
+    plan = phased(100, away, until_s=2000, world_size=2, joiners=1, seed=3)
+    simulation = Simulation(plan)
+    simulation.run()
+    alone = [created_s for created_s, seal in seals_of(simulation) if seal.members.keys() == {2}]
+    assert alone, "the joiner never decides"
+    assert alone[0] > 200, "it decides although the others may be in the midst of a phase"
+
+
+def what_was_counted_and_cannot_be_read_back_is_dropped() -> None:
+    simulation = Simulation(phased(20, [Absence(2, 50, 70, dies=False)], until_s=None, entries=[12] * 4, grace_s=3.0))
+    create = simulation.store._create
+    gone: list[str] = []
+
+    def losing(key: str, value: bytes) -> bool:
+        created = create(key, value)
+        if created and "/seal/" in key:
+            for rank, member in Seal.parse(value).members.items():
+                if not member.in_phase and member.weight and not gone:
+                    gone.append(simulation.keys.contribution(int(key.rpartition("/")[2]), rank))
+                    simulation.store.objects.pop(gone[0])
+        return created
+
+    simulation.store._create = losing  # type: ignore[method-assign]
+    simulation.run()  # checks that nothing counts twice
+    assert gone
+    assert simulation.toys[2].dropped
+
+
+def a_run_that_is_resumed_as_a_whole_is_in_phase_from_its_start(*, leaves_outcome: bool) -> None:
+    away = [Absence(rank, 220, 10 + rank, leaves_outcome=leaves_outcome) for rank in range(4)]
+    simulation = Simulation(phased(100, away, until_s=800))
+    simulation.run()
+    later = [(created_s, seal) for created_s, seal in seals_of(simulation) if created_s > 235]
+    assert set(later[0][1].members) == {0, 1, 2, 3}
+    assert later[0][0] < 235 + 1.2 * 100
+
+
+def a_dead_replica_costs_the_others_one_grace_from_when_they_waited() -> None:
+    entry = next(entry for entry in range(1, 20) if hash_order(range(4), "seal", entry)[0] == 2)  # it was to look
+    at_s = 105.0 * entry + 50
+    simulation = Simulation(phased(100, [never_back(2, at_s, leaves_outcome=False)], until_s=at_s + 300))
+    simulation.run()
+    created_s = simulation.store.created_s
+    sealed_s = created_s[simulation.keys.seal(entry)]
+    sent_s = [created_s[simulation.keys.contribution(entry, rank)] for rank in (0, 1, 3)]
+    assert 29.0 < sealed_s - min(sent_s) < 30 + 2.5, "it costs a grace and a pause between two looks"
+
+
+def who_leaves_out_of_phase_waits_for_nobody(patch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(phased(100, [], until_s=500, joiners=1, seed=3))
+    leaving_s: list[float] = []
+    has_finished = Simulation._has_finished
+
+    def leaves(self: Simulation, rendezvous: Rendezvous, entries: int) -> bool:
+        joiner = rendezvous._me.rank == 4 and rendezvous.phase.is_out and simulation.toys[4].done == 3
+        if joiner:
+            leaving_s.append(self.world.now)
+        return joiner or has_finished(self, rendezvous, entries)
+
+    patch.setattr(Simulation, "_has_finished", leaves)
+    simulation.run()
+    ended_s = simulation.processes[4].ended_s
+    assert ended_s is not None
+    assert ended_s - leaving_s[0] < 1.0
+
+
+def a_quorum_that_nobody_is_left_for_ends_who_is_out_of_phase() -> None:
+    away = [never_back(rank, 150, leaves_outcome=False) for rank in (0, 1)]
+    plan = phased(100, away, until_s=None, entries=[8] * 3, world_size=2, joiners=1, seed=3, min_quorum=2)
+    with pytest.raises(Violation, match="contributions arrived"):
+        Simulation(plan).run()
+
+
+def who_has_made_three_of_ten_steps_knows_how_long_ten_take() -> None:
+    now, phase_s = [0.0], 20.0
+    phase = Phase(StepPlan(steps_per_entry=10), lambda: now[0])
+    for _ in range(3):
+        now[0] += phase_s / 10
+        phase.step_made()
+        now[0] += 5.0  # our own calls are not counted
+        phase.left()
+    assert phase.seconds == pytest.approx(phase_s)
+    phase.met(1)
+    assert phase.seconds == pytest.approx(phase_s), "what it knew last"
+
+
+@pytest.mark.parametrize(
+    "scene",
+    [
+        who_waits_for_those_who_vanished_goes_on_alone,
+        what_was_counted_and_cannot_be_read_back_is_dropped,
+        a_dead_replica_costs_the_others_one_grace_from_when_they_waited,
+        a_quorum_that_nobody_is_left_for_ends_who_is_out_of_phase,
+        who_has_made_three_of_ten_steps_knows_how_long_ten_take,
+    ],
+    ids=lambda scene: scene.__name__,
+)
+def test_scene(scene: Callable[[], None]) -> None:
+    scene()
+
+
+@pytest.mark.parametrize("leaves_outcome", [True, False])
+def test_a_run_that_is_resumed_as_a_whole_is_in_phase_from_its_start(leaves_outcome: bool) -> None:
+    a_run_that_is_resumed_as_a_whole_is_in_phase_from_its_start(leaves_outcome=leaves_outcome)
+
+
+def test_who_leaves_out_of_phase_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    who_leaves_out_of_phase_waits_for_nobody(monkeypatch)
+
+
+def membership(store: MemoryStore) -> Membership:
+    patient = PatientStore(store, clock=lambda: 0.0, error_patience_s=1.0)
+    return Membership(patient, Keys("run", "main"), Identity(0, 2, 0, "me"))
+
+
+def test_an_outcome_without_a_claim_ends_nobody() -> None:
+    store, keys = MemoryStore(), Keys("run", "main")
+    store.put(keys.outcome(1, 0), b"{}")
+    assert not membership(store).is_gone(1)
+    store.put(keys.claim(1, 0), b"{}")
+    assert membership(store).is_gone(1)
+
+
+def test_ranks_that_train_on_own_no_shard_where_somebody_waits() -> None:
+    def member(*, in_phase: bool) -> Member:
+        return Member("n", 0, 1.0, "d" * 32, in_phase)
+
+    assert Seal({0: member(in_phase=False), 1: member(in_phase=True)}, "a" * 32, 1).owners == [1]
+    assert Seal({0: member(in_phase=False), 1: member(in_phase=False)}, "a" * 32, 1).owners == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("told_s", "own_s", "lone_s"),
+    [
+        (100.0, 100.0, 230.0),
+        (1e9, 100.0, 2 * 100.0 + 900.0),  # no seal's word holds a replica for ever: half of the round's time is most
+        (3600.0, 3600.0, 2 * 3600.0 + 180.0),  # its own phases are that long: the bound is never below two of them
+        (0.0, 100.0, 30.0),
+    ],
+)
+def test_the_bound_of_who_sees_nobody(told_s: float, own_s: float, lone_s: float) -> None:
+    now = [0.0]
+    phase = Phase(StepPlan(), lambda: now[0])
+    now[0] = own_s
+    phase.step_made()
+    members = membership(MemoryStore())
+    members.seal = Seal({1: Member("other", 0, 1.0, "d" * 32)}, "a" * 32, 0, phase_s=told_s)
+    sealing = Sealing.__new__(Sealing)
+    sealing._phase, sealing._members, sealing._pace = phase, members, Pace()
+    assert sealing.lone_s == pytest.approx(lone_s)
+
+
+@pytest.mark.parametrize("seed", [27, 223, 50763, 200907])
+def test_schedules_in_phases_that_once_found_something_stay_fine(seed: int) -> None:
+    """An overlap's slack before a last round that has none; a returner that waits; a grace shorter than a look."""
+    Simulation(Plan.phased(seed)).run()
 
 
 SCENES: dict[str, tuple[Plan, float]] = {
