@@ -8,6 +8,7 @@ the caller is asleep for a long time. All of it follows from one seed, so a sche
 from __future__ import annotations
 
 import heapq
+import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +65,7 @@ class World:
         self._number = 0
         self._names: dict[greenlet, str] = {}
         self._held: dict[str, float] = {}
+        self._until_s = math.inf
         self._main = getcurrent()
 
     def clock(self) -> float:
@@ -82,7 +84,7 @@ class World:
 
     def sleep(self, seconds: float) -> None:
         """Let others run for a while; called from inside a simulated process."""
-        if not self._queue or self._queue[0][0] > self.now + seconds:
+        if self.now + seconds <= self._until_s and (not self._queue or self._queue[0][0] > self.now + seconds):
             self.now += seconds  # nobody would run in between
             return
         task = getcurrent()
@@ -94,6 +96,7 @@ class World:
 
     def run(self, until_s: float | None = None) -> None:
         """Run until nothing is left to do, or until a time."""
+        self._until_s = math.inf if until_s is None else until_s
         while self._queue and (until_s is None or self._queue[0][0] <= until_s):
             self.now, _, _, action = heapq.heappop(self._queue)
             action()

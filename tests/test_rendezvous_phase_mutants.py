@@ -151,16 +151,17 @@ def the_bound_knows_no_phase(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_grace_begins_with_the_first_look(patch: pytest.MonkeyPatch) -> None:
+    """Whoever lets another look first begins to count when it looks itself."""
     is_over = Sealing._is_over
 
     def mutant(self: Sealing, r: Round, good: Mapping[int, Contribution], now: float, *, grace_factor: int) -> bool:
-        began_s, r.began_s = r.began_s, now if r.grace_from_s is None else r.began_s
+        if r.grace_from_s is not None:
+            return now - r.grace_from_s >= self._grace_s(r) * grace_factor
+        began_s, r.began_s = r.began_s, now
         try:
             return is_over(self, r, good, now, grace_factor=grace_factor)
         finally:
             r.began_s = began_s
-            if r.grace_from_s is not None:
-                r.grace_from_s = max(r.grace_from_s, now) if r.looks == 1 else r.grace_from_s
 
     patch.setattr(Sealing, "_is_over", mutant)
 

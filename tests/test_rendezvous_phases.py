@@ -155,7 +155,7 @@ def who_leaves_out_of_phase_waits_for_nobody(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_quorum_that_nobody_is_left_for_ends_who_is_out_of_phase() -> None:
-    away = [never_back(rank, 150, leaves_outcome=False) for rank in (0, 1)]
+    away = [never_back(rank, 70, leaves_outcome=False) for rank in (0, 1)]
     plan = phased(100, away, until_s=None, entries=[8] * 3, world_size=2, joiners=1, seed=3, min_quorum=2)
     with pytest.raises(Violation, match="contributions arrived"):
         Simulation(plan).run()
