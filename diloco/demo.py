@@ -145,7 +145,7 @@ def train(
     few = steps < FEW_ROUNDS * inner_steps  # too few rounds for a momentum: average plainly
     diloco = DiLoCo(
         model,
-        inner_steps=inner_steps,
+        inner_steps=min(inner_steps, steps),
         outer_lr=1.0 if few else OUTER_LR,
         outer_momentum=0.0 if few else OUTER_MOMENTUM,
         total_steps=steps,
@@ -163,8 +163,6 @@ def train(
             replica.report(step=diloco.inner_step, loss=loss)
             if step % max(1, steps // 10) == 0:
                 print(f"step {step:5d} of {steps}  loss {loss:.3f}  rounds {diloco.rounds}", flush=True)
-        if steps % inner_steps:
-            reports += diloco.sync()  # what came after the last round
         anchor = diloco.anchor()
     model.load_state_dict(anchor, strict=False)
     seconds = time.monotonic() - began

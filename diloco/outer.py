@@ -57,7 +57,8 @@ class DiLoCo:
     The constructor blocks until all agree on the first anchor, which replaces the model's parameters: the first
     replica to publish its own wins. From then on every replica's anchor is the same, bit for bit, after every round.
     The inner optimizer, its learning rate schedule and the gradients stay local and are never touched. A replica that
-    is late or dies costs the others `grace_s`, once; what a late one did is not lost.
+    dies costs the others `grace_s`, at most, once. One that comes back, joins or was late is *out of phase*: it sends
+    what it has at once, waits for nobody, and is in phase again after the next round; what it did is not lost.
 
     Args:
         model: any module. Its trainable parameters are shared, keyed by name; the anchor is float32 on the CPU
@@ -67,18 +68,23 @@ class DiLoCo:
             Nesterov SGD with `outer_lr`, `outer_momentum`, the ramp and the final average.
         momentum_warmup: rounds over which the outer momentum grows to its value; "auto": half of the planned ones.
         final_average: let each fragment's last planned round be a plain average. Needs `total_steps`.
-        total_steps: planned inner steps of each replica, the same for all.
+        total_steps: planned inner steps of the run, the same for all. Every fragment has its last round at the last
+            of them, so that no step is in nobody's average and all replicas end with one model.
         fragments: how many parts, or lists of modules or names; one has its round every inner_steps / fragments.
         overlap_steps: steps between sending a fragment and applying its mean. May differ between replicas.
         mix: share of the live value that is kept when a mean is applied. May differ between replicas.
         wire: how contributions travel: "fp32".
-        late: what becomes of work that came too late for its round: "carry" it to the next, or "drop" it.
+        late: what becomes of work that came too late for its round: "carry" it to the next, or "drop" it. Out of
+            phase "drop" also drops what is made after something was sent, unless that is counted.
         min_quorum: contributions without which no round is decided, as far as so many replicas are left.
         grace_s: how long to wait, at most, for a replica that took part in the last round and is not known to have
-            ended; less, down to a quarter, when replicas use to arrive close to each other.
-        round_timeout_s: after which a round that does not come about raises `QuorumTimeoutError`.
+            ended: from when the first of them waits. Less, down to a quarter, when replicas use to arrive close to
+            each other; at least a twentieth of the time between two rounds.
+        round_timeout_s: after which a round that does not come about raises `QuorumTimeoutError`. Who sees nobody of
+            the last round waits for two more phases before that.
         weight: of this replica's work in the mean, relative to the others'; a number, or a callable that is asked at
-            each contribution, as for the tokens it is made of.
+            each contribution, as for the tokens it is made of. A number is scaled by the steps where work of fewer than
+            `inner_steps` is sent.
         sync_buffers: average float buffers too, without the outer optimizer. Integer buffers stay local.
         snapshot_every: rounds between snapshots, from which replicas start that come later or come back.
         allow_no_rounds: let `close()` pass when there was no round at all: each replica has trained alone, on purpose.
@@ -214,6 +220,8 @@ class DiLoCo:
     def step(self) -> RoundReport | None:
         """Count an inner step; when one is due, send a fragment or go through its round.
 
+        Out of phase it looks for the seal of the open round instead, now and then, and returns at once.
+
         Call it after each `optimizer.step()`.
 
         Returns: the report of the round, if this step had one.
@@ -304,7 +312,8 @@ class DiLoCo:
             )
         if self.rounds and left:
             warnings.warn(
-                f"{left} steps of this replica since its last round are in nobody's average (inner_steps is "
+                f"{left} step{'s' * (left > 1)} of this replica since its last round {'are' if left > 1 else 'is'} in "
+                f"nobody's average (inner_steps is "
                 f"{inner_steps}). Tell DiLoCo total_steps=…, and its last round is at the last step; or call sync().",
                 stacklevel=4,
             )

@@ -83,6 +83,91 @@ def test_a_late_replica_is_in_phase_again_and_loses_nothing() -> None:
     assert steps == late_steps == 4
 
 
+def trained(where: Mapping[str, Any], steps: int, **options: Any) -> tuple[int, dict[str, torch.Tensor], nn.Module]:
+    own = torch.Generator().manual_seed(where["rank"])
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    with DiLoCo(model, total_steps=steps, **options, **where) as diloco:
+        while diloco.inner_step < steps:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn(parameter.shape, generator=own))
+            diloco.step()
+        return diloco.rounds, diloco.anchor(), model
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "rounds"),
+    [
+        (355, {"inner_steps": 10}, 36),
+        (350, {"inner_steps": 10}, 35),
+        (11, {"inner_steps": 10, **PLAIN}, 2),
+        (100, {"inner_steps": 10, "fragments": 5, "overlap_steps": 1, **PLAIN}, 54),
+        (99, {"inner_steps": 10, "fragments": 5, "overlap_steps": 1, "mix": 0.5, **PLAIN}, 54),
+        (98, {"inner_steps": 10, "fragments": 2, **PLAIN}, 21),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Only")
+def test_every_fragment_has_its_last_round_at_the_last_step(steps: int, options: dict[str, Any], rounds: int) -> None:
+    ends = run_replicas(3, lambda where: trained(where, steps, **options))
+    for n_rounds, anchor, model in ends:
+        assert n_rounds == rounds
+        for name, value in model.named_parameters():
+            assert torch.equal(value.detach(), anchor[name]), f"{name} is not its anchor"
+            assert torch.equal(anchor[name], ends[0][1][name]), f"{name} differs from rank 0's"
+
+
+def test_training_without_a_single_round_fails_and_says_why() -> None:
+    def body(where: Mapping[str, Any]) -> str:
+        model = nn.Linear(1, 1)
+        try:
+            with DiLoCo(model, **where) as diloco:
+                for _ in range(400):
+                    diloco.step()
+        except DiLoCoError as error:
+            return str(error)
+        return ""
+
+    for message in run_replicas(2, body):
+        assert message.startswith("400 steps and no round: inner_steps is 500, ")
+    assert run_replicas(1, body) == [""], "alone there is nobody to average with"
+
+
+def test_training_without_a_round_is_fine_where_it_is_asked_for_and_where_nothing_was_trained() -> None:
+    def body(where: Mapping[str, Any]) -> None:
+        with DiLoCo(nn.Linear(1, 1), allow_no_rounds=True, **where) as diloco:
+            diloco.step()
+        with DiLoCo(nn.Linear(1, 1), name="other", **where):
+            pass
+
+    run_replicas(2, body)
+
+
+def test_an_error_in_the_body_is_the_one_that_is_told() -> None:
+    def body(where: Mapping[str, Any]) -> None:
+        with DiLoCo(nn.Linear(1, 1), **where) as diloco:
+            diloco.step()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_replicas(2, body)
+
+
+def test_steps_that_are_in_nobodys_average_are_counted_in_a_warning() -> None:
+    def body(where: Mapping[str, Any]) -> str:
+        diloco = DiLoCo(nn.Linear(1, 1), inner_steps=10, **where)
+        for _ in range(25):
+            diloco.step()
+        try:
+            diloco.close()
+        except UserWarning as warning:  # the tests' settings make errors of warnings
+            return str(warning)
+        return ""
+
+    for message in run_replicas(2, body):
+        assert message.startswith("5 steps of this replica since its last round are in nobody's average")
+        assert "total_steps" in message
+
+
 def where_of(store: MemoryStore) -> dict[str, Any]:
     return {"store": store, "run_id": "test", "rank": 0, "world_size": 1}
 
@@ -114,6 +199,7 @@ def test_what_cannot_be_averaged_is_refused_by_name(model: Any, message: str) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"total_steps": 400}, "total_steps must be at least inner_steps.*total_steps=400 and inner_steps=500"),
         ({"min_quorum": 3}, "min_quorum must be at most the world size of 1"),
         ({"round_timeout_s": 0}, "round_timeout_s must be more than 0"),
         ({"final_average": "x"}, "final_average must be True or False"),
