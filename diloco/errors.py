@@ -12,7 +12,9 @@ Bad constructor arguments raise `ValueError` or `TypeError` before anything is w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Self
 
 from executors.errors import ReplicasError
 
@@ -46,3 +48,13 @@ class FencedError(DiLoCoError):
 
 class AbortedError(DiLoCoError):
     """A peer aborted the run."""
+
+    @classmethod
+    def told_by(cls, run_id: str, record: bytes) -> Self:
+        """Say who aborted it and why, as far as what stands in the store tells."""
+        try:
+            told = json.loads(record)
+            why = f"{told['who']}: {told['why']}"
+        except (ValueError, KeyError, TypeError, RecursionError):
+            why = record[:500].decode(errors="replace")
+        return cls(f"Run {run_id!r} was aborted: {why[:500]}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from time import monotonic
 from types import TracebackType
@@ -129,7 +128,6 @@ class DiLoCo:
     ) -> None:
         place = find_place(store, run_id, rank, world_size)
         self._replica = place.replica
-        self._allow_no_rounds = allow_no_rounds
         if not name or "/" in name:
             raise ValueError(f"name must be a word without '/', as in 'main', got name={name!r}.")
         plan = plan_fragments(model, fragments, sync_buffers=sync_buffers)
@@ -151,6 +149,7 @@ class DiLoCo:
             round_timeout_s=round_timeout_s,
             weight=weight,
             snapshot_every=snapshot_every,
+            allow_no_rounds=allow_no_rounds,
             world_size=place.world_size,
             rank=place.world_size if place.rank is None else place.rank,
         )
@@ -294,29 +293,7 @@ class DiLoCo:
             self._reads.close()
         if in_order:
             self._background.finish()
-            self._complain_of_lost_steps()
-
-    def _complain_of_lost_steps(self) -> None:
-        """Say what was trained for nobody.
-
-        Raises: DiLoCoError: all of it was.
-        """
-        inner_steps, left = self._settings.inner_steps, self._rendezvous.uncounted_steps
-        if self._settings.world_size == 1 or not self._steps:
-            return
-        if not self.rounds and not self._allow_no_rounds:
-            raise DiLoCoError(
-                f"{self._steps} steps and no round: inner_steps is {inner_steps}, so this replica has trained alone, "
-                "and the replicas end with different models. Use a smaller inner_steps, call sync(), or allow it: "
-                "DiLoCo(model, allow_no_rounds=True)."
-            )
-        if self.rounds and left:
-            warnings.warn(
-                f"{left} step{'s' * (left > 1)} of this replica since its last round {'are' if left > 1 else 'is'} in "
-                f"nobody's average (inner_steps is "
-                f"{inner_steps}). Tell DiLoCo total_steps=…, and its last round is at the last step; or call sync().",
-                stacklevel=4,
-            )
+            self._settings.check_what_was_averaged(self._steps, self.rounds, self._rendezvous.uncounted_steps)
 
     def __enter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from diloco.contract import MAX_WEIGHT
+from diloco.errors import DiLoCoError
 from diloco.phase import Plan
 
 MAX_WARMUP_ROUNDS = 100
@@ -37,6 +38,7 @@ class Settings:
     round_timeout_s: float
     weight: float | Callable[[], float]
     snapshot_every: int
+    allow_no_rounds: bool
     world_size: int
     rank: int
 
@@ -132,6 +134,32 @@ class Settings:
                 "does more harm than good. Use a smaller inner_steps, or outer_lr=1.0 and outer_momentum=0.0: "
                 "plain averaging.",
                 stacklevel=3,
+            )
+
+    def check_what_was_averaged(self, steps: int, rounds: int, uncounted: int) -> None:
+        """Say at the end what this replica has trained for nobody.
+
+        Args:
+            steps: that it made.
+            rounds: that the run had.
+            uncounted: steps since the last round that counted this replica.
+
+        Raises: DiLoCoError: there was no round at all.
+        """
+        if self.world_size == 1 or not steps:
+            return
+        if not rounds and not self.allow_no_rounds:
+            raise DiLoCoError(
+                f"{steps} steps and no round: inner_steps is {self.inner_steps}, so this replica has trained alone, and "
+                "the replicas end with different models. Use a smaller inner_steps, call sync(), or allow it: "
+                "DiLoCo(model, allow_no_rounds=True)."
+            )
+        if rounds and uncounted:
+            warnings.warn(
+                f"{uncounted} step{'s' * (uncounted > 1)} of this replica since its last round "
+                f"{'are' if uncounted > 1 else 'is'} in nobody's average (inner_steps is {self.inner_steps}). Tell "
+                "DiLoCo total_steps=…, and its last round is at the last step; or call sync().",
+                stacklevel=5,
             )
 
     def agreed(self) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from rendezvous_simulation import Simulation, Violation, run_schedule
+from rendezvous_simulation import Simulation, run_schedule
+from simulated_invariants import Violation
 from simulated_plan import Plan
 
 BATCH = 500

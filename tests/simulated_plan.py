@@ -117,6 +117,7 @@ class Plan:
             plan.flip = (rng.randrange(world_size), rng.randint(1, entries), rng.randrange(n_fragments))
             plan.copies, plan.joiners, faults.deaths_left, faults.asleep, faults.rots = 0.0, 0, 0, 0.0, 0.0
             plan.entries = [entries] * world_size
+            plan.grace_s = 10 * GRACE_S  # and is seen: at a slow store who is wrong may else decide alone
         return plan
 
     @classmethod

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from rendezvous_simulation import Simulation, Violation
+from rendezvous_simulation import Simulation
+from simulated_invariants import Violation
 from simulated_plan import Absence, Plan
 from simulated_world import Faults
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from rendezvous_simulation import RUN, Process, Simulation
+from rendezvous_simulation import RUN, Simulation
+from simulated_invariants import Process
 from simulated_plan import Plan
 from simulated_work import SLOTS, Toy
 from simulated_world import Died, Faults

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rendezvous_simulation import Violation, run_schedule
+from rendezvous_simulation import run_schedule
+from simulated_invariants import Violation
 from simulated_world import Faults
 
 from diloco.keeping import Keeper, collect_garbage
