@@ -19,7 +19,7 @@ from diloco.loading import Loader
 from diloco.log import Log
 from diloco.means import Means
 from diloco.membership import Identity, Membership
-from diloco.parallel import Map
+from diloco.parallel import Ask, Map, at_once
 from diloco.patience import PatientStore, backoff
 from diloco.phase import Phase, Plan
 from diloco.records import Seal
@@ -61,6 +61,7 @@ class Loop:
         rng: random.Random | None = None,
         background: Background = in_the_foreground,
         map: Map = map,
+        ask: Ask = at_once,
     ) -> None:
         self.pace = pace or Pace()
         self.position = 0
@@ -75,6 +76,7 @@ class Loop:
         self._weight = weight
         self._clock = clock
         self._wait = wait
+        self._ask = ask
         self._rng = rng or random.Random()
         self._members = Membership(store, keys, me)
         self._means = Means(store, keys, me, self._members, self.pace, reduce=reduce, clock=clock, map=map)

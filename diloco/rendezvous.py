@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from diloco.loop import Loop
-from diloco.parallel import Answer, Ask, at_once
+from diloco.parallel import Answer
 from diloco.rounds import Adopted
 
 LOOK_S, ANSWERS_PER_LOOK = 1.0, 40
@@ -25,14 +25,10 @@ FENCE_S = 10.0
 class Rendezvous(Loop):
     """One replica's way through the log of sealed rounds."""
 
-    def __init__(self, *args: Any, ask: Ask = at_once, **options: Any) -> None:
-        """Take what `Loop` takes, and how to ask the store beside the training."""
-        super().__init__(*args, **options)
-        self._ask = ask
-        self._look: tuple[float, Answer[tuple[bool, bool]]] | None = None
-        """A look at the open entry that is under way: when it began, and whether there is a seal, and anybody."""
-        self._look_steps = 0
-        """Steps since then."""
+    _look: tuple[float, Answer[tuple[bool, bool]]] | None = None
+    """A look at the open entry that is under way: when it began, and whether there is a seal, and anybody."""
+    _look_steps = 0
+    """Steps since then."""
 
     # -- beginning and leaving -------------------------------------------------------------------------------------
 

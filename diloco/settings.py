@@ -150,8 +150,8 @@ class Settings:
             return
         if not rounds and not self.allow_no_rounds:
             raise DiLoCoError(
-                f"{steps} steps and no round: inner_steps is {self.inner_steps}, so this replica has trained alone, and "
-                "the replicas end with different models. Use a smaller inner_steps, call sync(), or allow it: "
+                f"{steps} steps and no round: inner_steps is {self.inner_steps}, so this replica has trained alone, "
+                "and the replicas end with different models. Use a smaller inner_steps, call sync(), or allow it: "
                 "DiLoCo(model, allow_no_rounds=True)."
             )
         if rounds and uncounted:

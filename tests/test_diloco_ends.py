@@ -17,6 +17,7 @@ from diloco.rounds import Pace
 from diloco.testing import run_replicas
 from executors.records import exists
 from executors.store import MemoryStore
+from executors.store.faulty import FaultyStore
 from executors.testing import eventually
 
 PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
@@ -50,7 +51,10 @@ def test_a_straggler_fulfils_the_plan_and_adds_no_round_of_its_own() -> None:
     assert late[:2] == (40, 40)
 
 
-def test_a_late_replica_is_in_phase_again_and_loses_nothing() -> None:
+@pytest.mark.parametrize("is_far", [False, True])
+def test_a_late_replica_is_in_phase_again_and_loses_nothing(is_far: bool) -> None:
+    """At a far store it looks for the seal beside the training."""
+    store = FaultyStore(MemoryStore(), seed=0) if is_far else MemoryStore()
     early_done = threading.Event()
 
     def body(where: Mapping[str, Any]) -> tuple[float, int]:
@@ -78,7 +82,7 @@ def test_a_late_replica_is_in_phase_again_and_loses_nothing() -> None:
             assert report.counted
             return diloco.anchor()["weight"].item() - start, diloco.inner_step
 
-    (moved, steps), (late_moved, late_steps) = run_replicas(2, body)
+    (moved, steps), (late_moved, late_steps) = run_replicas(2, body, store=store)
     assert moved == late_moved == pytest.approx(3.0 + 2.0)
     assert steps == late_steps == 4
 
