@@ -7,6 +7,8 @@ alone, so it may be found by a listing, and a record that is missing or rotten o
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +22,12 @@ from diloco.keeping import Background
 from diloco.keys import Keys
 from diloco.membership import Identity
 from diloco.patience import PatientStore
-from diloco.records import BadRecordError, frame, unframe
+from diloco.records import BadRecordError, Reading, frame, unframe
 from diloco.rounds import READ_TRIES
 from diloco.snapshot import Arrays, decode_part, encode_part
 from diloco.state_arrays import from_arrays, to_arrays
+
+log = logging.getLogger(__name__)
 
 _WAYS = (("state_dict", "load_state_dict"), ("get_state", "set_state"), ("getstate", "setstate"))
 
@@ -39,7 +43,9 @@ class Kept:
         """Return the live work it had, as distances from the anchor, by fragment."""
         found = (self.arrays.get(f"progress/{index}") for index in range(len(sizes)))
         return [
-            torch.zeros(size // 4) if values is None else torch.from_numpy(np.array(values))
+            torch.zeros(size // 4)
+            if values is None or values.dtype != np.float32 or values.shape != (size // 4,)
+            else torch.from_numpy(np.array(values))
             for values, size in zip(found, sizes, strict=True)
         ]
 
@@ -70,7 +76,13 @@ class Attachments:
             raise ValueError(f"Something is attached as {name!r} already.")
         take, give = _ways(name, thing)
         to_arrays(take(), name)
-        state = None if self.kept is None else from_arrays(self.kept.arrays, f"attached/{name}")
+        state = None
+        if self.kept is not None:
+            try:
+                with Reading("state"):
+                    state = from_arrays(self.kept.arrays, f"attached/{name}")
+            except BadRecordError as error:
+                log.warning("rank %s: what it kept as %r cannot be read: %s", self._me.rank, name, error)
         if state is not None:
             give(state)
         self._attached[name] = thing
@@ -100,8 +112,8 @@ class Attachments:
         for _ in range(READ_TRIES):  # a listing that fails lists nothing
             if listed := self._store.found(prefix):
                 break
-        keys = (key.removeprefix(prefix).split("/") for key in listed)
-        found = [(int(position), int(attempt)) for position, attempt, name in keys if name == "record"]
+        matches = (re.fullmatch(r"(\d+)/(\d+)/record", key.removeprefix(prefix)) for key in listed)
+        found = [(int(match[1]), int(match[2])) for match in matches if match]
         for position, attempt in sorted(found, reverse=True):
             for _ in range(READ_TRIES):
                 if (arrays := self._read(position, attempt)) is not None:
@@ -112,7 +124,7 @@ class Attachments:
         record = self._store.look(self._keys.own_record(self._me.rank, position, attempt))
         tensors = self._store.look(self._keys.own_tensors(self._me.rank, position, attempt))
         with contextlib.suppress(BadRecordError):
-            if record and tensors and unframe(record)[0]["digest"] == xxh3_128_hexdigest(tensors):
+            if record and tensors and unframe(record)[0].get("digest") == xxh3_128_hexdigest(tensors):
                 return decode_part(tensors)
         return None
 

@@ -52,7 +52,7 @@ def shape_problem(name: str, theirs: tuple[int, ...], mine: tuple[int, ...]) -> 
 
 
 def _first_difference(mine: Contract, agreed: Contract) -> str | None:
-    problem = _tensor_difference(mine["tensors"], agreed["tensors"])
+    problem = _tensor_difference(mine["tensors"], agreed.get("tensors", {}))
     if problem is not None:
         return problem
     for setting in [*agreed, *(key for key in mine if key not in agreed)]:

@@ -16,7 +16,7 @@ from diloco.errors import QuorumTimeoutError
 from diloco.keys import Keys
 from diloco.membership import Identity
 from diloco.patience import PatientStore, backoff
-from diloco.records import BadRecordError
+from diloco.records import BadRecordError, Reading
 from diloco.rounds import READ_TRIES, Pace
 from diloco.snapshot import Arrays, Pointer, get_parts, put_parts
 from diloco.work import Work
@@ -58,6 +58,8 @@ class Loader:
         """Until something was loaded: parts that were put again from another state would spoil the first anchor."""
         self._fits = False
         """Whether this replica's contract was compared with the run's."""
+        self._misfits: set[int] = set()
+        """Entries whose snapshots can be read and not be loaded."""
         self._contract_misread = 0
         """How often the run's contract was read, and was not what somebody had written."""
 
@@ -74,9 +76,16 @@ class Loader:
                     continue
                 pointer, arrays = state
                 self._may_offer = False
-                self._work.load(arrays)
-                if pointer.state == tuple(self._work.digest(f) for f in range(len(pointer.state))):
-                    return entry
+                try:
+                    with Reading("snapshot of this model"):
+                        self._work.load(arrays)
+                except BadRecordError as error:
+                    if entry not in self._misfits:
+                        log.warning("rank %s: %s (%s)", self._me.rank, error, self._keys.snapshot(entry))
+                    self._misfits.add(entry)
+                else:
+                    if pointer.state == tuple(self._work.digest(f) for f in range(len(self._work.sizes()))):
+                        return entry
                 above = -1  # what was there before is lost now
             if above >= 0:
                 return None

@@ -207,6 +207,8 @@ class Means:
             assert r.packed is not None
             return Input(rank, member.weight, kept, r.packed.blocks[first:end])
         contribution = self._head(r, rank, member)
+        if len(contribution.blocks) != count_blocks(r.size_bytes, self._block_bytes):
+            raise BadInputError(rank, "has a head of another payload")
         offset = head_bytes(len(contribution.blocks)) + start
         data = self._store.look(self._keys.contribution(r.entry, rank), start=offset, size=size)
         if data is None:

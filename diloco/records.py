@@ -96,7 +96,7 @@ class Contribution:
             BadRecordError: these bytes are no contribution.
         """
         fields, digest, _ = unframe(data)
-        with _Reading("contribution"):
+        with Reading("contribution"):
             contribution = cls(
                 rank=_whole(fields["rank"], MAX_RANK),
                 attempt=_whole(fields["attempt"], MAX_ATTEMPT),
@@ -180,7 +180,7 @@ class Seal:
             BadRecordError: these bytes are no seal of such an entry, or its mean is not what was sealed.
         """
         fields, _, end = unframe(data)
-        with _Reading("seal"):
+        with Reading("seal"):
             members = {_rank(rank): _member(*_list(about)) for rank, about in _mapping(fields["members"]).items()}
             anchor, phase_s = _digest(fields["anchor"]), _seconds(fields["phase_s"])
             shards = _whole(fields["shards"], MAX_SHARDS)
@@ -219,7 +219,7 @@ class MeanHead:
     def parse(cls, data: Buffer) -> MeanHead:
         """Raises: BadRecordError: these bytes are no mean."""
         fields, _, _ = unframe(data)
-        with _Reading("mean"):
+        with Reading("mean"):
             left_out = tuple(_whole(rank, MAX_RANK) for rank in _list(fields["left_out"]))
             return cls(_split_digests(fields["blocks"]), left_out)
 
@@ -269,7 +269,7 @@ def unframe(data: Buffer) -> tuple[dict[str, Any], str, int]:
     head = view[_PREFIX.size : _PREFIX.size + length]
     if magic != _MAGIC or len(head) < length or xxh3_128_digest(head) != digest:
         raise BadRecordError("The head of this record is not what was written.")
-    with _Reading("record"):
+    with Reading("record"):
         fields = _mapping(json.loads(bytes(head)))
     return fields, digest.hex(), _aligned(_PREFIX.size + length)
 
@@ -293,7 +293,11 @@ def _split_digests(text: Any) -> tuple[str, ...]:
 # -- fields of a record, which somebody else wrote -------------------------------------------------------------------
 
 
-class _Reading:
+UNREADABLE = (AttributeError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError, ValueError)
+"""What reading bytes of others may raise; RuntimeError: nested too deeply, or torch's own."""
+
+
+class Reading:
     """Whatever a field that is not what it should be raises is a `BadRecordError` that says which record it is in."""
 
     def __init__(self, what: str) -> None:
@@ -303,7 +307,7 @@ class _Reading:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (KeyError, TypeError, ValueError, OverflowError, RecursionError)):
+        if isinstance(error, UNREADABLE) and not isinstance(error, BadRecordError):
             raise BadRecordError(f"This is not a {self._what}: {type(error).__name__}: {str(error)[:200]}.") from error
 
 

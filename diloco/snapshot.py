@@ -8,6 +8,7 @@ anchor, also carries the contract. Nothing here knows torch: arrays in, arrays o
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,7 +21,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from diloco.contract import Contract
 from diloco.keys import Keys
 from diloco.patience import PatientStore
-from diloco.records import BadRecordError, Buffer, frame, unframe
+from diloco.records import BadRecordError, Buffer, Reading, frame, unframe
 
 PART_BYTES = 64 << 20
 READ_TRIES = 3
@@ -55,17 +56,15 @@ class Pointer:
     @classmethod
     def parse(cls, data: Buffer) -> Pointer:
         """Raises: BadRecordError: these bytes are no pointer."""
-        try:
-            fields, _, _ = unframe(data)
+        fields, _, _ = unframe(data)
+        with Reading("snapshot pointer"):
             return cls(
-                nonce=str(fields["nonce"]),
+                nonce=_nonce(fields["nonce"]),
                 rank=int(fields["rank"]),
-                parts=tuple(fields["parts"]),
-                state=tuple(fields["state"]),
-                contract=fields["contract"],
+                parts=_texts(fields["parts"]),
+                state=_texts(fields["state"]),
+                contract=_contract(fields["contract"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadRecordError(f"This is no snapshot pointer: {error!r}.") from error
 
 
 def put_parts(store: PatientStore, keys: Keys, entry: int, nonce: str, arrays: Arrays) -> tuple[str, ...] | None:
@@ -80,7 +79,7 @@ def put_parts(store: PatientStore, keys: Keys, entry: int, nonce: str, arrays: A
 
 
 def get_parts(store: PatientStore, keys: Keys, entry: int, pointer: Pointer) -> dict[str, Array] | None:
-    """Read a snapshot's arrays; None when a part is missing, or rotten after re-reads."""
+    """Read a snapshot's arrays; None when a part is missing, rotten after re-reads, or never was one."""
     arrays: dict[str, Array] = {}
     for index, digest in enumerate(pointer.parts):
         for _ in range(READ_TRIES):
@@ -88,7 +87,10 @@ def get_parts(store: PatientStore, keys: Keys, entry: int, pointer: Pointer) -> 
             if data is None:
                 continue
             if xxh3_128_hexdigest(data) == digest:
-                arrays.update(decode_part(data))
+                try:
+                    arrays.update(decode_part(data))
+                except BadRecordError:
+                    return None
                 break
         else:
             return None
@@ -114,17 +116,44 @@ def encode_part(arrays: Arrays) -> list[Buffer]:
 
 
 def decode_part(data: memoryview) -> dict[str, Array]:
-    """Return the arrays of a safetensors file as views of its bytes."""
+    """Return the arrays of a safetensors file as views of its bytes.
+
+    Raises: BadRecordError: these bytes are no such file.
+    """
     header_end = 8 + int.from_bytes(data[:8], "little")
-    header: dict[str, Any] = json.loads(bytes(data[8:header_end]))
-    arrays = {}
-    for name, about in header.items():
-        if name == "__metadata__":
-            continue
-        start, dtype = header_end + about["data_offsets"][0], DTYPES[about["dtype"]]
-        values: Array = np.frombuffer(data, dtype, count=prod(about["shape"]), offset=start)
-        arrays[name] = values.reshape(about["shape"])
-    return arrays
+    with Reading("safetensors file"):
+        header: dict[str, Any] = json.loads(bytes(data[8:header_end]))
+        arrays = {}
+        for name, about in header.items():
+            if name == "__metadata__":
+                continue
+            start, dtype, shape = about["data_offsets"][0], DTYPES[about["dtype"]], about["shape"]
+            if start < 0 or any(length < 0 for length in shape):
+                raise ValueError(f"{name!r} has a negative length or offset")  # numpy would take all that follows
+            values: Array = np.frombuffer(data, dtype, count=prod(shape), offset=header_end + start)
+            arrays[name] = values.reshape(shape)
+        return arrays
+
+
+def _nonce(value: Any) -> str:
+    """Check what becomes a segment of keys."""
+    if not isinstance(value, str) or not re.fullmatch(r"\w[\w.-]{0,63}", value, re.ASCII):
+        raise ValueError(f"{str(value)[:40]!r} instead of a nonce")
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise TypeError("something else instead of a list of digests")
+    return tuple(value)
+
+
+def _contract(value: Any) -> Contract:
+    if not isinstance(value, dict):
+        raise TypeError(f"a {type(value).__name__} instead of a contract")
+    for shape, _, _ in value.get("tensors", {}).values():
+        tuple(shape)
+    return value
 
 
 def _parts(arrays: Arrays) -> Iterator[dict[str, Array]]:
