@@ -23,6 +23,8 @@ from executors.errors import StoreError
 log = logging.getLogger(__name__)
 
 PUT_TRIES = 5
+OWN = re.compile(r"(\d+)/(\d{1,15})/(\d{1,15})/[^/]+$")
+"""What a rank keeps for its next attempts; anything else below that prefix is somebody else's."""
 
 Background = Callable[[Callable[[], None]], None]
 """Runs something beside the training; returns at once."""
@@ -144,8 +146,8 @@ def _collect_own(store: PatientStore, keys: Keys, horizon: int) -> None:
     prefix = keys.own()
     kept: dict[str, dict[tuple[int, int], list[str]]] = {}
     for key in store.found(prefix):
-        rank, position, attempt, _ = key.removeprefix(prefix).split("/", 3)
-        kept.setdefault(rank, {}).setdefault((int(position), int(attempt)), []).append(key)
+        if ours := OWN.match(key.removeprefix(prefix)):
+            kept.setdefault(ours[1], {}).setdefault((int(ours[2]), int(ours[3])), []).append(key)
     for records in kept.values():
         whole = [when for when, names in records.items() if any(name.endswith("/record") for name in names)]
         newest = max(whole, default=None)

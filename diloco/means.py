@@ -27,7 +27,7 @@ from diloco.records import (
     head_bytes,
     shard_blocks,
 )
-from diloco.reduction import BadInputError, Input, Reduce
+from diloco.reduction import BadInputError, Input, Reduce, is_finite
 from diloco.rounds import READ_TRIES, Pace, Round, asking_again_s
 from diloco.sharding import owners
 
@@ -150,7 +150,8 @@ class Means:
                 head = MeanHead.parse(data)
             except BadRecordError:
                 continue
-            if len(payload) == self._size(r, first, end) and digests_of(payload, self._block_bytes) == head.blocks:
+            fits = len(payload) == self._size(r, first, end) and digests_of(payload, self._block_bytes) == head.blocks
+            if fits and is_finite(np.frombuffer(payload, np.float32)):
                 r.left_out.update(head.left_out)
                 return payload
         return self._recover(r, seal, shard, head)

@@ -57,7 +57,7 @@ def _owner(claimed: memoryview | None) -> str | None:
     """Return the nonce in a claim; None when there is no claim, or no reading it just now."""
     try:
         return None if claimed is None else str(json.loads(bytes(claimed))["nonce"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -127,7 +127,7 @@ class Training:
             set_live(self.model, fragment, torch.sub(anchor, rest, out=rest))
         else:
             self.replay(entry, mean)
-            if self._mix:
+            if self._mix and settled is not Settled.DROPPED:
                 mix_live(self.model, fragment, anchor, self._mix, self._room(fragment.n_elements))
             else:
                 set_live(self.model, fragment, anchor)

@@ -116,12 +116,17 @@ class Simulation(Invariants):
         except FencedError:
             self.world.note("is fenced")
         except QuorumTimeoutError as error:
-            if not self._is_excused(str(error)):
+            if not self._is_excused(str(error)) and not self._is_superseded(process):
                 self.failures.append(f"I4: {process.name}: {error}")
         except Exception as error:  # noqa: BLE001 - whatever a replica raises is a violation
             self.failures.append(f"{process.name}: {type(error).__name__}: {error}")
         process.ended_s = self.world.now
         self.live.discard(process.name)
+
+    def _is_superseded(self, process: Process) -> bool:
+        """Tell whether a newer copy of this rank has begun: an older one ends, in one way or another."""
+        me = process.me
+        return me is not None and self.keys.claim(me.rank, me.attempt + 1) in self.store.objects
 
     def _is_excused(self, error: str) -> bool:
         """Tell whether a replica waited in vain because what it needed had rotted."""

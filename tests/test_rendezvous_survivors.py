@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rendezvous_simulation import Process, Simulation
+from rendezvous_simulation import Simulation
+from simulated_invariants import Process
 from simulated_plan import Plan
 from simulated_work import SLOTS, Toy
 from simulated_world import Died, Faults, SimulatedStore, World
