@@ -44,10 +44,11 @@ class Simulation(Invariants):
     clean: dict[int, Toy] = field(default_factory=dict)
     """Toys of processes that finished and whose work nobody else has, by slot."""
     failures: list[str] = field(default_factory=list)
+    is_traced: bool = True
 
     def __post_init__(self) -> None:
         plan = self.plan
-        self.world = World(plan.seed, plan.faults)
+        self.world = World(plan.seed, plan.faults, is_traced=self.is_traced)
         self.store = SimulatedStore(self.world, answer_s=plan.answer_s, upload_s=plan.upload_s)
         self.store.deleting = self._check_collection
         if not plan.streams:
@@ -260,15 +261,17 @@ def _reduce_of_host(host: int) -> Callable[..., tuple[str, ...]]:
     return reduce
 
 
-def run_schedule(seed: int, **changes: Any) -> Simulation:
+def run_schedule(seed: int, *, is_traced: bool = True, **changes: Any) -> Simulation:
     """Run one schedule.
 
     Args:
+        is_traced: record every call, to be printed.
         changes: of the plan that follows from the seed.
 
     Raises: Violation: with the seed in its message.
     """
-    simulation = Simulation(replace(Plan.random(seed), **changes) if changes else Plan.from_seed(seed))
+    plan = replace(Plan.random(seed), **changes) if changes else Plan.from_seed(seed)
+    simulation = Simulation(plan, is_traced=is_traced)
     try:
         simulation.run()
     except Violation as violation:

@@ -57,6 +57,7 @@ class World:
     seed: int
     faults: Faults = field(default_factory=Faults)
     now: float = 0.0
+    is_traced: bool = True
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -113,7 +114,9 @@ class World:
         self._held[name] = until_s
 
     def note(self, what: str) -> None:
-        """Record a line of the schedule."""
+        """Record a line of the schedule, unless nobody will read it."""
+        if not self.is_traced:
+            return
         self.trace.append((self.now, self.who(), what))
 
     def who(self) -> str:
@@ -177,30 +180,32 @@ class SimulatedStore:
     def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
         faults, world = self._world.faults, self._world
         self._before("get", key)
-        if world.happens(faults.refused):
+        if faults.refused and world.happens(faults.refused):
             world.note(f"get {key}: error")
             self.misled.add((world.who(), key))
             raise StoreError("refused", key=key)
         value = self.objects.get(key)
-        if value is None or world.happens(faults.stale):
-            world.note(f"get {key}: {'nothing' if value is None else 'nothing (stale)'}")
+        if value is None or (faults.stale and world.happens(faults.stale)):
+            if world.is_traced:
+                world.note(f"get {key}: {'nothing' if value is None else 'nothing (stale)'}")
             if value is not None:
                 self.misled.add((world.who(), key))
             raise KeyNotFoundError("nothing", key=key)
-        if ROTS.search(key) and world.happens(faults.rots):
+        if faults.rots and ROTS.search(key) and world.happens(faults.rots):
             value = self.objects[key] = _rotten(value, world.rng)
             self.ever_rotten.add(key)
             if "/mean/" in key and value[:HEAD_BYTES] != self.ever[key][-1][:HEAD_BYTES]:
                 self.headless.add(key)
             world.note(f"{key} rots")
-        if world.happens(faults.garbled):
+        if faults.garbled and world.happens(faults.garbled):
             value = _garble(value, world.rng)
             self.garbled[key] = self.garbled.get(key, 0) + 1
             world.note(f"get {key}: garbled")
             self.misled.add((world.who(), key))
-        else:
+        elif world.is_traced:
             world.note(f"get {key}")
-        self._after()
+        if faults.deaths_left:
+            self._perhaps_die("after it")
         end = len(value) if size is None else start + size
         if end > len(value):
             raise StoreError("too short", key=key)
@@ -231,13 +236,14 @@ class SimulatedStore:
     def _before(self, verb: str, key: str, upload_s: float = 0.0) -> None:
         faults, world = self._world.faults, self._world
         seconds = self._answer_s + upload_s
-        if world.happens(faults.asleep):
+        if faults.asleep and world.happens(faults.asleep):
             seconds = world.rng.choice([5.0, 60.0, 150.0])
             world.note(f"sleeps {seconds} s before {verb} {key}")
-        elif world.happens(faults.slow):
+        elif faults.slow and world.happens(faults.slow):
             seconds = world.rng.uniform(0.0, 2.0)
         world.sleep(seconds)
-        self._perhaps_die(f"before {verb} {key}")
+        if faults.deaths_left:
+            self._perhaps_die(f"before {verb} {key}")
 
     def _after(self) -> None:
         self._perhaps_die("after it")
