@@ -162,12 +162,11 @@ class Membership:
         return True
 
     def _newer_lives(self, rank: int) -> bool:
-        attempt = self.expected[rank] + 1
-        while self._is_claimed(rank, attempt):
-            if not self._has_left(rank, attempt):
-                return True
-            attempt += 1
-        return False
+        """Tell whether a newer attempt than the named one has not left; the newest of them is the rank."""
+        named = newest = self.expected[rank]
+        while self._is_claimed(rank, newest + 1):
+            newest += 1
+        return newest > named and not self._has_left(rank, newest)
 
     def _has_ended(self, rank: int, attempt: int) -> bool:
         """Tell whether an attempt took part and has left: an outcome without a claim is of one that never began."""
