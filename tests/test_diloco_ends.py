@@ -55,7 +55,7 @@ def test_a_straggler_fulfils_the_plan_and_adds_no_round_of_its_own() -> None:
 def test_a_late_replica_is_in_phase_again_and_loses_nothing(is_far: bool) -> None:
     """At a far store it looks for the seal beside the training."""
     store = FaultyStore(MemoryStore(), seed=0) if is_far else MemoryStore()
-    early_done = threading.Event()
+    both_here, early_done = threading.Barrier(2), threading.Event()
 
     def body(where: Mapping[str, Any]) -> tuple[float, int]:
         model = nn.Linear(1, 1, bias=False)
@@ -63,6 +63,7 @@ def test_a_late_replica_is_in_phase_again_and_loses_nothing(is_far: bool) -> Non
         pace = Pace(grace_s=60.0 if late else 0.05, patience_s=0.01)
         with DiLoCo(model, inner_steps=1, total_steps=4, **PLAIN, **where, _pace=pace) as diloco:
             start = diloco.anchor()["weight"].item()
+            both_here.wait()  # else the late one would come after the first rounds, and be out of phase from its start
             if late:
                 early_done.wait()
                 nudge(model, 4.0)
