@@ -15,14 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from executors.attempt_records import Intent
 from executors.cloud_launch import CloudLaunch
 from executors.entrypoint import check_entrypoint
 from executors.found import FoundReplica, collect_rows, find_replica
 from executors.outcome import OUTPUT_TAIL_BYTES, Outcome, Reason, record_outcome, request_cancel
 from executors.pace import Pace
 from executors.protocol import ReplicaHandle, ReplicaStatus
-from executors.records import exists, find_json
+from executors.records import exists, find_record
 from executors.replica import RENDEZVOUS, replica_key
+from executors.run_record import find_run_record
 from executors.shared_rendezvous import shared_rendezvous
 from executors.shipping import Package, bootstrap_command, make_package, replica_environment
 from executors.store import Store, open_store, store_at
@@ -112,7 +114,7 @@ class CloudExecutor(Vendor):
         timeout_s = self.default_timeout_s if timeout is None else timeout
 
         store = store_at(run.store_url)
-        requirements = read_task(store, run.run_id, run.task_digest).record.get("requirements", ())
+        requirements = read_task(store, run.run_id, run.task_digest).record.requirements
         jobs = self._jobs(run, gpu, timeout_s, requirements)
 
         def handle_of(job: Job, job_id: JobId) -> ReplicaHandle:
@@ -188,16 +190,17 @@ class CloudExecutor(Vendor):
         if not jobs:
             self._give_up_intent(key, store)
             return None
-        record = find_json(store, f"{run_id}/run.json") or {}
-        handle = self._handle(store, key, record.get("timeout_s") or self.default_timeout_s, jobs[0])
+        record = find_run_record(store, run_id)
+        timeout_s = None if record is None else record.timeout_s
+        handle = self._handle(store, key, timeout_s or self.default_timeout_s, jobs[0])
         store.put(replica_key(run_id, rank, attempt, "handle.json"), handle.to_json().encode())
         return handle
 
     def _give_up_intent(self, key: JobKey, store: Store) -> None:
         """Record the end of a replica whose launcher died before the vendor had it, once that is past doubt."""
-        intent = find_json(store, replica_key(key.run_id, key.rank, key.attempt, "intent.json")) or {}
-        if time.time() - float(intent.get("at", time.time())) > STALE_INTENT_S:
-            error = f"Replica {key.rank} was never started: {self.vendor} knows no job of it. Did {intent['by']} die?"
+        intent = find_record(store, replica_key(key.run_id, key.rank, key.attempt, "intent.json"), Intent.parse)
+        if intent is not None and time.time() - intent.at > STALE_INTENT_S:
+            error = f"Replica {key.rank} was never started: {self.vendor} knows no job of it. Did {intent.by} die?"
             outcome = Outcome(key.rank, key.attempt, ReplicaStatus.FAILED, "start_failed", error=error)
             record_outcome(store, key.run_id, outcome)
 

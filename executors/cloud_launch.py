@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
+from executors.attempt_records import Intent, parse_handle
 from executors.errors import LaunchError, ReplicasError, StoreError
 from executors.outcome import Outcome, Reason, record_outcome, request_cancel
 from executors.protocol import ReplicaHandle, ReplicaStatus
-from executors.records import exists, find_json, to_bytes
+from executors.records import exists, find_record, to_bytes
 from executors.replica import replica_key
 from executors.store import Store
 from executors.vendor import CancelledWhileStartingError, Job, JobId, JobKey, Vendor, VendorError
@@ -121,9 +122,9 @@ class CloudLaunch:
             "at": time.time(),
         }
         self._store.put_if_absent(key, to_bytes(intent))
-        standing = find_json(self._store, key) or intent
-        if standing["nonce"] != self._nonce:
-            return self._adopt(job, str(standing["by"]))
+        standing = find_record(self._store, key, Intent.parse)
+        if standing is not None and standing.nonce != self._nonce:
+            return self._adopt(job, standing.by)
         handle = self._handle_of(job, self._ask(job))
         self._store.put(self._key(job, "handle.json"), handle.to_json().encode())
         return handle
@@ -178,8 +179,8 @@ class CloudLaunch:
         self._may_stand.add(job.key)
         deadline = time.monotonic() + FOREIGN_INTENT_S
         while not self._is_given_up.is_set():
-            if record := find_json(self._store, self._key(job, "handle.json")):
-                return ReplicaHandle(**record)
+            if handle := find_record(self._store, self._key(job, "handle.json"), parse_handle):
+                return handle
             if found := patiently(self._sleep)(self._vendor.find_jobs, job.key):
                 return self._handle_of(job, found[0])
             if time.monotonic() > deadline:

@@ -17,8 +17,9 @@ from executors.errors import RunExistsError, StoreError
 from executors.outcome import Outcome, find_outcome, record_outcome, request_cancel
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.records import exists
-from executors.registry import check_executor, get_executor, import_path
+from executors.registry import check_executor, get_executor, recordable_and_other_options, unregistered_path
 from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED, replica_key
+from executors.run_record import MAX_WORLD_SIZE
 from executors.shared_rendezvous import shared_rendezvous
 from executors.state import local_store, locate, remember
 from executors.store import Store, open_store
@@ -142,7 +143,8 @@ class LaunchPlan:
             )
         spec = create_run(store, self.run_id, self.entrypoint, self.args, self.n, **self.run_options)
         try:
-            remember(self.run_id, store.url)
+            options = getattr(self.executor, "options_to_keep", {})
+            remember(self.run_id, store.url, options, tuple(self.run_options.get("secret_names", ())))
             verb: Any = self.executor.launch_replicas  # the protocol does not know `run=`; ours do
             if self.knows_runs:
                 handles = verb(self.n, self.entrypoint, self.args, gpu=self.gpu, timeout=self.timeout, run=spec)
@@ -193,6 +195,8 @@ def plan_launch(
         raise TypeError(f"n is an integer, got n={n!r}.")
     if n < 1:
         raise ValueError(f"n must be at least 1, got n={n!r}.")
+    if n > MAX_WORLD_SIZE:
+        raise ValueError(f"n must be at most {MAX_WORLD_SIZE}, got n={n!r}.")
     if not isinstance(entrypoint, str) and not callable(entrypoint):
         raise TypeError(f"entrypoint is a callable or the name of one, as in 'train.py:main', got {entrypoint!r}.")
     if not isinstance(args, Mapping | None):
@@ -221,7 +225,8 @@ def plan_launch(
     elif isinstance(entrypoint, str):
         check_entrypoint(entrypoint, split_rank_env(args)[0])
     package = executor.package(entrypoint) if hasattr(executor, "package") else None
-    options = getattr(executor, "recorded_options", {})
+    options, unrecorded = recordable_and_other_options(executor)
+    path = unregistered_path(executor)
     return LaunchPlan(
         executor,
         entrypoint,
@@ -241,8 +246,9 @@ def plan_launch(
             "package": package,
             "chaos": chaos,
             "options": {
-                "executor": import_path(executor),
+                **({} if path is None else {"executor": path}),
                 "executor_options": options,
+                "unrecorded_options": unrecorded,
                 "gpu": gpu,
                 "timeout_s": timeout,
             },
@@ -264,16 +270,17 @@ def _resume(
     secrets: Sequence[str],
     detach: bool,
 ) -> Run:
+    from executors.known_runs import attach
     from executors.resuming import resume
-    from executors.run import Run, attach
+    from executors.run import Run
 
     if run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
     chosen = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
     found = attach(run_id, rendezvous=rendezvous)
-    if n != found.world_size or describe(entrypoint) != found.record["entrypoint"]:
+    if n != found.world_size or describe(entrypoint) != found.record.entrypoint:
         raise ValueError(
-            f"Run {run_id!r} has {found.world_size} replicas of {found.record['entrypoint']}; it cannot be resumed as "
+            f"Run {run_id!r} has {found.world_size} replicas of {found.record.entrypoint}; it cannot be resumed as "
             f"{n} of {describe(entrypoint)}."
         )
     _check_same_arguments(found, entrypoint, args, seed)
@@ -286,9 +293,9 @@ def _check_same_arguments(
     found: Run, entrypoint: str | Callable[..., Any], args: Mapping[str, Any] | None, seed: int | None
 ) -> None:
     """Refuse to go on with other arguments than those asked for now; what was pickled is not looked into."""
-    differing = [] if seed in (None, found.record["seed"]) else ["seed"]
+    differing = [] if seed in (None, found.record.seed) else ["seed"]
     if args is not None and isinstance(entrypoint, str):
-        launched = read_task(found.store, found.run_id, found.record["task_digest"]).record["args"]
+        launched = read_task(found.store, found.run_id, found.record.task_digest).record.args or {}
         given = json.loads(json.dumps(split_rank_env(args)[0]))
         differing += [name for name in {**launched, **given} if launched.get(name) != given.get(name)]
     if differing:

@@ -40,6 +40,11 @@ class LocalLaunch:
         """How many replicas run at the same time."""
         return min(self.max_parallel or len(self.spec.ranks), len(self.spec.ranks))
 
+    @property
+    def log_folder(self) -> Path:
+        """What this machine keeps of the run."""
+        return Path(self.state_dir) / self.spec.run_id
+
     def log_file(self, rank: int) -> Path:
         return log_file(Path(self.state_dir), self.spec.run_id, rank, self.spec.attempt)
 

@@ -41,7 +41,8 @@ def resume(
     Returns: the run, with the handles of the new attempts.
 
     Raises:
-        ValueError: no rank can be resumed, one of `ranks` still runs, or a value of the environment is missing.
+        ValueError: no rank can be resumed, one of `ranks` still runs, or a value of the environment is missing, or a
+            secret or option that is not taken from a record.
         BackendError: the backend cannot start single ranks.
         StoreError: the run was aborted, which is final for its id; or its task is not the one that was launched.
     """
@@ -51,14 +52,15 @@ def resume(
         raise BackendError(f"Backend {run.backend!r} starts all ranks or none; it cannot resume some of a run.")
     if exists(run.store, f"{run.run_id}/abort.json"):
         raise StoreError(f"Run {run.run_id!r} was aborted, which is final. Launch a new one.", url=run.store.url)
-    missing = sorted(set(record["env"]) - set(env or {}))
+    missing = sorted(set(record.env) - set(env or {}))
     if missing:
         raise ValueError(
             f"Run {run.run_id!r} was launched with the variable {missing[0]!r}, whose value is not recorded. "
             f"Give it again: --env {missing[0]}=… or env={{{missing[0]!r}: …}}."
         )
+    _check_told_again(run, secrets)
     chosen = _ranks_to_resume(run, ranks)
-    digest = record["task_digest"]
+    digest = record.task_digest
     read_task(run.store, run.run_id, digest)  # each replica would say so, too, but once started
     by_attempt: dict[int, list[int]] = {}
     for rank in chosen:
@@ -72,17 +74,17 @@ def resume(
             ranks=tuple(group),
             attempt=attempt,
             env=dict(env or {}),
-            secret_names=tuple(secrets or record["secrets"]),
+            secret_names=tuple(secrets or record.secrets),
             detach=detach,
-            chaos=tuple(record.get("chaos", ())),
+            chaos=record.chaos,
         )
         try:
             verb(
                 len(group),
-                record["entrypoint"],
+                record.entrypoint,
                 {},
-                gpu=gpu if gpu is not None else record["gpu"],
-                timeout=timeout if timeout is not None else record["timeout_s"],
+                gpu=gpu if gpu is not None else record.gpu,
+                timeout=timeout if timeout is not None else record.timeout_s,
                 run=spec,
             )
         except BaseException as error:  # else the next resume would be given these attempts again, which are cancelled
@@ -91,6 +93,26 @@ def resume(
                 give_up(run.store, run.run_id, begun, attempt, error)
             raise
     return Run(run.store, run.run_id, executor=executor)
+
+
+def _check_told_again(run: Run, secrets: Sequence[str]) -> None:
+    """Refuse to take from a record what decides which code runs, and which secrets it gets.
+
+    The machine that launched the run has its own note of these.
+    """
+    if run.is_known_here:
+        return
+    if missing := sorted(set(run.record.secrets) - set(secrets)):
+        raise ValueError(
+            f"Run {run.run_id!r} was launched with the secret {missing[0]!r}, and this machine gives no secret away "
+            f"because a record names it. Name it again: --secret {missing[0]} or secrets=[{missing[0]!r}]."
+        )
+    if run.record.unrecorded_options and not run.has_given_executor:
+        option, backend = run.record.unrecorded_options[0], run.backend
+        raise ValueError(
+            f"Run {run.run_id!r} was launched with the option {option!r} of backend {backend!r}, which is not taken "
+            f"from a record. Give it again: --backend {backend} --option {option}=…, or attach(…, executor=…)."
+        )
 
 
 def _ranks_to_resume(run: Run, ranks: Sequence[int] | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""Runs: `attach()` finds one again from any process, `list_runs()` all of them, and a `Run` follows it.
+"""A run: what follows it, reads its logs, cancels it, and collects its results.
 
 Everything here is written once, over the five verbs of any executor and the keys of any store.
 """
@@ -9,15 +9,15 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
-from executors.artifacts import Artifact
-from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, StoreError
+from executors.artifacts import Artifact, find_artifacts
+from executors.attempt_records import Beat
+from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError
 from executors.following import follow_logs, last_lines
+from executors.found import read_handle
 from executors.outcome import (
     REASONS,
     Outcome,
@@ -29,82 +29,20 @@ from executors.outcome import (
     request_cancel,
 )
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
-from executors.records import exists, find_json
-from executors.registry import get_executor
+from executors.records import exists, find_record
+from executors.registry import executor_of_record
 from executors.replica import replica_key
 from executors.root_cause import raise_root_cause
-from executors.state import forget, known_run_ids, locate
+from executors.run_record import RunRecord, find_run_record
+from executors.state import folder_of_run, forget, noted_at_launch
 from executors.status import ReplicaState, RunStatus
-from executors.store import Store, store_at
-from executors.store.opening import address_of, directory_of, split_address
-from executors.task import check_run_id
+from executors.store import Store
+from executors.store.opening import address_of, directory_of
 from executors.waiting import as_status, wait_until_terminal
 
 MAX_THREADS = 16
 
 T = TypeVar("T")
-
-
-def attach(run: str, *, rendezvous: str | Path | None = None) -> Run:
-    """Find a run again, from any process.
-
-    Args:
-        run: the id of a run that this machine knows, or `<rendezvous url>/<run id>`.
-        rendezvous: the url of its store, when `run` is an id.
-
-    Raises:
-        RunNotFoundError: there is no such run.
-    """
-    url: str | None
-    if rendezvous is None and ("://" in run or "/" in run):
-        url, run_id = split_address(run)
-    else:
-        run_id = run
-        url = str(rendezvous) if rendezvous is not None else locate(check_run_id(run))
-    if url is None:
-        import difflib
-
-        near = difflib.get_close_matches(run_id, known_run_ids(), n=1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise RunNotFoundError(
-            f"No run {run_id!r} is known on this machine. {hint}For a run that was launched elsewhere give its "
-            f"address, as in 's3://BUCKET/PREFIX/{run_id}'."
-        )
-    store = _existing_store(url)
-    if not exists(store, f"{check_run_id(run_id)}/run.json"):
-        raise RunNotFoundError(f"No run {run_id!r} at {store.url}.")
-    return Run(store, run_id)
-
-
-def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
-    """List the runs that this machine knows of, or all in a store; oldest first."""
-    if rendezvous is not None:
-        store = _existing_store(rendezvous)
-        keys = (entry.key.split("/") for entry in store.list(""))
-        runs = [Run(store, key[0]) for key in keys if len(key) == 2 and key[1] == "run.json"]
-    else:
-        runs = []
-        for run_id in known_run_ids():
-            with contextlib.suppress(
-                RunNotFoundError, StoreError, ValueError
-            ):  # removed by another machine, or unreachable
-                runs.append(attach(run_id))
-    return sorted(runs, key=_created_at)
-
-
-def _created_at(run: Run) -> float:
-    try:
-        return float(run.record["created_at"])
-    except (CorruptObjectError, KeyError, TypeError, ValueError):
-        return 0.0  # a power cut left a record that cannot be read
-
-
-def _existing_store(url: str | Path) -> Store:
-    """Open a store to look into it: a directory that is not there is not made."""
-    directory = directory_of(url)
-    if directory is not None and not directory.is_dir():
-        raise RunNotFoundError(f"No runs at {directory.absolute()}: there is no such directory.")
-    return store_at(url)
 
 
 class Run:
@@ -124,16 +62,17 @@ class Run:
         self.store = store
         self.run_id = run_id
         self._executor = executor
+        self.has_given_executor = executor is not None
         self._handles = handles
         self._outcomes: dict[int, Outcome] = {}
 
     @cached_property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> RunRecord:
         """What `run.json` says: who, what, when, backend, options."""
-        record = find_json(self.store, f"{self.run_id}/run.json")
+        record = find_run_record(self.store, self.run_id)
         if record is None:
             raise RunNotFoundError(f"No run {self.run_id!r} at {self.store.url}.")
-        return dict(record)
+        return record
 
     @property
     def url(self) -> str:
@@ -143,20 +82,35 @@ class Run:
     @property
     def backend(self) -> str:
         """The backend's name."""
-        return str(self.record["backend"])
+        return self.record.backend
 
     @property
     def world_size(self) -> int:
         """How many replicas were launched."""
-        return int(self.record["world_size"])
+        return self.record.world_size
 
     @property
     def executor(self) -> ServerlessExecutor:
-        """The executor; for an attached run one made with the options that the launch recorded."""
+        """The executor; for an attached run one of the backend that its record names.
+
+        Raises:
+            BackendError: that is no backend that is installed here. Nothing is imported because a record names it:
+                give the executor to `attach`.
+        """
         if self._executor is None:
-            options = self.record.get("executor_options")
-            self._executor = get_executor(str(self.record.get("executor") or self.backend), options)
+            self._executor = executor_of_record(self.record, options=self.noted_options)
         return self._executor
+
+    @property
+    def is_known_here(self) -> bool:
+        """Whether this machine launched the run, and so knows more of it than what its store says."""
+        return folder_of_run(self.run_id, self.store.url) is not None
+
+    @property
+    def noted_options(self) -> Mapping[str, Any] | None:
+        """The options that this machine noted when it launched the run; None on other machines."""
+        noted = noted_at_launch(self.run_id, self.store.url)
+        return None if noted is None else noted.executor_options
 
     @property
     def handles(self) -> list[Any]:
@@ -244,12 +198,15 @@ class Run:
         return "".join(f"[{r}] {line}\n" for r, text in told for line in text.split("\n") if line)
 
     def artifacts(self, rank: int) -> list[Artifact]:
-        """List the files that a replica kept with `save_artifact`."""
-        prefix = replica_key(self.run_id, self._check_rank(rank), self.newest_attempt(rank), "artifacts/")
-        return [
-            Artifact(rank, entry.key.removeprefix(prefix), entry.size_bytes, self.store, entry.key)
-            for entry in self.store.list(prefix)
-        ]
+        """List the files that a replica kept with `save_artifact`.
+
+        Those whose names are no relative paths, or cannot be shown, are left out; `replicas collect` names them.
+        """
+        return [artifact for artifact in self.all_artifacts(rank) if artifact.problem is None]
+
+    def all_artifacts(self, rank: int) -> list[Artifact]:
+        """List what stands where a replica keeps its files, also under names that nothing may be written to."""
+        return find_artifacts(self.store, self.run_id, self._check_rank(rank), self.newest_attempt(rank))
 
     def ask_to_end(self) -> None:
         """Leave the cancel marker of every replica that has not ended, and return: `cancel` also sees to their end."""
@@ -284,6 +241,7 @@ class Run:
         Raises:
             RunExistsError: a replica still runs.
         """
+        folder = folder_of_run(self.run_id, self.store.url)
         is_over = True
         with contextlib.suppress(CorruptObjectError):  # what cannot be read can be removed
             is_over = self.status().is_terminal
@@ -291,7 +249,7 @@ class Run:
             raise RunExistsError(f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`.")
         for entry in list(self.store.list(f"{self.run_id}/")):
             self.store.delete(entry.key)
-        forget(self.run_id)
+        forget(folder)
 
     # How one replica fares
 
@@ -322,20 +280,8 @@ class Run:
         if told is not ReplicaStatus.CANCELLED and row.get("reason") not in REASONS:
             who_says = f"{self.backend} reports it {told}"
             return record_loss(self.store, self.run_id, rank, self.newest_attempt(rank), self.world_size, who_says)
-        return record_outcome(self.store, self.run_id, self._outcome_of_row(rank, {**row, "status": told}))
-
-    def _outcome_of_row(self, rank: int, row: Mapping[str, Any]) -> Outcome:
-        status = as_status(row.get("status"))
-        reason: Any = row.get("reason") if status is not ReplicaStatus.CANCELLED else "cancelled"
-        return Outcome(
-            rank,
-            self.newest_attempt(rank),
-            status,
-            reason,
-            row.get("exit_code"),
-            error=row.get("error"),
-            result=row.get("result"),
-        )
+        outcome = Outcome.of_row(rank, self.newest_attempt(rank), {**row, "status": told})
+        return record_outcome(self.store, self.run_id, outcome)
 
     def _collect_missing(self) -> None:
         """Take from `collect` what the store does not have: replicas that succeeded without reaching the store."""
@@ -344,15 +290,15 @@ class Run:
             return
         for rank, row in zip(missing, self.executor.collect([self.handles[r] for r in missing]), strict=True):
             if as_status(row.get("status")).is_terminal:
-                self._outcomes[rank] = self._outcome_of_row(rank, row)
+                self._outcomes[rank] = Outcome.of_row(rank, self.newest_attempt(rank), row)
 
     def _state(self, rank: int) -> ReplicaState:
         status = self._poll(rank)
         attempt = self.newest_attempt(rank)
-        beat = find_json(self.store, replica_key(self.run_id, rank, attempt, "heartbeat.json")) or {}
-        at = beat.pop("at", None)
-        age_s = None if at is None else max(0.0, time.time() - at)
-        return ReplicaState(rank, attempt, status, self._outcomes.get(rank), age_s, beat)
+        beat = find_record(self.store, replica_key(self.run_id, rank, attempt, "heartbeat.json"), Beat.parse)
+        age_s = None if beat is None else max(0.0, time.time() - beat.at)
+        reported = {} if beat is None else dict(beat.reported)
+        return ReplicaState(rank, attempt, status, self._outcomes.get(rank), age_s, reported)
 
     def newest_attempt(self, rank: int) -> int:
         """Return the number of a rank's newest attempt: 0 until it was resumed, or its process started twice."""
@@ -361,11 +307,9 @@ class Run:
     def _read_handle(self, rank: int) -> ReplicaHandle | None:
         """Read the handle of the newest attempt that has one."""
         for attempt in range(self.newest_attempt(rank), -1, -1):
-            record = find_json(self.store, replica_key(self.run_id, rank, attempt, "handle.json"))
-            if record is not None:
-                handle = ReplicaHandle(**record)
-                here = {"store_url": self.store.url} if "store_url" in handle.metadata else {}
-                return replace(handle, metadata={**handle.metadata, **here})  # the store may have moved since
+            handle = read_handle(self.store, self.run_id, rank, attempt, self.backend)
+            if handle is not None:
+                return handle
             if exists(self.store, replica_key(self.run_id, rank, attempt, "intent.json")):
                 find_handle: Any = getattr(self.executor, "find_handle", None)
                 return find_handle(self.store, self.run_id, rank, attempt) if find_handle else None

@@ -24,9 +24,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from executors.entrypoint import check_call, load_entrypoint, prepare_entrypoint
-from executors.errors import EntrypointArgumentsError, EntrypointError, RunExistsError, StoreError
+from executors.errors import CorruptObjectError, EntrypointArgumentsError, EntrypointError, RunExistsError, StoreError
 from executors.insisting import insist
-from executors.records import to_bytes
+from executors.records import (
+    MAX_DEPTH,
+    Fields,
+    get_at_most,
+    integer,
+    is_deeper_than,
+    json_object,
+    list_of,
+    nullable,
+    text,
+    to_bytes,
+)
+from executors.run_record import ANY_SEED, SHA256, RunRecord
 from executors.store import Store
 from executors.store.opening import address_of
 
@@ -35,6 +47,7 @@ if TYPE_CHECKING:
 
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 READ_TRIES = 3
+MAX_TASK_BYTES = 1 << 30  # of each of its objects
 MASK = "***"  # shown instead of a value of the environment
 PYTHON = "{}.{}".format(*sys.version_info)
 
@@ -57,28 +70,61 @@ class RunSpec:
     """Faults that the replicas are to suffer; see `chaos.py`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskRecord:
+    """What `task.json` says: what to call, and with what."""
+
+    python: str
+    """The minor version that a pickle is of."""
+    entrypoint: str | None = None
+    """None: the pickled callable."""
+    args: Mapping[str, Any] | None = None
+    callable_sha256: str | None = None
+    rank_env: str | None = None
+    """The name of one more environment variable for the rank."""
+    seed: int | None = None
+    """What the replicas' generators are seeded from; None: the run id."""
+    requirements: tuple[str, ...] = ()
+    python_version: str | None = None
+    """The launcher's; None: the replicas have the launcher's Python."""
+    torch: str | None = None
+
+    @classmethod
+    def parse(cls, data: Any, key: str = "task.json", url: str = "") -> TaskRecord:
+        """Read what stands under the key.
+
+        Raises:
+            CorruptObjectError: it is no task; the message names what of it does not fit.
+        """
+        fields = Fields(data, key, url)
+        task = cls(
+            python=fields.take("python", text(100)),
+            entrypoint=fields.take("entrypoint", nullable(text()), None),
+            args=fields.take("args", nullable(json_object), None),
+            callable_sha256=fields.take("callable_sha256", nullable(text(64, SHA256)), None),
+            rank_env=fields.take("rank_env", nullable(text(1000)), None),
+            seed=fields.take("seed", nullable(integer(-ANY_SEED, ANY_SEED)), None),
+            requirements=fields.take("requirements", list_of(text()), ()),
+            python_version=fields.take("python_version", nullable(text(100)), None),
+            torch=fields.take("torch", nullable(text(100)), None),
+        )
+        if task.entrypoint is None and task.callable_sha256 is None:
+            raise fields.refusal("it names neither an entrypoint nor a callable")
+        return task
+
+
 @dataclass(frozen=True)
 class StoredTask:
     """A task as it was read from the store: nothing of the user's was imported or unpickled yet."""
 
     store: Store
     run_id: str
-    record: Mapping[str, Any]
-
-    @property
-    def seed(self) -> int | None:
-        """What the replicas' generators are seeded from; None: the run id."""
-        return self.record["seed"]  # type: ignore[no-any-return]
-
-    @property
-    def rank_env(self) -> str | None:
-        """The name of one more environment variable for the rank."""
-        return self.record["rank_env"]  # type: ignore[no-any-return]
+    record: TaskRecord
 
     def prepare(self) -> None:
         """Compile the entrypoint's file, if it is one, for this process and those it forks. Runs nothing of it."""
-        if self.record["entrypoint"] is not None:
-            prepare_entrypoint(self.record["entrypoint"])
+        if self.record.entrypoint is not None:
+            prepare_entrypoint(self.record.entrypoint)
 
     def load(self) -> tuple[Callable[..., Any], Mapping[str, Any]]:
         """Import or unpickle the entrypoint, and return it with its arguments.
@@ -87,15 +133,15 @@ class StoredTask:
             StoreError: the pickle is not what was launched.
             EntrypointError: the entrypoint cannot be loaded here. What the user's module raises is passed on.
         """
-        if self.record["entrypoint"] is not None:
-            return load_entrypoint(self.record["entrypoint"]), self.record["args"]
-        if self.record["python"] != PYTHON:
+        if self.record.entrypoint is not None:
+            return load_entrypoint(self.record.entrypoint), self.record.args or {}
+        if self.record.python != PYTHON:
             raise EntrypointError(
-                f"The callable was pickled by Python {self.record['python']}, this replica runs {PYTHON}. "
+                f"The callable was pickled by Python {self.record.python}, this replica runs {PYTHON}. "
                 "Use the same version, or an importable entrypoint."
             )
         key = f"{self.run_id}/task/callable.pkl"
-        pickled = _get_checked(self.store, key, self.record["callable_sha256"])
+        pickled = _get_checked(self.store, key, self.record.callable_sha256)
         import cloudpickle
 
         function, args = cloudpickle.loads(pickled)
@@ -179,6 +225,8 @@ def pack_task(
             raise EntrypointArgumentsError(
                 f"The arguments of {entrypoint!r} travel as JSON: {error}. Pass JSON values, or a callable."
             ) from None
+        if is_deeper_than(kwargs, MAX_DEPTH - 1):
+            raise EntrypointArgumentsError(f"The arguments of {entrypoint!r} are nested deeper than {MAX_DEPTH - 1}.")
         return to_bytes({**record, "entrypoint": entrypoint, "args": kwargs}), None
     check_call(entrypoint, kwargs, describe(entrypoint))
     import cloudpickle
@@ -243,6 +291,10 @@ def plan_run(
     if package is not None:
         code = package.workspace
         record["code"] = {name: getattr(code, name) for name in ("sha256", "size_bytes", "n_files", "commit", "dirty")}
+    try:
+        RunRecord.parse(to_bytes(record))  # what nobody could read is not written
+    except CorruptObjectError as error:
+        raise ValueError(f"This run cannot be recorded: {error}") from None
     spec = RunSpec(
         run_id=run_id,
         store_url=store_url,
@@ -300,7 +352,7 @@ def read_task(store: Store, run_id: str, digest: str | None = None) -> StoredTas
     """
     key = f"{run_id}/task/task.json"
     data = _get_checked(store, key, digest)
-    return StoredTask(store, run_id, json.loads(bytes(data)))
+    return StoredTask(store, run_id, TaskRecord.parse(data, key, store.url))
 
 
 def describe(entrypoint: str | Callable[..., Any]) -> str:
@@ -314,7 +366,7 @@ def describe(entrypoint: str | Callable[..., Any]) -> str:
 def _get_checked(store: Store, key: str, digest: str | None) -> memoryview:
     """Read what was launched; a failing store, or a reading that is not it, is worth another try."""
     for _ in range(READ_TRIES):
-        data = insist(lambda: store.get(key))
+        data = insist(lambda: get_at_most(store, key, MAX_TASK_BYTES))
         if digest is None or hashlib.sha256(data).hexdigest() == digest:
             return data
     raise StoreError(
