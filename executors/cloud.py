@@ -22,7 +22,7 @@ from executors.found import FoundReplica, collect_rows, find_replica
 from executors.outcome import OUTPUT_TAIL_BYTES, Outcome, Reason, record_outcome, request_cancel
 from executors.pace import Pace
 from executors.protocol import ReplicaHandle, ReplicaStatus
-from executors.records import exists, find_record
+from executors.records import FAR_AHEAD, Fields, exists, find_record, json_object, nullable, number
 from executors.replica import RENDEZVOUS, replica_key
 from executors.run_record import find_run_record
 from executors.shared_rendezvous import shared_rendezvous
@@ -153,7 +153,7 @@ class CloudExecutor(Vendor):
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = LOG_LINES) -> str:
         """Return the last lines of the replica's output, as far as the vendor keeps it."""
-        job_id = self._find(handle).metadata["job"]
+        job_id = self._job_of(self._find(handle))
         return "" if job_id is None else patiently()(self.job_logs, job_id, n_lines)
 
     def cancel(self, handle: ReplicaHandle) -> None:
@@ -161,13 +161,14 @@ class CloudExecutor(Vendor):
         found = self._find(handle)
         if found.outcome() is not None:
             return
+        job_id = self._job_of(found)
         request_cancel(found.store, found.run_id, found.rank, found.attempt)
-        if found.metadata["job"] is None:  # its launcher died before the vendor had it; one that comes up late ends
+        if job_id is None:  # its launcher died before the vendor had it; one that comes up late ends
             record_outcome(
                 found.store, found.run_id, Outcome(found.rank, found.attempt, ReplicaStatus.CANCELLED, "cancelled")
             )
             return
-        patiently()(self.stop_job, found.metadata["job"])
+        patiently()(self.stop_job, job_id)
         self._pace.forget(found.place)
         self._conclude(found)
 
@@ -178,10 +179,22 @@ class CloudExecutor(Vendor):
     def _find(self, handle: ReplicaHandle) -> FoundReplica:
         """Find a replica; a newer attempt whose launcher died before it wrote a handle is found at the vendor."""
         found = find_replica(handle, self.backend_name)
-        if found.attempt != found.metadata["attempt"] and exists(found.store, found.key("intent.json")):
+        if found.attempt != found.launched and exists(found.store, found.key("intent.json")):
             newer = self.find_handle(found.store, found.run_id, found.rank, found.attempt)
-            return replace(found, metadata={**found.metadata, "job": None} if newer is None else newer.metadata)
+            metadata = {**found.metadata, "job": None} if newer is None else newer.metadata
+            found = replace(found, launched=found.attempt, metadata=metadata)
+        fields = Fields(found.metadata, f"the handle of rank {found.rank} of run {found.run_id!r}", found.store.url)
+        fields.take("timeout_s", number(0.0, FAR_AHEAD))
+        fields.take("job", nullable(json_object))
         return found
+
+    def _job_of(self, found: FoundReplica) -> JobId | None:
+        """Return the job that a replica's handle names, once the vendor has said that it is this replica's."""
+        named = found.metadata["job"]
+        key = JobKey(found.store.url, found.run_id, found.rank, found.launched)
+        if named is not None and self._jobs_seen.get(key) != named:
+            self._jobs_seen[key] = named = patiently()(self.check_job, named, key)
+        return named  # type: ignore[no-any-return]
 
     def find_handle(self, store: Store, run_id: str, rank: int, attempt: int) -> ReplicaHandle | None:
         """Find a replica whose launcher wrote its intent, and no handle: it died, or lost the vendor's answer."""
@@ -208,7 +221,13 @@ class CloudExecutor(Vendor):
     def _pace(self) -> Pace:
         return Pace()
 
+    @functools.cached_property
+    def _jobs_seen(self) -> dict[JobKey, JobId]:
+        """The jobs that this process started, or the vendor has said whose they are."""
+        return {}
+
     def _handle(self, store: Store, key: JobKey, timeout_s: float, job_id: JobId) -> ReplicaHandle:
+        self._jobs_seen[key] = job_id
         where = {"run_id": key.run_id, "store_url": store.url, "attempt": key.attempt}
         return ReplicaHandle(key.rank, self.backend_name, {**where, "timeout_s": timeout_s, "job": job_id})
 
@@ -233,7 +252,9 @@ class CloudExecutor(Vendor):
         if found.metadata["job"] is None or not self._pace.is_due(found.place):
             return None
         try:
-            state = self.job_state(found.metadata["job"])
+            job_id = self._job_of(found)
+            assert job_id is not None
+            state = self.job_state(job_id)
         except VendorError as error:
             if error.kind == "refused":
                 raise
@@ -247,13 +268,13 @@ class CloudExecutor(Vendor):
             return standing
         if state.reason == "lost":
             return found.write_off(f"{self.vendor} reports it gone")
-        return record_outcome(found.store, found.run_id, self._outcome_of(found, state))
+        return record_outcome(found.store, found.run_id, self._outcome_of(found, job_id, state))
 
-    def _outcome_of(self, found: FoundReplica, state: JobState) -> Outcome:
+    def _outcome_of(self, found: FoundReplica, job_id: JobId, state: JobState) -> Outcome:
         is_ours = exists(found.store, found.key("cancel.json"))  # and then the marker says why
         output = ""
         with contextlib.suppress(VendorError):
-            output = self.job_logs(found.metadata["job"], LOG_LINES)[-OUTPUT_TAIL_BYTES:]
+            output = self.job_logs(job_id, LOG_LINES)[-OUTPUT_TAIL_BYTES:]
         reason, error = CANCELLED if is_ours else _explain(found, state, self.vendor, output)
         status = ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED
         return Outcome(

@@ -19,7 +19,7 @@ from executors.errors import BackendError, MissingDependencyError
 from executors.lines import LinesOfJobs
 from executors.outcome import Reason
 from executors.run_record import OPTION_NAME, Recordable
-from executors.vendor import Job, JobId, JobKey, JobState, VendorError, masked, shortened
+from executors.vendor import ForeignJobError, Job, JobId, JobKey, JobState, VendorError, masked, shortened
 
 # Names of GPUs as people say them, and the flavor that has one. The service's list is `hf jobs hardware`.
 FLAVORS = {
@@ -128,6 +128,17 @@ class HFJobsExecutor(CloudExecutor):
         found = [info for info in found if _stage(info) != "DELETED"]
         found.sort(key=lambda info: (info.created_at.timestamp() if info.created_at else 0.0, info.id))
         return [self._job_id(info.id, namespace) for info in found]
+
+    def check_job(self, job_id: JobId, key: JobKey) -> JobId:
+        """See `Vendor.check_job`: by the labels of the job."""
+        parts = [job_id.get(name) for name in ("id", "namespace")]
+        if not all(isinstance(part, str) and OPTION_NAME.fullmatch(part) for part in parts):  # they become a path
+            raise ForeignJobError(self.vendor, key)
+        found = self._job_id(str(parts[0]), str(parts[1]))
+        info = _ask_of_job(lambda: self._api.inspect_job(job_id=found["id"], namespace=found["namespace"]))
+        if info is not None and not key.labels.items() <= (info.labels or {}).items():
+            raise ForeignJobError(self.vendor, key)
+        return found
 
     def job_state(self, job_id: JobId) -> JobState:
         """See `Vendor.job_state`."""

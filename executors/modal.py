@@ -19,7 +19,7 @@ from executors.cloud import MARGIN_S, CloudExecutor
 from executors.errors import BackendError, MissingDependencyError
 from executors.requirements import name_of
 from executors.run_record import OPTION_NAME, Recordable
-from executors.vendor import Job, JobId, JobKey, JobState, VendorError, masked, shortened
+from executors.vendor import ForeignJobError, Job, JobId, JobKey, JobState, VendorError, masked, shortened
 
 LONGEST_S = 24 * 3600 - MARGIN_S  # Modal ends every sandbox after a day
 KILLED = 128 + 9
@@ -183,6 +183,19 @@ class ModalExecutor(CloudExecutor):
                     )
                     return [self._job_id(sandbox, key)]
         return []
+
+    @_aside
+    def check_job(self, job_id: JobId, key: JobKey) -> JobId:
+        """See `Vendor.check_job`: by the tags of the sandbox."""
+        import modal
+
+        name = job_id.get("sandbox_id")
+        if not isinstance(name, str) or not OPTION_NAME.fullmatch(name):
+            raise ForeignJobError(self.vendor, key)
+        with _told(), contextlib.suppress(modal.exception.NotFoundError):
+            if not key.labels.items() <= modal.Sandbox.from_id(name).get_tags().items():
+                raise ForeignJobError(self.vendor, key)
+        return {**job_id, "sandbox_id": name}
 
     @_aside
     def job_state(self, job_id: JobId) -> JobState:

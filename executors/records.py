@@ -7,7 +7,6 @@ the name of the field that does not fit. Fields that are not known are passed ov
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -222,7 +221,9 @@ def nullable(check: Check[T]) -> Check[T | None]:
 
 def is_plain_number(value: Any) -> bool:
     """Tell whether a value is a number that can be shown and compared; NaN is."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and (math.isnan(value) or abs(value) < 1e300)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value != value or abs(value) < 1e300  # in this order: an integer may be too large for a float
 
 
 def _decode(data: Any, key: str, url: str) -> Any:

@@ -58,10 +58,8 @@ def executor_class(name: str) -> type[ServerlessExecutor]:
         raise BackendError(f"Backend {name!r} cannot be loaded: {error}. Is it installed, or here?") from error
     if not isinstance(found, type):
         raise BackendError(f"Backend {name!r} is {type(found).__name__} {attribute!r}; a class was expected.")
-    if missing := [verb for verb in VERBS if not callable(getattr(found, verb, None))]:
-        raise BackendError(
-            f"Backend {name!r} is {found.__name__}, which is no executor: it lacks {', '.join(missing)}."
-        )
+    if lacking := ", ".join(verb for verb in VERBS if not callable(getattr(found, verb, None))):
+        raise BackendError(f"Backend {name!r} is {found.__name__}, which is not an executor: it lacks {lacking}.")
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from executors.artifacts import Artifact, find_artifacts
 from executors.attempt_records import Beat
-from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError
+from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, UnknownHandleError
 from executors.following import follow_logs, last_lines
 from executors.found import read_handle
 from executors.outcome import (
@@ -63,7 +63,7 @@ class Run:
         self.run_id = run_id
         self._executor = executor
         self.has_given_executor = executor is not None
-        self._handles = handles
+        self._handles: list[Any] | None = None if handles is None else list(handles)
         self._outcomes: dict[int, Outcome] = {}
 
     @cached_property
@@ -115,11 +115,15 @@ class Run:
     @property
     def handles(self) -> list[Any]:
         """The replicas' handles in rank order; None for one that left no handle that this process can read."""
-        known = self._handles or [None] * self.world_size
-        if None in known:  # not a stranger's, which may compare as it likes: those are all there
-            known = [self._read_handle(rank) if handle is None else handle for rank, handle in enumerate(known)]
-        self._handles = known  # what is still missing may come: its launcher may be at work
-        return list(known)
+        return [self.handle(rank) for rank in range(self.world_size)]
+
+    def handle(self, rank: int) -> Any:
+        """The handle of one replica; None while it has left none that this process can read."""
+        if self._handles is None:
+            self._handles = [None] * self.world_size
+        if self._handles[rank] is None:  # it may still come: its launcher may be at work
+            self._handles[rank] = self._read_handle(rank)
+        return self._handles[rank]
 
     def __repr__(self) -> str:
         return f"<Run {self.run_id!r}: {self.world_size} replicas on {self.backend!r}, {self.store.url}>"
@@ -189,7 +193,7 @@ class Run:
         chosen = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
         ranks = [self._check_rank(r) for r in chosen]
         if follow:
-            handles = {r: self.handles[r] for r in ranks}
+            handles = {r: self.handle(r) for r in ranks}
             return follow_logs(self.executor, self._poll, handles, tail, prefix=not is_one, kept=self._kept)
         texts = self._in_parallel(lambda r: self._tail(r, tail), ranks)
         if is_one:
@@ -218,13 +222,13 @@ class Run:
         """Cancel one replica, or all that still run; returns when they are gone. Nothing changes for the others."""
         ranks = range(self.world_size) if rank is None else [self._check_rank(rank)]
         alive = [r for r, status in zip(ranks, self._ask_all(self._poll, ranks), strict=True) if not status.is_terminal]
-        for r in [r for r in alive if self.handles[r] is None]:
+        for r in [r for r in alive if self.handle(r) is None]:
             if not self._cancel_intent(r):
                 raise RunNotFoundError(
                     f"Run {self.run_id!r}: backend {self.backend!r} left no handle that another process can read. "
                     "Cancel it in the process that launched it."
                 )
-        self._in_parallel(lambda r: self.executor.cancel(self.handles[r]), [r for r in alive if self.handles[r]])
+        self._in_parallel(lambda r: self.executor.cancel(self.handle(r)), [r for r in alive if self.handle(r)])
 
     def _cancel_intent(self, rank: int) -> bool:
         """Cancel a replica whose launcher died before its vendor had it; False if there is no such intent."""
@@ -243,7 +247,7 @@ class Run:
         """
         folder = folder_of_run(self.run_id, self.store.url)
         is_over = True
-        with contextlib.suppress(CorruptObjectError):  # what cannot be read can be removed
+        with contextlib.suppress(CorruptObjectError, UnknownHandleError):  # what cannot be read can be removed
             is_over = self.status().is_terminal
         if not is_over:
             raise RunExistsError(f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`.")
@@ -260,7 +264,7 @@ class Run:
             if known.status is ReplicaStatus.SUCCEEDED or self.newest_attempt(rank) == known.attempt:
                 return known.status
             self._outcomes.pop(rank, None)
-        handle = self.handles[rank]
+        handle = self.handle(rank)
         told = None if handle is None else as_status(self.executor.poll(handle))
         # After the poll: an outcome is written before its process ends.
         outcome = find_outcome(self.store, self.run_id, rank, self.newest_attempt(rank))
@@ -276,7 +280,7 @@ class Run:
 
     def _record_for(self, rank: int, told: ReplicaStatus) -> Outcome:
         """Write the outcome that a stranger's replica could not: its peers need to know that it is gone."""
-        (row,) = self.executor.collect([self.handles[rank]], timeout=0)
+        (row,) = self.executor.collect([self.handle(rank)], timeout=0)
         if told is not ReplicaStatus.CANCELLED and row.get("reason") not in REASONS:
             who_says = f"{self.backend} reports it {told}"
             return record_loss(self.store, self.run_id, rank, self.newest_attempt(rank), self.world_size, who_says)
@@ -288,7 +292,7 @@ class Run:
         missing = [rank for rank in range(self.world_size) if rank not in self._outcomes]
         if not missing:
             return
-        for rank, row in zip(missing, self.executor.collect([self.handles[r] for r in missing]), strict=True):
+        for rank, row in zip(missing, self.executor.collect([self.handle(r) for r in missing]), strict=True):
             if as_status(row.get("status")).is_terminal:
                 self._outcomes[rank] = Outcome.of_row(rank, self.newest_attempt(rank), row)
 
@@ -316,7 +320,7 @@ class Run:
         return None
 
     def _tail(self, rank: int, n_lines: int) -> str:
-        text = last_lines(self.executor, self.handles[rank], n_lines, lambda: self._kept(rank))
+        text = last_lines(self.executor, self.handle(rank), n_lines, lambda: self._kept(rank))
         if text or not self._poll(rank).is_terminal:
             return text
         kept = self._kept(rank) or getattr(self._outcomes.get(rank), "error", None) or ""  # the backend has nothing

@@ -100,7 +100,7 @@ def _write(run: Run, about: dict[str, Any], folder: Path) -> tuple[int, int, lis
 
 def _copy_log(run: Run, rank: int, path: Path) -> None:
     """Copy a whole log in pieces, where the executor can read it so; else what it keeps of it."""
-    handle = run.handles[rank]
+    handle = run.handle(rank)
     with open(path, "wb") as file:
         if handle is not None and hasattr(run.executor, "read_logs"):
             offset, part = 0, b"-"

@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from executors.cli.output import Output, inert, name_duration, name_ranks, one_line
-from executors.errors import BackendError, ReplicasError, StoreError
+from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError
 from executors.protocol import ReplicaStatus
 from executors.run import Run
 from executors.status import ReplicaState, RunStatus
@@ -141,8 +141,8 @@ def _follow(
             status = run.status()
         except (StoreError, BackendError) as error:
             what = "store" if isinstance(error, StoreError) else "backend"
-            if what == "backend" and not was_read:  # no SDK, no account
-                raise
+            if not was_read and (what == "backend" or isinstance(error, CorruptObjectError)):
+                raise  # no SDK or account, or records that nobody can read: waiting helps neither
             failed_at = clock()
             if what not in failing_since:
                 failing_since[what] = failed_at
