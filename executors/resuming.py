@@ -74,7 +74,7 @@ def resume(
             ranks=tuple(group),
             attempt=attempt,
             env=dict(env or {}),
-            secret_names=tuple(secrets or record.secrets),
+            secret_names=tuple(secrets or run.secrets),
             detach=detach,
             chaos=record.chaos,
         )

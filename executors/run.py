@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from executors.artifacts import Artifact, find_artifacts
 from executors.attempt_records import Beat
-from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, UnknownHandleError
+from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, StoreError, UnknownHandleError
 from executors.following import follow_logs, last_lines
 from executors.found import read_handle
 from executors.outcome import (
@@ -108,9 +108,15 @@ class Run:
 
     @property
     def noted_options(self) -> Mapping[str, Any] | None:
-        """The options that this machine noted when it launched the run; None on other machines."""
+        """The executor's options that this machine noted when it launched the run; None on other machines."""
         noted = noted_at_launch(self.run_id, self.store.url)
         return None if noted is None else noted.executor_options
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """The names of the run's secrets: as this machine noted them, and on other machines as the record says."""
+        noted = noted_at_launch(self.run_id, self.store.url)
+        return self.record.secrets if noted is None else noted.secrets
 
     @property
     def handles(self) -> list[Any]:
@@ -251,9 +257,19 @@ class Run:
             is_over = self.status().is_terminal
         if not is_over:
             raise RunExistsError(f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`.")
+        left = []
         for entry in list(self.store.list(f"{self.run_id}/")):
-            self.store.delete(entry.key)
+            try:
+                self.store.delete(entry.key)
+            except ValueError:  # no key of ours: somebody else put it there, by other means
+                left.append(entry.key)
         forget(folder)
+        if left:
+            raise StoreError(
+                f"Run {self.run_id!r} is removed, but for {len(left)} objects under names that no store takes, such as "
+                f"{left[0][:200]!r}. Delete these with the tools of the store.",
+                url=self.store.url,
+            )
 
     # How one replica fares
 

@@ -180,3 +180,25 @@ ODD_ARTIFACTS = [
     "taken",  # and "taken/below", which cannot both be files
     "z" * 300,
 ]
+
+ASKS: dict[str, dict[str, Any]] = {
+    "the evidence": {"executor": "subprocess:Popen", "executor_options": {"args": ["touch", "ran"]}},
+    "a module beside": {"executor": "evil_backend:Executor"},
+    "a module beside, under a good name": {"backend": "local", "executor": "evil_backend:Executor"},
+    "an unknown backend": {"backend": "evil_backend"},
+    "an option that imports": {"executor_options": {"preload": ["evil_backend"]}},
+    "an option that the backend does not have": {"executor_options": {"args": ["touch", "ran"]}},
+    "an image of theirs": {"backend": "modal", "executor_options": {"image": "evil/image"}},
+    "secrets of ours": {"backend": "hf", "executor_options": {"secrets": ["AWS_SECRET_ACCESS_KEY"]}},
+    "a namespace that is a path": {"backend": "hf", "executor_options": {"namespace": "../models"}},
+    "a name that is none": {"backend": "modal", "executor_options": {"app_name": ["a"]}},
+}
+"""Runs whose records ask for code, or for what is ours."""
+
+SHOWN: dict[str, Any] = {
+    "created_by": ANSI,
+    "entrypoint": ANSI + "[bold]main[/bold]",
+    "chaos": [ANSI],
+    "env": [ANSI],
+}
+"""What a record may have to show."""

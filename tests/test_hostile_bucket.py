@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,25 +146,12 @@ def test_ten_thousand_replicas_are_looked_at_in_time(victim: Victim, directory: 
 
 # run.json that asks for code
 
-ASKS: dict[str, dict[str, Any]] = {
-    "the evidence": {"executor": "subprocess:Popen", "executor_options": {"args": ["touch", "ran"]}},
-    "a module beside": {"executor": "evil_backend:Executor"},
-    "a module beside, under a good name": {"backend": "local", "executor": "evil_backend:Executor"},
-    "an unknown backend": {"backend": "evil_backend"},
-    "an option that imports": {"executor_options": {"preload": ["evil_backend"]}},
-    "an option that the backend does not have": {"executor_options": {"args": ["touch", "ran"]}},
-    "an image of theirs": {"backend": "modal", "executor_options": {"image": "evil/image"}},
-    "secrets of ours": {"backend": "hf", "executor_options": {"secrets": ["AWS_SECRET_ACCESS_KEY"]}},
-    "a namespace that is a path": {"backend": "hf", "executor_options": {"namespace": "../models"}},
-    "a name that is none": {"backend": "modal", "executor_options": {"app_name": ["a"]}},
-}
 
-
-@pytest.mark.parametrize("name", ASKS)
+@pytest.mark.parametrize("name", hostile.ASKS)
 def test_no_code_comes_from_a_record(victim: Victim, owner: Owner, name: str) -> None:
     write_good_run(owner)
-    write_run(owner, **ASKS[name])
-    handle = {**hostile.local_handle(), "backend_name": ASKS[name].get("backend", "local")}
+    write_run(owner, **hostile.ASKS[name])
+    handle = {**hostile.local_handle(), "backend_name": hostile.ASKS[name].get("backend", "local")}
     owner.write("bad/replicas/0000/0/handle.json", json.dumps(handle).encode())
     rows = {row["run_id"]: row for row in victim.lists(owner)}
     assert (rows["bad"]["status"], rows["good"]["status"]) == ("unknown", "succeeded")
@@ -172,7 +160,7 @@ def test_no_code_comes_from_a_record(victim: Victim, owner: Owner, name: str) ->
     told = {verb: victim.uses(verb, owner) for verb in VERBS}
     for verb, result in told.items():
         is_refused(result, "backend" if verb != "resume" else "")
-    wanted = ASKS[name].get("executor")
+    wanted = hostile.ASKS[name].get("executor")
     if wanted is not None:
         assert f"--backend {wanted}" in told["status"].stderr
     assert "evil_backend" not in sys.modules
@@ -362,18 +350,32 @@ def test_artifacts_under_odd_names_are_skipped_and_named_and_the_rest_is_collect
     }
     names = [artifact.name for artifact in attach("bad", rendezvous=owner.url).artifacts(0)]
     assert names == ["model/weights.bin", "taken", "taken/below"]
+    is_refused(victim.uses("rm", owner), "under names that no store takes")
+    assert victim.lists(owner) == []
 
 
-SHOWN: Mapping[str, Any] = {
-    "created_by": hostile.ANSI,
-    "entrypoint": hostile.ANSI + "[bold]main[/bold]",
-    "chaos": [hostile.ANSI],
-    "env": [hostile.ANSI],
-}
+def test_a_file_whose_name_is_no_text_is_skipped_and_named(victim: Victim, directory: OwnsDirectory) -> None:
+    write_run(directory, world_size=1)
+    directory.write("bad/replicas/0000/0/outcome.json", json.dumps(outcome_json(0)).encode())
+    folder = directory.path / "bad/replicas/0000/0/artifacts"
+    folder.mkdir()
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe")).write_bytes(b"data")
+    assert "Skipped the artifact" in victim.uses("collect --out", directory).stdout
+    is_refused(victim.uses("rm", directory), "under names that no store takes")
+
+
+def test_a_result_may_be_as_deep_as_a_replica_may_return(victim: Victim, owner: Owner) -> None:
+    deep: Any = 1
+    for level in range(200):
+        deep = {"a": deep} if level % 2 else [deep]
+    write_run(owner, world_size=1)
+    owner.write("bad/replicas/0000/0/outcome.json", json.dumps(outcome_json(0, result=deep)).encode())
+    for verb in ("status", "status --json", "wait", "collect", "collect --out"):
+        assert victim.uses(verb, owner).code == 0
 
 
 def test_nothing_in_a_record_acts_on_the_terminal(victim: Victim, owner: Owner) -> None:
-    write_run(owner, **SHOWN)
+    write_run(owner, **hostile.SHOWN)
     result = {"summary": f"fine {hostile.ANSI}\nand [red]more[/red] {hostile.ANSI}"}
     said = {"error": f"Traceback\n{hostile.ANSI} Boom: [link=x]{hostile.ANSI}", "output_tail": "nothing"}
     owner.write("bad/replicas/0000/0/outcome.json", json.dumps(outcome_json(0, result=result)).encode())

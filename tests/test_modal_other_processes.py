@@ -133,7 +133,9 @@ def test_what_failed_is_resumed_from_elsewhere_with_the_recorded_options(
     run = launch(executor, "train.py", 3, gpu=gpu, timeout=500, secrets=["wandb"])
     assert run.wait(60)
     assert [str(row.status) for row in run.outcomes()] == ["succeeded", "failed", "failed"]
-    done = elsewhere("-m", "executors.cli", "resume", run.url)
+    refused = elsewhere("-m", "executors.cli", "resume", run.url)
+    assert (refused.returncode, "Name it again: --secret wandb" in refused.stderr) == (2, True), refused.stderr
+    done = elsewhere("-m", "executors.cli", "resume", run.url, "--secret", "wandb")
     assert done.returncode == 0, done.stderr
     assert attach(run.url).results() == [[0, 0], [1, 1], [2, 1]]
     first, *again = (call.request for call in modal_runs.calls_of(create_of(gpu)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,6 +103,20 @@ def test_a_pipe_in_the_place_of_an_object_blocks_nobody(store: Store, tmp_path: 
     os.mkfifo(tmp_path / "store" / "pipe")
     with pytest.raises(KeyNotFoundError):
         store.get("pipe")
+
+
+def test_folders_that_are_deeper_than_any_key_are_passed_over(store: Store, tmp_path: Path) -> None:
+    store.put("run/real", b"")
+    folder = os.open(tmp_path / "store", os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d", dir_fd=folder)
+        deeper = os.open("d", os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = deeper
+    os.close(folder)
+    keys = [entry.key for entry in store.list("")]
+    subprocess.run(["rm", "-r", tmp_path / "store" / "d"], check=True)  # which pytest would fail to remove
+    assert keys == ["run/real"]
 
 
 def bounded_stores(tmp_path: Path, s3: S3Server) -> list[Store]:

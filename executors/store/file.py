@@ -23,7 +23,17 @@ from typing import NoReturn, TypeVar
 
 from executors.errors import KeyNotFoundError, StoreError, UnsafeStoreError
 from executors.store.no_links import PATH_ONLY, open_without_links
-from executors.store.protocol import Buffer, Data, Entry, Produce, buffers_of, check_key, check_range, check_size
+from executors.store.protocol import (
+    MAX_KEY_BYTES,
+    Buffer,
+    Data,
+    Entry,
+    Produce,
+    buffers_of,
+    check_key,
+    check_range,
+    check_size,
+)
 
 UNFINISHED = ".unfinished~"  # the one reserved name at the top: files that have no key yet
 MAP_FROM_BYTES = 128 * 1024  # below this, copying is cheaper than the page faults of a mapping
@@ -164,6 +174,8 @@ class FileStore:
         return os.path.join(self._folder, key)
 
     def _walk(self, folder: str, folder_key: str, start_of_name: str) -> Iterator[Entry]:
+        if len(folder_key) > MAX_KEY_BYTES:
+            return  # no stack is so deep
         rows: list[tuple[str, os.stat_result | None]] = []
         try:
             with _opened(folder, os.O_RDONLY) as descriptor, os.scandir(descriptor) as found:
@@ -287,10 +299,7 @@ def _opened(folder: str, flags: int = PATH_ONLY) -> Iterator[int]:
 
 
 def _with_parent(path: str, act: Callable[[int, str], T]) -> T:
-    """Do something in the path's folder, given its descriptor and the name there.
-
-    Folders are made when they are missing, and again when a `delete` just pruned them.
-    """
+    """Do something in the path's folder, which is made when missing, again when a `delete` just pruned it."""
     parent, name = os.path.split(path)
 
     def act_there() -> T:
