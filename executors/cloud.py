@@ -188,12 +188,13 @@ class CloudExecutor(Vendor):
         fields.take("job", nullable(json_object))
         return found
 
-    def _job_of(self, found: FoundReplica) -> JobId | None:
+    def _job_of(self, found: FoundReplica, *, is_patient: bool = True) -> JobId | None:
         """Return the job that a replica's handle names, once the vendor has said that it is this replica's."""
         named = found.metadata["job"]
         key = JobKey(found.store.url, found.run_id, found.rank, found.launched)
         if named is not None and self._jobs_seen.get(key) != named:
-            self._jobs_seen[key] = named = patiently()(self.check_job, named, key)
+            check = functools.partial(patiently(), self.check_job) if is_patient else self.check_job
+            self._jobs_seen[key] = named = check(named, key)
         return named  # type: ignore[no-any-return]
 
     def find_handle(self, store: Store, run_id: str, rank: int, attempt: int) -> ReplicaHandle | None:
@@ -252,7 +253,7 @@ class CloudExecutor(Vendor):
         if found.metadata["job"] is None or not self._pace.is_due(found.place):
             return None
         try:
-            job_id = self._job_of(found)
+            job_id = self._job_of(found, is_patient=False)  # whoever looks will look again
             assert job_id is not None
             state = self.job_state(job_id)
         except VendorError as error:

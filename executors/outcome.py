@@ -211,7 +211,8 @@ def record_loss(store: Store, run_id: str, rank: int, attempt: int, world_size: 
 def _encode(outcome: Outcome) -> bytes:
     """Encode an outcome within the bounds that its readers keep."""
     if outcome.error is not None and len(outcome.error) > MAX_ERROR:
-        outcome = replace(outcome, error=outcome.error[-MAX_ERROR:])
+        half = MAX_ERROR // 2 - 10  # of a traceback: where it came from, and what it says
+        outcome = replace(outcome, error=f"{outcome.error[:half]}\n…\n{outcome.error[-half:]}")
     if outcome.error_line is not None and len(outcome.error_line) > MAX_ERROR:
         outcome = replace(outcome, error_line=outcome.error_line[:MAX_ERROR])
     data = to_bytes(asdict(outcome))
