@@ -15,6 +15,7 @@ from typing import Any
 
 from executors.errors import BackendError, ReplicasError, UnknownBackendError
 from executors.protocol import ServerlessExecutor
+from executors.records import to_bytes
 from executors.run_record import Recordable, RunRecord, is_recordable
 
 ENTRY_POINTS = "replicas.backends"
@@ -160,8 +161,10 @@ def _options_of_record(record: RunRecord, recordable: Recordable) -> Mapping[str
 def recordable_and_other_options(executor: Any) -> tuple[dict[str, Any], list[str]]:
     """Return what of an executor's options goes into `run.json`, and the names of those that were set and do not."""
     recordable: Recordable = getattr(executor, "recordable_options", {})
+    options: Mapping[str, Any] = getattr(executor, "options_to_keep", {})
+    to_bytes(options)  # raises TypeError before anything is written
     taken, others = {}, []
-    for name, value in getattr(executor, "options_to_keep", {}).items():
+    for name, value in options.items():
         if name in recordable and is_recordable(value, recordable[name]):
             taken[name] = value
         elif value not in (None, [], {}, ""):

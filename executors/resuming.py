@@ -100,7 +100,7 @@ def _check_told_again(run: Run, secrets: Sequence[str]) -> None:
 
     The machine that launched the run has its own note of these.
     """
-    if run.is_known_here:
+    if run.was_launched_here:
         return
     if missing := sorted(set(run.record.secrets) - set(secrets)):
         raise ValueError(

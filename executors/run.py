@@ -34,7 +34,7 @@ from executors.registry import executor_of_record
 from executors.replica import replica_key
 from executors.root_cause import raise_root_cause
 from executors.run_record import RunRecord, find_run_record
-from executors.state import folder_of_run, forget, noted_at_launch
+from executors.state import folder_of_run, forget, noted_at_launch, was_launched_here
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.opening import address_of, directory_of
@@ -102,9 +102,9 @@ class Run:
         return self._executor
 
     @property
-    def is_known_here(self) -> bool:
+    def was_launched_here(self) -> bool:
         """Whether this machine launched the run, and so knows more of it than what its store says."""
-        return folder_of_run(self.run_id, self.store.url) is not None
+        return was_launched_here(self.run_id, self.store.url)
 
     @property
     def noted_options(self) -> Mapping[str, Any] | None:

@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from executors.errors import RunExistsError, StoreError
-from executors.records import Fields, find_record, json_object, list_of, text, to_bytes
+from executors.records import Fields, find_record, json_object, list_of, nullable, text, to_bytes
 from executors.store import Store, store_at
 from executors.store.opening import directory_of
 
@@ -56,7 +56,8 @@ class Location:
     """What this machine noted of a run whose store is elsewhere. Unlike the run's records nobody else wrote it."""
 
     rendezvous: str
-    executor_options: Mapping[str, Any] = field(default_factory=dict)
+    executor_options: Mapping[str, Any] | None = None
+    """What it was launched with. None: it was launched elsewhere, and brought back here."""
     secrets: tuple[str, ...] = ()
 
     @classmethod
@@ -64,7 +65,7 @@ class Location:
         fields = Fields(data, key, url)
         return cls(
             fields.take("rendezvous", text()),
-            fields.take("executor_options", json_object, {}),
+            fields.take("executor_options", nullable(json_object), None),
             fields.take("secrets", list_of(text()), ()),
         )
 
@@ -75,14 +76,23 @@ def remember(
     """Note where a run is, so that its id alone finds it again on this machine, and what it was launched with."""
     store = local_store()
     if store_url != store.url:
-        noted = {"rendezvous": store_url, "executor_options": executor_options or {}, "secrets": secrets}
+        noted = {"rendezvous": store_url, "executor_options": executor_options, "secrets": secrets}
         store.put(f"{run_id}/location.json", to_bytes(noted))
 
 
 def noted_at_launch(run_id: str, store_url: str) -> Location | None:
     """Return what this machine noted of a run that it launched, and whose store is elsewhere."""
     location = find_record(local_store(), f"{run_id}/location.json", Location.parse)
-    return location if location is not None and _is_same_place(location.rendezvous, store_url) else None
+    if location is None or location.executor_options is None:
+        return None
+    return location if _is_same_place(location.rendezvous, store_url) else None
+
+
+def was_launched_here(run_id: str, store_url: str) -> bool:
+    """Tell whether this machine launched a run, as far as it has noted it itself."""
+    return noted_at_launch(run_id, store_url) is not None or (
+        locate(run_id) == local_store().url and _is_same_place(local_store().url, store_url)
+    )
 
 
 def locate(run_id: str) -> str | None:

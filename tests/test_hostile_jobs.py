@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import modal
@@ -16,9 +18,11 @@ from servers.hub_server import HubServer
 from servers.modal_server import ModalServer
 from servers.s3_server import S3Server
 
-from executors import Run, attach
+from executors import LocalProcessExecutor, Run, attach, launch
 from executors.errors import BackendError
 from executors.records import exists
+from executors.resuming import resume
+from executors.testing.executor_endings import task
 
 LOOKS: list[Callable[[Run], Any]] = [
     lambda run: run.status(),
@@ -87,3 +91,20 @@ def test_a_job_that_is_no_object_is_refused_by_name(hf: HubServer, s3: S3Server,
     run = run_of(OwnsBucket(s3), "hf", job)
     with pytest.raises(Exception, match=r"'job' is .*, null or a JSON object was expected"):
         run.status()
+
+
+def test_no_secret_and_no_image_is_used_because_a_record_names_it(
+    local: LocalProcessExecutor, tmp_path: Path, state_home: Path
+) -> None:
+    run = launch(local, task("fail"), 1, args={"message": "no"}, run_id="same", rendezvous=tmp_path / "shared")
+    assert run.wait(30)
+    record = json.loads(bytes(run.store.get("same/run.json")))
+    shutil.rmtree(state_home / "replicas" / "same")  # as on another machine
+    for changes, words in (
+        ({"secrets": ["HOME"]}, "Name it again: --secret HOME"),
+        ({"unrecorded_options": ["image"]}, "Give it again: --backend local --option image="),
+    ):
+        run.store.put("same/run.json", json.dumps({**record, **changes}).encode())
+        with pytest.raises(ValueError, match=words):
+            resume(attach("same", rendezvous=tmp_path / "shared"))
+    assert run.newest_attempt(0) == 0
