@@ -134,7 +134,7 @@ def test_environment_of_a_run_reaches_its_replicas_and_no_record(local: LocalPro
     run = launch(local, local_tasks.surroundings, 1, args=args, env={"TOKEN": "hunter2-very-secret"})
     (inside,) = run.results()
     assert inside["variables"] == {"TOKEN": "hunter2-very-secret", "PATH": os.environ["PATH"]}
-    assert run.record["env"] == ["TOKEN"]
+    assert run.record.env == ("TOKEN",)
     for file in (path for path in state_home.rglob("*") if path.is_file() and path.name != "outcome.json"):
         assert b"hunter2" not in file.read_bytes(), file
 
