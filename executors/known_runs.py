@@ -8,7 +8,7 @@ from pathlib import Path
 from executors.errors import RunNotFoundError, StoreError
 from executors.protocol import ServerlessExecutor
 from executors.records import exists
-from executors.registry import check_backend_of, check_executor, executor_of_record
+from executors.registry import check_backend_of, check_executor, executor_class
 from executors.run import Run
 from executors.state import known_run_ids, locate
 from executors.store import Store, store_at
@@ -22,8 +22,9 @@ def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | Se
     Args:
         run: the id of a run that this machine knows, or `<rendezvous url>/<run id>`.
         rendezvous: the url of its store, when `run` is an id.
-        executor: what it was launched with: an executor, or a backend's name or class as `pkg.mod:Class`. None: the
-            backend that its record names, which has to be one that is installed here.
+        executor: what it was launched with: an executor, or a backend's name or class as `pkg.mod:Class`, which is then
+            made with the options that this machine noted, else those of the record. None: the backend that its record
+            names, which has to be one that is installed here.
 
     Raises:
         RunNotFoundError: there is no such run.
@@ -47,15 +48,14 @@ def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | Se
     store = _existing_store(url)
     if not exists(store, f"{check_run_id(run_id)}/run.json"):
         raise RunNotFoundError(f"No run {run_id!r} at {store.url}.")
-    found = Run(store, run_id)
     if executor is None:
-        return found
+        return Run(store, run_id)
+    found = Run(store, run_id, executor=executor if isinstance(executor, str) else check_executor(executor))
     if isinstance(executor, str):
-        options = None if found.noted is None else found.noted.executor_options
-        given = executor_of_record(found.record, named=executor, options=options)
+        check_backend_of(found.record, executor_class(executor))
     else:
-        given = check_backend_of(found.record, check_executor(executor))
-    return found.use(given)
+        check_backend_of(found.record, executor)
+    return found
 
 
 def list_runs(rendezvous: str | Path | None = None) -> list[Run]:

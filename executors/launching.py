@@ -86,10 +86,11 @@ def launch(
             raise ValueError("A resumed run keeps the chaos it was launched with: leave chaos= away.")
         if run_id is None:
             raise ValueError("resume=True needs the run_id of the run to bring back.")
+        from executors.known_runs import attach
         from executors.resuming import resume as bring_back
         from executors.trust import vouched_task
 
-        found = _find_again(executor, run_id, rendezvous)
+        found = attach(run_id, rendezvous=rendezvous, executor=executor)
         task = vouched_task(found, task_digest=task_digest, trust_bucket=trust_bucket)
         _Same(entrypoint, n, args, seed).check(task)
         _check_env(found.executor, True, env, secrets)
@@ -268,13 +269,6 @@ def plan_launch(
             },
         },
     )
-
-
-def _find_again(executor: str | ServerlessExecutor, run_id: str, rendezvous: str | Path | None) -> Run:
-    from executors.known_runs import attach
-
-    chosen = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
-    return attach(run_id, rendezvous=rendezvous, executor=chosen)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from executors.errors import BackendError, ReplicasError, UnknownBackendError
 from executors.protocol import ServerlessExecutor
@@ -24,6 +24,7 @@ BUILT_IN = {
     "local": "executors.local:LocalProcessExecutor",
     "modal": "executors.modal:ModalExecutor",
 }
+Executor = TypeVar("Executor", ServerlessExecutor, type[ServerlessExecutor])
 VERBS = ("launch_replicas", "poll", "stream_logs", "cancel", "collect")
 ATTRIBUTES = ("backend_name", "supports_inter_replica_network")
 
@@ -106,7 +107,7 @@ def executor_of_record(
         _check_is_known(record)
     name = record.backend if named is None else named
     try:
-        cls = executor_class(name)
+        cls = check_backend_of(record, executor_class(name))
         if options is None:
             options = _options_of_record(record, getattr(cls, "recordable_options", {}))
         executor = get_executor(name, options)
@@ -117,16 +118,17 @@ def executor_of_record(
     return check_backend_of(record, executor)
 
 
-def check_backend_of(record: RunRecord, executor: ServerlessExecutor) -> ServerlessExecutor:
-    """Return the executor, if it is of the backend that the run was launched on.
+def check_backend_of(record: RunRecord, executor: Executor) -> Executor:
+    """Return the executor, or the class of one, if it is of the backend that the run was launched on.
 
     Raises:
         BackendError: it is of another.
     """
-    if executor.backend_name != record.backend:
+    told: object = executor.backend_name
+    if told != record.backend and (isinstance(told, str) or not isinstance(executor, type)):
+        cls = executor if isinstance(executor, type) else type(executor)
         raise BackendError(
-            f"The run was launched on the backend {record.backend!r}; {type(executor).__name__} is of the backend "
-            f"{executor.backend_name!r}."
+            f"The run was launched on the backend {record.backend!r}; {cls.__name__} is of the backend {told!r}."
         )
     return executor
 

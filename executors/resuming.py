@@ -122,7 +122,7 @@ def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tupl
             f"Run {run.run_id!r} was launched with the secret {missing[0]!r}, and this machine gives no secret away "
             f"because a record names it. Name it again: --secret {missing[0]} or secrets=[{missing[0]!r}]."
         )
-    if launched.unrecorded_options and not run.has_given_executor:
+    if launched.unrecorded_options and not run.has_given_options:
         option, backend = launched.unrecorded_options[0], run.backend
         raise ValueError(
             f"Run {run.run_id!r} was launched with the option {option!r} of backend {backend!r}, which is not taken "

@@ -56,13 +56,15 @@ class Run:
         store: Store,
         run_id: str,
         *,
-        executor: ServerlessExecutor | None = None,
+        executor: ServerlessExecutor | str | None = None,
         handles: Sequence[Any] | None = None,
     ) -> None:
         self.store = store
         self.run_id = run_id
-        self._executor = executor
-        self.has_given_executor = executor is not None
+        self._named_executor = executor if isinstance(executor, str) else None
+        self._executor = None if isinstance(executor, str) else executor
+        self.has_given_options = self._executor is not None
+        """Whether a person made the executor, and so gave its options, too."""
         self._handles: list[Any] | None = None if handles is None else list(handles)
         self._outcomes: dict[int, Outcome] = {}
 
@@ -100,13 +102,8 @@ class Run:
         if self._executor is None:
             noted = self.noted
             options = None if noted is None else noted.executor_options
-            self._executor = executor_of_record(self.record, options=options)
+            self._executor = executor_of_record(self.record, named=self._named_executor, options=options)
         return self._executor
-
-    def use(self, executor: ServerlessExecutor) -> Run:
-        """Follow the run through an executor that a person gave, and not through one that its record names."""
-        self._executor, self.has_given_executor = executor, True
-        return self
 
     @property
     def noted(self) -> Note | None:

@@ -133,7 +133,7 @@ def test_a_class_that_is_not_registered_is_named_in_the_record_and_not_taken_fro
         executor_of_record(record_of("remote"))
     assert isinstance(executor_of_record(record_of("remote"), named="test_registry:Remote"), Remote)
     with pytest.raises(BackendError, match="launched on the backend 'remote'; LocalProcessExecutor is of"):
-        executor_of_record(record_of("remote"), named="local")
+        executor_of_record(record_of("remote"), named="local", options={"site": "north"})
 
 
 def test_a_class_without_the_verbs_is_never_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,12 @@ from runs_of_tests import pid_of
 
 from executors import LocalProcessExecutor, attach, launch
 from executors.errors import RunExistsError
+from executors.local_launch import LocalLaunch, begin_attempt
 from executors.resuming import resume
+from executors.state import local_store
 from executors.supervisor import fork
 from executors.supervisor_lock import NAME, hold, holder, open_locks, wake
+from executors.task import create_run
 from executors.testing import eventually
 from executors.testing.executor_endings import task
 
@@ -48,6 +52,19 @@ def test_what_a_supervisor_forks_does_not_hold_its_locks(tmp_path: Path) -> None
     for each in (descriptor, said, says):
         os.close(each)
     assert holder(tmp_path, 3, 2) is None
+
+
+def test_a_supervisor_holds_no_lock_of_an_attempt_that_another_process_has_begun(
+    local: LocalProcessExecutor, state_home: Path
+) -> None:
+    spec = create_run(local_store(), "mine", task("hang"), {}, 2, backend="local")
+    others = LocalLaunch(spec, str(state_home / "replicas"), "", [], {}).handle(0, os.getpid(), 0)
+    assert begin_attempt(local_store(), others) == others
+    (mine,) = local.launch_replicas(2, task("hang"), {}, run=spec)
+    folder = state_home / "replicas" / "mine"
+    assert mine.rank == 1
+    assert [holder(folder, rank, 0) for rank in range(2)] == [None, mine.metadata["supervisor_pid"]]
+    local.cancel(mine)
 
 
 def test_a_link_in_the_place_of_the_locks_is_not_followed(tmp_path: Path) -> None:
@@ -91,10 +108,12 @@ def test_logs_of_two_runs_of_one_id_are_never_mixed(
 def test_a_store_that_moved_is_resumed_where_it_is(local: LocalProcessExecutor, tmp_path: Path) -> None:
     run = launch(local, task("fail"), 1, args={"message": "again"}, run_id="mover", rendezvous=tmp_path / "here")
     assert run.wait(30)
+    noted = run.noted
+    assert noted is not None
     (tmp_path / "here").rename(tmp_path / "there")
     again = resume(attach("mover", rendezvous=tmp_path / "there"), task_digest=run.record.task_digest)
     assert again.wait(30)
     assert again.outcomes()[0].attempt == 1
     assert attach("mover").store.url == (tmp_path / "there").as_uri()
-    assert attach("mover").task_digest == run.record.task_digest, "it is known to be what was launched here"
+    assert attach("mover").noted == replace(noted, rendezvous=attach("mover").store.url), "it was launched here"
     assert resume(attach("mover")).wait(30)
