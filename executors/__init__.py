@@ -16,10 +16,11 @@ from executors.store import Store, open_store
 
 if TYPE_CHECKING:
     from executors.hf_jobs import HFJobsExecutor
+    from executors.known_runs import attach, list_runs
     from executors.launching import launch
     from executors.local import LocalProcessExecutor
     from executors.modal import ModalExecutor
-    from executors.run import Run, attach, list_runs
+    from executors.run import Run
 
 __all__ = [
     "HFJobsExecutor",
@@ -44,9 +45,9 @@ _LAZY = {
     "LocalProcessExecutor": "executors.local",
     "ModalExecutor": "executors.modal",
     "Run": "executors.run",
-    "attach": "executors.run",
+    "attach": "executors.known_runs",
     "launch": "executors.launching",
-    "list_runs": "executors.run",
+    "list_runs": "executors.known_runs",
 }
 
 

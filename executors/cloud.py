@@ -15,15 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from executors.attempt_records import Intent
 from executors.cloud_launch import CloudLaunch
 from executors.entrypoint import check_entrypoint
 from executors.errors import StoreError
-from executors.found import FoundReplica, collect_rows, find_replica
+from executors.found import FoundReplica, collect_rows, find_replica, read_handle
 from executors.outcome import OUTPUT_TAIL_BYTES, Outcome, Reason, record_outcome, request_cancel
 from executors.pace import Pace
 from executors.protocol import ReplicaHandle, ReplicaStatus
-from executors.records import exists, find_json, read_json
+from executors.records import FAR_AHEAD, Fields, exists, find_record, json_object, nullable, number
 from executors.replica import RENDEZVOUS, replica_key
+from executors.run_record import find_run_record
 from executors.shared_rendezvous import shared_rendezvous
 from executors.shipping import Package, bootstrap_command, make_package, replica_environment
 from executors.state import remember
@@ -114,11 +116,11 @@ class CloudExecutor(Vendor):
                 package=self.package(entrypoint),
             )
             with contextlib.suppress(StoreError):  # without a place for notes, a resume needs the digest or trust
-                remember(run.run_id, run.store_url, run.task_digest)
+                remember(run.run_id, run.store_url, run.task_digest, getattr(self, "options_to_keep", {}))
         timeout_s = self.default_timeout_s if timeout is None else timeout
 
         store = store_at(run.store_url)
-        requirements = read_task(store, run.run_id, run.task_digest).record.get("requirements", ())
+        requirements = read_task(store, run.run_id, run.task_digest).record.requirements
         jobs = self._jobs(run, gpu, timeout_s, requirements)
 
         def handle_of(job: Job, job_id: JobId) -> ReplicaHandle:
@@ -157,7 +159,7 @@ class CloudExecutor(Vendor):
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = LOG_LINES) -> str:
         """Return the last lines of the replica's output, as far as the vendor keeps it."""
-        job_id = self._find(handle).metadata["job"]
+        job_id = self._job_of(self._find(handle))
         return "" if job_id is None else patiently()(self.job_logs, job_id, n_lines)
 
     def cancel(self, handle: ReplicaHandle) -> None:
@@ -165,13 +167,14 @@ class CloudExecutor(Vendor):
         found = self._find(handle)
         if found.outcome() is not None:
             return
+        job_id = self._job_of(found)
         request_cancel(found.store, found.run_id, found.rank, found.attempt)
-        if found.metadata["job"] is None:  # its launcher died before the vendor had it; one that comes up late ends
+        if job_id is None:  # its launcher died before the vendor had it; one that comes up late ends
             record_outcome(
                 found.store, found.run_id, Outcome(found.rank, found.attempt, ReplicaStatus.CANCELLED, "cancelled")
             )
             return
-        patiently()(self.stop_job, found.metadata["job"])
+        patiently()(self.stop_job, job_id)
         self._pace.forget(found.place)
         self._conclude(found)
 
@@ -182,10 +185,23 @@ class CloudExecutor(Vendor):
     def _find(self, handle: ReplicaHandle) -> FoundReplica:
         """Find a replica; a newer attempt whose launcher died before it wrote a handle is found at the vendor."""
         found = find_replica(handle, self.backend_name)
-        if found.attempt != found.metadata["attempt"] and exists(found.store, found.key("intent.json")):
+        if found.attempt != found.launched and exists(found.store, found.key("intent.json")):
             newer = self.find_handle(found.store, found.run_id, found.rank, found.attempt)
-            return replace(found, metadata={**found.metadata, "job": None} if newer is None else newer.metadata)
+            metadata = {**found.metadata, "job": None} if newer is None else newer.metadata
+            found = replace(found, launched=found.attempt, metadata=metadata)
+        fields = Fields(found.metadata, f"the handle of rank {found.rank} of run {found.run_id!r}", found.store.url)
+        fields.take("timeout_s", number(0.0, FAR_AHEAD))
+        fields.take("job", nullable(json_object))
         return found
+
+    def _job_of(self, found: FoundReplica, *, is_patient: bool = True) -> JobId | None:
+        """Return the job that a replica's handle names, once the vendor has said that it is this replica's."""
+        named = found.metadata["job"]
+        key = JobKey(found.store.url, found.run_id, found.rank, found.launched)
+        if named is not None and self._jobs_seen.get(key) != named:
+            check = functools.partial(patiently(), self.check_job) if is_patient else self.check_job
+            self._jobs_seen[key] = named = check(named, key)
+        return named  # type: ignore[no-any-return]
 
     def find_handle(self, store: Store, run_id: str, rank: int, attempt: int) -> ReplicaHandle | None:
         """Find a replica whose launcher wrote its intent, and no handle: it died, or lost the vendor's answer."""
@@ -194,18 +210,19 @@ class CloudExecutor(Vendor):
         if not jobs:
             self._give_up_intent(key, store)
             return None
-        record = find_json(store, f"{run_id}/run.json") or {}
-        handle = self._handle(store, key, record.get("timeout_s") or self.default_timeout_s, jobs[0])
-        handle_key = replica_key(run_id, rank, attempt, "handle.json")
-        if not store.put_if_absent(handle_key, handle.to_json().encode()):
-            return ReplicaHandle(**read_json(store, handle_key))  # its launcher lives, and knows best
+        record = find_run_record(store, run_id)
+        timeout_s = None if record is None else record.timeout_s
+        handle = self._handle(store, key, timeout_s or self.default_timeout_s, jobs[0])
+        if not store.put_if_absent(replica_key(run_id, rank, attempt, "handle.json"), handle.to_json().encode()):
+            # Its launcher lives, and knows best.
+            return read_handle(store, run_id, rank, attempt, self.backend_name) or handle
         return handle
 
     def _give_up_intent(self, key: JobKey, store: Store) -> None:
         """Record the end of a replica whose launcher died before the vendor had it, once that is past doubt."""
-        intent = find_json(store, replica_key(key.run_id, key.rank, key.attempt, "intent.json")) or {}
-        if time.time() - float(intent.get("at", time.time())) > STALE_INTENT_S:
-            error = f"Replica {key.rank} was never started: {self.vendor} knows no job of it. Did {intent['by']} die?"
+        intent = find_record(store, replica_key(key.run_id, key.rank, key.attempt, "intent.json"), Intent.parse)
+        if intent is not None and time.time() - intent.at > STALE_INTENT_S:
+            error = f"Replica {key.rank} was never started: {self.vendor} knows no job of it. Did {intent.by} die?"
             outcome = Outcome(key.rank, key.attempt, ReplicaStatus.FAILED, "start_failed", error=error)
             record_outcome(store, key.run_id, outcome)
 
@@ -213,7 +230,13 @@ class CloudExecutor(Vendor):
     def _pace(self) -> Pace:
         return Pace()
 
+    @functools.cached_property
+    def _jobs_seen(self) -> dict[JobKey, JobId]:
+        """The jobs that this process started, or the vendor has said whose they are."""
+        return {}
+
     def _handle(self, store: Store, key: JobKey, timeout_s: float, job_id: JobId) -> ReplicaHandle:
+        self._jobs_seen[key] = job_id
         where = {"run_id": key.run_id, "store_url": store.url, "attempt": key.attempt}
         return ReplicaHandle(key.rank, self.backend_name, {**where, "timeout_s": timeout_s, "job": job_id})
 
@@ -238,7 +261,9 @@ class CloudExecutor(Vendor):
         if found.metadata["job"] is None or not self._pace.is_due(found.place):
             return None
         try:
-            state = self.job_state(found.metadata["job"])
+            job_id = self._job_of(found, is_patient=False)  # whoever looks will look again
+            assert job_id is not None
+            state = self.job_state(job_id)
         except VendorError as error:
             if error.kind == "refused":
                 raise
@@ -252,13 +277,13 @@ class CloudExecutor(Vendor):
             return standing
         if state.reason == "lost":
             return found.write_off(f"{self.vendor} reports it gone")
-        return record_outcome(found.store, found.run_id, self._outcome_of(found, state))
+        return record_outcome(found.store, found.run_id, self._outcome_of(found, job_id, state))
 
-    def _outcome_of(self, found: FoundReplica, state: JobState) -> Outcome:
+    def _outcome_of(self, found: FoundReplica, job_id: JobId, state: JobState) -> Outcome:
         is_ours = exists(found.store, found.key("cancel.json"))  # and then the marker says why
         output = ""
         with contextlib.suppress(VendorError):
-            output = self.job_logs(found.metadata["job"], LOG_LINES)[-OUTPUT_TAIL_BYTES:]
+            output = self.job_logs(job_id, LOG_LINES)[-OUTPUT_TAIL_BYTES:]
         reason, error = CANCELLED if is_ours else _explain(found, state, self.vendor, output)
         status = ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED
         return Outcome(

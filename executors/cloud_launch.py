@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
+from executors.attempt_records import Intent
 from executors.errors import LaunchError, ReplicasError, StoreError
 from executors.outcome import Outcome, Reason, record_outcome, request_cancel
 from executors.protocol import ReplicaHandle, ReplicaStatus
-from executors.records import exists, read_json, to_bytes
+from executors.records import exists, read_record, to_bytes
 from executors.replica import replica_key
 from executors.store import Store
 from executors.vendor import CancelledWhileStartingError, Job, JobId, JobKey, Vendor, VendorError
@@ -124,7 +125,7 @@ class CloudLaunch:
             intent = {"nonce": self._nonce, "by": by, "job": job.key.name, "at": time.time()}
             # Perhaps ours stands, by a create whose reply was lost: the nonce tells.
             created = self._store.put_if_absent(key, to_bytes(intent))
-            self._ours[job.key] = created or read_json(self._store, key).get("nonce") == self._nonce
+            self._ours[job.key] = created or read_record(self._store, key, Intent.parse).nonce == self._nonce
         return self._ours[job.key]
 
     def _start(self, job: Job) -> ReplicaHandle:

@@ -13,7 +13,7 @@ from executors.errors import RunExistsError, StoreError
 from executors.launching import LaunchPlan
 from executors.records import exists
 from executors.registry import import_path
-from executors.state import state_path
+from executors.state import NOTE, state_path
 from executors.store import open_store
 from executors.store.opening import address_of, directory_of
 from executors.task import MASK, plan_run
@@ -55,7 +55,7 @@ def rehearse(plan: LaunchPlan) -> dict[str, Any]:
 def _check_store(plan: LaunchPlan) -> str:
     """Check the rendezvous and the run id, leaving a directory as it is; return the url."""
     known_here = state_path() / plan.run_id
-    if (known_here / "run.json").is_file() or (known_here / "launched.json").is_file():
+    if (known_here / "run.json").is_file() or (known_here / NOTE).is_file():
         raise RunExistsError(f"Run {plan.run_id!r} exists. Choose another run id, or `replicas rm {plan.run_id}`.")
     directory = state_path() if plan.rendezvous is None else directory_of(plan.rendezvous)
     if directory is None:

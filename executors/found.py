@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from executors.errors import UnknownHandleError
+from executors.attempt_records import MAX_ATTEMPTS, MAX_RANK, parse_handle
+from executors.errors import CorruptObjectError, UnknownHandleError
 from executors.outcome import Outcome, find_outcome, newest_attempt, record_loss
 from executors.protocol import ReplicaHandle, ReplicaStatus
-from executors.records import exists, find_json
+from executors.records import Fields, exists, find_record, integer, text
 from executors.replica import replica_key
+from executors.run_record import find_run_record
 from executors.store import Store, store_at
+from executors.task import RUN_ID
 from executors.waiting import wait_until_terminal
 
 
@@ -23,8 +26,10 @@ class FoundReplica:
     run_id: str
     rank: int
     attempt: int
+    launched: int
+    """The attempt of the newest handle: an earlier one where a copy was started since."""
     metadata: Mapping[str, Any]
-    """Of the newest handle, which names who runs it. Its `attempt` is an earlier one where a copy was started since."""
+    """Of that handle, which names who runs it. It may come from the store: whoever uses it checks it."""
 
     @property
     def place(self) -> str:
@@ -39,8 +44,8 @@ class FoundReplica:
 
     @property
     def world_size(self) -> int:
-        record = find_json(self.store, f"{self.run_id}/run.json") or {}
-        return int(record.get("world_size", self.rank + 1))
+        record = find_run_record(self.store, self.run_id)
+        return self.rank + 1 if record is None else record.world_size
 
     def write_off(self, who_says: str) -> Outcome:
         """Record that the replica vanished without an outcome; see `record_loss`."""
@@ -53,24 +58,49 @@ def find_replica(handle: ReplicaHandle, backend: str) -> FoundReplica:
     Raises:
         UnknownHandleError: no such replica was ever launched by this backend.
     """
-    metadata = handle.metadata
+    metadata: Mapping[str, Any] = handle.metadata
     try:
-        url, run_id, launched = (metadata[name] for name in ("store_url", "run_id", "attempt"))
-    except KeyError as error:
+        fields = Fields(metadata, f"the handle of rank {handle.rank}")
+        url, run_id = fields.take("store_url", text()), fields.take("run_id", text(40, RUN_ID))
+        launched, rank = fields.take("attempt", integer(0, MAX_ATTEMPTS)), integer(0, MAX_RANK)(handle.rank)
+    except (CorruptObjectError, ValueError) as error:
         raise UnknownHandleError(
-            f"No replica: the handle of rank {handle.rank} was not made by the {backend} backend; it has no {error}."
+            f"No replica: the handle of rank {handle.rank} was not made by the {backend} backend: {error}"
         ) from None
     store = store_at(url)
-    key = replica_key(run_id, handle.rank, launched, "handle.json")
+    key = replica_key(run_id, rank, launched, "handle.json")
     if (url, key) not in _known and not exists(store, key):
-        raise UnknownHandleError(f"No replica with run_id={run_id!r}, rank {handle.rank} at {url}.")
+        raise UnknownHandleError(f"No replica with run_id={run_id!r}, rank {rank} at {url}.")
     _known.add((url, key))
-    newest = newest_attempt(store, run_id, handle.rank, launched)
+    newest = newest_attempt(store, run_id, rank, launched)
     for attempt in range(newest, launched, -1):
-        if record := find_json(store, replica_key(run_id, handle.rank, attempt, "handle.json")):
-            metadata = record["metadata"]
+        if found := find_record(store, replica_key(run_id, rank, attempt, "handle.json"), parse_handle):
+            launched, metadata = attempt, found.metadata
             break
-    return FoundReplica(store, run_id, handle.rank, newest, metadata)
+    return FoundReplica(store, run_id, rank, newest, launched, metadata)
+
+
+def read_handle(store: Store, run_id: str, rank: int, attempt: int, backend: str) -> ReplicaHandle | None:
+    """Read the handle of an attempt; None when it left none.
+
+    Where it was found says which replica it is of, and not what is written in it; the store may have moved, too.
+
+    Raises:
+        CorruptObjectError: it is no handle, or one of another backend.
+    """
+    key = replica_key(run_id, rank, attempt, "handle.json")
+    handle = find_record(store, key, parse_handle)
+    if handle is None:
+        return None
+    if handle.backend_name != backend:
+        raise CorruptObjectError(
+            f"{key!r} in {store.url} is a handle of backend {handle.backend_name!r}; the run is on {backend!r}.",
+            key=key,
+            url=store.url,
+        )
+    place = {"store_url": store.url, "run_id": run_id, "attempt": attempt}
+    here = place if "store_url" in handle.metadata else {}
+    return replace(handle, rank=rank, metadata={**handle.metadata, **here})
 
 
 _known: set[tuple[str, str]] = set()

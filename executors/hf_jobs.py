@@ -11,14 +11,15 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from executors.bounded import within
 from executors.cloud import CloudExecutor
 from executors.errors import BackendError, MissingDependencyError
 from executors.lines import LinesOfJobs
 from executors.outcome import Reason
-from executors.vendor import Job, JobId, JobKey, JobState, VendorError, masked, shortened
+from executors.run_record import OPTION_NAME, Recordable
+from executors.vendor import ForeignJobError, Job, JobId, JobKey, JobState, VendorError, masked, shortened
 
 # Names of GPUs as people say them, and the flavor that has one. The service's list is `hf jobs hardware`.
 FLAVORS = {
@@ -35,6 +36,7 @@ ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 WORDS: dict[str, Reason] = {"timeout": "timeout", "oomkilled": "oom", "evicted": "preempted", "preempt": "preempted"}
 """What a message on a failed job says, and what it means."""
 ANSWER_S = 60.0  # the SDK itself waits for an answer without end
+PYTHON_IMAGE = re.compile(r"python:3\.\d{1,2}")  # Docker's own; any other one from a record would get our secrets
 LABEL = re.compile(r"[A-Za-z0-9_-]{1,100}")
 OUR_LABELS = "replicas-"
 TOKEN_ADVICE = "Log in with: hf auth login (or set HF_TOKEN to a token that may write jobs)."
@@ -62,6 +64,12 @@ class HFJobsExecutor(CloudExecutor):
     backend_name = "hf"
     vendor = "Hugging Face"
     sdk = "huggingface_hub"
+    recordable_options: ClassVar[Recordable] = {
+        "namespace": OPTION_NAME,
+        "image": PYTHON_IMAGE,
+        "flavor": OPTION_NAME,
+        "labels": dict,
+    }
 
     def __init__(
         self,
@@ -94,10 +102,10 @@ class HFJobsExecutor(CloudExecutor):
         return f"HFJobsExecutor(namespace={self.namespace!r}, image={self.image!r}, flavor={self.flavor!r})"
 
     @property
-    def recorded_options(self) -> dict[str, Any]:
-        """What `run.json` keeps, so that another process makes the same executor."""
+    def options_to_keep(self) -> dict[str, Any]:
+        """What another process here makes the same executor with; what is installed travels with the task."""
         names = ("namespace", "image", "flavor", "labels")
-        return {name: getattr(self, name) for name in names} | {"pip": list(self.pip), "secrets": list(self.secrets)}
+        return {name: getattr(self, name) for name in names} | {"secrets": list(self.secrets)}
 
     def check_account(self, n: int, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:
         """See `Vendor.check_account`: a token that is accepted, a flavor for the GPU, secrets that are set."""
@@ -120,6 +128,17 @@ class HFJobsExecutor(CloudExecutor):
         found = [info for info in found if _stage(info) != "DELETED"]
         found.sort(key=lambda info: (info.created_at.timestamp() if info.created_at else 0.0, info.id))
         return [self._job_id(info.id, namespace) for info in found]
+
+    def check_job(self, job_id: JobId, key: JobKey) -> JobId:
+        """See `Vendor.check_job`: by the labels of the job."""
+        parts = [job_id.get(name) for name in ("id", "namespace")]
+        if not all(isinstance(part, str) and OPTION_NAME.fullmatch(part) for part in parts):  # they become a path
+            raise ForeignJobError(self.vendor, key)
+        found = self._job_id(str(parts[0]), str(parts[1]))
+        info = _ask_of_job(lambda: self._api.inspect_job(job_id=found["id"], namespace=found["namespace"]))
+        if info is not None and not key.labels.items() <= (info.labels or {}).items():
+            raise ForeignJobError(self.vendor, key)
+        return found
 
     def job_state(self, job_id: JobId) -> JobState:
         """See `Vendor.job_state`."""

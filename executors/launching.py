@@ -17,8 +17,9 @@ from executors.errors import RunExistsError, StoreError
 from executors.outcome import Outcome, find_outcome, record_outcome, request_cancel
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.records import exists
-from executors.registry import check_executor, get_executor, import_path
+from executors.registry import check_executor, get_executor, recordable_and_other_options, unregistered_path
 from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED, replica_key
+from executors.run_record import MAX_WORLD_SIZE
 from executors.shared_rendezvous import shared_rendezvous
 from executors.state import local_store, locate, remember
 from executors.store import Store, open_store
@@ -85,10 +86,11 @@ def launch(
             raise ValueError("A resumed run keeps the chaos it was launched with: leave chaos= away.")
         if run_id is None:
             raise ValueError("resume=True needs the run_id of the run to bring back.")
+        from executors.known_runs import attach
         from executors.resuming import resume as bring_back
         from executors.trust import vouched_task
 
-        found = _find_again(executor, run_id, rendezvous)
+        found = attach(run_id, rendezvous=rendezvous, executor=executor)
         task = vouched_task(found, task_digest=task_digest, trust_bucket=trust_bucket)
         _Same(entrypoint, n, args, seed).check(task)
         _check_env(found.executor, True, env, secrets)
@@ -156,7 +158,8 @@ class LaunchPlan:
             )
         spec = create_run(store, self.run_id, self.entrypoint, self.args, self.n, **self.run_options)
         try:
-            remember(self.run_id, store.url, spec.task_digest)
+            options = getattr(self.executor, "options_to_keep", {})
+            remember(self.run_id, store.url, spec.task_digest, options, self.run_options.get("secret_names", ()))
             verb: Any = self.executor.launch_replicas  # the protocol does not know `run=`; ours do
             if self.knows_runs:
                 handles = verb(self.n, self.entrypoint, self.args, gpu=self.gpu, timeout=self.timeout, run=spec)
@@ -207,6 +210,8 @@ def plan_launch(
         raise TypeError(f"n is an integer, got n={n!r}.")
     if n < 1:
         raise ValueError(f"n must be at least 1, got n={n!r}.")
+    if n > MAX_WORLD_SIZE:
+        raise ValueError(f"n must be at most {MAX_WORLD_SIZE}, got n={n!r}.")
     if not isinstance(entrypoint, str) and not callable(entrypoint):
         raise TypeError(f"entrypoint is a callable or the name of one, as in 'train.py:main', got {entrypoint!r}.")
     if not isinstance(args, Mapping | None):
@@ -235,7 +240,8 @@ def plan_launch(
     elif isinstance(entrypoint, str):
         check_entrypoint(entrypoint, split_rank_env(args)[0])
     package = executor.package(entrypoint) if hasattr(executor, "package") else None
-    options = getattr(executor, "recorded_options", {})
+    options, unrecorded = recordable_and_other_options(executor)
+    path = unregistered_path(executor)
     return LaunchPlan(
         executor,
         entrypoint,
@@ -255,20 +261,14 @@ def plan_launch(
             "package": package,
             "chaos": chaos,
             "options": {
-                "executor": import_path(executor),
+                **({} if path is None else {"executor": path}),
                 "executor_options": options,
+                "unrecorded_options": unrecorded,
                 "gpu": gpu,
                 "timeout_s": timeout,
             },
         },
     )
-
-
-def _find_again(executor: str | ServerlessExecutor, run_id: str, rendezvous: str | Path | None) -> Run:
-    from executors.run import Run, attach
-
-    chosen = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
-    return Run(attach(run_id, rendezvous=rendezvous).store, run_id, executor=chosen)
 
 
 @dataclass(frozen=True)
@@ -282,15 +282,15 @@ class _Same:
 
     def check(self, task: StoredTask) -> None:
         """Refuse to go on with something else than what is asked for now; what was pickled is not looked into."""
-        n, entrypoint = task.launched_with["world_size"], task.launched_with["entrypoint"]
+        n, entrypoint = task.launched_with.world_size, task.launched_with.entrypoint
         if self.n != n or describe(self.entrypoint) != entrypoint:
             raise ValueError(
                 f"Run {task.run_id!r} has {n} replicas of {entrypoint}; it cannot be resumed as {self.n} of "
                 f"{describe(self.entrypoint)}."
             )
-        differing = [] if self.seed in (None, task.seed) else ["seed"]
+        differing = [] if self.seed in (None, task.record.seed) else ["seed"]
         if self.args is not None and isinstance(self.entrypoint, str):
-            launched = task.record["args"]
+            launched = task.record.args or {}
             given = json.loads(json.dumps(split_rank_env(self.args)[0]))
             differing += [name for name in {**launched, **given} if launched.get(name) != given.get(name)]
         if differing:

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from executors.attempt_records import PID, TICKS, Claim
 from executors.entrypoint import check_entrypoint
 from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError, StoreError
 from executors.found import FoundReplica, collect_rows, find_replica
 from executors.local_launch import LocalLaunch, begin_attempt, log_file
 from executors.logs import read_from, tail_lines
 from executors.outcome import Outcome, record_outcome, request_cancel
-from executors.process import is_alive, signal_process, this_machine
+from executors.process import is_alive, this_machine
 from executors.protocol import ReplicaHandle, ReplicaStatus
-from executors.records import find_json
-from executors.state import local_store, remember, state_dir, state_path
+from executors.records import Fields, find_record, number, text
+from executors.run_record import Recordable
+from executors.state import folder_of_run, local_store, remember, settle, state_dir, state_path
 from executors.store import store_at
+from executors.supervisor_lock import wake
 from executors.task import MASK, RunSpec, create_run, new_run_id, split_rank_env
 from executors.waiting import wait_until_terminal
 from executors.zygote_client import zygote
+
+MACHINE = re.compile(r"\S+ \S+ \S+")  # as `this_machine` names one
+LONGEST_GRACE_S = 3600.0
+PRELOAD = ("torch", "torch._dynamo")
 
 
 class LocalProcessExecutor:
@@ -43,19 +52,22 @@ class LocalProcessExecutor:
 
     backend_name = "local"
     supports_inter_replica_network = True
+    recordable_options: ClassVar[Recordable] = {"max_parallel": int, "term_grace_s": float}
 
     def __init__(
         self,
         *,
-        preload: Sequence[str] = ("torch", "torch._dynamo"),
+        preload: Sequence[str] = PRELOAD,
         max_parallel: int | None = None,
         term_grace_s: float = 5.0,
         gpus: Sequence[str] | None = None,
     ) -> None:
         if max_parallel is not None and max_parallel < 1:
             raise ValueError(f"max_parallel must be at least 1, got max_parallel={max_parallel}.")
-        if term_grace_s < 0:
-            raise ValueError(f"term_grace_s must be at least 0, got term_grace_s={term_grace_s}.")
+        if not 0 <= term_grace_s <= LONGEST_GRACE_S:
+            raise ValueError(
+                f"term_grace_s must be at least 0 and at most {LONGEST_GRACE_S:g}, got term_grace_s={term_grace_s}."
+            )
         self.preload = tuple(preload)
         self.max_parallel = max_parallel
         self.term_grace_s = term_grace_s
@@ -65,10 +77,14 @@ class LocalProcessExecutor:
         return f"LocalProcessExecutor(preload={self.preload}, max_parallel={self.max_parallel})"
 
     @property
-    def recorded_options(self) -> dict[str, Any]:
-        """What `run.json` keeps, so that a run is resumed with the parallelism, and so the threads, of its launch."""
-        options = {"max_parallel": self.max_parallel, "term_grace_s": self.term_grace_s}
-        return {**options, "preload": list(self.preload), "gpus": None if self.gpus is None else list(self.gpus)}
+    def options_to_keep(self) -> dict[str, Any]:
+        """What a run is resumed with: the parallelism, and so the threads, of its launch."""
+        options: dict[str, Any] = {"max_parallel": self.max_parallel, "term_grace_s": self.term_grace_s}
+        if self.gpus is not None:
+            options["gpus"] = list(self.gpus)
+        if self.preload != PRELOAD:
+            options["preload"] = list(self.preload)
+        return options
 
     def warm_up(self) -> None:
         """Let the process that forks replicas begin its imports, without waiting for it."""
@@ -139,6 +155,7 @@ class LocalProcessExecutor:
 
         Raises:
             LaunchError: a replica could not be started; those before it were ended.
+            RunExistsError: this machine knows a run of the same id in another store.
 
         Returns: the handles. Those of attempts that another process began first are left out, and left alone.
         """
@@ -147,7 +164,8 @@ class LocalProcessExecutor:
             run = create_run(
                 local_store(), new_run_id(), entrypoint, entrypoint_args, n_replicas, backend=self.backend_name
             )
-            remember(run.run_id, run.store_url, run.task_digest)
+            remember(run.run_id, run.store_url, run.task_digest, self.options_to_keep)
+        settle(run.run_id, run.store_url, run.task_digest)
         launch = self._local_launch(run, gpu, timeout, state_dir())
         try:
             answer = zygote(self.preload).request({"do": "launch", "launch": launch.to_json()})
@@ -199,8 +217,8 @@ class LocalProcessExecutor:
         outcome = found.outcome()
         if outcome is not None:
             return outcome.status
-        started = find_json(found.store, found.key("started.json"))
-        if _is_gone(found.metadata, started):
+        started = find_record(found.store, found.key("started.json"), Claim.parse)
+        if _is_gone(_Watch.of(found), started):
             # Looked at again after its end: the supervisor's last act may have been to write the outcome.
             return (found.outcome() or found.write_off("its supervisor is gone")).status
         return ReplicaStatus.PENDING if started is None else ReplicaStatus.RUNNING
@@ -208,8 +226,9 @@ class LocalProcessExecutor:
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
         """Return the last lines of the replica's output, at most 4 MiB; from another machine, what its outcome kept."""
         found = find_replica(handle, self.backend_name)
-        if _log_file(found).is_file():
-            return tail_lines(_log_file(found), n_lines)[0].decode(errors="replace")
+        log = _log_file(found)
+        if log is not None and log.is_file():
+            return tail_lines(log, n_lines)[0].decode(errors="replace")
         outcome = found.outcome()
         return "".join(outcome.output_tail.splitlines(keepends=True)[-n_lines:]) if outcome else ""
 
@@ -219,6 +238,8 @@ class LocalProcessExecutor:
         At most 4 MiB a call. What following a log needs.
         """
         path = _log_file(find_replica(handle, self.backend_name))
+        if path is None:
+            return b"", offset or 0
         return tail_lines(path, n_lines) if offset is None else read_from(path, offset)
 
     def cancel(self, handle: ReplicaHandle) -> None:
@@ -227,11 +248,10 @@ class LocalProcessExecutor:
         if found.outcome() is not None:
             return
         request_cancel(found.store, found.run_id, found.rank, found.attempt)
-        if found.metadata["machine"] == this_machine():
-            import signal
-
-            signal_process(found.metadata["supervisor_pid"], found.metadata["supervisor_started"], signal.SIGUSR1)
-            wait_until_terminal(self.poll, [handle], timeout_s=found.metadata["term_grace_s"] + 10.0)
+        folder = folder_of_run(found.run_id, found.store.url)
+        is_woken = folder is not None and wake(folder, found.rank, found.launched)
+        grace_s = _Watch.of(found).term_grace_s + 10.0 if is_woken else 0.0  # else it looks for itself every second
+        wait_until_terminal(self.poll, [handle], timeout_s=grace_s)
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Wait for the replicas' outcomes, at most `timeout` seconds, and return them in the order of `handles`."""
@@ -275,19 +295,43 @@ def _surroundings() -> dict[str, Any]:
     }
 
 
-def _log_file(found: FoundReplica) -> Path:
-    return log_file(Path(found.metadata["state_dir"]), found.run_id, found.rank, found.metadata["attempt"])
+def _log_file(found: FoundReplica) -> Path | None:
+    """Return where the log is, if this machine launched the run. The store has no say in which file is shown."""
+    folder = folder_of_run(found.run_id, found.store.url)
+    return None if folder is None else log_file(folder.parent, found.run_id, found.rank, found.launched)
 
 
-def _is_gone(metadata: Mapping[str, Any], started: Mapping[str, Any] | None) -> bool:
+@dataclass(frozen=True)
+class _Watch:
+    """Who watches over a replica, by what its handle says. Good for looking, and not for sending a signal there."""
+
+    machine: str
+    supervisor_pid: int
+    supervisor_started: int
+    term_grace_s: float
+
+    @classmethod
+    def of(cls, found: FoundReplica) -> _Watch:
+        fields = Fields(found.metadata, f"the handle of rank {found.rank} of run {found.run_id!r}", found.store.url)
+        return cls(
+            fields.take("machine", text(1000, MACHINE)),
+            fields.take("supervisor_pid", PID),
+            fields.take("supervisor_started", TICKS),
+            fields.take("term_grace_s", number(0.0, LONGEST_GRACE_S)),
+        )
+
+
+def _is_gone(watch: _Watch, started: Claim | None) -> bool:
     """Whether nobody is left who could write the outcome, as far as this machine can tell."""
-    here, there = this_machine(), metadata["machine"]
+    here, there = this_machine(), watch.machine
     if here != there:
         host, boot, _ = here.split(" ")
-        return bool(there.split(" ")[0] == host and there.split(" ")[1] != boot)  # this host was restarted since
-    if is_alive(metadata["supervisor_pid"], metadata["supervisor_started"]):
+        return there.split(" ")[0] == host and there.split(" ")[1] != boot  # this host was restarted since
+    if is_alive(watch.supervisor_pid, watch.supervisor_started):
         return False
-    return started is None or not is_alive(started["pid"], started["pid_started"])
+    if started is None or started.pid is None or started.pid_started is None:
+        return True
+    return not is_alive(started.pid, started.pid_started)
 
 
 def _gpus_each(gpu: str) -> int:

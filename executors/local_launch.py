@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from executors.attempt_records import parse_handle
 from executors.process import this_machine
 from executors.protocol import ReplicaHandle
+from executors.records import read_record
 from executors.replica import replica_key
 from executors.store import Store
 from executors.task import RunSpec
@@ -64,13 +66,17 @@ class LocalLaunch:
             "attempt": self.spec.attempt,
             "nonce": self.nonce,
             "by": self.by,
-            "state_dir": self.state_dir,
             "machine": this_machine(),
             "supervisor_pid": supervisor_pid,
             "supervisor_started": supervisor_started,
             "term_grace_s": self.term_grace_s,
         }
         return ReplicaHandle(rank, "local", metadata)
+
+    @property
+    def log_folder(self) -> Path:
+        """What this machine keeps of the run."""
+        return Path(self.state_dir) / self.spec.run_id
 
     def log_file(self, rank: int) -> Path:
         return log_file(Path(self.state_dir), self.spec.run_id, rank, self.spec.attempt)
@@ -85,7 +91,7 @@ def begin_attempt(store: Store, handle: ReplicaHandle) -> ReplicaHandle:
     key = replica_key(metadata["run_id"], handle.rank, metadata["attempt"], "handle.json")
     if store.put_if_absent(key, handle.to_json().encode()):
         return handle
-    return ReplicaHandle.from_json(bytes(store.get(key)).decode())  # perhaps ours, by a create whose reply was lost
+    return read_record(store, key, parse_handle)  # perhaps ours, by a create whose reply was lost
 
 
 def log_file(state_dir: Path, run_id: str, rank: int, attempt: int) -> Path:

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from executors.bounded import within
 from executors.cloud import MARGIN_S, CloudExecutor
 from executors.errors import BackendError, MissingDependencyError
 from executors.requirements import name_of
-from executors.vendor import Job, JobId, JobKey, JobState, VendorError, masked, shortened
+from executors.run_record import OPTION_NAME, Recordable
+from executors.vendor import ForeignJobError, Job, JobId, JobKey, JobState, VendorError, masked, shortened
 
 LONGEST_S = 24 * 3600 - MARGIN_S  # Modal ends every sandbox after a day
 KILLED = 128 + 9
 CALL_LIMIT_S = 90.0  # the SDK itself gives up on a server that it cannot reach after 56 s
 MOST_LOG_ENTRIES = 20_000  # as many as the SDK returns at once
+PYTHON_VERSION = re.compile(r"3\.\d{1,2}")
 TOKEN_ADVICE = "Run: modal token new (or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET)."
 
 
@@ -64,6 +67,15 @@ class ModalExecutor(CloudExecutor):
     backend_name = "modal"
     vendor = "Modal"
     sdk = "modal"
+    recordable_options: ClassVar[Recordable] = {
+        "app_name": OPTION_NAME,
+        "python_version": PYTHON_VERSION,
+        "cpu": float,
+        "memory_mb": int,
+        "region": OPTION_NAME,
+        "cloud": OPTION_NAME,
+        "environment": OPTION_NAME,
+    }
 
     def __init__(
         self,
@@ -104,12 +116,14 @@ class ModalExecutor(CloudExecutor):
         return f"ModalExecutor(app_name={self.app_name!r}, environment={self.environment!r})"
 
     @property
-    def recorded_options(self) -> dict[str, Any]:
-        """What `run.json` keeps, so that another process makes the same executor. An image object cannot be kept."""
+    def options_to_keep(self) -> dict[str, Any]:
+        """What another process here makes the same executor with; what is installed travels with the task.
+
+        An image object cannot be kept.
+        """
         names = ("app_name", "python_version", "cpu", "memory_mb", "region", "cloud", "environment")
-        lists = {"pip": list(self.pip), "secrets": list(self.secrets)}
         image = {"image": self.image} if isinstance(self.image, str) else {}
-        return {name: getattr(self, name) for name in names} | lists | image
+        return {name: getattr(self, name) for name in names} | {"secrets": list(self.secrets)} | image
 
     @_aside
     def check_account(self, n: int, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:
@@ -169,6 +183,19 @@ class ModalExecutor(CloudExecutor):
                     )
                     return [self._job_id(sandbox, key)]
         return []
+
+    @_aside
+    def check_job(self, job_id: JobId, key: JobKey) -> JobId:
+        """See `Vendor.check_job`: by the tags of the sandbox."""
+        import modal
+
+        name = job_id.get("sandbox_id")
+        if not isinstance(name, str) or not OPTION_NAME.fullmatch(name):
+            raise ForeignJobError(self.vendor, key)
+        with _told(), contextlib.suppress(modal.exception.NotFoundError):
+            if not key.labels.items() <= modal.Sandbox.from_id(name).get_tags().items():
+                raise ForeignJobError(self.vendor, key)
+        return {**job_id, "sandbox_id": name}
 
     @_aside
     def job_state(self, job_id: JobId) -> JobState:

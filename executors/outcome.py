@@ -13,12 +13,27 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
+from executors.attempt_records import MAX_ATTEMPTS, MAX_RANK, PID, Beat, CancelMarker
 from executors.errors import CorruptObjectError
 from executors.insisting import RETRY_S, insist
 from executors.protocol import ReplicaStatus
-from executors.records import exists, find_json, to_bytes
+from executors.records import (
+    FAR_AHEAD,
+    LONG_AGO,
+    Fields,
+    anything,
+    exists,
+    find_record,
+    integer,
+    nullable,
+    number,
+    one_of,
+    text,
+    to_bytes,
+)
 from executors.replica import replica_key
 from executors.store import Store
+from executors.waiting import as_status
 
 Reason = Literal[
     "exception",  # the entrypoint raised
@@ -34,8 +49,11 @@ Reason = Literal[
     "start_failed",  # the backend could not start it
 ]
 REASONS: tuple[str, ...] = get_args(Reason)
+ENDED = tuple(str(status) for status in ReplicaStatus if status.is_terminal)
 BY_USER = "cancelled by the user"
 OUTPUT_TAIL_BYTES = 64 * 1024
+MAX_OUTCOME_BYTES = 32 << 20
+MAX_ERROR = 1 << 20  # characters
 
 
 @dataclass(frozen=True)
@@ -61,17 +79,44 @@ class Outcome:
     """Seconds since the epoch, by the clock of whoever recorded the outcome."""
     output_tail: str = ""
 
+    @classmethod
+    def parse(cls, data: Any, key: str = "outcome.json", url: str = "") -> Outcome:
+        """Read what stands under the key.
+
+        Raises:
+            CorruptObjectError: it is no outcome; the message names what of it does not fit.
+        """
+        fields = Fields(data, key, url)
+        reason: Any = fields.take("reason", nullable(one_of(*REASONS)), None)
+        return cls(
+            rank=fields.take("rank", integer(0, MAX_RANK)),
+            attempt=fields.take("attempt", integer(0, MAX_ATTEMPTS)),
+            status=ReplicaStatus(fields.take("status", one_of(*ENDED))),
+            reason=reason,
+            exit_code=fields.take("exit_code", nullable(integer(-(2**31), 2**31)), None),
+            signal=fields.take("signal", nullable(text(100)), None),
+            error=fields.take("error", nullable(text(MAX_ERROR)), None),
+            error_line=fields.take("error_line", nullable(text(MAX_ERROR)), None),
+            result=fields.take("result", anything, None),
+            host=fields.take("host", text(1000), ""),
+            pid=fields.take("pid", nullable(PID), None),
+            started_at=fields.take("started_at", nullable(number(LONG_AGO, FAR_AHEAD)), None),
+            finished_at=fields.take("finished_at", number(LONG_AGO, FAR_AHEAD), 0.0),
+            output_tail=fields.take("output_tail", text(MAX_ERROR), ""),
+        )
+
+    @classmethod
+    def of_row(cls, rank: int, attempt: int, row: Mapping[str, Any]) -> Outcome:
+        """Take what an executor's `collect` told of a replica."""
+        status = as_status(row.get("status"))
+        reason: Any = row.get("reason") if status is not ReplicaStatus.CANCELLED else "cancelled"
+        code, error, result = (row.get(name) for name in ("exit_code", "error", "result"))
+        return cls(rank, attempt, status, reason, code, error=error, result=result)
+
     @property
     def headline(self) -> str:
         """What went wrong, in one line."""
         return self.error_line or (self.error or "").strip().rpartition("\n")[2]
-
-    @classmethod
-    def from_row(cls, rank: int, attempt: int, status: ReplicaStatus, row: Mapping[str, Any]) -> Outcome:
-        """Make an outcome of what an executor's `collect` tells."""
-        reason: Any = row.get("reason") if status is not ReplicaStatus.CANCELLED else "cancelled"
-        told: dict[str, Any] = {name: row.get(name) for name in ("exit_code", "error", "result")}
-        return cls(rank, attempt, status, reason, **told)
 
     def to_row(self) -> dict[str, Any]:
         """Return what `collect` tells of this replica."""
@@ -95,13 +140,15 @@ def newest_attempt(store: Store, run_id: str, rank: int, at_least: int = 0) -> i
     attempt = at_least
     while any(exists(store, replica_key(run_id, rank, attempt + 1, name)) for name in names):
         attempt += 1
+        if attempt > MAX_ATTEMPTS:
+            raise CorruptObjectError(f"Rank {rank} of run {run_id!r} has more than {MAX_ATTEMPTS} attempts.")
     return attempt
 
 
 def count_joined(store: Store, run_id: str, world_size: int) -> int:
     """Return how many ranks beyond those that were launched have joined the run since; their numbers are dense."""
     joined = 0
-    while exists(store, replica_key(run_id, world_size + joined, 0, "started.json")):
+    while joined < MAX_RANK and exists(store, replica_key(run_id, world_size + joined, 0, "started.json")):
         joined += 1
     return joined
 
@@ -109,13 +156,11 @@ def count_joined(store: Store, run_id: str, world_size: int) -> int:
 def find_outcome(store: Store, run_id: str, rank: int, attempt: int) -> Outcome | None:
     """Read the outcome of one attempt; None while it has none."""
     key = replica_key(run_id, rank, attempt, "outcome.json")
-    record = find_json(store, key)
-    if record is None:
-        return None
-    try:
-        return Outcome(**{**record, "status": ReplicaStatus(record["status"])})
-    except (TypeError, ValueError, KeyError) as error:
-        raise CorruptObjectError(f"{key!r} in {store.url} is no outcome: {error}", key=key, url=store.url) from None
+    found = find_record(store, key, Outcome.parse, MAX_OUTCOME_BYTES)
+    if found is not None and (found.rank, found.attempt) != (rank, attempt):
+        whose = f"rank {found.rank}, attempt {found.attempt}"
+        raise CorruptObjectError(f"{key!r} in {store.url} is the outcome of {whose}.", key=key, url=store.url)
+    return found
 
 
 def record_outcome(store: Store, run_id: str, outcome: Outcome) -> Outcome:
@@ -123,15 +168,15 @@ def record_outcome(store: Store, run_id: str, outcome: Outcome) -> Outcome:
 
     What ends after its cancel marker was written is `cancelled`, however it ended.
     """
-    marker = find_json(store, replica_key(run_id, outcome.rank, outcome.attempt, "cancel.json"))
+    marker = find_record(store, replica_key(run_id, outcome.rank, outcome.attempt, "cancel.json"), CancelMarker.parse)
     if marker is not None:
         told = None if outcome.reason == "signal" else outcome.error  # the signal was the cancellation's
-        error = told or f"Replica {outcome.rank} was ended: {str(marker.get('why', 'cancelled')).rstrip('.')}."
+        error = told or f"Replica {outcome.rank} was ended: {marker.why.rstrip('.')}."
         outcome = replace(outcome, status=ReplicaStatus.CANCELLED, reason="cancelled", result=None, error=error)
     outcome = replace(
         outcome, host=outcome.host or socket.gethostname(), finished_at=outcome.finished_at or time.time()
     )
-    store.put_if_absent(replica_key(run_id, outcome.rank, outcome.attempt, "outcome.json"), to_bytes(asdict(outcome)))
+    store.put_if_absent(replica_key(run_id, outcome.rank, outcome.attempt, "outcome.json"), _encode(outcome))
     standing = find_outcome(store, run_id, outcome.rank, outcome.attempt)
     return standing if standing is not None else outcome
 
@@ -157,7 +202,27 @@ def record_loss(store: Store, run_id: str, rank: int, attempt: int, world_size: 
     Args:
         who_says: as in "its supervisor is gone" or "Modal reports it gone".
     """
-    beat = find_json(store, replica_key(run_id, rank, attempt, "heartbeat.json"))
-    age = f" Its last heartbeat was {time.time() - beat['at']:.0f} s ago." if beat else " It never sent a heartbeat."
+    beat = find_record(store, replica_key(run_id, rank, attempt, "heartbeat.json"), Beat.parse)
+    age = f" Its last heartbeat was {time.time() - beat.at:.0f} s ago." if beat else " It never sent a heartbeat."
     error = f"Replica {rank} of {world_size} (attempt {attempt}) was lost: {who_says} and it left no outcome.{age}"
     return record_outcome(store, run_id, Outcome(rank, attempt, ReplicaStatus.FAILED, "lost", error=error))
+
+
+def _encode(outcome: Outcome) -> bytes:
+    """Encode an outcome within the bounds that its readers keep."""
+    if outcome.error is not None and len(outcome.error) > MAX_ERROR:
+        half = MAX_ERROR // 2 - 10  # of a traceback: where it came from, and what it says
+        outcome = replace(outcome, error=f"{outcome.error[:half]}\n…\n{outcome.error[-half:]}")
+    if outcome.error_line is not None and len(outcome.error_line) > MAX_ERROR:
+        outcome = replace(outcome, error_line=outcome.error_line[:MAX_ERROR])
+    data = to_bytes(asdict(outcome))
+    if len(data) <= MAX_OUTCOME_BYTES:
+        return data
+    error = (
+        f"The result has {len(data) >> 20} MiB as JSON, more than {MAX_OUTCOME_BYTES >> 20}. Keep it as a file with "
+        "current_replica().save_artifact(name, path)."
+    )
+    failed = replace(
+        outcome, status=ReplicaStatus.FAILED, reason="result_not_serializable", exit_code=1, error=error, result=None
+    )
+    return to_bytes(asdict(failed))

@@ -90,23 +90,6 @@ def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 5.
     return []
 
 
-def signal_process(pid: int, started: int, number: signal.Signals) -> bool:
-    """Send a signal to exactly that process; False if it is gone."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return False
-    try:
-        if not is_alive(pid, started):
-            return False
-        signal.pidfd_send_signal(descriptor, number)
-    except ProcessLookupError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
 def oom_kills() -> int:
     """Count the processes this machine's kernel has killed for want of memory, 0 when it does not tell."""
     with contextlib.suppress(OSError, ValueError):

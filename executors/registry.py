@@ -1,14 +1,22 @@
-"""From the name of a backend to an executor. SDKs are imported by their own adapter, when it is asked for."""
+"""From the name of a backend to an executor. SDKs are imported by their own adapter, when it is asked for.
+
+A person may name any class, as `pkg.mod:Class`. A record may not: whoever can write to a bucket could else choose what
+runs on every machine that looks at it. `executor_of_record` takes the names of known backends alone, and the options
+that their classes say are safe to take.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from executors.errors import BackendError, UnknownBackendError
+from executors.errors import BackendError, ReplicasError, UnknownBackendError
 from executors.protocol import ServerlessExecutor
+from executors.records import to_bytes
+from executors.run_record import Recordable, RunRecord, is_recordable
 
 ENTRY_POINTS = "replicas.backends"
 BUILT_IN = {
@@ -16,6 +24,7 @@ BUILT_IN = {
     "local": "executors.local:LocalProcessExecutor",
     "modal": "executors.modal:ModalExecutor",
 }
+Executor = TypeVar("Executor", ServerlessExecutor, type[ServerlessExecutor])
 VERBS = ("launch_replicas", "poll", "stream_logs", "cancel", "collect")
 ATTRIBUTES = ("backend_name", "supports_inter_replica_network")
 
@@ -51,6 +60,8 @@ def executor_class(name: str) -> type[ServerlessExecutor]:
         raise BackendError(f"Backend {name!r} cannot be loaded: {error}. Is it installed, or here?") from error
     if not isinstance(found, type):
         raise BackendError(f"Backend {name!r} is {type(found).__name__} {attribute!r}; a class was expected.")
+    if lacking := ", ".join(verb for verb in VERBS if not callable(getattr(found, verb, None))):
+        raise BackendError(f"Backend {name!r} is {found.__name__}, which is not an executor: it lacks {lacking}.")
     return found
 
 
@@ -79,6 +90,90 @@ def get_executor(name: str, options: Mapping[str, Any] | None = None) -> Serverl
     return check_executor(cls(**options))
 
 
+def executor_of_record(
+    record: RunRecord, *, named: str | None = None, options: Mapping[str, Any] | None = None
+) -> ServerlessExecutor:
+    """Make the executor of a run from its record: a known backend, by its name.
+
+    Args:
+        named: the backend's name or class, said by a person: then the record's word is not needed.
+        options: what this machine itself noted at the launch. None: those of the record that may be taken from one.
+
+    Raises:
+        BackendError: the record names no known backend, or an option that is not taken from a record; or the run is of
+            another backend than the one named.
+    """
+    if named is None:
+        _check_is_known(record)
+    name = record.backend if named is None else named
+    try:
+        cls = check_backend_of(record, executor_class(name))
+        if options is None:
+            options = _options_of_record(record, getattr(cls, "recordable_options", {}))
+        executor = get_executor(name, options)
+    except ReplicasError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise BackendError(f"Backend {name!r} cannot be made as the run's record says: {error}") from error
+    return check_backend_of(record, executor)
+
+
+def check_backend_of(record: RunRecord, executor: Executor) -> Executor:
+    """Return the executor, or the class of one, if it is of the backend that the run was launched on.
+
+    Raises:
+        BackendError: it is of another.
+    """
+    told: object = executor.backend_name
+    if told != record.backend and (isinstance(told, str) or not isinstance(executor, type)):
+        cls = executor if isinstance(executor, type) else type(executor)
+        raise BackendError(
+            f"The run was launched on the backend {record.backend!r}; {cls.__name__} is of the backend {told!r}."
+        )
+    return executor
+
+
+def _check_is_known(record: RunRecord) -> None:
+    if record.executor is not None:
+        raise BackendError(
+            f"The run was launched with {record.executor!r}, which no installed package registers as a backend, and "
+            "nothing is imported because a record names it. If you trust that class, name it yourself: "
+            f"--backend {record.executor}, or attach(…, executor={record.executor!r})."
+        )
+    if record.backend not in BUILT_IN and record.backend not in known_backends():
+        known = ", ".join(sorted(known_backends()))
+        raise UnknownBackendError(
+            f"The run was launched on the backend {record.backend!r}, which is not known here. Known: {known}. Install "
+            "the package that registers it, or name its class: --backend pkg.mod:Class."
+        )
+
+
+def _options_of_record(record: RunRecord, recordable: Recordable) -> Mapping[str, Any]:
+    for name, value in record.executor_options.items():
+        if name not in recordable or not is_recordable(value, recordable[name]):
+            known = ", ".join(sorted(recordable)) or "none"
+            raise BackendError(
+                f"The run's record gives backend {record.backend!r} the option {name[:100]!r} = {str(value)[:100]!r}, "
+                f"which is not taken from a record. Those that are: {known}. If you want it, give the backend and its "
+                f"options yourself: --backend {record.backend} --option NAME=VALUE."
+            )
+    return record.executor_options
+
+
+def recordable_and_other_options(executor: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return what of an executor's options goes into `run.json`, and the names of those that were set and do not."""
+    recordable: Recordable = getattr(executor, "recordable_options", {})
+    options: Mapping[str, Any] = getattr(executor, "options_to_keep", {})
+    to_bytes(options)  # raises TypeError before anything is written
+    taken, others = {}, []
+    for name, value in options.items():
+        if name in recordable and is_recordable(value, recordable[name]):
+            taken[name] = value
+        elif value not in (None, [], {}, ""):
+            others.append(name)
+    return taken, sorted(others)
+
+
 def check_executor(executor: Any) -> ServerlessExecutor:
     """Return the executor, if it is one.
 
@@ -96,6 +191,17 @@ def check_executor(executor: Any) -> ServerlessExecutor:
 
 
 def import_path(executor: ServerlessExecutor) -> str:
-    """Name the executor's class so that another process finds it: what `run.json` records."""
+    """Name the executor's class, as a person would to `--backend`."""
     cls = type(executor)
     return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def unregistered_path(executor: ServerlessExecutor) -> str | None:
+    """Return the path of an executor's class, or None when its backend's name alone leads to it."""
+    path = import_path(executor)
+    if executor.backend_name in BUILT_IN:
+        return None if BUILT_IN[executor.backend_name] == path else path
+    with contextlib.suppress(BackendError):  # not registered at all
+        if executor_class(executor.backend_name) is type(executor):
+            return None
+    return path

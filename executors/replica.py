@@ -13,8 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from executors.attempt_records import Claim
 from executors.errors import KeyNotFoundError, ReplicasError
-from executors.records import read_json
+from executors.records import read_record
 from executors.store import Store, store_at
 
 RANK = "REPLICA_RANK"
@@ -66,7 +67,7 @@ class Replica:
             return self.claimed_nonce
         key = replica_key(self.run_id, self.rank, self.attempt, "started.json")
         try:
-            return str(read_json(self.store, key)["nonce"])
+            return read_record(self.store, key, Claim.parse).nonce
         except KeyNotFoundError:
             raise ReplicasError(
                 f"Rank {self.rank} of run {self.run_id!r} has no claim {key!r}: no replicas worker started it."

@@ -5,19 +5,24 @@ What a replica finds there again is its own affair: `diloco` catches up with the
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from executors.errors import AlreadyResumedError, BackendError, RunNotFoundError, StoreError
+from executors.attempt_records import Intent
+from executors.errors import AlreadyResumedError, BackendError, CorruptObjectError, RunNotFoundError, StoreError
+from executors.found import read_handle
 from executors.protocol import ReplicaStatus
-from executors.records import exists, find_json
+from executors.records import exists, find_record
 from executors.replica import replica_key
 from executors.run import Run
-from executors.task import RunSpec
+from executors.task import RunSpec, StoredTask
 from executors.trust import vouched_task
+
+MAX_SHOWN = 200  # characters of the name that a record gives somebody
 
 
 def resume(
@@ -46,7 +51,8 @@ def resume(
     Returns: the run, with the handles of the new attempts.
 
     Raises:
-        ValueError: no rank can be resumed, one of `ranks` still runs, or a value of the environment is missing.
+        ValueError: no rank can be resumed, one of `ranks` still runs, or a value of the environment is missing, or a
+            secret or option that is not taken from a record.
         UntrustedTaskError: another machine launched the run, and nobody vouches for its task.
         BackendError: the backend cannot start single ranks.
         AlreadyResumedError: another process is resuming the same ranks. When it is some of them, the others are
@@ -60,12 +66,13 @@ def resume(
         raise BackendError(f"Backend {run.backend!r} starts all ranks or none; it cannot resume some of a run.")
     if exists(run.store, f"{run.run_id}/abort.json"):
         raise StoreError(f"Run {run.run_id!r} was aborted, which is final. Launch a new one.", url=run.store.url)
-    missing = sorted(set(launched["env"]) - set(env or {}))
+    missing = sorted(set(launched.env) - set(env or {}))
     if missing:
         raise ValueError(
             f"Run {run.run_id!r} was launched with the variable {missing[0]!r}, whose value is not recorded. "
             f"Give it again: --env {missing[0]}=… or env={{{missing[0]!r}: …}}."
         )
+    secret_names = _secrets_to_give(run, task, secrets)
     next_attempts = _next_attempts(run, ranks)
     by_attempt: dict[int, list[int]] = {}
     for rank, attempt in next_attempts.items():
@@ -80,16 +87,16 @@ def resume(
             ranks=tuple(group),
             attempt=attempt,
             env=dict(env or {}),
-            secret_names=tuple(secrets or launched["secrets"]),
+            secret_names=secret_names,
             detach=detach,
-            chaos=tuple(launched["chaos"]),
+            chaos=launched.chaos,
         )
         handles = verb(
             len(group),
-            launched["entrypoint"],
+            launched.entrypoint,
             {},
-            gpu=gpu if gpu is not None else launched.get("gpu"),
-            timeout=timeout if timeout is not None else launched.get("timeout_s"),
+            gpu=gpu if gpu is not None else launched.gpu,
+            timeout=timeout if timeout is not None else launched.timeout_s,
             run=spec,
         )
         begun.update(handle.rank for handle in handles)
@@ -99,6 +106,29 @@ def resume(
             raise AlreadyResumedError(f"{told} Follow it: `replicas wait {shlex.quote(run.url)}`.")
         print(f"replicas: {told}", file=sys.stderr)
     return Run(run.store, run.run_id, executor=executor)
+
+
+def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the secrets that the replicas get, after checking that a person named them here.
+
+    The machine that launched this very task has noted them, and the options of its executor. Nothing of this is taken
+    from a record.
+    """
+    if run.noted is not None:
+        return tuple(secrets or run.noted.secrets)
+    launched = task.launched_with
+    if missing := sorted(set(launched.secrets) - set(secrets)):
+        raise ValueError(
+            f"Run {run.run_id!r} was launched with the secret {missing[0]!r}, and this machine gives no secret away "
+            f"because a record names it. Name it again: --secret {missing[0]} or secrets=[{missing[0]!r}]."
+        )
+    if launched.unrecorded_options and not run.has_given_options:
+        option, backend = launched.unrecorded_options[0], run.backend
+        raise ValueError(
+            f"Run {run.run_id!r} was launched with the option {option!r} of backend {backend!r}, which is not taken "
+            f"from a record. Give it again: --backend {backend} --option {option}=…, or attach(…, executor=…)."
+        )
+    return tuple(secrets)
 
 
 def _next_attempts(run: Run, ranks: Sequence[int] | None) -> dict[int, int]:
@@ -136,9 +166,12 @@ def _who_resumes(run: Run, overtaken: Mapping[int, int]) -> str:
 
 def _begun_by(run: Run, rank: int, attempt: int) -> str:
     """Name the process that began an attempt, as its first record does."""
-    for name in ("intent.json", "handle.json"):
-        record = find_json(run.store, replica_key(run.run_id, rank, attempt, name))
-        if record is not None:
-            by = str(record.get("by") or record.get("metadata", {}).get("by"))
-            return by if by.isprintable() else repr(by)
-    return "nobody who says so"
+    by: Any = None
+    with contextlib.suppress(CorruptObjectError):
+        if intent := find_record(run.store, replica_key(run.run_id, rank, attempt, "intent.json"), Intent.parse):
+            by = intent.by
+        elif handle := read_handle(run.store, run.run_id, rank, attempt, run.backend):
+            by = handle.metadata.get("by")
+    if not isinstance(by, str) or len(by) > MAX_SHOWN:
+        return "nobody who says so"
+    return by if by.isprintable() else repr(by)

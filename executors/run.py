@@ -1,4 +1,4 @@
-"""Runs: `attach()` finds one again from any process, `list_runs()` all of them, and a `Run` follows it.
+"""A run: what follows it, reads its logs, cancels it, and collects its results.
 
 Everything here is written once, over the five verbs of any executor and the keys of any store.
 """
@@ -9,15 +9,15 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
-from executors.artifacts import Artifact
-from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, StoreError
+from executors.artifacts import Artifact, find_artifacts
+from executors.attempt_records import Beat
+from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, StoreError, UnknownHandleError
 from executors.following import follow_logs, last_lines
+from executors.found import read_handle
 from executors.outcome import (
     REASONS,
     Outcome,
@@ -29,82 +29,20 @@ from executors.outcome import (
     request_cancel,
 )
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
-from executors.records import exists, find_json
-from executors.registry import get_executor
+from executors.records import exists, find_record
+from executors.registry import executor_of_record
 from executors.replica import replica_key
 from executors.root_cause import raise_root_cause
-from executors.state import forget, kept_digest, known_run_ids, locate
+from executors.run_record import RunRecord, find_run_record
+from executors.state import Note, folder_of_run, forget, kept_digest, noted_at_launch
 from executors.status import ReplicaState, RunStatus
-from executors.store import Store, store_at
-from executors.store.opening import address_of, directory_of, split_address
-from executors.task import check_run_id
+from executors.store import Store
+from executors.store.opening import address_of, directory_of
 from executors.waiting import as_status, wait_until_terminal
 
 MAX_THREADS = 16
 
 T = TypeVar("T")
-
-
-def attach(run: str, *, rendezvous: str | Path | None = None) -> Run:
-    """Find a run again, from any process.
-
-    Args:
-        run: the id of a run that this machine knows, or `<rendezvous url>/<run id>`.
-        rendezvous: the url of its store, when `run` is an id.
-
-    Raises:
-        RunNotFoundError: there is no such run.
-    """
-    url: str | None
-    if rendezvous is None and ("://" in run or "/" in run):
-        url, run_id = split_address(run)
-    else:
-        run_id = run
-        url = str(rendezvous) if rendezvous is not None else locate(check_run_id(run))
-    if url is None:
-        import difflib
-
-        near = difflib.get_close_matches(run_id, known_run_ids(), n=1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise RunNotFoundError(
-            f"No run {run_id!r} is known on this machine. {hint}For a run that was launched elsewhere give its "
-            f"address, as in 's3://BUCKET/PREFIX/{run_id}'."
-        )
-    store = _existing_store(url)
-    if not exists(store, f"{check_run_id(run_id)}/run.json"):
-        raise RunNotFoundError(f"No run {run_id!r} at {store.url}.")
-    return Run(store, run_id)
-
-
-def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
-    """List the runs that this machine knows of, or all in a store; oldest first."""
-    if rendezvous is not None:
-        store = _existing_store(rendezvous)
-        keys = (entry.key.split("/") for entry in store.list(""))
-        runs = [Run(store, key[0]) for key in keys if len(key) == 2 and key[1] == "run.json"]
-    else:
-        runs = []
-        for run_id in known_run_ids():
-            with contextlib.suppress(
-                RunNotFoundError, StoreError, ValueError
-            ):  # removed by another machine, or unreachable
-                runs.append(attach(run_id))
-    return sorted(runs, key=_created_at)
-
-
-def _created_at(run: Run) -> float:
-    try:
-        return float(run.record["created_at"])
-    except (CorruptObjectError, KeyError, TypeError, ValueError):
-        return 0.0  # a power cut left a record that cannot be read
-
-
-def _existing_store(url: str | Path) -> Store:
-    """Open a store to look into it: a directory that is not there is not made."""
-    directory = directory_of(url)
-    if directory is not None and not directory.is_dir():
-        raise RunNotFoundError(f"No runs at {directory.absolute()}: there is no such directory.")
-    return store_at(url)
 
 
 class Run:
@@ -118,22 +56,25 @@ class Run:
         store: Store,
         run_id: str,
         *,
-        executor: ServerlessExecutor | None = None,
+        executor: ServerlessExecutor | str | None = None,
         handles: Sequence[Any] | None = None,
     ) -> None:
         self.store = store
         self.run_id = run_id
-        self._executor = executor
-        self._handles = handles
+        self._named_executor = executor if isinstance(executor, str) else None
+        self._executor = None if isinstance(executor, str) else executor
+        self.has_given_options = self._executor is not None
+        """Whether a person made the executor, and so gave its options, too."""
+        self._handles: list[Any] | None = None if handles is None else list(handles)
         self._outcomes: dict[int, Outcome] = {}
 
     @cached_property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> RunRecord:
         """What `run.json` says: who, what, when, backend, options."""
-        record = find_json(self.store, f"{self.run_id}/run.json")
+        record = find_run_record(self.store, self.run_id)
         if record is None:
             raise RunNotFoundError(f"No run {self.run_id!r} at {self.store.url}.")
-        return dict(record)
+        return record
 
     @property
     def url(self) -> str:
@@ -141,36 +82,52 @@ class Run:
         return address_of(self.store.url, self.run_id)
 
     @property
+    def backend(self) -> str:
+        """The backend's name."""
+        return self.record.backend
+
+    @property
+    def world_size(self) -> int:
+        """How many replicas were launched."""
+        return self.record.world_size
+
+    @property
+    def executor(self) -> ServerlessExecutor:
+        """The executor; for an attached run one of the backend that its record names.
+
+        Raises:
+            BackendError: that is no backend that is installed here. Nothing is imported because a record names it:
+                give the executor to `attach`.
+        """
+        if self._executor is None:
+            noted = self.noted
+            options = None if noted is None else noted.executor_options
+            self._executor = executor_of_record(self.record, named=self._named_executor, options=options)
+        return self._executor
+
+    @property
+    def noted(self) -> Note | None:
+        """What this machine noted when it launched the task that the record names. None on other machines."""
+        note = noted_at_launch(self.run_id, self.store.url)
+        return note if note is not None and note.task_digest == self.record.task_digest else None
+
+    @property
     def task_digest(self) -> str | None:
         """The sha256 of the run's task, if this machine launched it: what another one needs to resume the run."""
         return kept_digest(self.run_id, self.store.url)
 
     @property
-    def backend(self) -> str:
-        """The backend's name."""
-        return str(self.record["backend"])
-
-    @property
-    def world_size(self) -> int:
-        """How many replicas were launched."""
-        return int(self.record["world_size"])
-
-    @property
-    def executor(self) -> ServerlessExecutor:
-        """The executor; for an attached run one made with the options that the launch recorded."""
-        if self._executor is None:
-            options = self.record.get("executor_options")
-            self._executor = get_executor(str(self.record.get("executor") or self.backend), options)
-        return self._executor
-
-    @property
     def handles(self) -> list[Any]:
         """The replicas' handles in rank order; None for one that left no handle that this process can read."""
-        known = self._handles or [None] * self.world_size
-        if None in known:  # not a stranger's, which may compare as it likes: those are all there
-            known = [self._read_handle(rank) if handle is None else handle for rank, handle in enumerate(known)]
-        self._handles = known  # what is still missing may come: its launcher may be at work
-        return list(known)
+        return [self.handle(rank) for rank in range(self.world_size)]
+
+    def handle(self, rank: int) -> Any:
+        """The handle of one replica; None while it has left none that this process can read."""
+        if self._handles is None:
+            self._handles = [None] * self.world_size
+        if self._handles[rank] is None:  # it may still come: its launcher may be at work
+            self._handles[rank] = self._read_handle(rank)
+        return self._handles[rank]
 
     def __repr__(self) -> str:
         return f"<Run {self.run_id!r}: {self.world_size} replicas on {self.backend!r}, {self.store.url}>"
@@ -240,7 +197,7 @@ class Run:
         chosen = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
         ranks = [self._check_rank(r) for r in chosen]
         if follow:
-            handles = {r: self.handles[r] for r in ranks}
+            handles = {r: self.handle(r) for r in ranks}
             return follow_logs(self.executor, self._poll, handles, tail, prefix=not is_one, kept=self._kept)
         texts = self._in_parallel(lambda r: self._tail(r, tail), ranks)
         if is_one:
@@ -249,12 +206,15 @@ class Run:
         return "".join(f"[{r}] {line}\n" for r, text in told for line in text.split("\n") if line)
 
     def artifacts(self, rank: int) -> list[Artifact]:
-        """List the files that a replica kept with `save_artifact`."""
-        prefix = replica_key(self.run_id, self._check_rank(rank), self.newest_attempt(rank), "artifacts/")
-        return [
-            Artifact(rank, entry.key.removeprefix(prefix), entry.size_bytes, self.store, entry.key)
-            for entry in self.store.list(prefix)
-        ]
+        """List the files that a replica kept with `save_artifact`.
+
+        Those whose names are no relative paths, or cannot be shown, are left out; `replicas collect` names them.
+        """
+        return [artifact for artifact in self.all_artifacts(rank) if artifact.problem is None]
+
+    def all_artifacts(self, rank: int) -> list[Artifact]:
+        """List what stands where a replica keeps its files, also under names that nothing may be written to."""
+        return find_artifacts(self.store, self.run_id, self._check_rank(rank), self.newest_attempt(rank))
 
     def ask_to_end(self) -> None:
         """Leave the cancel marker of every replica that has not ended, and return: `cancel` also sees to their end."""
@@ -266,13 +226,13 @@ class Run:
         """Cancel one replica, or all that still run; returns when they are gone. Nothing changes for the others."""
         ranks = range(self.world_size) if rank is None else [self._check_rank(rank)]
         alive = [r for r, status in zip(ranks, self._ask_all(self._poll, ranks), strict=True) if not status.is_terminal]
-        for r in [r for r in alive if self.handles[r] is None]:
+        for r in [r for r in alive if self.handle(r) is None]:
             if not self._cancel_intent(r):
                 raise RunNotFoundError(
                     f"Run {self.run_id!r}: backend {self.backend!r} left no handle that another process can read. "
                     "Cancel it in the process that launched it."
                 )
-        self._in_parallel(lambda r: self.executor.cancel(self.handles[r]), [r for r in alive if self.handles[r]])
+        self._in_parallel(lambda r: self.executor.cancel(self.handle(r)), [r for r in alive if self.handle(r)])
 
     def _cancel_intent(self, rank: int) -> bool:
         """Cancel a replica whose launcher died before its vendor had it; False if there is no such intent."""
@@ -289,18 +249,25 @@ class Run:
         Raises:
             RunExistsError: a replica still runs.
         """
+        folder = folder_of_run(self.run_id, self.store.url)
         is_over = True
-        with contextlib.suppress(CorruptObjectError):  # what cannot be read can be removed
+        with contextlib.suppress(CorruptObjectError, UnknownHandleError):  # what cannot be read can be removed
             is_over = self.status().is_terminal
         if not is_over:
             raise RunExistsError(f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`.")
+        left = []
         for entry in list(self.store.list(f"{self.run_id}/")):
-            self.store.delete(entry.key)
-        with contextlib.suppress(StoreError):
             try:
-                attach(self.run_id)  # another run, at another store, for which this machine keeps what it keeps
-            except RunNotFoundError:
-                forget(self.run_id)
+                self.store.delete(entry.key)
+            except ValueError:  # no key of ours: somebody else put it there, by other means
+                left.append(entry.key)
+        forget(folder)
+        if left:
+            raise StoreError(
+                f"Run {self.run_id!r} is removed, but for {len(left)} objects under names that no store takes, such as "
+                f"{left[0][:200]!r}. Delete these with the tools of the store.",
+                url=self.store.url,
+            )
 
     # How one replica fares
 
@@ -311,7 +278,7 @@ class Run:
             if known.status is ReplicaStatus.SUCCEEDED or self.newest_attempt(rank) == known.attempt:
                 return known.status
             self._outcomes.pop(rank, None)
-        handle, attempt = self.handles[rank], self.newest_attempt(rank)
+        handle, attempt = self.handle(rank), self.newest_attempt(rank)
         told = None if handle is None else as_status(self.executor.poll(handle))
         # After the poll: an outcome is written before its process ends.
         outcome = find_outcome(self.store, self.run_id, rank, attempt)
@@ -329,29 +296,29 @@ class Run:
 
     def _record_for(self, rank: int, attempt: int, told: ReplicaStatus) -> Outcome:
         """Write the outcome that a stranger's replica could not: its peers need to know that it is gone."""
-        (row,) = self.executor.collect([self.handles[rank]], timeout=0)
+        (row,) = self.executor.collect([self.handle(rank)], timeout=0)
         if told is not ReplicaStatus.CANCELLED and row.get("reason") not in REASONS:
             who_says = f"{self.backend} reports it {told}"
             return record_loss(self.store, self.run_id, rank, attempt, self.world_size, who_says)
-        return record_outcome(self.store, self.run_id, Outcome.from_row(rank, attempt, told, row))
+        return record_outcome(self.store, self.run_id, Outcome.of_row(rank, attempt, {**row, "status": told}))
 
     def _collect_missing(self) -> None:
         """Take from `collect` what the store does not have: replicas that succeeded without reaching the store."""
         missing = [rank for rank in range(self.world_size) if rank not in self._outcomes]
         if not missing:
             return
-        for rank, row in zip(missing, self.executor.collect([self.handles[r] for r in missing]), strict=True):
-            if (status := as_status(row.get("status"))).is_terminal:
-                self._outcomes[rank] = Outcome.from_row(rank, self.newest_attempt(rank), status, row)
+        for rank, row in zip(missing, self.executor.collect([self.handle(r) for r in missing]), strict=True):
+            if as_status(row.get("status")).is_terminal:
+                self._outcomes[rank] = Outcome.of_row(rank, self.newest_attempt(rank), row)
 
     def _state(self, rank: int) -> ReplicaState:
         status = self._poll(rank)
         outcome = self._outcomes.get(rank)
         attempt = self.newest_attempt(rank) if outcome is None else outcome.attempt  # of the same look
-        beat = find_json(self.store, replica_key(self.run_id, rank, attempt, "heartbeat.json")) or {}
-        at = beat.pop("at", None)
-        age_s = None if at is None else max(0.0, time.time() - at)
-        return ReplicaState(rank, attempt, status, outcome, age_s, beat)
+        beat = find_record(self.store, replica_key(self.run_id, rank, attempt, "heartbeat.json"), Beat.parse)
+        age_s = None if beat is None else max(0.0, time.time() - beat.at)
+        reported = {} if beat is None else dict(beat.reported)
+        return ReplicaState(rank, attempt, status, outcome, age_s, reported)
 
     def newest_attempt(self, rank: int) -> int:
         """Return the number of a rank's newest attempt: 0 until it was resumed, or its process started twice."""
@@ -360,18 +327,16 @@ class Run:
     def _read_handle(self, rank: int) -> ReplicaHandle | None:
         """Read the handle of the newest attempt that has one."""
         for attempt in range(self.newest_attempt(rank), -1, -1):
-            record = find_json(self.store, replica_key(self.run_id, rank, attempt, "handle.json"))
-            if record is not None:
-                handle = ReplicaHandle(**record)
-                here = {"store_url": self.store.url} if "store_url" in handle.metadata else {}
-                return replace(handle, metadata={**handle.metadata, **here})  # the store may have moved since
+            handle = read_handle(self.store, self.run_id, rank, attempt, self.backend)
+            if handle is not None:
+                return handle
             if exists(self.store, replica_key(self.run_id, rank, attempt, "intent.json")):
                 find_handle: Any = getattr(self.executor, "find_handle", None)
                 return find_handle(self.store, self.run_id, rank, attempt) if find_handle else None
         return None
 
     def _tail(self, rank: int, n_lines: int) -> str:
-        text = last_lines(self.executor, self.handles[rank], n_lines, lambda: self._kept(rank))
+        text = last_lines(self.executor, self.handle(rank), n_lines, lambda: self._kept(rank))
         if text or not self._poll(rank).is_terminal:
             return text
         kept = self._kept(rank) or getattr(self._outcomes.get(rank), "error", None) or ""  # the backend has nothing

@@ -20,6 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+from executors.attempt_records import Claim
 from executors.errors import ReplicasError, StoreError
 from executors.insisting import RETRY_S
 from executors.local_launch import LocalLaunch, begin_attempt
@@ -35,9 +36,10 @@ from executors.outcome import (
 from executors.process import become_subreaper, children, kill_descendants, oom_kills, start_time
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.rank_process import adopt_surroundings, assign_all, become_rank
-from executors.records import exists, find_json
+from executors.records import exists, find_record
 from executors.replica import replica_key
 from executors.store import Store, store_at
+from executors.supervisor_lock import hold, open_locks
 from executors.worker import Assignment
 
 CANCEL_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves only its marker
@@ -65,6 +67,7 @@ class Supervisor:
         self._spec = launch.spec
         self._launcher_pidfd = launcher_pidfd
         self._reply: int | None = reply
+        self._lock: int | None = None
         self._store: Store = store_at(self._spec.store_url)
         self._waiting: deque[Assignment] = deque()
         self._running: dict[int, _Running] = {}
@@ -89,10 +92,14 @@ class Supervisor:
         begun: list[int] = []
         rank = self._spec.ranks[0]
         try:
+            folder = self._launch.log_folder
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = open_locks(folder)
             # Before the first fork, whatever can be: after each, every page that this process touches is copied.
             for rank in self._spec.ranks:
                 os.makedirs(self._launch.log_file(rank).parent, exist_ok=True, mode=0o700)
                 if self._begin(rank):
+                    hold(self._lock, rank, self._spec.attempt)
                     handles.append(self._handle(rank).to_json())
                     begun.append(rank)
             self._waiting.extend(assign_all(replace(self._launch, spec=replace(self._spec, ranks=tuple(begun)))))
@@ -159,7 +166,7 @@ class Supervisor:
             gc.freeze()  # the rank's collector finds nothing of ours to look at, and so to copy
             pid = fork()
             if pid == 0:
-                close = [self._wakeup, self._wakeup_writer, self._launcher_pidfd, self._reply]
+                close = [self._wakeup, self._wakeup_writer, self._launcher_pidfd, self._reply, self._lock]
                 become_rank(
                     assignment,
                     gpus=None if self._launch.gpu_slots is None else self._launch.gpu_slots[slot],
@@ -244,8 +251,10 @@ class Supervisor:
         Not simply the newest: another process may have claimed that, and live on when ours ends.
         """
         attempt = self._spec.attempt
-        while claim := find_json(self._store, replica_key(self._spec.run_id, rank, attempt, "started.json")):
-            if claim["pid"] == pid:
+        while claim := find_record(
+            self._store, replica_key(self._spec.run_id, rank, attempt, "started.json"), Claim.parse
+        ):
+            if claim.pid is not None and claim.pid == pid:
                 return attempt
             attempt += 1
         return self._spec.attempt

@@ -24,17 +24,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from executors.entrypoint import check_call, load_entrypoint, prepare_entrypoint
-from executors.errors import EntrypointArgumentsError, EntrypointError, RunExistsError, StoreError
+from executors.errors import CorruptObjectError, EntrypointArgumentsError, EntrypointError, RunExistsError, StoreError
 from executors.insisting import insist
-from executors.records import to_bytes
+from executors.records import MAX_DEPTH, get_at_most, is_deeper_than, to_bytes
+from executors.run_record import LaunchedWith, RunRecord
 from executors.store import Store
 from executors.store.opening import address_of
+from executors.task_record import TaskRecord
 
 if TYPE_CHECKING:
     from executors.shipping import Package
 
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 READ_TRIES = 3
+MAX_TASK_BYTES = 1 << 30  # of each of its objects
 MASK = "***"  # shown instead of a value of the environment
 PYTHON = "{}.{}".format(*sys.version_info)
 
@@ -63,29 +66,28 @@ class StoredTask:
 
     store: Store
     run_id: str
-    record: Mapping[str, Any]
+    record: TaskRecord
     digest: str
     """The sha256 of task.json."""
 
     @property
-    def launched_with(self) -> Mapping[str, Any]:
-        """What `run.json` says of how the run was launched, vouched for by this task's digest as well."""
-        return self.record["launched_with"]  # type: ignore[no-any-return]
+    def launched_with(self) -> LaunchedWith:
+        """What `run.json` says of how the run was launched, vouched for by this task's digest as well.
 
-    @property
-    def seed(self) -> int | None:
-        """What the replicas' generators are seeded from; None: the run id."""
-        return self.record["seed"]  # type: ignore[no-any-return]
-
-    @property
-    def rank_env(self) -> str | None:
-        """The name of one more environment variable for the rank."""
-        return self.record["rank_env"]  # type: ignore[no-any-return]
+        Raises:
+            CorruptObjectError: the task does not say it.
+        """
+        if self.record.launched_with is None:
+            key = f"{self.run_id}/task/task.json"
+            raise CorruptObjectError(
+                f"{key!r} in {self.store.url} does not say how the run was launched.", key=key, url=self.store.url
+            )
+        return self.record.launched_with
 
     def prepare(self) -> None:
         """Compile the entrypoint's file, if it is one, for this process and those it forks. Runs nothing of it."""
-        if self.record["entrypoint"] is not None:
-            prepare_entrypoint(self.record["entrypoint"])
+        if self.record.entrypoint is not None:
+            prepare_entrypoint(self.record.entrypoint)
 
     def load(self) -> tuple[Callable[..., Any], Mapping[str, Any]]:
         """Import or unpickle the entrypoint, and return it with its arguments.
@@ -94,15 +96,15 @@ class StoredTask:
             StoreError: the pickle is not what was launched.
             EntrypointError: the entrypoint cannot be loaded here. What the user's module raises is passed on.
         """
-        if self.record["entrypoint"] is not None:
-            return load_entrypoint(self.record["entrypoint"]), self.record["args"]
-        if self.record["python"] != PYTHON:
+        if self.record.entrypoint is not None:
+            return load_entrypoint(self.record.entrypoint), self.record.args or {}
+        if self.record.python != PYTHON:
             raise EntrypointError(
-                f"The callable was pickled by Python {self.record['python']}, this replica runs {PYTHON}. "
+                f"The callable was pickled by Python {self.record.python}, this replica runs {PYTHON}. "
                 "Use the same version, or an importable entrypoint."
             )
         key = f"{self.run_id}/task/callable.pkl"
-        pickled = _get_checked(self.store, key, self.record["callable_sha256"])
+        pickled = _get_checked(self.store, key, self.record.callable_sha256)
         import cloudpickle
 
         function, args = cloudpickle.loads(pickled)
@@ -172,7 +174,8 @@ def pack_task(
     """
     kwargs, rank_env = split_rank_env(args)
     record: dict[str, Any] = {"python": PYTHON, "rank_env": rank_env, "seed": seed}
-    record["launched_with"] = dict(launched_with or {})
+    if launched_with is not None:
+        record["launched_with"] = dict(launched_with)
     if package is not None:
         from executors.versions import versions_here
 
@@ -189,6 +192,8 @@ def pack_task(
             raise EntrypointArgumentsError(
                 f"The arguments of {entrypoint!r} travel as JSON: {error}. Pass JSON values, or a callable."
             ) from None
+        if is_deeper_than(kwargs, MAX_DEPTH - 1):
+            raise EntrypointArgumentsError(f"The arguments of {entrypoint!r} are nested deeper than {MAX_DEPTH - 1}.")
         return to_bytes({**record, "entrypoint": entrypoint, "args": kwargs}), None
     check_call(entrypoint, kwargs, describe(entrypoint))
     import cloudpickle
@@ -256,6 +261,10 @@ def plan_run(
     if package is not None:
         code = package.workspace
         record["code"] = {name: getattr(code, name) for name in ("sha256", "size_bytes", "n_files", "commit", "dirty")}
+    try:
+        RunRecord.parse(to_bytes(record))  # what nobody could read is not written
+    except CorruptObjectError as error:
+        raise ValueError(f"This run cannot be recorded: {error}") from None
     spec = RunSpec(
         run_id=run_id,
         store_url=store_url,
@@ -313,7 +322,7 @@ def read_task(store: Store, run_id: str, digest: str | None = None) -> StoredTas
     """
     key = f"{run_id}/task/task.json"
     data = _get_checked(store, key, digest)
-    return StoredTask(store, run_id, json.loads(bytes(data)), hashlib.sha256(data).hexdigest())
+    return StoredTask(store, run_id, TaskRecord.parse(data, key, store.url), hashlib.sha256(data).hexdigest())
 
 
 def describe(entrypoint: str | Callable[..., Any]) -> str:
@@ -327,7 +336,7 @@ def describe(entrypoint: str | Callable[..., Any]) -> str:
 def _get_checked(store: Store, key: str, digest: str | None) -> memoryview:
     """Read what was launched; a failing store, or a reading that is not it, is worth another try."""
     for _ in range(READ_TRIES):
-        data = insist(lambda: store.get(key))
+        data = insist(lambda: get_at_most(store, key, MAX_TASK_BYTES))
         found = hashlib.sha256(data).hexdigest()
         if digest in (None, found):
             return data

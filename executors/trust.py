@@ -1,25 +1,24 @@
 """Whose word is taken on what a resumed run starts.
 
-Who can write to a run's store can put another task there, with all its digests, and another record beside it: another
-image, another class of executor. Whoever resumes the run would start that, with credentials of their own. So the digest
-of the task, which vouches for all of it, comes from the machine that launched, which keeps it, or from a person.
+Who can write to a run's store can put another task there, with all its digests, and another record beside it: of more
+replicas, with larger GPUs. Whoever resumes the run would start that, with credentials of their own. So the digest of
+the task, which vouches for all of it, comes from the machine that launched, which keeps it, or from a person.
 """
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
 from executors.errors import StoreError, UntrustedTaskError
+from executors.run_record import SHA256
 from executors.state import kept_digest
 from executors.task import StoredTask, read_task
 
 if TYPE_CHECKING:
     from executors.run import Run
 
-DIGEST = re.compile(r"[0-9a-f]{64}")
 MAX_SHOWN = 100  # characters of what a store says that nobody vouches for
 
 
@@ -41,9 +40,7 @@ def vouched_task(run: Run, *, task_digest: str | None = None, trust_bucket: bool
             raise ValueError("Give task_digest= or trust_bucket=True, not both: the first needs no trust.")
         digest = _check_digest(task_digest)
     elif trust_bucket:
-        digest = str(run.record["task_digest"])
-        other = "" if kept in (None, digest) else f" This machine launched another task there: its digest is {kept}."
-        print(f"replicas: trusting {run.store.url}. {_what_would_run(run)}{other}", file=sys.stderr)
+        digest = run.record.task_digest
     elif kept is not None:
         digest = kept
     else:
@@ -55,9 +52,9 @@ def vouched_task(run: Run, *, task_digest: str | None = None, trust_bucket: bool
             "Or trust whoever can write to that store: --trust-bucket, or trust_bucket=True."
         )
     task = read_task(run.store, run.run_id, digest)
-    for name, launched in task.launched_with.items():
-        said = run.record.get(name)
-        if said != launched:
+    launched_with = {**vars(task.launched_with), "task_digest": digest}
+    for name, launched in launched_with.items():
+        if (said := getattr(run.record, name)) != launched:
             key = f"{run.run_id}/run.json"
             raise StoreError(
                 f"{key!r} in {run.store.url} is not what was launched: its {name} is {_shown(said)}, the launch's "
@@ -65,18 +62,22 @@ def vouched_task(run: Run, *, task_digest: str | None = None, trust_bucket: bool
                 key=key,
                 url=run.store.url,
             )
+    if trust_bucket:
+        other = "" if kept in (None, digest) else f" This machine launched another task there: its digest is {kept}."
+        print(f"replicas: trusting {run.store.url}. {_what_would_run(run)}{other}", file=sys.stderr)
     return task
 
 
 def _check_digest(text: str) -> str:
-    if not DIGEST.fullmatch(text.lower()):
+    if not SHA256.fullmatch(text.lower()):
         raise ValueError(f"A task's digest is no sha256: 64 hexadecimal digits, got {text!r}.")
     return text.lower()
 
 
 def _what_would_run(run: Run) -> str:
     """Say what the store says of a run: nobody vouches for any of it."""
-    entrypoint, by, digest = (_shown(run.record.get(name)) for name in ("entrypoint", "created_by", "task_digest"))
+    record = run.record
+    entrypoint, by, digest = (_shown(value) for value in (record.entrypoint, record.created_by, record.task_digest))
     return (
         f"Resuming {run.url} runs code with the credentials of this machine: {entrypoint}, launched by {by}, with the "
         f"task digest {digest}, as the store says."

@@ -107,6 +107,17 @@ class VendorError(BackendError):
         self.retry_after_s = retry_after_s
 
 
+class ForeignJobError(VendorError):
+    """A record names a job that is not of its replica."""
+
+    def __init__(self, vendor: str, key: JobKey) -> None:
+        super().__init__(
+            f"The handle of rank {key.rank} of run {key.run_id!r} names a job that {vendor} does not know as this "
+            "replica's. It is neither looked at nor ended: somebody else may have written that handle.",
+            "refused",
+        )
+
+
 class CancelledWhileStartingError(VendorError):
     """Somebody cancelled the replica before the vendor had started it."""
 
@@ -141,6 +152,16 @@ class Vendor(abc.ABC):
     @abc.abstractmethod
     def find_jobs(self, key: JobKey) -> list[JobId]:
         """Return the jobs of one attempt of one rank that the vendor knows, oldest first, also those that ended."""
+
+    @abc.abstractmethod
+    def check_job(self, job_id: JobId, key: JobKey) -> JobId:
+        """Return the id of a job that a record names, if it is the one of this attempt; one that is gone passes.
+
+        Whoever can write to a store could else have any job of this account shown or ended.
+
+        Raises:
+            VendorError: it is another job, or no id of this vendor's.
+        """
 
     @abc.abstractmethod
     def job_state(self, job_id: JobId) -> JobState:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 
 def installed_version(distribution: str) -> str | None:
@@ -22,12 +21,10 @@ def versions_here() -> dict[str, str | None]:
     return {"python_version": sys.version.split()[0], "torch": installed_version("torch")}
 
 
-def difference(task: Mapping[str, Any]) -> str | None:
-    """Say how this replica's versions differ from its launcher's; None when they do not, or the task tells none."""
-    if "python_version" not in task:
-        return None
+def difference(python_version: str, torch: str | None) -> str | None:
+    """Say how this replica's versions differ from its launcher's; None when they do not."""
     here = _in_words(versions_here())
-    there = _in_words(task)
+    there = _in_words({"python_version": python_version, "torch": torch})
     return None if here == there else f"replicas: this replica runs {here}, the launcher {there}."
 
 

@@ -24,6 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from executors import replica as environment
+from executors.attempt_records import Claim
 from executors.endings import TERMINATED, outcome_of_error, outcome_of_termination, outcome_of_timeout, outcome_of_value
 from executors.errors import ReplicasError, StoreError
 from executors.heartbeat import Heartbeat
@@ -31,8 +32,9 @@ from executors.insisting import insist
 from executors.outcome import Outcome, insist_on_outcome
 from executors.process import children, flush_c_streams, kill_descendants, start_time
 from executors.protocol import ReplicaStatus
-from executors.records import exists, read_json, to_bytes
+from executors.records import exists, read_record, to_bytes
 from executors.replica import Replica, replica_key, set_current_replica
+from executors.run_record import RunRecord
 from executors.store import Store, store_at
 from executors.store.opening import split_address
 from executors.task import StoredTask, read_task
@@ -101,7 +103,7 @@ def call(run: str) -> Any:
     store_url, run_id = split_address(run)
     store = store_at(store_url)
     rank = int(os.environ[environment.RANK])
-    world_size = int(read_json(store, f"{run_id}/run.json")["world_size"])
+    world_size = read_record(store, f"{run_id}/run.json", RunRecord.parse).world_size
     replica = claim(store, Assignment(store_url, run_id, rank, world_size, attempt=0))
     _set_environment(replica, None)
     heartbeat = Heartbeat(replica)
@@ -156,7 +158,7 @@ def _standing_nonce(store: Store, key: str, record: bytes) -> str:
     """Create a claim and return the nonce of the one that stands; safe to do again when a reply was lost."""
     # Whether the create succeeded is not the question: only what stands decides.
     store.put_if_absent(key, record)
-    return str(read_json(store, key)["nonce"])
+    return read_record(store, key, Claim.parse).nonce
 
 
 def _run(assignment: Assignment) -> int:
@@ -234,16 +236,16 @@ def _deadline(assignment: Assignment, replica: Replica, started_at: float) -> De
 
 def _load(replica: Replica, stored: StoredTask) -> Callable[[], Any]:
     """Load the task; seed every generator before the user's module is imported, and those that came with it after."""
-    if "python_version" in stored.record:  # it came from another machine
+    if stored.record.python_version is not None:  # it came from another machine
         from executors.versions import difference
 
-        if told := difference(stored.record):
+        if told := difference(stored.record.python_version, stored.record.torch):
             print(told, file=sys.stderr)
-    seeded = _seed(replica, stored.seed, but=set())
+    seeded = _seed(replica, stored.record.seed, but=set())
     function, args = stored.load()
-    _seed(replica, stored.seed, but=seeded)
-    if stored.rank_env is not None:
-        os.environ[stored.rank_env] = str(replica.rank)
+    _seed(replica, stored.record.seed, but=seeded)
+    if stored.record.rank_env is not None:
+        os.environ[stored.record.rank_env] = str(replica.rank)
     return functools.partial(function, **args)
 
 

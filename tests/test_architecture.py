@@ -14,7 +14,10 @@ ROOT = Path(__file__).parent.parent
 SDKS = {"modal": "modal.py", "huggingface_hub": "hf_jobs.py", "boto3": "s3*.py", "botocore": "s3*.py"}
 STANDS_ALONE = "bootstrap.py"  # runs where our packages are not yet
 ADAPTERS = ("executors.local", "executors.modal", "executors.hf_jobs")
-GENERIC_LAYER = ("executors.run", "executors.launching", "executors.cli", "executors.following", "executors.status")
+GENERIC_LAYER = (
+    "executors.run", "executors.known_runs", "executors.launching", "executors.cli", "executors.following",
+    "executors.status",
+)  # fmt: skip
 MAX_LINES = 400
 
 

@@ -41,7 +41,7 @@ def test_a_rank_is_killed_where_it_is_told_and_a_resumed_attempt_is_not(folder: 
     assert "Rank 1 failed (signal): was ended by signal 9 (SIGKILL)." in told.stdout
     assert "chaos: rank 1 dies after claim 1" in folder.replicas("logs", "shaken", "--rank", 1).stdout
     run = bring_back("shaken")
-    assert run.record["chaos"] == [KILL]
+    assert run.record.chaos == (KILL,)
     assert [(outcome.attempt, outcome.status) for outcome in run.outcomes()] == [(0, "succeeded"), (1, "succeeded")]
 
 

@@ -16,6 +16,7 @@ from executors.errors import BackendError, StoreError
 from executors.outcome import Outcome
 from executors.protocol import ReplicaStatus
 from executors.run import Run
+from executors.run_record import RunRecord
 from executors.status import ReplicaState, RunStatus
 
 RUNNING, SUCCEEDED, FAILED = ReplicaStatus.RUNNING, ReplicaStatus.SUCCEEDED, ReplicaStatus.FAILED
@@ -36,7 +37,7 @@ class Clock:
 class ScriptedRun:
     """A run whose states come from a script."""
 
-    record = {"created_at": 0.0, "timeout_s": None}  # noqa: RUF012
+    record = RunRecord(backend="local", world_size=1, entrypoint="f", task_digest="0" * 64, created_at=0.0)
 
     def __init__(self, script: Callable[[], RunStatus]) -> None:
         self.status = script

@@ -134,7 +134,7 @@ def test_values_of_the_environment_reach_the_replicas_and_are_recorded_nowhere(
     assert run.results() == ["hunter2=x"]
     written = [path for path in state_home.rglob("*") if path.is_file() and path.name != "outcome.json"]
     assert not [path for path in written if b"hunter2" in path.read_bytes()]
-    assert run.record["env"] == ["TOKEN"]
+    assert run.record.env == ("TOKEN",)
 
 
 def test_a_detached_launch_prints_the_run_id_first_and_the_run_goes_on_without_it(folder: Folder) -> None:
@@ -276,7 +276,7 @@ def test_what_a_dry_run_shows_is_what_a_launch_records(folder: Folder) -> None:
     assert folder.launch("job:main", "--run-id", "same", "--arg", "times=2", "--seed", "3").code == 0
     run = attach("same")
     own = {"created_at", "launcher_pid"}
-    assert {k: v for k, v in run.record.items() if k not in own} == {
+    assert {k: v for k, v in json.loads(bytes(run.store.get("same/run.json"))).items() if k not in own} == {
         k: v for k, v in planned["run.json"].items() if k not in own
     }
     assert json.loads(bytes(run.store.get("same/task/task.json"))) == planned["task/task.json"]

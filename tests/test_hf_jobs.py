@@ -151,7 +151,7 @@ def test_the_user_is_asked_for_once_and_never_for_a_known_namespace_of_a_handle(
     hf.hold(CPU)
     run = launch("hf", "job.py:main", 8)
     assert hf.count("whoami") == 1
-    assert run.record["executor_options"]["namespace"] == hf.namespace
+    assert run.record.executor_options["namespace"] == hf.namespace
     again = attach(run.url)
     again.status()
     again.cancel()

@@ -134,7 +134,7 @@ def test_environment_of_a_run_reaches_its_replicas_and_no_record(local: LocalPro
     run = launch(local, local_tasks.surroundings, 1, args=args, env={"TOKEN": "hunter2-very-secret"})
     (inside,) = run.results()
     assert inside["variables"] == {"TOKEN": "hunter2-very-secret", "PATH": os.environ["PATH"]}
-    assert run.record["env"] == ["TOKEN"]
+    assert run.record.env == ("TOKEN",)
     for file in (path for path in state_home.rglob("*") if path.is_file() and path.name != "outcome.json"):
         assert b"hunter2" not in file.read_bytes(), file
 
@@ -214,13 +214,19 @@ def test_a_resumed_replica_has_the_threads_of_its_first_attempt(
     assert resume(run).results() == [first, first]
 
 
-def test_a_run_that_is_resumed_from_its_record_has_the_parallelism_of_its_launch(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_a_run_that_is_resumed_has_the_parallelism_of_its_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
+    """This machine has noted it; another one takes it from the record."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    run = launch(LocalProcessExecutor(preload=("torch",), max_parallel=1), fail_first, 2)
+    one_at_a_time = LocalProcessExecutor(preload=(), max_parallel=1, term_grace_s=0.5)
+    run = launch(one_at_a_time, fail_first, 2, rendezvous=tmp_path / "shared")
     assert run.wait(60)
-    assert resume(attach(run.run_id)).results()[1]["torch"] == local_tasks.cores()
+    digest = run.task_digest
+    if where == "elsewhere":
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    assert resume(attach(run.url), task_digest=digest).results()[1]["torch"] == local_tasks.cores()
 
 
 @pytest.mark.parametrize(

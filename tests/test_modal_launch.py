@@ -96,10 +96,10 @@ def test_all_sandboxes_are_asked_for_at_the_same_time(modal_runs: ModalServer, g
     run.cancel()
 
 
-def test_an_executor_in_another_process_is_made_with_the_recorded_options(modal_runs: ModalServer) -> None:
+def test_an_executor_in_another_process_is_made_with_the_options_to_keep(modal_runs: ModalServer) -> None:
     executor = ModalExecutor(app_name="mine", pip=["einops"], secrets=["wandb"], image="python:3.11", memory_mb=64)
-    again = ModalExecutor(**json.loads(json.dumps(executor.recorded_options)))
-    assert again.recorded_options == executor.recorded_options
+    again = ModalExecutor(**json.loads(json.dumps(executor.options_to_keep)))
+    assert again.options_to_keep == executor.options_to_keep
     assert vars(again).keys() == vars(executor).keys()
 
 

@@ -135,8 +135,11 @@ def test_what_failed_is_resumed_from_elsewhere_with_the_recorded_options(
     assert [str(row.status) for row in run.outcomes()] == ["succeeded", "failed", "failed"]
     command = ["-m", "executors.cli", "resume", run.url]
     refused = elsewhere(*command)
-    assert (refused.returncode, "only its store says what it is" in refused.stderr) == (2, True)
-    done = elsewhere(*command, "--task-digest", str(run.task_digest))
+    assert (refused.returncode, "only its store says what it is" in refused.stderr) == (2, True), refused.stderr
+    command += ["--task-digest", str(run.task_digest)]
+    refused = elsewhere(*command)
+    assert (refused.returncode, "Name it again: --secret wandb" in refused.stderr) == (2, True), refused.stderr
+    done = elsewhere(*command, "--secret", "wandb")
     assert done.returncode == 0, done.stderr
     assert attach(run.url).results() == [[0, 0], [1, 1], [2, 1]]
     first, *again = (call.request for call in modal_runs.calls_of(create_of(gpu)))

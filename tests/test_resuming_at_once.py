@@ -88,7 +88,7 @@ def test_who_comes_second_starts_nothing_and_is_told_who_was_first(tmp_path: Pat
     said = rf"Rank 0 of run 'otter' is being resumed by another process \(attempt 1, begun by \S+:{os.getpid()}\)"
     with pytest.raises(AlreadyResumedError, match=said):
         resume(run)
-    assert attach("otter").results() == [1]
+    assert attach("otter", executor=PLAIN).results() == [1]
     assert claims(run) == [[0, 1]]
     assert processes(tmp_path / "pids") == {"0": 1}
 
@@ -110,10 +110,10 @@ def test_the_command_that_comes_second_says_so_and_exits_with_2(
     (tmp_path / "work").mkdir()
     here = HereInstead(Folder(tmp_path / "work"), monkeypatch, capsys)
     failed(tmp_path / "pids", 2, OvertakenLocally(preload=()), run_id="otter")
-    told = here.replicas("resume", "otter")
+    told = here.replicas("resume", "otter", "--backend", "overtaken:OvertakenLocally")
     assert told.code == 2
     assert told.stderr.startswith("Error: Ranks 0, 1 of run 'otter' are being resumed by another process (attempt 1, ")
-    assert attach("otter").results() == [1, 1]
+    assert attach("otter", executor=PLAIN).results() == [1, 1]
 
 
 def test_what_a_look_finds_is_not_recorded_for_an_attempt_that_was_begun_meanwhile(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from servers.s3_server import S3Server
 
 from executors import LocalProcessExecutor, attach, launch
 from executors.cli.report import reference
-from executors.state import forget
+from executors.state import forget, state_dir
 
 LOCAL = LocalProcessExecutor()
 
@@ -49,7 +49,7 @@ def test_a_run_in_a_bucket_is_found_by_its_address_and_removed(s3: S3Server) -> 
     assert [outcome.status for outcome in again.outcomes()] == ["succeeded"] * 2
     assert attach("otter").url == again.url
     assert reference(again) == "otter"
-    forget("otter")  # as on another machine
+    forget(state_dir() / "otter")  # as on another machine
     assert "&" in again.url
     shell = shlex.shlex(f"replicas logs {reference(again)} -f", posix=True, punctuation_chars=True)
     assert list(shell) == ["replicas", "logs", again.url, "-f"]

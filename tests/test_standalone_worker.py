@@ -112,7 +112,8 @@ def test_two_replicas_run_a_callable_through_a_bucket_and_a_stranger_attaches(
     assert [ended(process) for process in processes] == [(0, "", "")] * 2
     run = attach(address_of(spec.store_url, spec.run_id))
     assert run.results() == [{"value": 21, "rank": rank, "world_size": 2} for rank in (0, 1)]
-    code = run.record["code"]
+    code = run.record.code
+    assert code is not None
     assert code["n_files"] == 1
     assert code["size_bytes"] == len(TASKS)
     assert (code["commit"], code["dirty"]) == (None, None)

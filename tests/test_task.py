@@ -30,14 +30,14 @@ def test_a_callable_and_its_arguments_come_back() -> None:
     task = read_task(store, "r", spec.task_digest)
     function, args = task.load()
     assert function(**args) == 103
-    assert (task.seed, spec.ranks, spec.world_size) == (7, (0, 1), 2)
+    assert (task.record.seed, spec.ranks, spec.world_size) == (7, (0, 1), 2)
 
 
 def test_rank_env_names_a_variable_and_is_no_argument() -> None:
     store = MemoryStore()
     spec = create_run(store, "r", add, {"a": 1, "rank_env": "MY_RANK"}, 1, backend="local")
     task = read_task(store, "r", spec.task_digest)
-    assert (task.load()[1], task.rank_env) == ({"a": 1}, "MY_RANK")
+    assert (task.load()[1], task.record.rank_env) == ({"a": 1}, "MY_RANK")
 
 
 def test_a_hundred_megabytes_of_arguments_travel() -> None:

@@ -12,10 +12,10 @@ import pytest
 from cli_of_tests import FAST, Folder, HereInstead
 
 from executors import LocalProcessExecutor, Run, attach, launch, open_store
-from executors.errors import StoreError, UntrustedTaskError
+from executors.errors import CorruptObjectError, StoreError, UntrustedTaskError
 from executors.records import read_json, to_bytes
 from executors.resuming import resume
-from executors.state import forget, kept_digest
+from executors.state import folder_of_run, forget, kept_digest
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
 FAIL = "executors.testing.tasks:fail"
@@ -55,6 +55,11 @@ def objects_of(run: Run) -> dict[str, bytes]:
     return {entry.key: bytes(run.store.get(entry.key)) for entry in run.store.list("")}
 
 
+def written(run: Run) -> dict[str, Any]:
+    """Return `run.json` as it stands in the store."""
+    return dict(read_json(run.store, f"{run.run_id}/run.json"))
+
+
 def exchange_task(run: Run, path: Path) -> str:
     """Do what the owner of a bucket can: put another task there, with all digests of it; return the new digest."""
     other = launch(PLAIN, touch_and_fail, 1, args={"path": str(path)}, rendezvous=path.parent / "evil", run_id="evil")
@@ -63,7 +68,7 @@ def exchange_task(run: Run, path: Path) -> str:
     for name in ("task/task.json", "task/callable.pkl"):
         run.store.put(f"{run.run_id}/{name}", bytes(other.store.get(f"evil/{name}")))
     digest = hashlib.sha256(bytes(run.store.get(f"{run.run_id}/task/task.json"))).hexdigest()
-    run.store.put(f"{run.run_id}/run.json", to_bytes({**run.record, "task_digest": digest}))
+    run.store.put(f"{run.run_id}/run.json", to_bytes({**written(run), "task_digest": digest}))
     return digest
 
 
@@ -73,7 +78,7 @@ def exchange_task(run: Run, path: Path) -> str:
 @pytest.mark.parametrize("rendezvous", [None, "bucket"])
 def test_the_machine_that_launched_resumes_by_the_digest_that_it_kept(tmp_path: Path, rendezvous: str | None) -> None:
     run = failed(None if rendezvous is None else tmp_path / rendezvous, tmp_path / "ran")
-    assert kept_digest("otter", run.store.url) == run.record["task_digest"] == run.task_digest
+    assert kept_digest("otter", run.store.url) == run.record.task_digest == run.task_digest
     assert resume(attach("otter")).wait(30)
     assert (tmp_path / "ran").read_text() == "xx"
 
@@ -82,7 +87,7 @@ def test_the_machine_that_launched_resumes_by_the_digest_that_it_kept(tmp_path: 
 def test_what_is_kept_is_for_this_user_alone(tmp_path: Path, state_home: Path, rendezvous: str | None) -> None:
     failed(None if rendezvous is None else tmp_path / rendezvous, tmp_path / "ran")
     assert (state_home / "replicas").stat().st_mode & 0o777 == 0o700
-    assert (state_home / "replicas" / "otter" / "launched.json").is_file()
+    assert (state_home / "replicas" / "otter" / "launched.json").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("rendezvous", [None, "bucket"])
@@ -90,7 +95,7 @@ def test_a_task_that_was_exchanged_with_its_digest_is_refused_and_both_digests_a
     tmp_path: Path, rendezvous: str | None
 ) -> None:
     run = failed(None if rendezvous is None else tmp_path / rendezvous, tmp_path / "ran")
-    launched = run.record["task_digest"]
+    launched = run.record.task_digest
     found = exchange_task(run, tmp_path / "evil-ran")
     before = objects_of(run)
     with pytest.raises(StoreError, match=f"is not what was launched: its sha256 is {found}, the launch's {launched}"):
@@ -99,20 +104,43 @@ def test_a_task_that_was_exchanged_with_its_digest_is_refused_and_both_digests_a
     assert not (tmp_path / "evil-ran").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("executor", "evil:Executor"), ("executor_options", {"max_parallel": 3}), ("gpu", "H100"), ("secrets", ["KEY"])],
-)
+ALTERED: dict[str, Any] = {
+    "world_size": 5000,
+    "gpu": "H100:8",
+    "timeout_s": 86_400.0,
+    "executor": "evil:Executor",
+    "executor_options": {"max_parallel": 3},
+    "unrecorded_options": ["image"],
+    "backend": "hf",
+    "entrypoint": "evil.py",
+    "env": ["TOKEN"],
+    "secrets": ["KEY"],
+    "chaos": ["kill:rank=0,round=3"],
+    "task_digest": "0" * 64,
+}
+
+
+@pytest.mark.parametrize("name", ALTERED)
+@pytest.mark.parametrize("trust", ["kept", "carried", "bucket"])
 def test_a_record_that_was_changed_beside_its_task_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: Callable[[], None], name: str, trust: str
 ) -> None:
-    """It says in which image a task runs, and which class starts it: that is as good as exchanging the task."""
+    """It says how many replicas there are, and how large, with which secrets: as good as exchanging the task."""
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     monkeypatch.syspath_prepend(tmp_path)
     run = failed(tmp_path / "bucket", tmp_path / "ran")
-    run.store.put("otter/run.json", to_bytes({**run.record, name: value}))
-    with pytest.raises(StoreError, match=rf"'otter/run\.json' in .* is not what was launched: its {name} is"):
-        resume(attach("otter"))
+    if trust != "kept":
+        elsewhere()
+    given: dict[str, Any] = {"carried": {"task_digest": run.record.task_digest}, "bucket": {"trust_bucket": True}}
+    run.store.put("otter/run.json", to_bytes({**written(run), name: ALTERED[name]}))
+    before = objects_of(run)
+    monkeypatch.setattr("executors.run.executor_of_record", None)  # no executor is even made
+    what = r"'otter/run\.json' in .* is not what was launched: its " + name
+    if (name, trust) == ("task_digest", "bucket"):
+        what = r"'otter/task/task\.json' in .* is not what was launched: its sha256"
+    with pytest.raises(StoreError, match=what):
+        resume(attach(run.url), **given.get(trust, {}))
+    assert objects_of(run) == before
     assert not (tmp_path / "imported").exists()
 
 
@@ -161,8 +189,8 @@ def test_another_machine_refuses_before_anything_is_started_or_written_and_says_
     for what in (
         run.url,
         "test_trusted_tasks.touch_and_fail",
-        run.record["created_by"],
-        run.record["task_digest"],
+        run.record.created_by,
+        run.record.task_digest,
         "with the credentials of this machine",
         "--task-digest",
         "--trust-bucket",
@@ -176,14 +204,21 @@ def test_another_machine_refuses_before_anything_is_started_or_written_and_says_
         launch(PLAIN, touch_and_fail, 1, rendezvous=tmp_path / "bucket", run_id="otter", resume=True)
 
 
+@pytest.mark.parametrize(
+    ("shady", "refused"),
+    [
+        ({"entrypoint": "\x1b[2Jfine", "created_by": "you\r"}, UntrustedTaskError),
+        ({"task_digest": ["\x07"]}, CorruptObjectError),
+        ({"task_digest": "\x07" * 64}, CorruptObjectError),
+    ],
+)
 def test_what_the_bucket_says_is_shown_without_its_control_characters(
-    tmp_path: Path, elsewhere: Callable[[], None]
+    tmp_path: Path, elsewhere: Callable[[], None], shady: dict[str, Any], refused: type[Exception]
 ) -> None:
     run = failed(tmp_path / "bucket", tmp_path / "ran")
-    shady = {"entrypoint": "\x1b[2Jfine", "created_by": "you\r", "task_digest": ["\x07"]}
-    run.store.put("otter/run.json", to_bytes({**run.record, **shady}))
+    run.store.put("otter/run.json", to_bytes({**written(run), **shady}))
     elsewhere()
-    with pytest.raises(UntrustedTaskError) as caught:
+    with pytest.raises(refused) as caught:
         resume(attach(run.url))
     assert str(caught.value).isprintable()
 
@@ -221,7 +256,7 @@ def test_a_digest_that_is_not_the_stored_tasks_is_refused_and_both_are_named(tmp
     run = failed(tmp_path / "bucket", tmp_path / "ran")
     told = here.replicas("resume", "otter", "--task-digest", "a" * 64)
     assert told.code == 2
-    assert f"its sha256 is {run.record['task_digest']}, the launch's {'a' * 64}" in told.stderr
+    assert f"its sha256 is {run.record.task_digest}, the launch's {'a' * 64}" in told.stderr
     assert attach("otter").status().replicas[0].attempt == 0
 
 
@@ -251,7 +286,7 @@ def test_who_trusts_the_bucket_is_told_what_that_is(
     assert told.json["replicas"][0]["attempt"] == 1
     assert (tmp_path / "ran").read_text() == "xx"
     assert "replicas: trusting" in told.stderr
-    for what in (run.url, "test_trusted_tasks.touch_and_fail", run.record["created_by"], run.record["task_digest"]):
+    for what in (run.url, "test_trusted_tasks.touch_and_fail", run.record.created_by, run.record.task_digest):
         assert what in told.stderr
 
 
@@ -259,13 +294,28 @@ def test_who_trusts_the_bucket_is_told_when_this_machine_launched_another_task_t
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = failed(tmp_path / "bucket", tmp_path / "ran")
-    launched = run.record["task_digest"]
+    launched = run.record.task_digest
     found = exchange_task(run, tmp_path / "other-ran")
     assert resume(attach("otter"), trust_bucket=True).wait(30)
     assert (tmp_path / "other-ran").exists()
     told = capsys.readouterr().err
     assert found in told
     assert re.search(f"This machine launched another task there: .*{launched}", told)
+
+
+def test_what_this_machine_noted_of_its_own_task_does_not_go_with_another_that_the_bucket_is_trusted_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY", "mine")
+    few = LocalProcessExecutor(preload=(), term_grace_s=0.5, gpus=["7"])
+    run = launch(few, FAIL, 1, args={"message": "no"}, rendezvous=tmp_path / "b", run_id="otter", secrets=["KEY"])
+    assert run.wait(30)
+    mine = attach("otter")
+    assert mine.noted is not None
+    assert (mine.noted.secrets, mine.executor.gpus) == (("KEY",), ("7",))  # type: ignore[attr-defined]
+    exchange_task(run, tmp_path / "other-ran")
+    theirs = attach("otter")
+    assert (theirs.noted, theirs.executor.gpus) == (None, None)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("trust", [{"task_digest": "a" * 64}, {"trust_bucket": True}])
@@ -277,6 +327,11 @@ def test_a_first_launch_trusts_itself(trust: dict[str, Any]) -> None:
 def test_this_machines_note_is_read_by_nobody_else(tmp_path: Path) -> None:
     """The note of a run that lives in the state directory moves with it."""
     run = failed(None, tmp_path / "ran")
-    assert read_json(run.store, "otter/launched.json") == {"rendezvous": None, "task_digest": run.task_digest}
-    forget("otter")
+    assert read_json(run.store, "otter/launched.json") == {
+        "rendezvous": None,
+        "task_digest": run.task_digest,
+        "executor_options": PLAIN.options_to_keep,
+        "secrets": [],
+    }
+    forget(folder_of_run("otter", run.store.url))
     assert kept_digest("otter", run.store.url) is None

@@ -21,6 +21,7 @@ from executors.cli.doctor import doctor
 from executors.cli.ending import cancel, rm
 from executors.cli.launch import launch
 from executors.cli.looking import logs, ls, status, wait
+from executors.cli.output import inert
 from executors.cli.resume import resume
 from executors.errors import LaunchError, ReplicasError
 
@@ -91,7 +92,7 @@ def _fail(error: Exception, message: str | None = None) -> int:
     if message is not None and type(error).__name__ == "NoArgsIsHelpError":
         print(text)  # the help itself
         return USAGE
-    print(f"Error: {text}", file=sys.stderr)
+    print(inert(f"Error: {text}"), file=sys.stderr)
     if context is not None:
         print(f"Try: {context.command_path} --help", file=sys.stderr)
     if "--json" in sys.argv:
@@ -111,6 +112,6 @@ def _show_warnings_as_lines() -> None:
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         if not issubclass(category, (DeprecationWarning, PendingDeprecationWarning)):
-            print(f"Warning: {message}", file=sys.stderr)
+            print(inert(f"Warning: {message}"), file=sys.stderr)
 
     warnings.showwarning = show

@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from executors.cli.looking import TIMED_OUT, watch
-from executors.cli.options import JsonOption, RendezvousOption, RunArgument, TimeoutOption, find_run, refuse
-from executors.cli.output import Output, strict_json
+from executors.cli.options import (
+    ExecutorOption,
+    ExecutorOptions,
+    JsonOption,
+    RendezvousOption,
+    RunArgument,
+    TimeoutOption,
+    find_run,
+    refuse,
+)
+from executors.cli.output import Output, one_line, strict_json
+from executors.errors import StoreError
 
 if TYPE_CHECKING:
     from executors.run import Run
@@ -26,6 +36,8 @@ def collect(
     ] = None,
     timeout: TimeoutOption = None,
     rendezvous: RendezvousOption = None,
+    backend: ExecutorOption = None,
+    option: ExecutorOptions = None,
     as_json: JsonOption = False,
 ) -> int:
     """Bring back what a run returned, its logs and artifacts.
@@ -37,21 +49,27 @@ def collect(
     from executors.cli.report import document, exit_code, reference, tell_failures
 
     output = Output(as_json)
-    found = find_run(run, rendezvous)
+    found = find_run(run, rendezvous, backend, option)
     in_time = True
     if not found.status().is_terminal:
         in_time = watch(found, output, timeout)
     outcomes = found.outcomes()
     code = exit_code(outcomes) if in_time else TIMED_OUT
     about = document(found, outcomes, code)
+    skipped: list[dict[str, Any]] = []
     if out is not None:
         try:
-            n_files, n_bytes = _write(found, about, out)
+            n_files, n_bytes, skipped = _write(found, about, out)
+        except StoreError:
+            raise
         except OSError as error:
             refuse(f"Cannot write to {str(out)!r}: {error.strerror}.")
         output.say(f"Wrote {n_files} files, {n_bytes:,} bytes, to {out}")
+        for left in skipped:
+            name = one_line(repr(left["artifact"]))
+            output.say(f"Skipped the artifact {name} of rank {left['rank']}: {one_line(left['problem'])}", "yellow")
     if as_json:
-        output.document({**about, "out": None if out is None else str(out.absolute())})
+        output.document({**about, "out": None if out is None else str(out.absolute()), "skipped": skipped})
     elif out is None:
         for row in about["replicas"]:
             output.say(json.dumps(row))
@@ -60,8 +78,9 @@ def collect(
     return code
 
 
-def _write(run: Run, about: dict[str, Any], folder: Path) -> tuple[int, int]:
-    """Write everything there is of a run into a folder; return how many files and bytes."""
+def _write(run: Run, about: dict[str, Any], folder: Path) -> tuple[int, int, list[dict[str, Any]]]:
+    """Write everything there is of a run into a folder; return how many files and bytes, and what was skipped."""
+    skipped = []
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "results.json"]
     written[0].write_text(strict_json(about) + "\n")
@@ -70,16 +89,18 @@ def _write(run: Run, about: dict[str, Any], folder: Path) -> tuple[int, int]:
         log.parent.mkdir(exist_ok=True)
         _copy_log(run, rank, log)
         written.append(log)
-        for artifact in run.artifacts(rank):
-            path = folder / str(rank) / "artifacts" / artifact.name
-            artifact.save(path)
-            written.append(path)
-    return len(written), sum(path.stat().st_size for path in written)
+        for artifact in run.all_artifacts(rank):
+            try:
+                written.append(artifact.save_below(folder / str(rank) / "artifacts"))
+            except (OSError, StoreError, ValueError) as error:
+                problem = getattr(error, "strerror", None) or str(error)
+                skipped.append({"rank": rank, "artifact": artifact.name, "problem": problem})
+    return len(written), sum(path.stat().st_size for path in written), skipped
 
 
 def _copy_log(run: Run, rank: int, path: Path) -> None:
     """Copy a whole log in pieces, where the executor can read it so; else what it keeps of it."""
-    handle = run.handles[rank]
+    handle = run.handle(rank)
     with open(path, "wb") as file:
         if handle is not None and hasattr(run.executor, "read_logs"):
             offset, part = 0, b"-"

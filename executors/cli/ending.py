@@ -7,8 +7,16 @@ from typing import Annotated
 
 import typer
 
-from executors.cli.options import RendezvousOption, RunArgument, RunArguments, find_run, refuse
-from executors.cli.output import Output, name_ranks
+from executors.cli.options import (
+    ExecutorOption,
+    ExecutorOptions,
+    RendezvousOption,
+    RunArgument,
+    RunArguments,
+    find_run,
+    refuse,
+)
+from executors.cli.output import Output, inert, name_ranks
 from executors.errors import ReplicasError
 from executors.protocol import ReplicaStatus
 
@@ -20,13 +28,15 @@ def cancel(
         typer.Option("--rank", "-r", metavar="R", help="Only this rank. Repeatable.", show_default=False),
     ] = None,
     rendezvous: RendezvousOption = None,
+    backend: ExecutorOption = None,
+    option: ExecutorOptions = None,
 ) -> int:
     """Cancel a run, or some of its ranks.
 
     Returns when they are gone, or the backend has agreed to end them. Nothing happens to what has ended.
     """
     output = Output()
-    found = find_run(run, rendezvous)
+    found = find_run(run, rendezvous, backend, option)
     before = found.status()
     try:
         if not rank:
@@ -52,7 +62,12 @@ def cancel(
     return 0
 
 
-def rm(runs: RunArguments, rendezvous: RendezvousOption = None) -> int:
+def rm(
+    runs: RunArguments,
+    rendezvous: RendezvousOption = None,
+    backend: ExecutorOption = None,
+    option: ExecutorOptions = None,
+) -> int:
     """Delete runs and all they left: records, logs, artifacts.
 
     A run that still runs is refused.
@@ -61,10 +76,10 @@ def rm(runs: RunArguments, rendezvous: RendezvousOption = None) -> int:
     code = 0
     for run in runs:
         try:
-            found = find_run(run, rendezvous)
+            found = find_run(run, rendezvous, backend, option)
             found.remove()
             output.say(f"Removed {found.run_id} from {found.store.url}")
         except (ReplicasError, typer.BadParameter) as error:
-            print(f"Error: {error}", file=sys.stderr)
+            print(inert(f"Error: {error}"), file=sys.stderr)
             code = 2
     return code

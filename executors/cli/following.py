@@ -14,8 +14,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from executors.cli.output import Output, name_duration, name_ranks, one_line
-from executors.errors import BackendError, ReplicasError, StoreError
+from executors.cli.output import Output, inert, name_duration, name_ranks, one_line
+from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError
 from executors.protocol import ReplicaStatus
 from executors.run import Run
 from executors.status import ReplicaState, RunStatus
@@ -141,8 +141,8 @@ def _follow(
             status = run.status()
         except (StoreError, BackendError) as error:
             what = "store" if isinstance(error, StoreError) else "backend"
-            if what == "backend" and not was_read:  # no SDK, no account
-                raise
+            if not was_read and (what == "backend" or isinstance(error, CorruptObjectError)):
+                raise  # no SDK or account, or records that nobody can read: waiting helps neither
             failed_at = clock()
             if what not in failing_since:
                 failing_since[what] = failed_at
@@ -169,7 +169,7 @@ class LiveView:
         from rich.live import Live
 
         self._console = output.console
-        self._created_at = float(run.record["created_at"])
+        self._created_at = run.record.created_at
         self._hint = hint
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
         self._live.start()
@@ -188,7 +188,7 @@ class LiveView:
 
     def say(self, text: str, style: str | None = None) -> None:
         self._hint = ""
-        self._console.print(text, style=style)
+        self._console.print(inert(text), style=style)
 
     def close(self) -> None:
         self._live.stop()
@@ -200,7 +200,7 @@ class PlainView:
     def __init__(self, output: Output, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
         self._output = output
         self._clock = clock
-        self._created_at = float(run.record["created_at"])
+        self._created_at = run.record.created_at
         self._seen: dict[int, ReplicaStatus] = {}
         self._progress = ""
         self._progress_at = clock()

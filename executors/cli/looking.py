@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from executors.cli.options import JsonOption, RendezvousOption, RunArgument, TimeoutOption, find_run, refuse
-from executors.cli.output import Output, name_age
+from executors.cli.options import (
+    ExecutorOption,
+    ExecutorOptions,
+    JsonOption,
+    RendezvousOption,
+    RunArgument,
+    TimeoutOption,
+    find_run,
+    refuse,
+)
+from executors.cli.output import Output, name_age, one_line
 from executors.errors import ReplicasError
 from executors.logs import MAX_READ_BYTES
 
@@ -26,7 +35,7 @@ def ls(
     as_json: JsonOption = False,
 ) -> int:
     """List runs, the newest last."""
-    from executors.run import list_runs
+    from executors.known_runs import list_runs
 
     output = Output(as_json)
     try:
@@ -52,40 +61,51 @@ def ls(
         column.no_wrap = column.header != "entrypoint"  # the one that gives way on a narrow terminal
     for row in rows:
         status = Text(row["status"], style=STYLES.get(row["status"], "dim"))
-        age = name_age(time.time() - row["created_at"])
+        age = name_age(time.time() - row["created_at"]) if row["created_at"] else ""
         table.add_row(row["run_id"], row["backend"], str(row["world_size"]), cut(row["entrypoint"]), status, age)
     output.say(table)
+    for row in rows:
+        if row["problem"] is not None:
+            output.say(f"{row['run_id']}: {one_line(row['problem'])}", "dim")
     return 0
 
 
 def _row_of(run: Run) -> dict[str, Any]:
     try:
         record = run.record
-    except ReplicasError:  # a power cut left half a record; `rm` takes it away
+    except ReplicasError as error:  # a power cut left half a record, or somebody wrote it; `rm` takes it away
         nothing = {"backend": "", "world_size": 0, "entrypoint": "", "created_at": 0.0}
-        return {"run_id": run.run_id, "url": run.url, "status": "unreadable", **nothing}
+        return {"run_id": run.run_id, "url": run.url, "status": "unreadable", **nothing, "problem": str(error)}
+    problem = None
     try:
         status = str(run.status().status)
-    except ReplicasError:  # its backend is not installed here, or its store is out of reach
-        status = "unknown"
+    except ReplicasError as error:  # its backend is not installed here, or its store is out of reach
+        status, problem = "unknown", str(error)
     return {
         "run_id": run.run_id,
         "url": run.url,
         "backend": run.backend,
         "world_size": run.world_size,
-        "entrypoint": record["entrypoint"],
+        "entrypoint": record.entrypoint,
         "status": status,
-        "created_at": record["created_at"],
+        "created_at": record.created_at,
+        "problem": problem,
     }
 
 
-def status(run: RunArgument, rendezvous: RendezvousOption = None, as_json: JsonOption = False) -> int:
+def status(
+    run: RunArgument,
+    rendezvous: RendezvousOption = None,
+    backend: ExecutorOption = None,
+    option: ExecutorOptions = None,
+    as_json: JsonOption = False,
+) -> int:
     """Show how each replica of a run fares."""
     from executors.cli.report import document, exit_code, heading, reference, tell_failures
     from executors.cli.table import replica_table, title
 
     output = Output(as_json)
-    found = find_run(run, rendezvous)
+    found = find_run(run, rendezvous, backend, option)
     now = found.status()
     if as_json:
         rows = now.to_json()["replicas"]
@@ -98,11 +118,11 @@ def status(run: RunArgument, rendezvous: RendezvousOption = None, as_json: JsonO
     ended_at = max((outcome.finished_at for outcome in outcomes), default=now.at) if now.is_terminal else now.at
     output.say(heading(found), "bold")
     output.say(
-        f"launched {name_age(time.time() - record['created_at'])} ago by {record['created_by']}"
-        f"{', detached' if record.get('detach') else ''}, in {found.store.url}",
+        f"launched {name_age(time.time() - record.created_at)} ago by {one_line(record.created_by)}"
+        f"{', detached' if record.detach else ''}, in {found.store.url}",
         "dim",
     )
-    output.say(title(now, ended_at - record["created_at"]))
+    output.say(title(now, ended_at - record.created_at))
     output.say(replica_table(now))
     tell_failures(output, reference(found), outcomes)
     return 0
@@ -117,12 +137,14 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until the run ends.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", metavar="N", help="The last lines of each replica.")] = 200,
     rendezvous: RendezvousOption = None,
+    backend: ExecutorOption = None,
+    option: ExecutorOptions = None,
 ) -> int:
     """Print what replicas wrote to stdout and stderr.
 
     Lines of more than one rank are led by `\\[rank]`.
     """
-    found = find_run(run, rendezvous)
+    found = find_run(run, rendezvous, backend, option)
     ranks: Any = rank[0] if rank and len(rank) == 1 else rank or list(range(found.world_size))
     if lines < 0:
         refuse(f"--lines must be at least 0, got {lines}.")
@@ -159,7 +181,12 @@ def _print_all(texts: Iterable[str], *, flush: bool = False) -> None:
 
 
 def wait(
-    run: RunArgument, timeout: TimeoutOption = None, rendezvous: RendezvousOption = None, as_json: JsonOption = False
+    run: RunArgument,
+    timeout: TimeoutOption = None,
+    rendezvous: RendezvousOption = None,
+    backend: ExecutorOption = None,
+    option: ExecutorOptions = None,
+    as_json: JsonOption = False,
 ) -> int:
     """Wait for a run's end, showing how it fares.
 
@@ -168,7 +195,7 @@ def wait(
     from executors.cli.report import document, exit_code, heading, tell
 
     output = Output(as_json)
-    found = find_run(run, rendezvous)
+    found = find_run(run, rendezvous, backend, option)
     output.say(heading(found), "bold")
     in_time = watch(found, output, timeout)
     outcomes = found.outcomes()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
+    from executors.protocol import ServerlessExecutor
     from executors.run import Run
 
 
@@ -60,25 +61,52 @@ SecretOption = Annotated[
     list[str] | None,
     typer.Option("--secret", metavar="NAME", help="A secret, by its name. Repeatable.", show_default=False),
 ]
+ExecutorOption = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        "-b",
+        metavar="NAME",
+        help="What the run was launched with: a backend's name, or pkg.mod:Class, which is never taken from a record.",
+    ),
+]
+ExecutorOptions = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="K=V", help="An option of that --backend. Repeatable.", show_default=False),
+]
 TimeoutOption = Annotated[
     float | None,
     typer.Option("--timeout", metavar="S", help="Wait at most this many seconds; then exit with 124."),
 ]
 
 
-def find_run(run: str, rendezvous: str | None) -> Run:
-    """Find the run a user names.
+def find_run(run: str, rendezvous: str | None, backend: str | None = None, options: Sequence[str] | None = None) -> Run:
+    """Find the run a user names, with the executor that the user names, if any.
 
     Raises:
-        typer.BadParameter: it is no run id.
+        typer.BadParameter: it is no run id, or an option is wrong.
         RunNotFoundError: there is no such run.
+        BackendError: the run is of another backend.
     """
-    from executors.run import attach
+    from executors.known_runs import attach
 
     try:
-        return attach(run, rendezvous=rendezvous)
+        return attach(run, rendezvous=rendezvous, executor=_named_executor(backend, options))
     except (ValueError, TypeError) as error:
         refuse(error)
+
+
+def _named_executor(backend: str | None, options: Sequence[str] | None) -> str | ServerlessExecutor | None:
+    if not options:
+        return backend
+    if backend is None:
+        refuse("--option belongs to a backend: give --backend, too.")
+    from executors.cli.backend_options import check_options
+    from executors.registry import executor_class, get_executor
+
+    values = parse_values("--option", options)
+    check_options(backend, executor_class(backend), values)
+    return get_executor(backend, values)
 
 
 def refuse(error: Exception | str) -> NoReturn:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")  # colours and cursor movements
+ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")  # colours, movements; titles, links
 MAX_CHARACTERS = 300
 WIDE = 10_000  # columns: what is read by another program is never cut
 
@@ -48,6 +48,8 @@ class Output:
         Args:
             wrap: break long lines between words; else the terminal does, so that they can be copied whole.
         """
+        if isinstance(text, str):
+            text = inert(text)
         if isinstance(text, str) or self.console.file.isatty():
             self.console.print(text, style=style, soft_wrap=isinstance(text, str) and not wrap)
             return
@@ -77,9 +79,18 @@ def _strict(value: Any) -> Any:
     return value
 
 
+def inert(text: str) -> str:
+    """Return a text that may come from a record, without what would act on a terminal; its lines stay."""
+    return "\n".join(_printable(line) for line in text.split("\n"))
+
+
+def _printable(line: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in ESCAPES.sub("", line))
+
+
 def one_line(text: str, max_characters: int = MAX_CHARACTERS) -> str:
     """Return a text that comes from a replica as one line without control characters, cut when it is long."""
-    plain = "".join(char if char.isprintable() else " " for char in ESCAPES.sub("", text)).strip()
+    plain = _printable(text).strip()
     return plain if len(plain) <= max_characters else f"{plain[: max_characters - 1]}…"
 
 

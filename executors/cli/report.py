@@ -32,9 +32,9 @@ def exit_code(outcomes: Sequence[Outcome], *, interrupted: bool = False) -> int:
 def heading(run: Run) -> str:
     """Say in one line what a run is."""
     replicas = "1 replica" if run.world_size == 1 else f"{run.world_size} replicas"
-    limit = name_limit(run.record.get("timeout_s"))
-    chaos = "".join(f", chaos {spec}" for spec in run.record.get("chaos", ()))
-    return f"{run.run_id}: {replicas} of {one_line(run.record['entrypoint'])} on {run.backend}, {limit}{chaos}"
+    limit = name_limit(run.record.timeout_s)
+    chaos = "".join(f", chaos {one_line(spec)}" for spec in run.record.chaos)
+    return f"{run.run_id}: {replicas} of {one_line(run.record.entrypoint)} on {run.backend}, {limit}{chaos}"
 
 
 def reference(run: Run) -> str:
@@ -49,10 +49,10 @@ def document(run: Run, outcomes: Sequence[Outcome], code: int | None) -> dict[st
         "run_id": run.run_id,
         "url": run.url,
         "backend": run.backend,
-        "entrypoint": record["entrypoint"],
+        "entrypoint": record.entrypoint,
         "world_size": run.world_size,
-        "timeout_s": record.get("timeout_s"),
-        "created_at": record["created_at"],
+        "timeout_s": record.timeout_s,
+        "created_at": record.created_at,
         "task_digest": run.task_digest,
         "exit_code": code,
         "summary": find_summary(outcomes),

@@ -9,6 +9,8 @@ import typer
 from executors.cli.launch import watch
 from executors.cli.options import (
     EnvOption,
+    ExecutorOption,
+    ExecutorOptions,
     JsonOption,
     RendezvousOption,
     RunArgument,
@@ -33,6 +35,8 @@ def resume(
         float | None,
         typer.Option("--timeout", metavar="S", help="Seconds each replica may run. Default: as launched."),
     ] = None,
+    backend: ExecutorOption = None,
+    option: ExecutorOptions = None,
     env: EnvOption = None,
     secret: SecretOption = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return at once; the run goes on by itself.")] = False,
@@ -60,7 +64,7 @@ def resume(
     from executors.resuming import resume as bring_back
 
     output = Output(as_json)
-    found = find_run(run, rendezvous)
+    found = find_run(run, rendezvous, backend, option)
     with Interrupts() as interrupts:
         try:
             resumed = bring_back(

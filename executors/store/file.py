@@ -5,6 +5,8 @@ their name only when they are whole: by `link`, which fails if the name is taken
 it. So nothing half-written is ever visible, a killed writer leaves nothing, and creation is exclusive across
 processes and, on a network file system with working `link`, across machines.
 
+No symbolic link below the store's directory is followed: somebody else may be able to write there.
+
 Nothing is fsynced: an object survives its writer, not a power cut.
 """
 
@@ -20,7 +22,18 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from executors.errors import KeyNotFoundError, StoreError, UnsafeStoreError
-from executors.store.protocol import Buffer, Data, Entry, Produce, buffers_of, check_key, check_range
+from executors.store.no_links import PATH_ONLY, open_without_links
+from executors.store.protocol import (
+    MAX_KEY_BYTES,
+    Buffer,
+    Data,
+    Entry,
+    Produce,
+    buffers_of,
+    check_key,
+    check_range,
+    check_size,
+)
 
 UNFINISHED = ".unfinished~"  # the one reserved name at the top: files that have no key yet
 MAP_FROM_BYTES = 128 * 1024  # below this, copying is cheaper than the page faults of a mapping
@@ -43,11 +56,12 @@ class FileStore:
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         self._url = self.root.as_uri()
-        self._folder = str(self.root)  # a replica's start pays for every object that a path is made of
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self._fail(error, None, "create this directory for")
+        # Links that lead to the directory are its owner's; below it none is followed.
+        self._folder = os.path.realpath(self.root)  # a replica's start pays for every object that a path is made of
         self._probe()
 
     @property
@@ -90,7 +104,7 @@ class FileStore:
             staged = _hidden_name(self._folder)
             _link(source, staged)
             try:
-                _with_parents(path, lambda: os.replace(staged, path))
+                _with_parent(path, lambda folder, name: os.replace(staged, name, dst_dir_fd=folder))
             except OSError:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(staged)
@@ -102,19 +116,31 @@ class FileStore:
             self._fail(error, key, "write")
 
     def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+        def read(descriptor: int, size_bytes: int) -> memoryview:
+            # The size is checked first: touching a mapping behind the end of its file is a SIGBUS.
+            return _read(descriptor, start, check_range(key, self.url, size_bytes, start, size))
+
+        return self._get(key, read)
+
+    def get_at_most(self, key: str, max_bytes: int) -> memoryview:
+        def read(descriptor: int, size_bytes: int) -> memoryview:
+            # Never mapped: who cuts the file short meanwhile would end this process.
+            return _read_copied(descriptor, check_size(key, self.url, size_bytes, max_bytes))
+
+        return self._get(key, read)
+
+    def _get(self, key: str, read: Callable[[int, int], memoryview]) -> memoryview:
         path = self._path(key)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_without_links(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place would block
         except (FileNotFoundError, NotADirectoryError):
             raise KeyNotFoundError(f"No object {key!r} in {self.url}.", key=key, url=self.url) from None
         except OSError as error:
             self._fail(error, key, "read")
         try:
             status = os.fstat(descriptor)
-            # The size is checked first: touching a mapping behind the end of its file is a SIGBUS.
-            end = check_range(key, self.url, status.st_size, start, size) if stat.S_ISREG(status.st_mode) else -1
-            if end >= 0:
-                return _read(descriptor, start, end)
+            if stat.S_ISREG(status.st_mode):
+                return read(descriptor, status.st_size)
         except OSError as error:
             self._fail(error, key, "read")
         finally:
@@ -131,7 +157,8 @@ class FileStore:
     def delete(self, key: str) -> None:
         path = self._path(key)
         try:
-            os.unlink(path)
+            with _opened(os.path.dirname(path)) as folder:
+                os.unlink(os.path.basename(path), dir_fd=folder)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return
         except OSError as error:
@@ -147,25 +174,28 @@ class FileStore:
         return os.path.join(self._folder, key)
 
     def _walk(self, folder: str, folder_key: str, start_of_name: str) -> Iterator[Entry]:
+        if len(folder_key) > MAX_KEY_BYTES:
+            return  # no stack is so deep
+        rows: list[tuple[str, os.stat_result | None]] = []
         try:
-            with os.scandir(folder) as found:
-                # A folder sorts as its keys do, with the slash.
-                rows = sorted(
-                    (entry.name + ("/" if entry.is_dir(follow_symlinks=False) else ""), entry)
-                    for entry in found
-                    if entry.name.startswith(start_of_name) and not (not folder_key and entry.name == UNFINISHED)
-                )
+            with _opened(folder, os.O_RDONLY) as descriptor, os.scandir(descriptor) as found:
+                for entry in found:
+                    if not entry.name.startswith(start_of_name) or (not folder_key and entry.name == UNFINISHED):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        rows.append((f"{entry.name}/", None))  # a folder sorts as its keys do, with the slash
+                        continue
+                    with contextlib.suppress(FileNotFoundError):  # deleted while we list
+                        rows.append((entry.name, entry.stat(follow_symlinks=False)))
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
             self._fail(error, folder_key, "list")
-        for name, entry in rows:
-            if name.endswith("/"):
-                yield from self._walk(entry.path, folder_key + name, "")
-                continue
-            with contextlib.suppress(FileNotFoundError):  # deleted while we list
-                found_as = entry.stat(follow_symlinks=False)
-                yield Entry(folder_key + name, found_as.st_size, found_as.st_mtime)
+        for name, status in sorted(rows, key=lambda row: row[0]):
+            if status is None:
+                yield from self._walk(os.path.join(folder, name.rstrip("/")), folder_key + name, "")
+            else:
+                yield Entry(folder_key + name, status.st_size, status.st_mtime)
 
     def _probe(self) -> None:
         """Create the same name twice: the second must fail."""
@@ -201,6 +231,8 @@ class FileStore:
         hint = ""
         if error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY):
             hint = " A directory store cannot hold both a key and keys below it."
+        elif error.errno == errno.ELOOP:
+            hint = " A symbolic link is in the way; those in a store are not followed."
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = " Nothing was written; free some space and try again."
         raise StoreError(f"Cannot {verb} {what}: {error.strerror}.{hint}", key=key, url=self.url) from error
@@ -227,7 +259,7 @@ def _write_unnamed(folder: str, fill: Callable[[int], None], name: Callable[[str
             raise
         source = hidden = _hidden_name(folder)
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-        descriptor = _with_parents(hidden, lambda: os.open(source, flags, 0o666))
+        descriptor = _with_parent(hidden, lambda parent, name: os.open(name, flags, 0o666, dir_fd=parent))
     try:
         fill(descriptor)
         return name(source)
@@ -247,7 +279,9 @@ def _link(source: str, path: str) -> bool:
     try:
         # A directory descriptor makes Python call linkat(AT_SYMLINK_FOLLOW); link(2) would not follow /proc/self/fd/N.
         # The source is absolute, so the descriptor itself is never looked at.
-        _with_parents(path, lambda: os.link(source, path, src_dir_fd=0, follow_symlinks=True))
+        _with_parent(
+            path, lambda folder, name: os.link(source, name, src_dir_fd=0, dst_dir_fd=folder, follow_symlinks=True)
+        )
     except FileExistsError:
         if os.path.isdir(path):
             raise
@@ -255,18 +289,31 @@ def _link(source: str, path: str) -> bool:
     return True
 
 
-def _with_parents(path: str, act: Callable[[], T]) -> T:
-    """Do something that needs the path's folders; make them when missing, again when a `delete` just pruned them."""
+@contextlib.contextmanager
+def _opened(folder: str, flags: int = PATH_ONLY) -> Iterator[int]:
+    descriptor = open_without_links(folder, flags | os.O_DIRECTORY)
     try:
-        return act()
-    except FileNotFoundError:
-        pass
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _with_parent(path: str, act: Callable[[int, str], T]) -> T:
+    """Do something in the path's folder, which is made when missing, again when a `delete` just pruned it."""
+    parent, name = os.path.split(path)
+
+    def act_there() -> T:
+        with _opened(parent) as folder:
+            return act(folder, name)
+
+    with contextlib.suppress(FileNotFoundError):
+        return act_there()
     for _ in range(PRUNING_RACES):
         with contextlib.suppress(FileNotFoundError, FileExistsError):  # mkdir races with the pruning, too
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.makedirs(parent, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            return act()
-    return act()
+            return act_there()
+    return act_there()
 
 
 def _writing(data: Data) -> Callable[[int], None]:
@@ -286,6 +333,13 @@ def _write(descriptor: int, data: Data) -> None:
             written -= len(pending.pop(0))
         if written:
             pending[0] = pending[0][written:]
+
+
+def _read_copied(descriptor: int, size_bytes: int) -> memoryview:
+    read = bytearray()
+    while len(read) < size_bytes and (piece := os.pread(descriptor, size_bytes - len(read), len(read))):
+        read += piece
+    return memoryview(read).toreadonly()
 
 
 def _read(descriptor: int, start: int, end: int) -> memoryview:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from executors.errors import StoreError
+from executors.errors import CorruptObjectError, StoreError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Data: TypeAlias = Buffer | Sequence[Buffer]
@@ -89,6 +89,22 @@ class StreamingStore(Store, Protocol):
         """
 
 
+@runtime_checkable
+class BoundedStore(Store, Protocol):
+    """A store that refuses an object that is larger than its reader expects, before it is read.
+
+    Nobody needs to be one: whoever reads records asks for the method, and else looks at the size of what it got.
+    """
+
+    def get_at_most(self, key: str, max_bytes: int) -> memoryview:
+        """Return a whole object, copied.
+
+        Raises:
+            KeyNotFoundError: nothing stands there.
+            CorruptObjectError: it has more than `max_bytes` bytes.
+        """
+
+
 def check_key(key: str, url: str) -> None:
     """Refuse keys that could escape the store or mean different things to different stores.
 
@@ -120,6 +136,19 @@ def buffers_of(data: Data) -> list[memoryview]:
     """View the data as a list of flat byte buffers, without copying."""
     parts: Iterable[Buffer] = (data,) if isinstance(data, (bytes, bytearray, memoryview)) else data
     return [memoryview(part).cast("B") for part in parts if len(part)]
+
+
+def check_size(key: str, url: str, object_bytes: int, max_bytes: int) -> int:
+    """Return the size of an object.
+
+    Raises:
+        CorruptObjectError: it is more than `max_bytes`.
+    """
+    if object_bytes > max_bytes:
+        raise CorruptObjectError(
+            f"{key!r} in {url} has {object_bytes} bytes, at most {max_bytes} were expected.", key=key, url=url
+        )
+    return object_bytes
 
 
 def check_range(key: str, url: str, object_bytes: int, start: int, size: int | None) -> int:

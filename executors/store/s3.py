@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from executors.errors import StoreError, UnsafeStoreError
-from executors.store.protocol import MAX_KEY_BYTES, Data, Entry, buffers_of, check_key, check_range
+from executors.store.protocol import MAX_KEY_BYTES, Data, Entry, buffers_of, check_key, check_range, check_size
 from executors.store.s3_address import S3Address
 from executors.store.s3_body import BufferBody, is_made_of
 from executors.store.s3_client import connect, elsewhere
@@ -102,6 +102,14 @@ class S3Store:
             reader = self._reader()
             return self._retried(
                 lambda: reader.read(name, start, size, lambda total: check_range(key, self.url, total, start, size))
+            )
+
+    def get_at_most(self, key: str, max_bytes: int) -> memoryview:
+        name = self._name(key)
+        with self._told("read", key):
+            reader = self._reader()
+            return self._retried(
+                lambda: reader.read(name, 0, max_bytes, lambda total: check_size(key, self.url, total, max_bytes))
             )
 
     def list(self, prefix: str) -> Iterator[Entry]:

@@ -55,9 +55,10 @@ class RangeReader:
             return memoryview(b"")
         with contextlib.closing(reply["Body"]) as body:
             if "ContentRange" not in reply:  # a server that knows no ranges
+                end = end_of(reply["ContentLength"])
                 whole = memoryview(bytearray(reply["ContentLength"]))
                 _fill(whole, body)
-                return whole[start : end_of(len(whole))].toreadonly()
+                return whole[start:end].toreadonly()
             end = end_of(_total_of(reply))
             view = memoryview(bytearray(end - start))
             first, rest = view[: self.range_bytes], range(self.range_bytes, len(view), self.range_bytes)
