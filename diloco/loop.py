@@ -159,8 +159,7 @@ class Loop:
     @property
     def in_flight(self) -> bool:
         """Whether something was sent in phase whose round was not applied yet."""
-        r = self._round
-        return r is not None and r.published and not r.is_early and r.foreign is None
+        return (r := self._round) is not None and r.published and not r.is_early and r.foreign is None
 
     def _adopt(self) -> Adopted | None:
         """Wait until the next entry is sealed and its mean stands, helping both along, and apply it.

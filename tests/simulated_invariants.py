@@ -111,7 +111,7 @@ class Invariants:
             if "/seal/" in key and at_s > calm_s
         )
         for at_s, entry in sealed[2:]:
-            members = Seal.parse(self.store.objects[self.keys.seal(entry)]).members
+            members = Seal.parse(self.store.ever[self.keys.seal(entry)][0]).members
             named = {member.nonce for member in members.values()}
             for process in self.processes:
                 if process.is_here(at_s) and f"nonce{process.slot}" not in named:

@@ -369,3 +369,10 @@ def test_who_catches_up_compares_each_fragment_with_its_own_next_seal(
     simulation.run()
     assert len(seals_of(simulation)) >= 16
     assert reloaded == ([] if flipped is None else [flipped + 1])
+
+
+def test_who_does_not_look_at_the_next_seal_notices_a_flipped_bit_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the end: entries that are sealed are adopted in one go, and each is compared when it is applied."""
+    monkeypatch.setattr(Rendezvous, "_check_next_seal", lambda self, r: None)
+    with pytest.raises(AssertionError):
+        test_who_catches_up_compares_each_fragment_with_its_own_next_seal(3, 5, False, monkeypatch)
