@@ -184,6 +184,8 @@ class Simulation(Invariants):
                 world.note(f"has adopted {adopted[-1].entry}{', and is out of phase' * rendezvous.phase.is_out}")
                 process.adopted_s.append(world.now)
                 self._check_state(toy, rendezvous.position)
+            if checkpoint is None and not self.steps.overlap_steps:
+                self._check_ledger(process, rendezvous.phase)
             if plan.is_phased:
                 self._check_waits(process, adopted, began_s, was_out, was_named)
             process.is_new = was_out or (process.is_new and not adopted)

@@ -72,6 +72,13 @@ class Invariants:
     def toys(self) -> list[Toy]:
         return [process.toy for process in self.processes]
 
+    def _check_ledger(self, process: Process, phase: rounds.Phase) -> None:
+        """Of how many steps the live work is made is known at any time: contributions are weighed by it."""
+        slot = process.slot % SLOTS
+        units = [int(undone[slot]) for undone in process.toy.undone]
+        if units != phase.made:
+            raise Violation(f"{process.name} has {units} uncounted steps and believes in {phase.made}")
+
     def _check_waits(
         self,
         process: Process,

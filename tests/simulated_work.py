@@ -114,7 +114,7 @@ class Toy:
         if verdict is Settled.COUNTED:
             self.dropped = self.dropped or (self.loses_steps and bool((undone != self._sent).any()))
             undone[:] = 0.0
-        elif verdict is Settled.DROPPED:
+        elif verdict is Settled.DROPPED or (verdict is Settled.KEPT and not self.carries):
             self.dropped = self.dropped or bool(undone.any())
             undone[:] = 0.0
 

@@ -97,6 +97,7 @@ def trained(where: Mapping[str, Any], steps: int, **options: Any) -> tuple[int, 
                 for parameter in model.parameters():
                     parameter.add_(torch.randn(parameter.shape, generator=own))
             diloco.step()
+        assert diloco.inner_step == steps
         return diloco.rounds, diloco.anchor(), model
 
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rendezvous_simulation import Simulation
 from simulated_invariants import Violation
 from simulated_plan import Absence, Plan
+from simulated_work import Toy
 from simulated_world import Faults
 
 from diloco.keys import Keys
+from diloco.loop import Loop
 from diloco.membership import Identity, Membership
 from diloco.patience import PatientStore
 from diloco.phase import Phase
 from diloco.phase import Plan as StepPlan
 from diloco.records import Member, Seal, hash_order
 from diloco.rendezvous import Rendezvous
-from diloco.rounds import Pace
+from diloco.rounds import Pace, Round
 from diloco.sealing import Sealing
 from executors.store import MemoryStore
 
@@ -158,8 +162,12 @@ def who_leaves_out_of_phase_waits_for_nobody(patch: pytest.MonkeyPatch) -> None:
 def a_quorum_that_nobody_is_left_for_ends_who_is_out_of_phase() -> None:
     away = [never_back(rank, 70, leaves_outcome=False) for rank in (0, 1)]
     plan = phased(100, away, until_s=None, entries=[8] * 3, world_size=2, joiners=1, seed=3, min_quorum=2)
+    simulation = Simulation(plan)
     with pytest.raises(Violation, match="contributions arrived"):
-        Simulation(plan).run()
+        simulation.run()
+    ended_s = simulation.processes[2].ended_s
+    assert ended_s is not None
+    assert ended_s > 28 + 230 + 600, "the bound of who sees nobody, and then the time for a round"
 
 
 def who_has_made_three_of_ten_steps_knows_how_long_ten_take() -> None:
@@ -245,6 +253,133 @@ def test_the_bound_of_who_sees_nobody(told_s: float, own_s: float, lone_s: float
 def test_schedules_in_phases_that_once_found_something_stay_fine(seed: int) -> None:
     """An overlap's slack before a last round that has none; a returner that waits; a grace shorter than a look."""
     Simulation(Plan.phased(seed)).run()
+
+
+def stepped(phase: Phase, n: int) -> Phase:
+    for _ in range(n):
+        phase.step_made()
+        phase.left()
+    return phase
+
+
+def test_steps_count_from_the_last_look_that_saw_no_seal_less_the_overlap() -> None:
+    phase = stepped(Phase(StepPlan(steps_per_entry=10, overlap_steps=2), lambda: 0.0), 3)
+    phase.looked(0.0)
+    stepped(phase, 5)
+    phase.caught_up(1)
+    assert (phase.base, phase.since) == (10, 3)
+    phase.looked(0.0)
+    stepped(phase, 1)
+    phase.caught_up(2)
+    assert (phase.base, phase.since) == (30, 0)
+
+
+def test_a_head_start_is_told_for_one_round() -> None:
+    now = [0.0]
+    phase = Phase(StepPlan(steps_per_entry=10), lambda: now[0])
+    phase.looked(0.0)
+    now[0] = 7.0
+    phase.caught_up(1)
+    assert phase.head_start_s == 7.0
+    phase.met(1)
+    assert phase.head_start_s == 0.0
+
+
+def test_the_runs_step_is_that_of_its_newest_entry_and_at_most_a_phase_more() -> None:
+    phase = stepped(Phase(StepPlan(steps_per_entry=10, total_steps=25), lambda: 0.0), 14)
+    assert phase.inner_step == 10, "others may be in the midst of their phase still"
+    phase.caught_up(1)
+    assert 10 <= phase.inner_step <= 20
+    phase.met(1)
+    assert stepped(phase, 9).inner_step == 25
+    assert phase.is_at_the_end
+    phase.met(1)
+    assert phase.inner_step == 25
+    phase.met(5)
+    assert phase.inner_step == 25
+
+
+def test_a_last_round_does_not_overlap_with_training() -> None:
+    plan = StepPlan(steps_per_entry=10, n_fragments=2, overlap_steps=3, total_steps=40)
+    phase = stepped(Phase(plan, lambda: 0.0), 7)
+    assert plan.last_entry == 4
+    assert [phase.is_time_to_publish(entry) for entry in range(5)] == [True, True, True, False, False]
+
+
+def a_returner_whose_predecessor_is_counted_keeps_what_it_did_itself() -> None:
+    """Rank 2 dies when its contribution stands, and is back before the others have theirs."""
+    simulation = Simulation(
+        phased(
+            20, [Absence(2, 31.5, 1.0)], None, entries=[8] * 4, speeds=[1.5, 1.5, 1, 1.5], grace_s=30.0, upload_s=0.0
+        )
+    )
+    create = simulation.store._create
+    dead: list[str] = []
+
+    def deadly(key: str, value: bytes) -> bool:
+        created = create(key, value)
+        if created and key == simulation.keys.contribution(1, 2) and not dead:
+            dead.append(key)
+            simulation.world.at(0.0, lambda: simulation._away(Absence(2, 0.0, 1.0)))
+        return created
+
+    simulation.plan.absences.clear()
+    simulation.plan.absences.append(Absence(3, 1e9, 0.0))  # deaths are this scene's alone
+    simulation.store._create = deadly  # type: ignore[method-assign]
+    simulation.run()
+    seal = Seal.parse(simulation.store.ever[simulation.keys.seal(1)][0])
+    again = next(process for process in simulation.processes if process.me == Identity(2, 4, 1, "nonce4"))
+    assert seal.members[2].nonce == "nonce2", "its predecessor is counted"
+    assert not again.toy.dropped
+    assert again.toy.done > 0
+
+
+def test_a_returner_whose_predecessor_is_counted_keeps_what_it_did_itself() -> None:
+    a_returner_whose_predecessor_is_counted_keeps_what_it_did_itself()
+
+
+def test_who_drops_late_work_keeps_what_it_does_after_a_seal_has_named_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Toy, "carries", False)
+    simulation = Simulation(phased(100, [], until_s=450, joiners=1, seed=3))
+    simulation.run()
+    seals = [seal for _, seal in seals_of(simulation)]
+    assert seals[0].members[4].weight == 0
+    (_, work) = simulation.sealed_contribution(1, 4, seals[1])
+    assert work.sum() > 130, "a phase, and what it did before the seal that named it"
+
+
+def test_a_newer_copy_ends_an_older_one_in_the_midst_of_its_phase() -> None:
+    simulation = Simulation(phased(1000, [], until_s=600, joiners=1, seed=3))
+    simulation.world.at(100.0, lambda: simulation._spawn(4, 0.0))
+    simulation.run()
+    older, newer = simulation.processes[4:6]
+    assert newer.me == Identity(4, 4, 1, "nonce5")
+    assert older.ended_s is not None
+    assert older.ended_s < 100 + 10 + 60, "a look every ten seconds, at the end of a step of fifty"
+    assert newer.ended_s is None
+
+
+def test_who_sees_its_anchor_in_the_minority_leaves_the_decision_to_the_others_for_as_long_again() -> None:
+    members = membership(MemoryStore())
+    sealing = Sealing.__new__(Sealing)
+    sealing._phase, sealing._members, sealing._pace = Phase(StepPlan(), lambda: 0.0), members, Pace(grace_s=30.0)
+    sealing._rounds_learned = 0
+    r = Round(0, 0, 4, 0.0, began_s=0.0)
+    assert [sealing._is_over(r, {}, now, grace_factor=1) for now in (29.0, 31.0)] == [False, True]
+    assert [sealing._is_over(r, {}, now, grace_factor=2) for now in (31.0, 59.0, 61.0)] == [False, False, True]
+
+
+def test_nothing_is_in_flight_that_was_sent_out_of_phase() -> None:
+    def in_flight(**changes: Any) -> bool:
+        r = Round(0, 0, 4, 0.0, published=True)
+        for name, value in changes.items():
+            setattr(r, name, value)
+        return bool(Loop.in_flight.fget(SimpleNamespace(_round=r)))  # type: ignore[attr-defined]
+
+    assert in_flight()
+    assert not in_flight(is_early=True)
+    assert not in_flight(foreign=memoryview(b""))
+    assert not in_flight(published=False)
 
 
 SCENES: dict[str, tuple[Plan, float]] = {
