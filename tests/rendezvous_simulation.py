@@ -168,6 +168,7 @@ class Simulation(Invariants):
             rng=world.rng,
             background=lambda job: world.spawn(f"{world.who()} keeps", lambda: _until_death(job)),
         )
+        process.phase = rendezvous.phase
         rendezvous.start(checkpoint)
         process.here_s = world.now
         self._check_state(toy, rendezvous.position)

@@ -48,6 +48,7 @@ class Process:
     is_new: bool = True
     """Whether it is in its first round in phase."""
     left_out_of_phase: bool = False
+    phase: rounds.Phase | None = None
 
     def is_here(self, at_s: float) -> bool:
         return self.here_s is not None and self.here_s <= at_s and (self.ended_s is None or self.ended_s > at_s)
@@ -196,6 +197,8 @@ class Invariants:
             decides = "/seal/" in key or "/snapshot/" in key or key.endswith("started.json")
             if decides and len(values) > 1:
                 raise Violation(f"I1: {key} had {len(values)} values")
+            if "/contribution/" in key and self.steps.is_over(int(key.split("/r")[-1].split("/")[0])):
+                raise Violation(f"{key} was sent for an entry that is not planned")
         if self.keys.snapshot(0) not in self.store.ever:
             return  # everybody died before
         pointer = Pointer.parse(self.store.ever[self.keys.snapshot(0)][0])
@@ -247,6 +250,8 @@ class Invariants:
             self._check_weight(rank, head, sent[rank][1])
             if (head.weight, head.in_phase, head.nonce) != (member.weight, member.in_phase, member.nonce):
                 raise Violation(f"entry {entry}: the seal does not say of rank {rank} what its contribution does")
+        if seal.phase_s != max(head.phase_s for head, _ in sent.values()):
+            raise Violation(f"entry {entry}: the seal does not tell the longest phase of its members")
         if seal.shards and any(self.keys.mean(entry, shard) not in self.store.ever for shard in range(seal.shards)):
             return  # everybody died before the mean stood
         mean, left_out = self._standing_mean(entry)

@@ -98,6 +98,7 @@ def trained(where: Mapping[str, Any], steps: int, **options: Any) -> tuple[int, 
                     parameter.add_(torch.randn(parameter.shape, generator=own))
             diloco.step()
         assert diloco.inner_step == steps
+        assert diloco.sync() == [], "behind the last planned round there is none"
         return diloco.rounds, diloco.anchor(), model
 
 

@@ -225,6 +225,26 @@ def test_sync_synchronises_every_fragment_now() -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_rounds_that_were_asked_for_are_worth_the_steps_that_were_made() -> None:
+    def body(where: Mapping[str, Any]) -> list[int]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        with DiLoCo(model, inner_steps=100, fragments=2, **where) as diloco:
+            steps = []
+            for _ in range(7):
+                diloco.step()
+            diloco.sync()
+            steps.append(diloco.inner_step)
+            diloco.sync()
+            steps.append(diloco.inner_step)
+            for _ in range(3):
+                diloco.step()
+            steps.append(diloco.inner_step)
+            diloco.sync()
+            return steps
+
+    assert run_replicas(2, body) == [[7, 7, 10]] * 2
+
+
 def test_a_checkpoint_of_the_same_run_is_taken_up_where_the_run_is_now() -> None:
     model = nn.Linear(2, 2)
     with DiLoCo(model, inner_steps=2, **alone()) as diloco:

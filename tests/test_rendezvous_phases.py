@@ -249,9 +249,12 @@ def test_the_bound_of_who_sees_nobody(told_s: float, own_s: float, lone_s: float
     assert sealing.lone_s == pytest.approx(lone_s)
 
 
-@pytest.mark.parametrize("seed", [27, 223, 50763, 200907])
+@pytest.mark.parametrize("seed", [27, 223, 600, 902, 50763, 200907])
 def test_schedules_in_phases_that_once_found_something_stay_fine(seed: int) -> None:
-    """An overlap's slack before a last round that has none; a returner that waits; a grace shorter than a look."""
+    """An overlap's slack before a last round that has none; a returner that waits; a grace shorter than a look.
+
+    600 and 902: a seal that comes while something is sent for it.
+    """
     Simulation(Plan.phased(seed)).run()
 
 
@@ -367,6 +370,117 @@ def test_who_sees_its_anchor_in_the_minority_leaves_the_decision_to_the_others_f
     r = Round(0, 0, 4, 0.0, began_s=0.0)
     assert [sealing._is_over(r, {}, now, grace_factor=1) for now in (29.0, 31.0)] == [False, True]
     assert [sealing._is_over(r, {}, now, grace_factor=2) for now in (31.0, 59.0, 61.0)] == [False, False, True]
+
+
+def sealed_by(*names: tuple[int, int]) -> Seal:
+    return Seal({rank: Member(f"nonce{attempt}", attempt, 1.0, "d" * 32) for rank, attempt in names}, "a" * 32, 0)
+
+
+def test_an_attempt_that_is_not_older_than_the_named_one_tells_that_a_rank_is_gone() -> None:
+    store, keys = MemoryStore(), Keys("run", "main")
+    members = membership(store)
+    members.seal = sealed_by((1, 1))
+    for attempt, outcome in [(0, True), (1, False), (2, False)]:
+        store.put(keys.claim(1, attempt), b"{}")
+        if outcome:
+            store.put(keys.outcome(1, attempt), b"{}")
+    assert not members.is_gone(1), "an older one has ended"
+    store.put(keys.outcome(1, 2), b"{}")
+    assert members.is_gone(1), "a newer one has ended, and the named one is behind it"
+
+
+def test_when_all_are_gone_their_newest_attempts_are_expected_that_have_not_left() -> None:
+    store, keys = MemoryStore(), Keys("run", "main")
+    members = membership(store)
+    members.seal = sealed_by((0, 0), (1, 0), (2, 0))
+    for rank in (0, 1, 2):
+        store.put(keys.claim(rank, 0), b"{}")
+        store.put(keys.outcome(rank, 0), b"{}")
+    assert members.still_expected({}) == set()
+    store.put(keys.claim(1, 1), b"{}")
+    store.put(keys.claim(2, 1), b"{}")
+    store.put(keys.bye(2, 1), b"")
+    assert members.still_expected({}) == {1}
+    store.put(keys.claim(1, 2), b"{}")
+    store.put(keys.outcome(1, 2), b"{}")
+    assert members.still_expected({}) == set(), "the newest claim is the rank"
+
+
+def test_ones_own_rank_never_counts_as_somebody_who_lives() -> None:
+    members = membership(MemoryStore())
+    members.seal = sealed_by((0, 0))
+    assert not members.someone_lives()
+    members.seal = sealed_by((0, 0), (1, 0))
+    assert members.someone_lives()
+
+
+def test_before_the_first_seal_the_first_attempts_of_the_launch_are_expected_processes() -> None:
+    members = membership(MemoryStore())
+    assert members.names(1, 0, "any")
+    assert not members.names(1, 1, "any")
+    assert not members.names(2, 0, "any"), "a joiner"
+
+
+def test_who_has_made_no_step_decides_nothing_alone_before_the_first_seal() -> None:
+    now = [0.0]
+    phase = Phase(StepPlan(), lambda: now[0])
+    sealing = Sealing.__new__(Sealing)
+    joiner = Identity(2, 2, 0, "joiner")
+    patient = PatientStore(MemoryStore(), clock=lambda: 0.0, error_patience_s=1.0)
+    sealing._phase, sealing._pace = phase, Pace(grace_s=30.0)
+    sealing._members, sealing._rounds_learned = Membership(patient, Keys("run", "main"), joiner), 0
+    r = Round(0, 0, 4, 0.0, began_s=0.0, published_s=0.0)
+    assert not sealing._is_over(r, {}, 1e6, grace_factor=1)
+    now[0] = 10.0
+    phase.step_made()
+    assert [sealing._is_over(r, {}, at_s, grace_factor=1) for at_s in (49.0, 51.0)] == [False, True]
+
+
+def test_who_was_out_of_phase_is_in_phase_when_those_are_seen_to_be_dead_whom_the_seal_names() -> None:
+    """A run that was killed as a whole without outcomes: the first to be back takes the others to be alive."""
+    away = [Absence(rank, 220, 10 + 3 * rank, leaves_outcome=False) for rank in range(4)]
+    simulation = Simulation(phased(100, away, until_s=260))
+    was_out: list[int] = []
+
+    def look(seen: list[int]) -> None:
+        seen += [p.slot for p in simulation.processes[4:] if p.phase is not None and p.phase.is_out]
+
+    still_out: list[int] = []
+    simulation.world.at(232.0, lambda: look(was_out))
+    simulation.world.at(255.0, lambda: look(still_out))
+    simulation.run()
+    assert was_out
+    assert still_out == []
+
+
+def test_a_returner_of_a_whole_run_keeps_what_it_did_where_its_predecessor_is_counted() -> None:
+    simulation = Simulation(phased(20, [], None, entries=[8] * 4, speeds=[1.5, 1.5, 1, 1.5], upload_s=0.0))
+    create = simulation.store._create
+    dead: list[str] = []
+
+    def deadly(key: str, value: bytes) -> bool:
+        created = create(key, value)
+        if created and key == simulation.keys.contribution(1, 2) and not dead:
+            dead.append(key)
+            for rank in range(4):
+                simulation.world.at(0.0, lambda rank=rank: simulation._away(Absence(rank, 0.0, 1.0)))  # type: ignore[misc]
+        return created
+
+    simulation.plan.absences.append(Absence(3, 1e9, 0.0))  # deaths are this scene's alone
+    simulation.store._create = deadly  # type: ignore[method-assign]
+    simulation.run()
+    again = next(process for process in simulation.processes[4:] if process.rank == 2)
+    seal = Seal.parse(simulation.store.ever[simulation.keys.seal(1)][0])
+    assert seal.members[2].nonce == "nonce2", "its predecessor is counted"
+    assert not again.toy.dropped
+
+
+@pytest.mark.parametrize("seed", range(3, 7))
+def test_a_wait_that_is_ones_own_head_start_teaches_nobody_a_longer_grace(seed: int) -> None:
+    simulation = Simulation(phased(100, [], 450, joiners=1, seed=seed, steps_per_entry=20, step_s=(5.0, 5.0)))
+    simulation.run()
+    (head, _) = simulation.sealed_contribution(2, 4, seals_of(simulation)[2][1])
+    assert head.waited_s < 1.0
 
 
 def test_nothing_is_in_flight_that_was_sent_out_of_phase() -> None:
