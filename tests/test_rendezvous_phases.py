@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from rendezvous_simulation import Simulation
@@ -208,13 +209,11 @@ def test_schedules_in_phases_that_once_found_something_stay_fine(seed: int) -> N
     Simulation(Plan.phased(seed)).run()
 
 
-def a_returner_whose_predecessor_is_counted_keeps_what_it_did_itself() -> None:
-    """Rank 2 dies when its contribution stands, and is back before the others have theirs."""
-    simulation = Simulation(
-        phased(
-            20, [Absence(2, 31.5, 1.0)], None, entries=[8] * 4, speeds=[1.5, 1.5, 1, 1.5], grace_s=30.0, upload_s=0.0
-        )
-    )
+@pytest.mark.parametrize("die", [(2,), (0, 1, 2, 3)], ids=["one", "all"])
+def test_a_returner_whose_predecessor_is_counted_keeps_what_it_did_itself(die: tuple[int, ...]) -> None:
+    """Rank 2 dies when its contribution stands, alone or with all others, and is back before that is sealed."""
+    simulation = Simulation(phased(20, [], None, entries=[8] * 4, speeds=[1.5, 1.5, 1, 1.5], upload_s=0.0))
+    simulation.plan.absences.append(Absence(3, 1e9, 0.0))  # deaths are this scene's alone
     create = simulation.store._create
     dead: list[str] = []
 
@@ -222,22 +221,17 @@ def a_returner_whose_predecessor_is_counted_keeps_what_it_did_itself() -> None:
         created = create(key, value)
         if created and key == simulation.keys.contribution(1, 2) and not dead:
             dead.append(key)
-            simulation.world.at(0.0, lambda: simulation._away(Absence(2, 0.0, 1.0)))
+            for rank in die:
+                simulation.world.at(0.0, partial(simulation._away, Absence(rank, 0.0, 1.0)))
         return created
 
-    simulation.plan.absences.clear()
-    simulation.plan.absences.append(Absence(3, 1e9, 0.0))  # deaths are this scene's alone
     simulation.store._create = deadly  # type: ignore[method-assign]
     simulation.run()
+    again = next(process for process in simulation.processes[4:] if process.rank == 2)
     seal = Seal.parse(simulation.store.ever[simulation.keys.seal(1)][0])
-    again = next(process for process in simulation.processes if process.me == Identity(2, 4, 1, "nonce4"))
     assert seal.members[2].nonce == "nonce2", "its predecessor is counted"
-    assert not again.toy.dropped
     assert again.toy.done > 0
-
-
-def test_a_returner_whose_predecessor_is_counted_keeps_what_it_did_itself() -> None:
-    a_returner_whose_predecessor_is_counted_keeps_what_it_did_itself()
+    assert not again.toy.dropped
 
 
 def test_who_drops_late_work_keeps_what_it_does_after_a_seal_has_named_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,28 +270,6 @@ def test_who_was_out_of_phase_is_in_phase_when_those_are_seen_to_be_dead_whom_th
     simulation.run()
     assert was_out
     assert still_out == []
-
-
-def test_a_returner_of_a_whole_run_keeps_what_it_did_where_its_predecessor_is_counted() -> None:
-    simulation = Simulation(phased(20, [], None, entries=[8] * 4, speeds=[1.5, 1.5, 1, 1.5], upload_s=0.0))
-    create = simulation.store._create
-    dead: list[str] = []
-
-    def deadly(key: str, value: bytes) -> bool:
-        created = create(key, value)
-        if created and key == simulation.keys.contribution(1, 2) and not dead:
-            dead.append(key)
-            for rank in range(4):
-                simulation.world.at(0.0, lambda rank=rank: simulation._away(Absence(rank, 0.0, 1.0)))  # type: ignore[misc]
-        return created
-
-    simulation.plan.absences.append(Absence(3, 1e9, 0.0))  # deaths are this scene's alone
-    simulation.store._create = deadly  # type: ignore[method-assign]
-    simulation.run()
-    again = next(process for process in simulation.processes[4:] if process.rank == 2)
-    seal = Seal.parse(simulation.store.ever[simulation.keys.seal(1)][0])
-    assert seal.members[2].nonce == "nonce2", "its predecessor is counted"
-    assert not again.toy.dropped
 
 
 @pytest.mark.parametrize("seed", range(3, 7))
