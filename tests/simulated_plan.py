@@ -162,7 +162,7 @@ class Plan:
             step_s=(step_s, step_s),
             speeds=speeds,
             grace_s=GRACE_S,
-            answer_s=rng.choice([0.0005, min(0.025, phase_s / 30)]),
+            answer_s=rng.choice([0.0005, min(0.025, phase_s / 100)]),  # to seal takes twenty answers: less than a phase
             upload_s=rng.choice([0.0, 0.0, phase_s / 10]),
             weights=rng.choice([[1.0], [1.0, 2.0, 3.0]]),
             is_planned=rng.random() < 0.3,
