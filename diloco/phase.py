@@ -118,10 +118,6 @@ class Phase:
         """Note that the open entry had no seal then."""
         self.looked_s, self._since_look = at_s, steps_ago
 
-    @property
-    def steps_since_look(self) -> int:
-        return self._since_look
-
     def begin(self, base: int, since: int = 0) -> None:
         """Stand where others, or a checkpoint, have come to."""
         self.base, self.since = self._capped(base), since

@@ -105,7 +105,7 @@ class Rendezvous(Loop):
     @property
     def uncounted_steps(self) -> int:
         """How many of this process's steps are in no mean yet, in the fragment that has most."""
-        return max(steps or 0 for steps in self.phase.made)
+        return max(self.phase.made)
 
     def step(self) -> list[Adopted]:
         """Count an inner step, do what is due after it, and return the entries that were adopted.
