@@ -40,13 +40,13 @@ test-all: lint
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 test-radosgw: install
-	PYTHONPATH=tests $(BIN)/python -m servers.radosgw $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/test_store_s3_radosgw.py
+	PYTHONPATH=tests $(BIN)/python -m servers.s3.radosgw $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/contract/test_store_s3_radosgw.py
 
 bench: install
 	$(BIN)/python -m tests.benchmarks
 
 simulate: install
-	$(BIN)/python -m tests.simulate $(SCHEDULES)
+	$(BIN)/python -m tests.simulation $(SCHEDULES)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

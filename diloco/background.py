@@ -10,11 +10,11 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 WAITING = 2
-"""Jobs that may wait; each holds a copy of what it sends, so whoever brings one more waits itself."""
+"""Jobs that may wait; each holds a copy of its data, so a caller that brings one more waits."""
 
 
 class BackgroundThread:
-    """Does jobs in their order. The thread ends with the process, whatever it is at."""
+    """Does jobs in their order. The thread ends with the process, also in the midst of a job."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,15 +1,19 @@
 """The default task: replicas teach one small transformer to write Python.
 
-Text: the sources of the running Python's standard library, each replica its own share, some of it held out. Nothing is
-downloaded. The settings were seen to work from a cold start: rounds of ten steps, outer learning rate 0.7, momentum
+The text is the source of the running Python's standard library, a share for each replica, some of it held out. Nothing
+is downloaded. The settings are known to work from a cold start: rounds of ten steps, outer learning rate 0.7, momentum
 0.8 ramped over half of the rounds, and a plain average at the end.
 """
 
 from __future__ import annotations
 
 import math
+import sysconfig
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +21,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 from xxhash import xxh3_128
 
-from diloco.demo_data import Text, load_text
 from diloco.outer import DiLoCo
-from diloco.report import RoundReport
+from diloco.rendezvous.round import RoundReport
 from diloco.settings import FEW_ROUNDS
-from executors.replica import current_replica
+from executors.replica import Replica, current_replica
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.8
 INNER_LR, INNER_WARMUP_STEPS = 3e-3, 40
+MAX_BYTES = 24 << 20
+HELD_OUT = 20
+"""One chunk in so many is held out."""
+CHUNK_BYTES = 8 << 10
+SHORTEST_BYTES = 1 << 10
 
 
 class Block(nn.Module):
@@ -79,37 +87,42 @@ class ByteTransformer(nn.Module):
         return bytes(tokens).decode(errors="replace")
 
 
-@dataclass
 class Inner:
-    """AdamW with a warm-up and a cosine, and the stream of a replica's batches."""
+    """One replica's inner steps: AdamW with a warm-up and a cosine, over a stream of batches of its share."""
 
-    model: ByteTransformer
-    text: Tensor
-    steps: int
-    batch: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), INNER_LR)
-        self.generator = torch.Generator().manual_seed(self.seed)
+    def __init__(self, text: Text, rank: int, world_size: int, *, steps: int, batch: int, seed: int) -> None:
+        self.model = _new_model(seed)
+        self._text = text.share(rank, world_size)
+        self._steps, self._batch = steps, batch
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), INNER_LR)
+        self._generator = torch.Generator().manual_seed(1000 * seed + rank)
 
     def windows(self) -> Tensor:
-        """Draw a batch of windows of context + 1 bytes."""
-        length = self.model.context + 1
-        starts = torch.randint(len(self.text) - length + 1, (self.batch,), generator=self.generator)
-        return torch.stack([self.text[start : start + length] for start in starts.tolist()]).long()
+        """Draw the next batch."""
+        return _windows(self._text, self._batch, self.model.context, self._generator)
 
     def step(self, step: int, windows: Tensor | None = None) -> float:
         """Take one step, counted from 0, and return the loss before it."""
-        progress = min(1.0, step / max(1, self.steps))
+        progress = min(1.0, step / max(1, self._steps))
         rate = INNER_LR * min(1.0, (step + 1) / INNER_WARMUP_STEPS) * (0.55 + 0.45 * math.cos(math.pi * progress))
-        for group in self.optimizer.param_groups:
+        for group in self._optimizer.param_groups:
             group["lr"] = rate
         loss = self.model.loss(self.windows() if windows is None else windows)
         loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
         return loss.item()
+
+
+def _windows(text: Tensor, count: int, context: int, generator: torch.Generator) -> Tensor:
+    """Draw windows of context + 1 bytes from a text."""
+    starts = torch.randint(len(text) - context, (count,), generator=generator)
+    return torch.stack([text[start : start + context + 1] for start in starts.tolist()]).long()
+
+
+def _new_model(seed: int) -> ByteTransformer:
+    torch.manual_seed(seed)
+    return ByteTransformer()
 
 
 def train(
@@ -140,7 +153,8 @@ def train(
             raise ValueError(f"{name} must be an integer of at least 1, got {name}={value!r}.")
     replica = current_replica()
     text = load_text(data)
-    inner = _inner(text, replica.rank, replica.world_size, steps, batch, seed)
+    new_inner = partial(Inner, text, world_size=replica.world_size, steps=steps, batch=batch, seed=seed)
+    inner = new_inner(replica.rank)
     model = inner.model
     few = steps < FEW_ROUNDS * inner_steps  # too few rounds for a momentum: average plainly
     diloco = DiLoCo(
@@ -166,75 +180,53 @@ def train(
         anchor = diloco.anchor()
     model.load_state_dict(anchor, strict=False)
     seconds = time.monotonic() - began
-    result = {"steps": steps, "anchor": _digest(anchor), **_numbers(reports, seconds, diloco.rounds)}
-    print(f"done: {steps} steps, {diloco.rounds} rounds in {seconds:.1f} s", flush=True)
-    last_ranks = reports[-1].ranks if reports else (replica.rank,)
-    if replica.rank in (0, min(last_ranks)):
-        if math.isnan(before):
-            before = evaluate(_new_model(seed), text)  # rank 0, who would have told, is gone
-        result |= {"loss_before": before, "loss": evaluate(model, text)}
-        if compare:
-            result |= _compare(text, replica.rank, replica.world_size, steps, batch, seed)
-        result["summary"] = _summary(result, model, replica.world_size, len(last_ranks), text, seed)
-    return result
-
-
-def evaluate(model: ByteTransformer, text: Text) -> float:
-    """Return the mean loss over the held-out text, the same windows each time."""
-    generator = torch.Generator().manual_seed(1)
-    length = model.context + 1
-    starts = torch.randint(len(text.held_out) - length + 1, (512,), generator=generator)
-    windows = torch.stack([text.held_out[start : start + length] for start in starts.tolist()]).long()
-    with torch.no_grad():
-        losses = [model.loss(part).item() for part in torch.split(windows, 64)]
-    return sum(losses) / len(losses)
-
-
-def _digest(anchor: dict[str, Tensor]) -> str:
-    """Equal for replicas that hold the same parameters, bit for bit."""
-    digest = xxh3_128()
-    for values in anchor.values():
-        digest.update(values.numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _new_model(seed: int) -> ByteTransformer:
-    torch.manual_seed(seed)
-    return ByteTransformer()
-
-
-def _inner(text: Text, rank: int, world_size: int, steps: int, batch: int, seed: int) -> Inner:
-    return Inner(_new_model(seed), text.share(rank, world_size), steps, batch, seed=1000 * seed + rank)
-
-
-def _compare(text: Text, rank: int, world_size: int, steps: int, batch: int, seed: int) -> dict[str, float]:
-    """Train one replica alone on its share, and one process on the batches of all."""
-    alone = _inner(text, rank, world_size, steps, batch, seed)
-    print("training one replica alone, to compare", flush=True)
-    for step in range(steps):
-        alone.step(step)
-    together = [_inner(text, r, world_size, steps, batch, seed) for r in range(world_size)]
-    print("training data-parallel, to compare", flush=True)
-    for step in range(steps):
-        together[0].step(step, torch.cat([inner.windows() for inner in together]))
-    return {"loss_alone": evaluate(alone.model, text), "loss_data_parallel": evaluate(together[0].model, text)}
-
-
-def _numbers(reports: list[RoundReport], seconds: float, rounds: int) -> dict[str, Any]:
+    digest = xxh3_128(b"".join(values.numpy().tobytes() for values in anchor.values())).hexdigest()
     in_rounds = sum(r.wait_s + r.move_s + r.reduce_s + r.step_s for r in reports)
-    return {
-        "rounds": rounds,
+    result: dict[str, Any] = {
+        "steps": steps,
+        "anchor": digest,
+        "rounds": diloco.rounds,
         "seconds": round(seconds, 2),
         "seconds_in_rounds": round(in_rounds, 2),
         "seconds_waiting": round(sum(r.wait_s for r in reports), 2),
         "bytes_up": sum(r.bytes_up for r in reports),
         "bytes_down": sum(r.bytes_down for r in reports),
     }
+    print(f"done: {steps} steps, {diloco.rounds} rounds in {seconds:.1f} s", flush=True)
+    last_ranks = reports[-1].ranks if reports else (replica.rank,)
+    if replica.rank in (0, min(last_ranks)):
+        if math.isnan(before):
+            before = evaluate(_new_model(seed), text)  # rank 0, which would report it, is gone
+        result |= {"loss_before": before, "loss": evaluate(model, text)}
+        if compare:
+            result |= _compare(text, replica, new_inner, steps)
+        result["summary"] = _summary(result, model, replica.world_size, len(last_ranks), text, seed)
+    return result
+
+
+def evaluate(model: ByteTransformer, text: Text) -> float:
+    """Return the mean loss over the held-out text, the same windows each time."""
+    windows = _windows(text.held_out, 512, model.context, torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        losses = [model.loss(part).item() for part in torch.split(windows, 64)]
+    return sum(losses) / len(losses)
+
+
+def _compare(text: Text, replica: Replica, new_inner: Callable[[int], Inner], steps: int) -> dict[str, float]:
+    """Train one replica alone on its share, and one process on the batches of all."""
+    print("training one replica alone, to compare", flush=True)
+    alone = new_inner(replica.rank)
+    for step in range(steps):
+        alone.step(step)
+    print("training data-parallel, to compare", flush=True)
+    together = [new_inner(rank) for rank in range(replica.world_size)]
+    for step in range(steps):
+        together[0].step(step, torch.cat([inner.windows() for inner in together]))
+    return {"loss_alone": evaluate(alone.model, text), "loss_data_parallel": evaluate(together[0].model, text)}
 
 
 def _summary(result: dict[str, Any], model: ByteTransformer, world_size: int, left: int, text: Text, seed: int) -> str:
-    up, down = result["bytes_up"] / 1e6, result["bytes_down"] / 1e6
-    moving = result["seconds_in_rounds"] - result["seconds_waiting"]
+    up, down, waiting = result["bytes_up"] / 1e6, result["bytes_down"] / 1e6, result["seconds_waiting"]
     seconds = max(result["seconds"], 0.01)
     n_parameters = sum(p.numel() for p in model.parameters())
     lines = [
@@ -253,8 +245,8 @@ def _summary(result: dict[str, Any], model: ByteTransformer, world_size: int, le
     lines += [
         f"{_count(result['rounds'], 'round')} moved {up:.1f} MB up and {down:.1f} MB down per replica; "
         f"data-parallel would have moved {4e-6 * n_parameters * result['steps']:.0f} MB each way.",
-        f"{moving / seconds:.1%} of the time went into rounds, {result['seconds_waiting'] / seconds:.1%} into waiting "
-        "for other replicas.",
+        f"{(result['seconds_in_rounds'] - waiting) / seconds:.1%} of the time went into rounds, "
+        f"{waiting / seconds:.1%} into waiting for other replicas.",
         "It writes:",
     ]
     written = model.write(b"def ", 200, seed)
@@ -262,5 +254,58 @@ def _summary(result: dict[str, Any], model: ByteTransformer, world_size: int, le
     return "\n".join(lines)
 
 
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'s' * (n != 1)}"
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes to learn from and bytes to be judged by."""
+
+    name: str
+    training: tuple[Tensor, ...]  # chunks of uint8
+    held_out: Tensor  # (n,) uint8
+
+    def share(self, rank: int, world_size: int) -> Tensor:
+        """Return a replica's own part; when there are fewer chunks than replicas, several have the same."""
+        chunks = self.training[rank::world_size] or (self.training[rank % len(self.training)],)
+        return torch.cat(chunks)
+
+
+def load_text(data: str | None = None) -> Text:
+    """Read the text.
+
+    Raises:
+        FileNotFoundError: there is nothing at `data`.
+        ValueError: there is too little text.
+    """
+    name, files = _files(data)
+    joined = bytearray()
+    for file in files:
+        joined += file.read_bytes()
+        if len(joined) >= MAX_BYTES:
+            break
+    if len(joined) < SHORTEST_BYTES:
+        raise ValueError(f"{name} has {len(joined)} bytes of text; the demo needs at least {SHORTEST_BYTES}.")
+    # small texts are cut finer, so that every replica has something; a window of 65 bytes must fit into each
+    size = max(130, min(CHUNK_BYTES, len(joined) // (4 * HELD_OUT)))
+    chunks = list(torch.split(torch.frombuffer(joined, dtype=torch.uint8)[:MAX_BYTES], size))
+    if len(chunks[-1]) < size:
+        chunks.pop()
+    last = min(HELD_OUT, len(chunks)) - 1
+    held_out = chunks[last::HELD_OUT]
+    del chunks[last::HELD_OUT]
+    return Text(name, tuple(chunks), torch.cat(held_out))
+
+
+def _files(data: str | None) -> tuple[str, list[Path]]:
+    if data is None:
+        library = Path(sysconfig.get_path("stdlib"))
+        files = [p for p in library.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.parts)]
+        return "the sources of Python's standard library", sorted(files)
+    path = Path(data).expanduser()
+    if path.is_file():
+        return str(path), [path]
+    if path.is_dir():
+        return str(path), sorted(p for p in path.rglob("*") if p.is_file())
+    raise FileNotFoundError(f"There is no file or folder {str(path)!r} to train on (data={data!r}).")

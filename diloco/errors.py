@@ -50,11 +50,11 @@ class AbortedError(DiLoCoError):
     """A peer aborted the run."""
 
     @classmethod
-    def told_by(cls, run_id: str, record: bytes) -> Self:
-        """Say who aborted it and why, as far as what stands in the store tells."""
+    def from_record(cls, run_id: str, record: bytes) -> Self:
+        """Return the error that names who aborted the run and why, as far as the record can be read."""
         try:
-            told = json.loads(record)
-            why = f"{told['who']}: {told['why']}"
+            fields = json.loads(record)
+            why = f"{fields['who']}: {fields['why']}"
         except (ValueError, KeyError, TypeError, RecursionError):
             why = record[:500].decode(errors="replace")
         return cls(f"Run {run_id!r} was aborted: {why[:500]}")

@@ -65,24 +65,21 @@ def plan_fragments(model: nn.Module, fragments: FragmentSpec, *, sync_buffers: b
         groups = _listed(model, parameters, fragments)
     buffers = synchronised_buffers(model) if sync_buffers else {}
     homes = _homes(groups, buffers)
-    return [
-        _laid_out(
-            index,
-            {name: parameters[name] for name in parameters if name in group},
-            {name: buffer for name, buffer in buffers.items() if homes[name] == index},
-        )
-        for index, group in enumerate(groups)
-    ]
+    plan = []
+    for index, group in enumerate(groups):
+        own = {name: parameters[name] for name in parameters if name in group}
+        plan.append(_laid_out(index, own, {name: b for name, b in buffers.items() if homes[name] == index}))
+    return plan
 
 
 def synchronised_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that are averaged: of floats, saved with the model, finite."""
-    found = {}
     saved = model.state_dict(keep_vars=True).keys()
-    for name, buffer in model.named_buffers():
-        if name in saved and buffer.is_floating_point() and bool(torch.isfinite(buffer).all()):
-            found[name] = buffer
-    return found
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name in saved and buffer.is_floating_point() and bool(torch.isfinite(buffer).all())
+    }
 
 
 def _dealt_out(model: nn.Module, parameters: dict[str, nn.Parameter], count: int) -> list[set[str]]:
@@ -155,20 +152,18 @@ def _parameters_of(model: nn.Module, item: nn.Module | str, index: int) -> Itera
     named = dict(model.named_parameters(remove_duplicate=False))
     found = [p for name, p in named.items() if name == item or name.startswith(f"{item}.")]
     if not found:
-        raise ValueError(f"fragments[{index}] names {item!r}, which is no parameter or module of the model.")
+        raise ValueError(f"fragments[{index}] names {item!r}, which is not a parameter or module of the model.")
     yield from found
 
 
 def _homes(groups: Sequence[set[str]], buffers: dict[str, Tensor]) -> dict[str, int]:
-    """Assign each buffer to the fragment of the parameters it stands closest to."""
-    homes = {}
+    """Assign each buffer to the fragment of the parameters closest to it in the tree of modules."""
+    homes = dict.fromkeys(buffers, 0)
     for name in buffers:
         path = name
-        homes[name] = 0
-        while path:
-            path = path.rpartition(".")[0]
+        while path := path.rpartition(".")[0]:
             near = [i for i, group in enumerate(groups) if any(p.startswith(f"{path}.") for p in group)]
-            if path and near:
+            if near:
                 homes[name] = near[0]
                 break
     return homes
@@ -176,15 +171,10 @@ def _homes(groups: Sequence[set[str]], buffers: dict[str, Tensor]) -> dict[str, 
 
 def _laid_out(index: int, parameters: dict[str, nn.Parameter], buffers: dict[str, Tensor]) -> Fragment:
     slots: list[Slot] = []
-    at = n_stepped = 0
-    kinds: tuple[tuple[Literal["parameter", "buffer"], dict[str, nn.Parameter] | dict[str, Tensor]], ...]
-    kinds = (("parameter", parameters), ("buffer", buffers))
-    for kind, tensors in kinds:
-        for name, tensor in tensors.items():
-            size = prod(tensor.shape)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            slots.append(Slot(name, kind, tuple(tensor.shape), dtype, at, at + size))
-            at += size
-        if kind == "parameter":
-            n_stepped = at
-    return Fragment(index, tuple(slots), n_stepped, at)
+    at = 0
+    for name, tensor in {**parameters, **buffers}.items():
+        kind: Literal["parameter", "buffer"] = "parameter" if name in parameters else "buffer"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        slots.append(Slot(name, kind, tuple(tensor.shape), dtype, at, at + prod(tensor.shape)))
+        at = slots[-1].end
+    return Fragment(index, tuple(slots), sum(p.numel() for p in parameters.values()), at)

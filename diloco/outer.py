@@ -4,7 +4,8 @@ Each replica trains alone for `inner_steps` steps, then all average how far they
 parameters they share, along that average (Douillard et al., 2311.08105). With several fragments the model is
 synchronised a part at a time, staggered, and a part may travel while training goes on (Streaming DiLoCo, 2501.18512).
 
-This file counts steps and says when; `rendezvous.py` brings the replicas together, `training.py` holds the anchor.
+`rendezvous/participant.py` counts steps and says when, `rendezvous/loop.py` brings the replicas together, and
+`model_state.py` holds the anchor.
 """
 
 from __future__ import annotations
@@ -19,21 +20,18 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
-from diloco.attached import Attachments
+from diloco.attached_state import AttachedState
 from diloco.background import BackgroundThread
 from diloco.errors import DiLoCoError
 from diloco.fragments import FragmentSpec, plan_fragments
-from diloco.identity import find_place
-from diloco.keys import Keys
-from diloco.outer_optimizer import OptimizerFactory, Schedule
-from diloco.parallel import ParallelMap, at_once, is_near
-from diloco.patience import PatientStore
-from diloco.rendezvous import Rendezvous
-from diloco.report import RoundReport
-from diloco.rounds import Adopted, Pace
-from diloco.sending import kept_bytes
+from diloco.model_state import ModelState
+from diloco.outer_optimizer import OptimizerFactory
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import find_place
+from diloco.rendezvous.participant import Participant
+from diloco.rendezvous.patient_store import ParallelMap, PatientStore, at_once, is_near
+from diloco.rendezvous.round import Context, Limits, RoundReport
 from diloco.settings import Settings
-from diloco.training import Training
 from executors.errors import ReplicasError
 from executors.store import Store
 from executors.store.watch import open_watch
@@ -57,7 +55,7 @@ class DiLoCo:
     replica to publish its own wins. From then on every replica's anchor is the same, bit for bit, after every round.
     The inner optimizer, its learning rate schedule and the gradients stay local and are never touched. A replica that
     dies costs the others `grace_s`, at most, once. One that comes back, joins or was late is *out of phase*: it sends
-    what it has at once, waits for nobody, and is in phase again after the next round; what it did is not lost.
+    its work at once, waits for nobody, and is in phase again after the next round; its work is not lost.
 
     Args:
         model: any module. Its trainable parameters are shared, keyed by name; the anchor is float32 on the CPU
@@ -74,22 +72,22 @@ class DiLoCo:
         mix: share of the live value that is kept when a mean is applied. May differ between replicas.
         wire: how contributions travel: "fp32".
         late: what becomes of work that came too late for its round: "carry" it to the next, or "drop" it. Out of
-            phase "drop" also drops what is made after something was sent, unless that is counted.
+            phase, "drop" also drops steps made after something was sent, unless that is counted.
         min_quorum: contributions without which no round is decided, as far as so many replicas are left.
         grace_s: how long to wait, at most, for a replica that took part in the last round and is not known to have
             ended: from when the first of them waits. Less, down to a quarter, when replicas use to arrive close to
             each other; at least a twentieth of the time between two rounds.
-        round_timeout_s: after which a round that does not come about raises `QuorumTimeoutError`. Who sees nobody of
-            the last round waits for two more phases before that.
+        round_timeout_s: after which a round that does not come about raises `QuorumTimeoutError`. A replica that sees
+            no member of the last round waits for two more phases before that.
         weight: of this replica's work in the mean, relative to the others'; a number, or a callable that is asked at
             each contribution, as for the tokens it is made of. A number is scaled by the steps where work of fewer than
             `inner_steps` is sent.
         sync_buffers: average float buffers too, without the outer optimizer. Integer buffers stay local.
-        snapshot_every: rounds between snapshots, from which replicas start that come later or come back.
-        allow_no_rounds: let `close()` pass when there was no round at all: each replica has trained alone, on purpose.
+        snapshot_every: rounds between snapshots, from which later and returning replicas start.
+        allow_no_rounds: let `close()` pass when there was no round: each replica has trained alone, on purpose.
         name: tells apart several DiLoCos of one run.
-        store, run_id, rank, world_size: where and who; the default is `current_replica()`'s. rank="join": one more
-            replica of a run that began with `world_size`, under the next rank that is free.
+        store, run_id, rank, world_size: default to those of `current_replica()`. rank="join": one more replica of a
+            run that began with `world_size`, under the next free rank.
 
     Raises:
         ValueError, TypeError: an argument; nothing was written.
@@ -124,60 +122,27 @@ class DiLoCo:
         run_id: str | None = None,
         rank: int | Literal["join"] | None = None,
         world_size: int | None = None,
-        _pace: Pace | None = None,
+        _limits: Limits | None = None,
     ) -> None:
         place = find_place(store, run_id, rank, world_size)
         self._replica = place.replica
         if not name or "/" in name:
             raise ValueError(f"name must be a word without '/', as in 'main', got name={name!r}.")
-        plan = plan_fragments(model, fragments, sync_buffers=sync_buffers)
+        fragments_ = plan_fragments(model, fragments, sync_buffers=sync_buffers)
         self._settings = settings = Settings(
-            inner_steps=inner_steps,
-            outer_optimizer=outer_optimizer,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
-            momentum_warmup=momentum_warmup,
-            final_average=final_average,
-            total_steps=total_steps,
-            n_fragments=len(plan),
-            overlap_steps=overlap_steps,
-            mix=mix,
-            wire=wire,
-            late=late,
-            min_quorum=min_quorum,
-            grace_s=grace_s,
-            round_timeout_s=round_timeout_s,
-            weight=weight,
-            snapshot_every=snapshot_every,
-            allow_no_rounds=allow_no_rounds,
-            world_size=place.world_size,
+            inner_steps=inner_steps, outer_optimizer=outer_optimizer, outer_lr=outer_lr,
+            outer_momentum=outer_momentum, momentum_warmup=momentum_warmup, final_average=final_average,
+            total_steps=total_steps, n_fragments=len(fragments_), overlap_steps=overlap_steps, mix=mix, wire=wire,
+            late=late, min_quorum=min_quorum, grace_s=grace_s, round_timeout_s=round_timeout_s, weight=weight,
+            snapshot_every=snapshot_every, allow_no_rounds=allow_no_rounds, world_size=place.world_size,
             rank=place.world_size if place.rank is None else place.rank,
-        )
+        )  # fmt: skip
         settings.check()
         settings.warn_of_few_rounds()
-        pace = _pace or Pace(grace_s=grace_s, round_timeout_s=round_timeout_s)
-        self._training = Training(
-            model,
-            plan,
-            rank=settings.rank,
-            schedule=Schedule(
-                lr=outer_lr,
-                momentum=outer_momentum,
-                warmup=settings.warmup,
-                n_fragments=len(plan),
-                last_entry=settings.plan.last_entry if final_average else None,
-            ),
-            outer_optimizer=outer_optimizer,
-            settings=settings.agreed(),
-            mix=mix,
-            carry=late == "carry",
-            is_final=settings.plan.is_final,
-            block_bytes=pace.block_bytes,
-        )
+        limits = _limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
+        self._model_state = ModelState(model, fragments_, settings, block_bytes=limits.block_bytes)
         self._watch = open_watch(place.store)
-        patient = PatientStore(place.store, clock=monotonic, error_patience_s=pace.error_patience_s)
-        for size in self._training.sizes():
-            self._training.reserve(kept_bytes(size, place.world_size, pace, streams=patient.streams))
+        patient = PatientStore(place.store, clock=monotonic, error_patience_s=limits.error_patience_s)
         keys = Keys(place.run_id, name)
         me = place.identify(patient, keys, self._watch)
         self._name = (me.nonce, name)
@@ -186,32 +151,36 @@ class DiLoCo:
                 f"A DiLoCo named {name!r} is open in this replica already. Close it first, or give this one another "
                 "name: DiLoCo(model, name=…)."
             )
-        self._training.rank = me.rank
+        self._model_state.rank = me.rank
         self._background = BackgroundThread(f"diloco {name} of rank {me.rank}")
         self._reads = ParallelMap()
-        self._attachments = Attachments(patient, keys, me, self._background)
-        self._rendezvous = Rendezvous(
-            patient,
-            keys,
-            me,
-            self._training,
+        near = is_near(place.store)
+        context = Context(
+            store=patient,
+            keys=keys,
+            me=me,
+            training=self._model_state,
             plan=settings.plan,
-            min_quorum=min_quorum,
+            limits=limits,
+            min_quorum=min_quorum or 1,
             weight=weight,
             snapshot_every=settings.entries_per_snapshot,
-            pace=pace,
             wait=self._watch.wait,
             background=self._background,
-            map=map if is_near(place.store) else self._reads,
-            ask=at_once if is_near(place.store) else self._reads.ask,
+            map=map if near else self._reads,
+            ask=at_once if near else self._reads.ask,
         )
+        for layout in context.layouts:
+            self._model_state.reserve(layout.kept_bytes(place.world_size, streams=patient.streams))
+        self._attached = AttachedState(patient, keys, me, self._background)
+        self._participant = Participant(context)
         self._steps = 0
         """Steps of this process."""
         self._round_s = 0.0
         self._closed = False
-        kept = self._attachments.kept
-        self._rendezvous.start(None if kept is None else (kept.position, kept.progress(self._training.sizes())))
-        self._kept_period = self._rendezvous.position // settings.entries_per_snapshot
+        kept = self._attached.kept
+        self._participant.start(None if kept is None else (kept.position, kept.progress(self._model_state.sizes())))
+        self._kept_period = self.rounds // settings.entries_per_snapshot
         _open[self._name] = self
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -235,8 +204,7 @@ class DiLoCo:
         self._check_open()
         self._steps += 1
         began = monotonic()
-        adopted = self._rendezvous.step()
-        return self._report(adopted, began)
+        return self._report(self._participant.step(), began)
 
     def sync(self) -> list[RoundReport]:
         """Have a round of every fragment now; all replicas must call it at the same step. Inner steps count from here.
@@ -245,12 +213,12 @@ class DiLoCo:
         """
         self._check_open()
         began = monotonic()
-        adopted = self._rendezvous.sync()
-        self._report(adopted, began)
-        return [RoundReport.of([entry]) for entry in adopted]
+        reports = self._participant.sync()
+        self._report(reports, began)
+        return reports
 
     def attach_state(self, name: str, thing: Any) -> None:
-        """Let a state ride along, so that this rank's next attempt goes on with it and the loss has no bump.
+        """Keep a state with the snapshots, so that this rank's next attempt goes on with it and the loss has no bump.
 
         Attach the inner optimizer, the learning rate schedule, the data's position and the random generators, right
         after making this DiLoCo; when this is a later attempt of its rank, each is then given the state that the
@@ -266,7 +234,7 @@ class DiLoCo:
             TypeError: it is something else, or its state is; says where.
         """
         self._check_open()
-        self._attachments.attach(name, thing)
+        self._attached.attach(name, thing)
 
     def close(self) -> None:
         """Apply what is in flight and leave; does not average. Safe to call again.
@@ -285,15 +253,15 @@ class DiLoCo:
         _open.pop(self._name, None)
         try:
             if in_order:
-                self._rendezvous.leave()
+                self._participant.leave()
             else:
-                self._rendezvous.say_bye()
+                self._participant.say_bye()
         finally:
             self._watch.close()
             self._reads.close()
         if in_order:
             self._background.finish()
-            self._settings.check_what_was_averaged(self._steps, self.rounds, self._rendezvous.uncounted_steps)
+            self._settings.check_what_was_averaged(self._steps, self.rounds, max(self._participant.phase.made))
 
     def __enter__(self) -> Self:
         return self
@@ -312,25 +280,25 @@ class DiLoCo:
     @property
     def rounds(self) -> int:
         """Fragment rounds applied so far."""
-        return self._rendezvous.position
+        return self._participant.position
 
     @property
     def inner_step(self) -> int:
         """Inner steps so far, as the run counts them: rounds that went on without this replica included."""
-        return self._rendezvous.inner_step
+        return self._participant.phase.inner_step
 
     def anchor(self) -> dict[str, Tensor]:
         """Return a float32 copy of the shared parameters, and buffers, by name."""
-        return {name: values.clone() for name, values in self._training.anchor_views().items()}
+        return {name: values.clone() for name, values in self._model_state.anchor_views().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return anchor, outer state and position, to go with a checkpoint of the model in the same run."""
         return {
             "rounds": self.rounds,
-            "base": self._rendezvous.phase.base,
-            "since": self._rendezvous.phase.since,
+            "base": self._participant.phase.base,
+            "since": self._participant.phase.since,
             "anchor": self.anchor(),
-            "outer": [outer.state_dict() for outer in self._training.outer],
+            "outer": [outer.state_dict() for outer in self._model_state.outer],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -343,7 +311,7 @@ class DiLoCo:
             ValueError: the checkpoint is not of this run and model.
         """
         self._check_open()
-        views = self._training.anchor_views()
+        views = self._model_state.anchor_views()
         if state["anchor"].keys() != views.keys():
             raise ValueError("This checkpoint is of a model with other parameters.")
         if state["rounds"] > self.rounds:
@@ -353,31 +321,27 @@ class DiLoCo:
             )
         for name, view in views.items():
             view.copy_(state["anchor"][name])
-        for outer, outer_state in zip(self._training.outer, state["outer"], strict=True):
+        for outer, outer_state in zip(self._model_state.outer, state["outer"], strict=True):
             outer.load_state_dict(outer_state)
-        self._rendezvous.go_back(state["rounds"], state["base"], state["since"])
+        self._participant.go_back(state["rounds"], state["base"], state["since"])
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _report(self, adopted: Sequence[Adopted], began: float) -> RoundReport | None:
-        """Tell of the entries that were adopted, and keep what is attached."""
-        if adopted:
-            self._keep_attached()
-            self._rendezvous.phase.left()
-        self._round_s += monotonic() - began
-        report = RoundReport.of(adopted) if adopted else None
-        if report is not None:
+    def _report(self, reports: Sequence[RoundReport], began: float) -> RoundReport | None:
+        """Report the last round with what all cost; keep what is attached, once between two snapshots."""
+        report = None
+        if reports:
+            period = self.rounds // self._settings.entries_per_snapshot
+            if self._attached and period != self._kept_period:
+                self._kept_period = period
+                self._attached.keep(self.rounds, self._model_state.progress())
+            self._participant.phase.left()
+            report = RoundReport.sum_of(reports)
             log.debug("rank %s: %s", self._settings.rank, report)
-            if self._replica is not None:
-                self._replica.report(round=self.rounds, round_s=round(self._round_s, 3))
+        self._round_s += monotonic() - began
+        if report is not None and self._replica is not None:
+            self._replica.report(round=self.rounds, round_s=round(self._round_s, 3))
         return report
-
-    def _keep_attached(self) -> None:
-        """Store what is attached, once between two snapshots."""
-        period = self.rounds // self._settings.entries_per_snapshot
-        if self._attachments and period != self._kept_period:
-            self._kept_period = period
-            self._attachments.keep(self.rounds, self._training.progress())
 
     def _check_open(self) -> None:
         if self._closed:

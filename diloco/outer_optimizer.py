@@ -8,9 +8,10 @@ choice of kernel, has none. Each chunk is digested while it is in the cache.
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from diloco.attached_state import from_arrays, to_arrays
 from diloco.fragments import Fragment, Slot
-from diloco.snapshot import Array
-from diloco.state_arrays import from_arrays, to_arrays
+from diloco.rendezvous.training_state import Array
 
 CHUNK = 256 << 10  # elements; smaller ones cost more in calls than they save in the cache
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -51,33 +52,43 @@ class Schedule:
         return self.lr, self.momentum * ramp
 
 
-class OuterOptimizer(Protocol):
+class OuterOptimizer(ABC):
     """Steps one fragment's anchor."""
 
+    _digest: str | None = None
+    """Of anchor and state; None: not known."""
+
+    @abstractmethod
     def step(self, entry: int, mean: Sequence[Tensor]) -> None:
         """Step the anchor by the mean pseudo-gradient, given in consecutive pieces."""
 
     def digest(self) -> str:
         """Digest the anchor and the optimizer's state."""
+        return self.fresh_digest() if self._digest is None else self._digest
 
+    @abstractmethod
     def fresh_digest(self) -> str:
         """Digest them as they are in memory now, whatever was digested while stepping."""
 
+    @abstractmethod
     def arrays(self) -> Mapping[str, Array]:
         """Return the optimizer's state, unless it is the initial one.
 
         Raises: TypeError: it is more than tensors and JSON.
         """
 
+    @abstractmethod
     def load_arrays(self, arrays: Mapping[str, Array]) -> None:
         """Take the state from `arrays`, or return to the initial one; the anchor was replaced."""
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
 
+    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class NesterovSGD:
+class NesterovSGD(OuterOptimizer):
     """The built-in outer optimizer."""
 
     def __init__(self, fragment: Fragment, anchor: Tensor, schedule: Schedule) -> None:
@@ -87,7 +98,6 @@ class NesterovSGD:
         self._momentum = torch.zeros(fragment.n_stepped if schedule.momentum else 0)  # (n_stepped,) float32
         self._schedule = schedule
         self._step = np.empty(min(CHUNK, fragment.n_elements), np.float32)
-        self._digest: str | None = None
 
     def step(self, entry: int, mean: Sequence[Tensor]) -> None:
         lr, mu = (np.float32(value) for value in self._schedule.at(entry))
@@ -114,15 +124,10 @@ class NesterovSGD:
             anchors.update(anchor.data)
         self._digest = xxh3_128_hexdigest(anchors.digest() + momenta.digest())
 
-    def digest(self) -> str:
-        if self._digest is None:
-            digests = (xxh3_128(_bytes(t)).digest() for t in (self._anchor, self._momentum))
-            self._digest = xxh3_128_hexdigest(b"".join(digests))
-        return self._digest
-
     def fresh_digest(self) -> str:
-        self._digest = None
-        return self.digest()
+        digests = (xxh3_128(_bytes(t)).digest() for t in (self._anchor, self._momentum))
+        self._digest = xxh3_128_hexdigest(b"".join(digests))
+        return self._digest
 
     def arrays(self) -> Mapping[str, Array]:
         if not self._momentum.count_nonzero():
@@ -149,7 +154,7 @@ class NesterovSGD:
         self._digest = None
 
 
-class GivenOptimizer:
+class GivenOptimizer(OuterOptimizer):
     """An outer optimizer of the user's, taken as it is: it sees parameters that are views of the anchor."""
 
     def __init__(self, fragment: Fragment, anchor: Tensor, factory: OptimizerFactory) -> None:
@@ -162,7 +167,6 @@ class GivenOptimizer:
             kind = type(self._optimizer).__name__
             raise TypeError(f"outer_optimizer must return a torch.optim.Optimizer, it returned a {kind}.")
         self._factory = factory
-        self._digest: str | None = None
 
     def step(self, entry: int, mean: Sequence[Tensor]) -> None:
         gradient = torch.cat(list(mean))
@@ -174,16 +178,11 @@ class GivenOptimizer:
         self._anchor[self._fragment.n_stepped :].sub_(gradient[self._fragment.n_stepped :])
         self._digest = None
 
-    def digest(self) -> str:
-        if self._digest is None:
-            digest = xxh3_128(_bytes(self._anchor))
-            _digest_state(digest, self._optimizer.state_dict()["state"])
-            self._digest = digest.hexdigest()
-        return self._digest
-
     def fresh_digest(self) -> str:
-        self._digest = None
-        return self.digest()
+        digest = xxh3_128(_bytes(self._anchor))
+        _digest_state(digest, self._optimizer.state_dict()["state"])
+        self._digest = digest.hexdigest()
+        return self._digest
 
     def arrays(self) -> Mapping[str, Array]:
         state = self._optimizer.state_dict()

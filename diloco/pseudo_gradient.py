@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128
 
-from diloco.contract import shape_problem
 from diloco.errors import ContributionError
 from diloco.fragments import Fragment, Slot
 from diloco.outer_optimizer import CHUNK
-from diloco.records import BLOCK_BYTES
-from diloco.reduction import is_finite
-from diloco.work import Packed
+from diloco.rendezvous.frames import BLOCK_BYTES
+from diloco.rendezvous.reduction import is_finite
+from diloco.rendezvous.training_state import Packed, shape_difference
 
 PIECE = 64 << 10
 """Elements that are packed at a time: anchor, live and the difference fit into a second-level cache of 1 MiB."""
@@ -41,7 +40,7 @@ def check_shapes(model: nn.Module, fragment: Fragment, who: str) -> None:
     """
     for slot, live in live_tensors(model, fragment):
         if tuple(live.shape) != slot.shape:
-            raise ContributionError(f"{who}: {shape_problem(slot.name, tuple(live.shape), slot.shape)}.")
+            raise ContributionError(f"{who}: {shape_difference(slot.name, tuple(live.shape), slot.shape)}.")
 
 
 def pack(
@@ -139,7 +138,7 @@ def _pieces(model: nn.Module, fragment: Fragment, block: int) -> Iterator[tuple[
 
 
 def _square(model: nn.Module, fragment: Fragment, anchor: Tensor, values: Tensor, who: str) -> float:
-    """Return the sum of the squares, which tells at once whether all values are finite."""
+    """Return the sum of the squares; finite values are shown to be so on the way."""
     square = float(torch.dot(values, values))
     if isfinite(square):
         return square

@@ -8,21 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from diloco.contract import MAX_WEIGHT
 from diloco.errors import DiLoCoError
-from diloco.phase import Plan
+from diloco.outer_optimizer import OptimizerFactory, Schedule
+from diloco.rendezvous.frames import MAX_WEIGHT
+from diloco.rendezvous.phase import Plan
 
 MAX_WARMUP_ROUNDS = 100
 UNKNOWN_WARMUP_ROUNDS = 40
 FEW_ROUNDS = 30
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How replicas train together; `DiLoCo` documents each."""
 
     inner_steps: int
-    outer_optimizer: Callable[..., Any] | None
+    outer_optimizer: OptimizerFactory | None
     outer_lr: float
     outer_momentum: float
     momentum_warmup: int | Literal["auto"]
@@ -44,13 +45,15 @@ class Settings:
 
     def check(self) -> None:
         """Raises: ValueError or TypeError: says which argument, its value, and what it may be."""
-        _at_least("inner_steps", self.inner_steps, 1)
+        for name in ("inner_steps", "snapshot_every", "world_size"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("overlap_steps", "rank"):
+            _at_least(name, getattr(self, name), 0)
         if self.inner_steps % self.n_fragments:
             raise ValueError(
                 f"inner_steps must be a multiple of the number of fragments, "
                 f"got inner_steps={self.inner_steps} and {self.n_fragments} fragments."
             )
-        _at_least("overlap_steps", self.overlap_steps, 0)
         if self.overlap_steps >= self.steps_per_entry:
             raise ValueError(
                 f"overlap_steps must be less than inner_steps / fragments = {self.steps_per_entry}, "
@@ -61,8 +64,6 @@ class Settings:
                 "outer_optimizer must be a callable from a list of parameters to a torch.optim.Optimizer, "
                 f"got a {type(self.outer_optimizer).__name__}."
             )
-        _number("outer_lr", self.outer_lr, low=0.0)
-        _number("outer_momentum", self.outer_momentum, low=0.0, below=1.0)
         if self.momentum_warmup != "auto":
             _at_least("momentum_warmup", self.momentum_warmup, 0, also='"auto" or ')
         if self.total_steps is not None:
@@ -72,17 +73,19 @@ class Settings:
                     f"total_steps must be at least inner_steps, the steps before a fragment's first round, "
                     f"got total_steps={self.total_steps} and inner_steps={self.inner_steps}."
                 )
-        _number("mix", self.mix, low=0.0, high=1.0)
-        _one_of("wire", self.wire, ("fp32",))
-        _one_of("late", self.late, ("carry", "drop"))
         if self.min_quorum is not None:
             _at_least("min_quorum", self.min_quorum, 1)
             if self.min_quorum > self.world_size:
                 raise ValueError(
                     f"min_quorum must be at most the world size of {self.world_size}, got min_quorum={self.min_quorum}."
                 )
-        _number("grace_s", self.grace_s, low=0.0)
-        _number("round_timeout_s", self.round_timeout_s, low=0.0)
+        _one_of("wire", self.wire, ("fp32",))
+        _one_of("late", self.late, ("carry", "drop"))
+        _number("outer_lr", self.outer_lr)
+        _number("outer_momentum", self.outer_momentum, below=1.0)
+        _number("mix", self.mix, high=1.0)
+        _number("grace_s", self.grace_s)
+        _number("round_timeout_s", self.round_timeout_s)
         if self.round_timeout_s == 0:
             raise ValueError("round_timeout_s must be more than 0, got round_timeout_s=0.")
         if not isinstance(self.final_average, bool):
@@ -90,10 +93,7 @@ class Settings:
         if not callable(self.weight):
             if isinstance(self.weight, (int, float)) and not self.weight > 0:  # also NaN
                 raise ValueError(f"weight must be more than 0, got weight={self.weight}.")
-            _number("weight", self.weight, low=0.0, high=MAX_WEIGHT)
-        _at_least("snapshot_every", self.snapshot_every, 1)
-        _at_least("world_size", self.world_size, 1)
-        _at_least("rank", self.rank, 0)
+            _number("weight", self.weight, high=MAX_WEIGHT)
 
     @property
     def steps_per_entry(self) -> int:
@@ -120,12 +120,18 @@ class Settings:
         return min(MAX_WARMUP_ROUNDS, max(1, self.planned_rounds // 2))
 
     @property
+    def schedule(self) -> Schedule:
+        """How far the built-in outer optimizer goes at each entry."""
+        last_entry = self.plan.last_entry if self.final_average else None
+        return Schedule(self.outer_lr, self.outer_momentum, self.warmup, self.n_fragments, last_entry)
+
+    @property
     def entries_per_snapshot(self) -> int:
         """Entries from one snapshot to the next: each fragment has had its round in between."""
         return max(self.snapshot_every, self.n_fragments)
 
     def warn_of_few_rounds(self) -> None:
-        """Warn of a plan with which the outer momentum is of no use."""
+        """Warn of a plan too short for an outer momentum."""
         rounds = self.planned_rounds
         if self.outer_optimizer is None and self.outer_momentum and rounds is not None and rounds < FEW_ROUNDS:
             warnings.warn(
@@ -137,11 +143,11 @@ class Settings:
             )
 
     def check_what_was_averaged(self, steps: int, rounds: int, uncounted: int) -> None:
-        """Say at the end what this replica has trained for nobody.
+        """Warn of steps that no round has counted.
 
         Args:
-            steps: that it made.
-            rounds: that the run had.
+            steps: of this replica.
+            rounds: of the run.
             uncounted: steps since the last round that counted this replica.
 
         Raises: DiLoCoError: there was no round at all.
@@ -164,11 +170,11 @@ class Settings:
 
     def agreed(self) -> dict[str, Any]:
         """Return the settings that every replica must share."""
-        if self.outer_optimizer is None:
+        given = self.outer_optimizer
+        if given is None:
             outer: Any = {"outer_lr": float(self.outer_lr), "outer_momentum": float(self.outer_momentum)}
         else:
-            named = self.outer_optimizer
-            outer = {"outer_optimizer": getattr(named, "__qualname__", type(named).__name__)}
+            outer = {"outer_optimizer": getattr(given, "__qualname__", type(given).__name__)}
         return {
             "fragments": self.n_fragments,
             "wire": self.wire,
@@ -188,17 +194,15 @@ def _at_least(name: str, value: Any, least: int, also: str = "") -> None:
         raise ValueError(f"{name} must be {also}at least {least}, got {name}={value}.")
 
 
-def _number(name: str, value: Any, *, low: float, high: float | None = None, below: float | None = None) -> None:
+def _number(name: str, value: Any, *, high: float | None = None, below: float | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {name}={value!r}.")
-    fits = math.isfinite(value) and value >= low
-    fits = fits and (high is None or value <= high) and (below is None or value < below)
-    if not fits:
+    fits = math.isfinite(value) and value >= 0
+    if not fits or (high is not None and value > high) or (below is not None and value >= below):
         upper = f" and at most {high:g}" if high is not None else f" and below {below:g}" if below is not None else ""
-        raise ValueError(f"{name} must be at least {low:g}{upper}, got {name}={value}.")
+        raise ValueError(f"{name} must be at least 0{upper}, got {name}={value}.")
 
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        known = ", ".join(map(repr, choices))
-        raise ValueError(f"{name} must be one of {known}, got {name}={value!r}.")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {name}={value!r}.")

@@ -16,7 +16,7 @@ def run_replicas(
 ) -> list[T]:
     """Run `body` once per rank, each in its own thread, and return the results in rank order.
 
-    `body` gets the keyword arguments that tell a `DiLoCo` where and who it is: `DiLoCo(model, **where)`.
+    `body` gets the arguments that place a `DiLoCo` in the run: `DiLoCo(model, **where)`.
 
     Raises: the error of the lowest rank that failed.
     """

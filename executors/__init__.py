@@ -15,12 +15,11 @@ from executors.replica import current_replica
 from executors.store import Store, open_store
 
 if TYPE_CHECKING:
-    from executors.hf_jobs import HFJobsExecutor
-    from executors.known_runs import attach, list_runs
-    from executors.launching import launch
-    from executors.local import LocalProcessExecutor
-    from executors.modal import ModalExecutor
-    from executors.run import Run
+    from executors.backends.hf_jobs import HFJobsExecutor
+    from executors.backends.local.executor import LocalProcessExecutor
+    from executors.backends.modal import ModalExecutor
+    from executors.launcher import launch
+    from executors.run import Run, attach, list_runs
 
 __all__ = [
     "HFJobsExecutor",
@@ -41,13 +40,13 @@ __all__ = [
 
 # Loaded when first used, so that a replica's `import executors` costs little.
 _LAZY = {
-    "HFJobsExecutor": "executors.hf_jobs",
-    "LocalProcessExecutor": "executors.local",
-    "ModalExecutor": "executors.modal",
+    "HFJobsExecutor": "executors.backends.hf_jobs",
+    "LocalProcessExecutor": "executors.backends.local.executor",
+    "ModalExecutor": "executors.backends.modal",
     "Run": "executors.run",
-    "attach": "executors.known_runs",
-    "launch": "executors.launching",
-    "list_runs": "executors.known_runs",
+    "attach": "executors.run",
+    "launch": "executors.launcher",
+    "list_runs": "executors.run",
 }
 
 

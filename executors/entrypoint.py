@@ -25,7 +25,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from executors.errors import EntrypointArgumentsError, EntrypointError, EntrypointImportError
+from executors.errors import EntrypointArgumentsError, EntrypointError, EntrypointImportError, did_you_mean
 
 _PARSING = _thread.allocate_lock()  # else, now and then: "AST constructor recursion depth mismatch"
 
@@ -60,7 +60,7 @@ def parse_entrypoint(text: str) -> EntrypointName:
 
 
 def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
-    """Check that an entrypoint exists and takes these arguments, as far as its source tells, running none of it.
+    """Check that an entrypoint exists and takes these arguments, as far as its source shows, without running any of it.
 
     Raises:
         EntrypointImportError: no such file, module or function.
@@ -71,8 +71,10 @@ def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
         source, function = name.file, name.function
         if not source.is_file():
             beside = [path.name for path in source.parent.glob("*.py")] if source.parent.is_dir() else []
-            hint = _did_you_mean(source.name, beside, or_list=False)
-            raise EntrypointImportError(f"Entrypoint {text!r}: there is no file {str(source.absolute())!r}.{hint}")
+            hint = did_you_mean(source.name, beside)
+            raise EntrypointImportError(
+                f"Entrypoint {text!r}: the file {str(source.absolute())!r} does not exist.{hint}"
+            )
     else:
         spec, function = _find_module(name.module), name.function or "main"
         if spec is None and name.function is None and "." in name.module:
@@ -84,7 +86,7 @@ def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
                 "that holds it, or install it."
             )
         if spec.origin is None or not spec.origin.endswith(".py"):
-            return  # built in, or compiled: only loading it would tell
+            return  # built in, or compiled: only loading it would show
         source = Path(spec.origin)
     try:
         with _PARSING:
@@ -172,7 +174,7 @@ def _import(module: str, text: str) -> Any:
 
 def _load_file(path: Path, text: str, prepared: _PreparedFile | None = None) -> Any:
     if prepared is None and not path.is_file():
-        raise EntrypointImportError(f"Entrypoint {text!r}: there is no file {str(path)!r}.")
+        raise EntrypointImportError(f"Entrypoint {text!r}: the file {str(path)!r} does not exist.")
     module = sys.modules.get(path.stem)
     if module is not None:
         if getattr(module, "__file__", None) and os.path.realpath(str(module.__file__)) == str(path):
@@ -204,7 +206,7 @@ def _attribute(module: Any, function: str, text: str) -> Callable[..., Any]:
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         what = "is not a function" if hasattr(module, function) else "does not exist"
         raise EntrypointImportError(
-            f"Entrypoint {text!r}: {function!r} {what} in {module.__name__!r}.{_did_you_mean(function, known)}"
+            f"Entrypoint {text!r}: {function!r} {what} in {module.__name__!r}.{_hint(function, known)}"
         )
     return found  # type: ignore[no-any-return]
 
@@ -237,14 +239,12 @@ def _check_definition(tree: ast.Module, function: str, args: Mapping[str, Any], 
             names.add(node.id)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             if any(alias.name == "*" for alias in node.names):
-                return  # what it brings, only importing tells
+                return  # what it brings, only importing shows
             names.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
     definition = next((node for node in tree.body if getattr(node, "name", None) == function), None)
     if function not in names:
         known = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-        raise EntrypointImportError(
-            f"Entrypoint {text!r}: {function!r} does not exist in it.{_did_you_mean(function, known)}"
-        )
+        raise EntrypointImportError(f"Entrypoint {text!r}: {function!r} does not exist in it.{_hint(function, known)}")
     if isinstance(definition, ast.FunctionDef) and not definition.decorator_list:
         _check_arguments(definition.args, args, function, text)
 
@@ -260,7 +260,7 @@ def _check_arguments(taken: ast.arguments, given: Mapping[str, Any], function: s
     missing = [name for name in named if name not in given and name not in with_default]
     if unknown:
         raise EntrypointArgumentsError(
-            f"Entrypoint {text!r}: {function}() takes no argument {unknown[0]!r}.{_did_you_mean(unknown[0], named)}"
+            f"Entrypoint {text!r}: {function}() takes no argument {unknown[0]!r}.{_hint(unknown[0], named)}"
         )
     if missing:
         raise EntrypointArgumentsError(
@@ -269,10 +269,25 @@ def _check_arguments(taken: ast.arguments, given: Mapping[str, Any], function: s
         )
 
 
-def _did_you_mean(word: str, known: list[str], or_list: bool = True) -> str:
-    import difflib
+def _hint(name: str, known: list[str]) -> str:
+    return did_you_mean(name, known) or (f" Known: {', '.join(sorted(known))}." if known else "")
 
-    near = difflib.get_close_matches(word, known, n=1)
-    if near:
-        return f" Did you mean {near[0]!r}?"
-    return f" Known: {', '.join(sorted(known))}." if known and or_list else ""
+
+def split_rank_env(args: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """Take `rank_env`, the name of one more variable for the rank, out of the arguments."""
+    rest = dict(args)
+    for name in rest:
+        if not isinstance(name, str):
+            raise TypeError(f"Arguments are named by strings, got {name!r}.")
+    rank_env = rest.pop("rank_env", None)
+    if rank_env is not None and (not isinstance(rank_env, str) or not rank_env.isidentifier()):
+        raise ValueError(f"rank_env names an environment variable, got {rank_env!r}.")
+    return rest, rank_env
+
+
+def describe(entrypoint: str | Callable[..., Any]) -> str:
+    """Name an entrypoint for people."""
+    if isinstance(entrypoint, str):
+        return entrypoint
+    name = getattr(entrypoint, "__qualname__", None) or repr(entrypoint)
+    return f"{getattr(entrypoint, '__module__', '?')}.{name}"

@@ -8,7 +8,7 @@
     ├── EntrypointError              cannot be found, imported or shipped
     │   ├── EntrypointImportError    also ImportError
     │   └── EntrypointArgumentsError also TypeError
-    ├── ResultError                  a result that is no JSON value; also TypeError
+    ├── ResultError                  a result that is not a JSON value; also TypeError
     ├── RunExistsError / RunNotFoundError / UnknownHandleError
     ├── AlreadyResumedError          another process is resuming these ranks; nothing was started
     ├── UntrustedTaskError           nobody vouches for the task of a run that is to be resumed
@@ -27,10 +27,25 @@ Bad values of arguments (`n=0`) raise `ValueError`, wrong types `TypeError`, as 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from executors.outcome import Outcome
+    from executors.protocol import Outcome
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return the message for a name that does not exist: `No X 'y'. Did you mean 'z'? Known: …`."""
+    known = sorted(known)
+    return f"No {kind} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known) or 'none'}."
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean 'z'?` for the nearest known name; nothing when none is near."""
+    import difflib  # here, because few commands need it
+
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 class ReplicasError(Exception):
@@ -136,7 +151,7 @@ class StoreError(ReplicasError):
 
 
 class KeyNotFoundError(StoreError, FileNotFoundError):
-    """No object stands under this key. (`FileNotFoundError`, because the `str` of a `KeyError` is a repr.)"""
+    """No object exists under this key. (`FileNotFoundError`, because the `str` of a `KeyError` is a repr.)"""
 
 
 class CorruptObjectError(StoreError):

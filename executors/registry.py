@@ -10,27 +10,40 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
-from executors.errors import BackendError, ReplicasError, UnknownBackendError
-from executors.protocol import ServerlessExecutor
-from executors.records import to_bytes
-from executors.run_record import Recordable, RunRecord, is_recordable
+from executors.errors import BackendError, ReplicasError, UnknownBackendError, did_you_mean, unknown_name
+from executors.protocol import KeepsOptions, Recordable, ServerlessExecutor
+from executors.store.records import (
+    is_plain_number,
+    to_bytes,
+)
 
 ENTRY_POINTS = "replicas.backends"
 BUILT_IN = {
-    "hf": "executors.hf_jobs:HFJobsExecutor",
-    "local": "executors.local:LocalProcessExecutor",
-    "modal": "executors.modal:ModalExecutor",
+    "hf": "executors.backends.hf_jobs:HFJobsExecutor",
+    "local": "executors.backends.local.executor:LocalProcessExecutor",
+    "modal": "executors.backends.modal:ModalExecutor",
 }
-Executor = TypeVar("Executor", ServerlessExecutor, type[ServerlessExecutor])
 VERBS = ("launch_replicas", "poll", "stream_logs", "cancel", "collect")
 ATTRIBUTES = ("backend_name", "supports_inter_replica_network")
 
 
+class Recorded(Protocol):
+    """What the registry reads of a run's record."""
+
+    @property
+    def backend(self) -> str: ...
+    @property
+    def executor(self) -> str | None: ...
+    @property
+    def executor_options(self) -> Mapping[str, Any]: ...
+
+
 def known_backends() -> dict[str, str]:
-    """Return every backend's name and `module:Class`: ours, and those that installed packages offer."""
+    """Return the name and `module:Class` of every backend, built-in or registered by an installed package."""
     from importlib.metadata import entry_points
 
     return {**{point.name: point.value for point in entry_points(group=ENTRY_POINTS)}, **BUILT_IN}
@@ -41,16 +54,11 @@ def executor_class(name: str) -> type[ServerlessExecutor]:
 
     Raises:
         UnknownBackendError: there is none; the message names the nearest.
-        BackendError: it cannot be imported, or is no executor.
+        BackendError: it cannot be imported, or is not an executor.
     """
     path = name if ":" in name else known_backends().get(name)
     if path is None:
-        known = sorted(known_backends())
-        import difflib
-
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise UnknownBackendError(f"No backend named {name!r}.{hint} Known: {', '.join(known)}.")
+        raise UnknownBackendError(unknown_name("backend named", name, known_backends()))
     module, _, attribute = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -81,17 +89,14 @@ def get_executor(name: str, options: Mapping[str, Any] | None = None) -> Serverl
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         for option in options:
             if option not in taken:
-                import difflib
-
-                near = difflib.get_close_matches(option, taken, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
                 known = ", ".join(sorted(taken)) or "none"
+                hint = did_you_mean(option, taken)
                 raise ValueError(f"Backend {name!r} has no option {option!r}.{hint} Its options: {known}.")
     return check_executor(cls(**options))
 
 
 def executor_of_record(
-    record: RunRecord, *, named: str | None = None, options: Mapping[str, Any] | None = None
+    record: Recorded, *, named: str | None = None, options: Mapping[str, Any] | None = None
 ) -> ServerlessExecutor:
     """Make the executor of a run from its record: a known backend, by its name.
 
@@ -107,7 +112,8 @@ def executor_of_record(
         _check_is_known(record)
     name = record.backend if named is None else named
     try:
-        cls = check_backend_of(record, executor_class(name))
+        cls = executor_class(name)
+        check_backend_of(record, cls)
         if options is None:
             options = _options_of_record(record, getattr(cls, "recordable_options", {}))
         executor = get_executor(name, options)
@@ -115,25 +121,25 @@ def executor_of_record(
         raise
     except (ValueError, TypeError) as error:
         raise BackendError(f"Backend {name!r} cannot be made as the run's record says: {error}") from error
-    return check_backend_of(record, executor)
+    check_backend_of(record, executor)
+    return executor
 
 
-def check_backend_of(record: RunRecord, executor: Executor) -> Executor:
-    """Return the executor, or the class of one, if it is of the backend that the run was launched on.
+def check_backend_of(record: Recorded, executor: ServerlessExecutor | type[ServerlessExecutor]) -> None:
+    """Check that an executor, or the class of one, is of the backend that the run was launched on.
 
     Raises:
         BackendError: it is of another.
     """
-    told: object = executor.backend_name
-    if told != record.backend and (isinstance(told, str) or not isinstance(executor, type)):
+    name: object = executor.backend_name
+    if name != record.backend and (isinstance(name, str) or not isinstance(executor, type)):
         cls = executor if isinstance(executor, type) else type(executor)
         raise BackendError(
-            f"The run was launched on the backend {record.backend!r}; {cls.__name__} is of the backend {told!r}."
+            f"The run was launched on the backend {record.backend!r}; {cls.__name__} is of the backend {name!r}."
         )
-    return executor
 
 
-def _check_is_known(record: RunRecord) -> None:
+def _check_is_known(record: Recorded) -> None:
     if record.executor is not None:
         raise BackendError(
             f"The run was launched with {record.executor!r}, which no installed package registers as a backend, and "
@@ -148,7 +154,7 @@ def _check_is_known(record: RunRecord) -> None:
         )
 
 
-def _options_of_record(record: RunRecord, recordable: Recordable) -> Mapping[str, Any]:
+def _options_of_record(record: Recorded, recordable: Recordable) -> Mapping[str, Any]:
     for name, value in record.executor_options.items():
         if name not in recordable or not is_recordable(value, recordable[name]):
             known = ", ".join(sorted(recordable)) or "none"
@@ -160,18 +166,23 @@ def _options_of_record(record: RunRecord, recordable: Recordable) -> Mapping[str
     return record.executor_options
 
 
-def recordable_and_other_options(executor: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return what of an executor's options goes into `run.json`, and the names of those that were set and do not."""
-    recordable: Recordable = getattr(executor, "recordable_options", {})
-    options: Mapping[str, Any] = getattr(executor, "options_to_keep", {})
+def describe_executor(executor: ServerlessExecutor) -> dict[str, Any]:
+    """Return what a run's record says of its executor: backend, executor, executor_options, unrecorded_options."""
+    recordable: Recordable = {}
+    options: Mapping[str, Any] = {}
+    if isinstance(executor, KeepsOptions):
+        recordable, options = executor.recordable_options, executor.options_to_keep
     to_bytes(options)  # raises TypeError before anything is written
-    taken, others = {}, []
-    for name, value in options.items():
-        if name in recordable and is_recordable(value, recordable[name]):
-            taken[name] = value
-        elif value not in (None, [], {}, ""):
-            others.append(name)
-    return taken, sorted(others)
+    recorded = {
+        name: value for name, value in options.items() if name in recordable and is_recordable(value, recordable[name])
+    }
+    others = sorted(name for name, value in options.items() if name not in recorded and value not in (None, [], {}, ""))
+    return {
+        "backend": executor.backend_name,
+        "executor": _unregistered_path(executor),
+        "executor_options": recorded,
+        "unrecorded_options": tuple(others),
+    }
 
 
 def check_executor(executor: Any) -> ServerlessExecutor:
@@ -184,7 +195,7 @@ def check_executor(executor: Any) -> ServerlessExecutor:
     missing += [name for name in ATTRIBUTES if not hasattr(executor, name)]
     if missing:
         raise TypeError(
-            f"{type(executor).__name__} is no ServerlessExecutor: it lacks {', '.join(missing)}. "
+            f"{type(executor).__name__} is not a ServerlessExecutor: it lacks {', '.join(missing)}. "
             "See executors/protocol.py; executors.testing.ExecutorContract tests all of it."
         )
     return executor  # type: ignore[no-any-return]
@@ -196,7 +207,7 @@ def import_path(executor: ServerlessExecutor) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def unregistered_path(executor: ServerlessExecutor) -> str | None:
+def _unregistered_path(executor: ServerlessExecutor) -> str | None:
     """Return the path of an executor's class, or None when its backend's name alone leads to it."""
     path = import_path(executor)
     if executor.backend_name in BUILT_IN:
@@ -205,3 +216,16 @@ def unregistered_path(executor: ServerlessExecutor) -> str | None:
         if executor_class(executor.backend_name) is type(executor):
             return None
     return path
+
+
+def is_recordable(value: Any, expected: type | re.Pattern[str]) -> bool:
+    """Tell whether an option's value may be recorded, and be taken from a record; None always may."""
+    if value is None:
+        return True
+    if isinstance(expected, re.Pattern):
+        return isinstance(value, str) and expected.fullmatch(value) is not None
+    if expected is float:
+        return is_plain_number(value) and value == value  # which NaN is not
+    if expected is dict:
+        return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+    return isinstance(value, expected) and (expected is bool or not isinstance(value, bool))

@@ -13,32 +13,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from executors.attempt_records import Claim
+from executors.attempt import Claim, replica_key
 from executors.errors import KeyNotFoundError, ReplicasError
-from executors.records import read_record
 from executors.store import Store, store_at
+from executors.store.records import read_record
 
 RANK = "REPLICA_RANK"
 WORLD_SIZE = "REPLICA_WORLD_SIZE"
 RUN_ID = "REPLICA_RUN_ID"
 ATTEMPT = "REPLICA_ATTEMPT"
 RENDEZVOUS = "REPLICA_RENDEZVOUS"
-
 CONTRACT = (RANK, WORLD_SIZE, RUN_ID, ATTEMPT, RENDEZVOUS)
-
 # For the worker alone, where a replica is started by a command and not forked.
 TASK_DIGEST = "REPLICA_TASK_DIGEST"
 TIMEOUT_S = "REPLICA_TIMEOUT_S"
 BOOTSTRAP_S = "REPLICA_BOOTSTRAP_S"  # how much of the time limit was gone when the worker started
 FOR_THE_WORKER = (TASK_DIGEST, TIMEOUT_S, BOOTSTRAP_S)
-
 # A replica is not a member of a torch process group: a leftover of these would make libraries think it is.
 TORCH_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def replica_key(run_id: str, rank: int, attempt: int, name: str) -> str:
-    """Name an object of one attempt of one rank: `<run>/replicas/0003/0/<name>`."""
-    return f"{run_id}/replicas/{rank:04d}/{attempt}/{name}"
 
 
 @dataclass
@@ -60,12 +52,16 @@ class Replica:
         """The run's store, opened once."""
         return store_at(self.rendezvous)
 
+    def key(self, name: str) -> str:
+        """Name an object of this attempt in the store."""
+        return replica_key(self.run_id, self.rank, self.attempt, name)
+
     @cached_property
     def nonce(self) -> str:
-        """The nonce of this attempt's claim, which tells this process from any other copy of the rank."""
+        """The nonce of this attempt's claim, which no other copy of the rank has."""
         if self.claimed_nonce is not None:
             return self.claimed_nonce
-        key = replica_key(self.run_id, self.rank, self.attempt, "started.json")
+        key = self.key("started.json")
         try:
             return read_record(self.store, key, Claim.parse).nonce
         except KeyNotFoundError:
@@ -103,10 +99,12 @@ class Replica:
             return
         from executors.store.file import read_file
 
-        self.store.put(replica_key(self.run_id, self.rank, self.attempt, f"artifacts/{name}"), read_file(source))
+        self.store.put(self.key(f"artifacts/{name}"), read_file(source))
 
 
 _lock = allocate_lock()
+
+
 _current: Replica | None = None
 
 

@@ -1,7 +1,4 @@
-"""A run: what follows it, reads its logs, cancels it, and collects its results.
-
-Everything here is written once, over the five verbs of any executor and the keys of any store.
-"""
+"""A run: `attach` finds it from any process; `Run` follows it, reads its logs, cancels it and collects its results."""
 
 from __future__ import annotations
 
@@ -10,38 +7,30 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from types import TracebackType
+from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
-from executors.artifacts import Artifact, find_artifacts
-from executors.attempt_records import Beat
-from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, StoreError, UnknownHandleError
-from executors.following import follow_logs, last_lines
-from executors.found import read_handle
-from executors.outcome import (
-    REASONS,
-    Outcome,
-    count_joined,
-    find_outcome,
-    newest_attempt,
-    record_loss,
-    record_outcome,
-    request_cancel,
+from executors.attempt import Attempt, count_joined
+from executors.errors import (
+    CorruptObjectError,
+    RunExistsError,
+    RunNotFoundError,
+    StoreError,
+    UnknownHandleError,
+    did_you_mean,
 )
-from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
-from executors.records import exists, find_record
-from executors.registry import executor_of_record
-from executors.replica import replica_key
-from executors.root_cause import raise_root_cause
-from executors.run_record import RunRecord, find_run_record
-from executors.state import Note, folder_of_run, forget, kept_digest, noted_at_launch
-from executors.status import ReplicaState, RunStatus
+from executors.logs import follow_logs, last_lines
+from executors.protocol import REASONS, NativeExecutor, Outcome, ReplicaStatus, ServerlessExecutor, as_status
+from executors.registry import check_backend_of, check_executor, executor_class, executor_of_record
+from executors.run_index import Note, folder_of_run, forget, known_run_ids, locate, noted_at_launch
+from executors.status import ReplicaState, RunStatus, raise_root_cause, wait_until_terminal
 from executors.store import Store
-from executors.store.opening import address_of, directory_of
-from executors.waiting import as_status, wait_until_terminal
+from executors.store.artifacts import Artifact, find_artifacts
+from executors.store.records import exists
+from executors.store.url import RUN_ID, address_of, check_run_id, directory_of, existing_store, split_address
+from executors.task.record import RunRecord, find_run_record
 
 MAX_THREADS = 16
-
 T = TypeVar("T")
 
 
@@ -96,12 +85,11 @@ class Run:
         """The executor; for an attached run one of the backend that its record names.
 
         Raises:
-            BackendError: that is no backend that is installed here. Nothing is imported because a record names it:
-                give the executor to `attach`.
+            BackendError: that backend is not installed here. Nothing is imported because a record names it: give the
+                executor to `attach`.
         """
         if self._executor is None:
-            noted = self.noted
-            options = None if noted is None else noted.executor_options
+            options = None if self.noted is None else self.noted.executor_options
             self._executor = executor_of_record(self.record, named=self._named_executor, options=options)
         return self._executor
 
@@ -114,11 +102,12 @@ class Run:
     @property
     def task_digest(self) -> str | None:
         """The sha256 of the run's task, if this machine launched it: what another one needs to resume the run."""
-        return kept_digest(self.run_id, self.store.url)
+        note = noted_at_launch(self.run_id, self.store.url)
+        return None if note is None else note.task_digest
 
     @property
     def handles(self) -> list[Any]:
-        """The replicas' handles in rank order; None for one that left no handle that this process can read."""
+        """The replicas' handles in rank order; None for one that left none that this process can read."""
         return [self.handle(rank) for rank in range(self.world_size)]
 
     def handle(self, rank: int) -> Any:
@@ -138,9 +127,7 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.cancel()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -154,7 +141,7 @@ class Run:
         """Wait, and return what each replica's entrypoint returned, in rank order.
 
         Raises:
-            ReplicaError: a replica gave no result. It tells of the earliest failure, with the remote traceback as its
+            ReplicaError: a replica gave no result. The error is the earliest failure, with the remote traceback as its
                 message; the other failures are its notes.
         """
         self.wait()
@@ -168,8 +155,7 @@ class Run:
         if all(status.is_terminal for status in statuses):
             self._collect_missing()
         return [
-            self._outcomes.get(rank) or Outcome(rank, self.newest_attempt(rank), status)
-            for rank, status in enumerate(statuses)
+            self._outcomes.get(rank) or self.newest_attempt(rank).ended(status) for rank, status in enumerate(statuses)
         ]
 
     def status(self) -> RunStatus:
@@ -202,46 +188,41 @@ class Run:
         texts = self._in_parallel(lambda r: self._tail(r, tail), ranks)
         if is_one:
             return str(texts[0])
-        told = zip(ranks, texts, strict=True)
-        return "".join(f"[{r}] {line}\n" for r, text in told for line in text.split("\n") if line)
+        of_ranks = zip(ranks, texts, strict=True)
+        return "".join(f"[{r}] {line}\n" for r, text in of_ranks for line in text.split("\n") if line)
 
     def artifacts(self, rank: int) -> list[Artifact]:
         """List the files that a replica kept with `save_artifact`.
 
-        Those whose names are no relative paths, or cannot be shown, are left out; `replicas collect` names them.
+        Those whose names are not relative paths, or cannot be shown, are left out; `replicas collect` names them.
         """
         return [artifact for artifact in self.all_artifacts(rank) if artifact.problem is None]
 
     def all_artifacts(self, rank: int) -> list[Artifact]:
-        """List what stands where a replica keeps its files, also under names that nothing may be written to."""
-        return find_artifacts(self.store, self.run_id, self._check_rank(rank), self.newest_attempt(rank))
+        """List all objects where a replica keeps its files, also those whose names cannot be written to."""
+        return find_artifacts(self.store, rank, self.newest_attempt(self._check_rank(rank)).key("artifacts/"))
 
-    def ask_to_end(self) -> None:
-        """Leave the cancel marker of every replica that has not ended, and return: `cancel` also sees to their end."""
+    def request_cancel(self) -> None:
+        """Leave the cancel marker of every replica that has not ended; `cancel` also waits for their end."""
         for rank, status in enumerate(self._ask_all(self._poll, range(self.world_size))):
             if not status.is_terminal:
-                request_cancel(self.store, self.run_id, rank, self.newest_attempt(rank))
+                self.newest_attempt(rank).request_cancel()
 
     def cancel(self, rank: int | None = None) -> None:
         """Cancel one replica, or all that still run; returns when they are gone. Nothing changes for the others."""
         ranks = range(self.world_size) if rank is None else [self._check_rank(rank)]
         alive = [r for r, status in zip(ranks, self._ask_all(self._poll, ranks), strict=True) if not status.is_terminal]
-        for r in [r for r in alive if self.handle(r) is None]:
-            if not self._cancel_intent(r):
+        launched = [r for r in alive if self.handle(r) is not None]
+        for r in set(alive) - set(launched):
+            attempt = self.newest_attempt(r)
+            if not attempt.has("intent.json"):
                 raise RunNotFoundError(
                     f"Run {self.run_id!r}: backend {self.backend!r} left no handle that another process can read. "
                     "Cancel it in the process that launched it."
                 )
-        self._in_parallel(lambda r: self.executor.cancel(self.handle(r)), [r for r in alive if self.handle(r)])
-
-    def _cancel_intent(self, rank: int) -> bool:
-        """Cancel a replica whose launcher died before its vendor had it; False if there is no such intent."""
-        attempt = self.newest_attempt(rank)
-        if not exists(self.store, replica_key(self.run_id, rank, attempt, "intent.json")):
-            return False
-        request_cancel(self.store, self.run_id, rank, attempt)  # also ends one that comes up late
-        record_outcome(self.store, self.run_id, Outcome(rank, attempt, ReplicaStatus.CANCELLED, "cancelled"))
-        return True
+            attempt.request_cancel()  # its launcher died before its service had it; one that comes up late ends, too
+            attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
+        self._in_parallel(lambda r: self.executor.cancel(self.handle(r)), launched)
 
     def remove(self) -> None:
         """Delete everything the run left, here and in its store.
@@ -250,16 +231,16 @@ class Run:
             RunExistsError: a replica still runs.
         """
         folder = folder_of_run(self.run_id, self.store.url)
-        is_over = True
         with contextlib.suppress(CorruptObjectError, UnknownHandleError):  # what cannot be read can be removed
-            is_over = self.status().is_terminal
-        if not is_over:
-            raise RunExistsError(f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`.")
+            if not self.status().is_terminal:
+                raise RunExistsError(
+                    f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`."
+                )
         left = []
         for entry in list(self.store.list(f"{self.run_id}/")):
             try:
                 self.store.delete(entry.key)
-            except ValueError:  # no key of ours: somebody else put it there, by other means
+            except ValueError:  # not a key that a store takes: somebody put it there by other means
                 left.append(entry.key)
         forget(folder)
         if left:
@@ -269,70 +250,68 @@ class Run:
                 url=self.store.url,
             )
 
-    # How one replica fares
+    def newest_attempt(self, rank: int) -> Attempt:
+        """Return a rank's newest attempt: its number is 0 until it was resumed, or its process started twice."""
+        return Attempt(self.store, self.run_id, rank).newest()
 
     def _poll(self, rank: int) -> ReplicaStatus:
-        """Ask the executor, unless the replica is known to have ended, and was not brought back since."""
+        """Return a replica's status. Asks the executor, unless the replica is known to have ended for good."""
         known = self._outcomes.get(rank)
         if known is not None:
-            if known.status is ReplicaStatus.SUCCEEDED or self.newest_attempt(rank) == known.attempt:
+            if known.status is ReplicaStatus.SUCCEEDED or self.newest_attempt(rank).number == known.attempt:
                 return known.status
             self._outcomes.pop(rank, None)
         handle, attempt = self.handle(rank), self.newest_attempt(rank)
-        told = None if handle is None else as_status(self.executor.poll(handle))
+        reported = None if handle is None else as_status(self.executor.poll(handle))
         # After the poll: an outcome is written before its process ends.
-        outcome = find_outcome(self.store, self.run_id, rank, attempt)
-        if outcome is None and told in (ReplicaStatus.FAILED, ReplicaStatus.CANCELLED):
-            if self.newest_attempt(rank) != attempt:
+        outcome = attempt.outcome()
+        if outcome is None and reported in (ReplicaStatus.FAILED, ReplicaStatus.CANCELLED):
+            if attempt.newest() != attempt:
                 return self._poll(rank)  # the answer was of an attempt that was begun meanwhile
-            outcome = self._record_for(rank, attempt, told)
+            outcome = self._record_for(attempt, reported)
         if outcome is not None:
             self._outcomes[rank] = outcome
             return outcome.status
-        if told is not None:
-            return told
-        started = exists(self.store, replica_key(self.run_id, rank, attempt, "started.json"))
-        return ReplicaStatus.RUNNING if started else ReplicaStatus.PENDING
+        if reported is not None:
+            return reported
+        return ReplicaStatus.RUNNING if attempt.has("started.json") else ReplicaStatus.PENDING
 
-    def _record_for(self, rank: int, attempt: int, told: ReplicaStatus) -> Outcome:
-        """Write the outcome that a stranger's replica could not: its peers need to know that it is gone."""
-        (row,) = self.executor.collect([self.handle(rank)], timeout=0)
-        if told is not ReplicaStatus.CANCELLED and row.get("reason") not in REASONS:
-            who_says = f"{self.backend} reports it {told}"
-            return record_loss(self.store, self.run_id, rank, attempt, self.world_size, who_says)
-        return record_outcome(self.store, self.run_id, Outcome.of_row(rank, attempt, {**row, "status": told}))
+    def _record_for(self, attempt: Attempt, reported: ReplicaStatus) -> Outcome:
+        """Write the outcome that a third-party executor's replica could not: its peers need to know that it is gone."""
+        (row,) = self.executor.collect([self.handle(attempt.rank)], timeout=0)
+        if reported is not ReplicaStatus.CANCELLED and row.get("reason") not in REASONS:
+            return attempt.record_lost(f"{self.backend} reports it {reported}")
+        return attempt.record(Outcome.of_row(attempt.rank, attempt.number, {**row, "status": reported}))
 
     def _collect_missing(self) -> None:
         """Take from `collect` what the store does not have: replicas that succeeded without reaching the store."""
         missing = [rank for rank in range(self.world_size) if rank not in self._outcomes]
-        if not missing:
-            return
-        for rank, row in zip(missing, self.executor.collect([self.handle(r) for r in missing]), strict=True):
+        rows = self.executor.collect([self.handle(rank) for rank in missing]) if missing else []
+        for rank, row in zip(missing, rows, strict=True):
             if as_status(row.get("status")).is_terminal:
-                self._outcomes[rank] = Outcome.of_row(rank, self.newest_attempt(rank), row)
+                self._outcomes[rank] = Outcome.of_row(rank, self.newest_attempt(rank).number, row)
 
     def _state(self, rank: int) -> ReplicaState:
         status = self._poll(rank)
         outcome = self._outcomes.get(rank)
-        attempt = self.newest_attempt(rank) if outcome is None else outcome.attempt  # of the same look
-        beat = find_record(self.store, replica_key(self.run_id, rank, attempt, "heartbeat.json"), Beat.parse)
+        # Of the same look; and the attempt of an outcome needs no more requests.
+        number = None if outcome is None else outcome.attempt
+        attempt = self.newest_attempt(rank) if number is None else Attempt(self.store, self.run_id, rank, number)
+        beat = attempt.beat()
         age_s = None if beat is None else max(0.0, time.time() - beat.at)
         reported = {} if beat is None else dict(beat.reported)
-        return ReplicaState(rank, attempt, status, outcome, age_s, reported)
+        return ReplicaState(rank, attempt.number, status, outcome, age_s, reported)
 
-    def newest_attempt(self, rank: int) -> int:
-        """Return the number of a rank's newest attempt: 0 until it was resumed, or its process started twice."""
-        return newest_attempt(self.store, self.run_id, rank)
-
-    def _read_handle(self, rank: int) -> ReplicaHandle | None:
+    def _read_handle(self, rank: int) -> Any:
         """Read the handle of the newest attempt that has one."""
-        for attempt in range(self.newest_attempt(rank), -1, -1):
-            handle = read_handle(self.store, self.run_id, rank, attempt, self.backend)
+        newest = self.newest_attempt(rank)
+        for attempt in map(newest.at, range(newest.number, -1, -1)):
+            handle = attempt.handle(self.backend)
             if handle is not None:
                 return handle
-            if exists(self.store, replica_key(self.run_id, rank, attempt, "intent.json")):
-                find_handle: Any = getattr(self.executor, "find_handle", None)
-                return find_handle(self.store, self.run_id, rank, attempt) if find_handle else None
+            if attempt.has("intent.json"):
+                announced = attempt.announced(self.backend)
+                return self.executor.find_handle(announced) if isinstance(self.executor, NativeExecutor) else None
         return None
 
     def _tail(self, rank: int, n_lines: int) -> str:
@@ -343,8 +322,8 @@ class Run:
         return "".join(kept.splitlines(keepends=True)[-n_lines:])
 
     def _kept(self, rank: int) -> str:
-        found = self._outcomes.get(rank) or find_outcome(self.store, self.run_id, rank, self.newest_attempt(rank))
-        return found.output_tail if found else ""
+        outcome = self._outcomes.get(rank) or self.newest_attempt(rank).outcome()
+        return outcome.output_tail if outcome else ""
 
     def _check_rank(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
@@ -353,12 +332,67 @@ class Run:
 
     def _ask_all(self, ask: Callable[[int], T], ranks: Iterable[int]) -> list[T]:
         """Ask about several ranks: at once where each answer takes round trips, and in turn of a directory."""
-        if directory_of(self.store.url) is not None:
-            return [ask(rank) for rank in ranks]
-        return self._in_parallel(ask, list(ranks))
+        return list(map(ask, ranks)) if directory_of(self.store.url) else self._in_parallel(ask, list(ranks))
 
     def _in_parallel(self, act: Callable[[int], T], ranks: Sequence[int]) -> list[T]:
         if len(ranks) <= 1:
-            return [act(rank) for rank in ranks]
+            return list(map(act, ranks))
         with ThreadPoolExecutor(min(MAX_THREADS, len(ranks))) as pool:
             return list(pool.map(act, ranks))
+
+
+def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | ServerlessExecutor | None = None) -> Run:
+    """Find a run again, from any process.
+
+    Args:
+        run: the id of a run that this machine knows, or `<rendezvous url>/<run id>`.
+        rendezvous: the url of its store, when `run` is an id.
+        executor: what it was launched with: an executor, or a backend's name or class as `pkg.mod:Class`, which is then
+            made with the options that this machine noted, else those of the record. None: the backend that its record
+            names, which has to be one that is installed here.
+
+    Raises:
+        RunNotFoundError: there is no such run.
+        BackendError: the executor is of another backend than the run.
+    """
+    url: str | None
+    if rendezvous is None and ("://" in run or "/" in run):
+        url, run_id = split_address(run)
+    else:
+        run_id = run
+        url = str(rendezvous) if rendezvous is not None else locate(check_run_id(run))
+    if url is None:
+        raise RunNotFoundError(
+            f"No run {run_id!r} is known on this machine.{did_you_mean(run_id, known_run_ids())} For a run that was "
+            f"launched elsewhere give its address, as in 's3://BUCKET/PREFIX/{run_id}'."
+        )
+    store = existing_store(url)
+    if not exists(store, f"{check_run_id(run_id)}/run.json"):
+        raise RunNotFoundError(f"No run {run_id!r} at {store.url}.")
+    if executor is None:
+        return Run(store, run_id)
+    named = executor if isinstance(executor, str) else check_executor(executor)
+    found = Run(store, run_id, executor=named)
+    check_backend_of(found.record, executor_class(named) if isinstance(named, str) else named)
+    return found
+
+
+def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
+    """List the runs that this machine knows of, or all in a store; oldest first."""
+    if rendezvous is not None:
+        store = existing_store(rendezvous)
+        keys = (entry.key.split("/") for entry in store.list(""))
+        runs = [Run(store, key[0]) for key in keys if key[1:] == ["run.json"] and RUN_ID.fullmatch(key[0])]
+    else:
+        runs = []
+        for run_id in known_run_ids():
+            # It may be removed by another machine, or unreachable.
+            with contextlib.suppress(RunNotFoundError, StoreError, ValueError):
+                runs.append(attach(run_id))
+    return sorted(runs, key=_created_at)
+
+
+def _created_at(run: Run) -> float:
+    with contextlib.suppress(RunNotFoundError, StoreError):  # left half by a power cut, or written by hand
+        return run.record.created_at
+    return 0.0

@@ -1,24 +1,34 @@
-"""The state of a run at one moment: the rows of the live table, of `replicas status` and of a notebook's output."""
+"""A run at one moment, as shown by `replicas status`, the live table and a notebook; how a run is waited for."""
 
 from __future__ import annotations
 
 import html
+import math
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from executors.outcome import BY_USER, Outcome
-from executors.protocol import ReplicaStatus
+from executors.errors import (
+    ReplicaCancelledError,
+    ReplicaError,
+    ReplicaFailedError,
+    ReplicaLostError,
+    ReplicaTimeoutError,
+)
+from executors.protocol import BY_USER, Outcome, ReplicaStatus, as_status
 
 COLUMNS = ("rank", "status", "round", "step", "loss", "round_s", "note")
 HEADINGS = {"round_s": "in rounds", "note": ""}
-
-
-def number(value: float) -> str:
-    """Return a number for a column: four decimals, or an exponent where these would show nothing."""
-    return f"{value:.2e}" if 0 < abs(value) < 0.005 else f"{value:.4f}"
+FIRST_PAUSE_S = 0.01
+LONGEST_PAUSE_S = 0.5
+H = TypeVar("H")
+_ERRORS: dict[str | None, type[ReplicaError]] = {
+    **dict.fromkeys(("signal", "oom", "lost", "preempted"), ReplicaLostError),
+    "timeout": ReplicaTimeoutError,
+    "cancelled": ReplicaCancelledError,
+}
 
 
 @dataclass(frozen=True)
@@ -31,16 +41,16 @@ class ReplicaState:
     outcome: Outcome | None = None
     heartbeat_age_s: float | None = None
     reported: dict[str, Any] = field(default_factory=dict)
-    """What the replica reported last: step, loss, round, and whatever else it chose."""
+    """What the replica reported last: step, loss, round, and more of its choice."""
 
     @property
     def note(self) -> str:
         """A few words on how it ended, or on a heartbeat that is overdue."""
-        if self.outcome is not None and self.outcome.reason == "cancelled":
-            return "" if BY_USER in (self.outcome.error or "") else (self.outcome.error or "").partition(": ")[2]
         if self.outcome is not None and self.outcome.reason is not None:
-            line = self.outcome.headline
-            return f"{self.outcome.reason}: {line}" if line else str(self.outcome.reason)
+            if self.outcome.reason == "cancelled":
+                error = self.outcome.error or ""
+                return "" if BY_USER in error else error.partition(": ")[2]
+            return ": ".join(filter(None, (self.outcome.reason, self.outcome.headline)))
         if self.status is ReplicaStatus.RUNNING and (self.heartbeat_age_s or 0) > 30:
             return f"last heartbeat {self.heartbeat_age_s:.0f} s ago"
         return ""
@@ -54,7 +64,15 @@ class ReplicaState:
             return ""
         if column == "round_s":
             return f"{value:.1f} s"
-        return number(value) if isinstance(value, float) else str(value)
+        if not isinstance(value, float):
+            return str(value)
+        return f"{value:.2e}" if 0 < abs(value) < 0.005 else f"{value:.4f}"  # else four decimals would show nothing
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but the result as plain JSON."""
+        row = {name: getattr(self, name) for name in ("rank", "attempt", "status", "heartbeat_age_s", "reported")}
+        outcome = self.outcome
+        return {**row, "reason": outcome and outcome.reason, "exit_code": outcome and outcome.exit_code}
 
 
 @dataclass(frozen=True)
@@ -65,7 +83,7 @@ class RunStatus:
     backend: str
     replicas: Sequence[ReplicaState]
     joined: int = 0
-    """How many ranks beyond those that were launched joined while it ran; of these only the claims are known."""
+    """How many more ranks joined while it ran; only their claims are known."""
     at: float = field(default_factory=time.time)
 
     @property
@@ -75,36 +93,33 @@ class RunStatus:
 
     @property
     def status(self) -> ReplicaStatus:
-        """One word for the whole run: the worst of its replicas once all have ended."""
+        """One status for the whole run: the worst of its replicas once all have ended."""
         found = {replica.status for replica in self.replicas}
-        for status in (ReplicaStatus.RUNNING, ReplicaStatus.PENDING, ReplicaStatus.FAILED, ReplicaStatus.CANCELLED):
-            if status in found:
-                return ReplicaStatus.RUNNING if status is ReplicaStatus.PENDING and len(found) > 1 else status
-        return ReplicaStatus.SUCCEEDED
+        if not self.is_terminal:
+            return ReplicaStatus.PENDING if found == {ReplicaStatus.PENDING} else ReplicaStatus.RUNNING
+        worst_first = (ReplicaStatus.FAILED, ReplicaStatus.CANCELLED)
+        return next((status for status in worst_first if status in found), ReplicaStatus.SUCCEEDED)
+
+    @property
+    def numbers(self) -> list[tuple[ReplicaStatus, int]]:
+        """How many replicas have each status, without those that none has."""
+        counts = Counter(replica.status for replica in self.replicas)
+        return [(status, counts[status]) for status in ReplicaStatus if counts[status]]
 
     @property
     def counts(self) -> str:
-        """As in `3 running, 1 failed`."""
-        counts = Counter(replica.status for replica in self.replicas)
-        told = [f"{counts[status]} {status}" for status in ReplicaStatus if counts[status]]
-        return ", ".join([*told, *([f"{self.joined} joined"] if self.joined else [])])
+        """The numbers in words: `3 running, 1 failed`."""
+        joined = [f"{self.joined} joined"] if self.joined else []
+        return ", ".join([*(f"{count} {status}" for status, count in self.numbers), *joined])
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain JSON."""
-        rows = []
-        for replica in self.replicas:
-            row = asdict(replica)
-            row.pop("outcome")
-            outcome = replica.outcome
-            row["reason"] = outcome.reason if outcome else None
-            row["exit_code"] = outcome.exit_code if outcome else None
-            rows.append(row)
         return {
             "run_id": self.run_id,
             "backend": self.backend,
             "status": self.status,
             "joined": self.joined,
-            "replicas": rows,
+            "replicas": [replica.to_json() for replica in self.replicas],
         }
 
     def used_columns(self) -> list[str]:
@@ -116,9 +131,57 @@ class RunStatus:
         """Return the table for a notebook."""
         columns = self.used_columns()
         head = "".join(f"<th>{html.escape(HEADINGS.get(name, name))}</th>" for name in columns)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(replica.cell(name))}</td>" for name in columns) + "</tr>"
-            for replica in self.replicas
-        )
+        rows = ["".join(f"<td>{html.escape(row.cell(name))}</td>" for name in columns) for row in self.replicas]
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
         title = f"{html.escape(self.run_id)} on {html.escape(self.backend)}: {html.escape(self.counts)}"
         return f"<p>{title}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def wait_until_terminal(
+    poll: Callable[[H], Any],
+    handles: Sequence[H],
+    timeout_s: float | None,
+    *,
+    each: Callable[[Callable[[H], Any], Sequence[H]], Iterable[Any]] = map,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Poll with growing pauses until every handle's status is terminal; False if the time was over first.
+
+    Args:
+        each: polls several handles; a map.
+    """
+    end = math.inf if timeout_s is None else clock() + timeout_s
+    pause_s = FIRST_PAUSE_S
+    waiting = list(handles)
+    while True:
+        statuses = each(poll, waiting)
+        waiting = [h for h, status in zip(waiting, statuses, strict=True) if not as_status(status).is_terminal]
+        if not waiting:
+            return True
+        left_s = end - clock()
+        if left_s <= 0:
+            return False
+        sleep(min(pause_s, left_s))
+        pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
+
+
+def raise_root_cause(outcomes: Sequence[Outcome]) -> None:
+    """Raise the error of the earliest failure; do nothing if every replica succeeded.
+
+    A cancelled or fenced replica is the cause only if no other failed: it was asked to end.
+
+    Raises:
+        ReplicaError: of the kind that fits the reason, with the remote traceback as message, other failures as notes.
+    """
+    bad = [outcome for outcome in outcomes if outcome.status is not ReplicaStatus.SUCCEEDED]
+    if not bad:
+        return
+    cause, *others = sorted(bad, key=lambda outcome: (outcome.reason in ("cancelled", "fenced"), outcome.finished_at))
+    message = cause.error or f"Replica {cause.rank} is {cause.status}."
+    kind = _ERRORS.get(cause.reason, ReplicaFailedError)
+    error = kind(message, rank=cause.rank, attempt=cause.attempt, outcome=cause)
+    error.add_note(f"This is rank {cause.rank} of {len(outcomes)} (attempt {cause.attempt}), reason: {cause.reason}.")
+    for other in others:
+        error.add_note(f"Rank {other.rank} (attempt {other.attempt}) {other.status}, {other.reason}: {other.headline}")
+    raise error

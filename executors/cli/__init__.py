@@ -1,7 +1,7 @@
-"""The command `replicas`: launch, look, follow, collect, cancel; nothing that Python code could not call.
+"""The command `replicas`: launch, watch, collect and cancel runs. Python code can do all of it without the command.
 
-Each verb is a function in one of the modules beside; they import what they need when they run, so that
-`replicas --help` stays quick. Exit codes: 0, 1 a replica failed, 2 usage, 124 only timeouts, 130 cancelled.
+Each verb is a function in one of the modules here. They import what they need when they run, so that `replicas --help`
+stays quick. Exit codes: 0, 1 a replica failed, 2 usage, 124 only timeouts, 130 cancelled.
 """
 
 from __future__ import annotations
@@ -16,24 +16,18 @@ from typing import Annotated, Any
 import typer
 
 from executors.cli.backends import backends
-from executors.cli.collect import collect
 from executors.cli.doctor import doctor
-from executors.cli.ending import cancel, rm
-from executors.cli.launch import launch
-from executors.cli.looking import logs, ls, status, wait
-from executors.cli.output import inert
-from executors.cli.resume import resume
+from executors.cli.launch import launch, resume
+from executors.cli.output import CANCELLED, FAILED, USAGE, inert
+from executors.cli.runs import cancel, collect, logs, ls, rm, status, wait
 from executors.errors import LaunchError, ReplicasError
-
-USAGE = 2
-INTERRUPTED = 130
 
 app = typer.Typer(
     name="replicas",
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Launch N ranked replicas on a serverless backend, and follow, collect or cancel them from anywhere.",
+    help="Launch N ranked replicas on a serverless backend, and watch, collect or cancel them from anywhere.",
     epilog="[bold]First steps[/bold]\n\nreplicas launch --n 4\n\nreplicas launch train.py:main --n 8 --arg steps=500"
     "\n\nreplicas logs RUN -f    replicas status RUN    replicas collect RUN --out results",
 )
@@ -59,8 +53,10 @@ def _options(
 
 
 def main() -> int:
-    """Run the command line, and return its exit code. User mistakes are one line on stderr, never a traceback."""
-    _put_current_directory_first()
+    """Run the command line and return its exit code. A user's mistake is one line on stderr, never a traceback."""
+    if not sys.flags.safe_path:
+        with contextlib.suppress(FileNotFoundError):  # the directory was deleted
+            sys.path.insert(0, os.getcwd())  # as `python -m` does, so that `train:main` is found there
     _show_warnings_as_lines()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -70,17 +66,17 @@ def main() -> int:
         returned = command.main(prog_name="replicas", standalone_mode=False)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
-        return INTERRUPTED
+        return CANCELLED
     except ReplicasError as error:
         code = _fail(error)
-        return INTERRUPTED if isinstance(error, LaunchError) and error.cancelled else code
-    except OSError as error:  # a closed pipe is nobody's mistake; a full disk under stdout is told
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit complains as well
+        return CANCELLED if isinstance(error, LaunchError) and error.cancelled else code
+    except OSError as error:  # a closed pipe is not a mistake; a full disk under stdout is an error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
         if not isinstance(error, BrokenPipeError):
             print(f"Error: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     except Exception as error:
-        if not hasattr(error, "format_message"):  # not one of typer's own: a defect of ours, shown whole
+        if not hasattr(error, "format_message"):  # not one of typer's: a defect, shown with its traceback
             raise
         return _fail(error, error.format_message())
     return returned if isinstance(returned, int) else 0
@@ -88,23 +84,15 @@ def main() -> int:
 
 def _fail(error: Exception, message: str | None = None) -> int:
     text = message if message is not None else str(error)
-    context = getattr(error, "ctx", None)
-    if message is not None and type(error).__name__ == "NoArgsIsHelpError":
+    if type(error).__name__ == "NoArgsIsHelpError":
         print(text)  # the help itself
         return USAGE
     print(inert(f"Error: {text}"), file=sys.stderr)
-    if context is not None:
+    if (context := getattr(error, "ctx", None)) is not None:
         print(f"Try: {context.command_path} --help", file=sys.stderr)
     if "--json" in sys.argv:
         print(json.dumps({"error": text, "kind": type(error).__name__}))
     return USAGE
-
-
-def _put_current_directory_first() -> None:
-    """As `python -m` does, so that `train:main` is found where the user stands."""
-    if not sys.flags.safe_path:
-        with contextlib.suppress(FileNotFoundError):  # the directory was deleted
-            sys.path.insert(0, os.getcwd())
 
 
 def _show_warnings_as_lines() -> None:

@@ -1,13 +1,19 @@
-"""`replicas backends`."""
+"""`replicas backends`; and an executor made from a backend's name and the options a user gave."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from typing import Any
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from executors.cli.options import JsonOption
-from executors.cli.output import Output
+from executors.cli.output import JsonOption, Output, refuse
+
+if TYPE_CHECKING:
+    from executors.protocol import ServerlessExecutor
 
 
 def backends(as_json: JsonOption = False) -> int:
@@ -19,40 +25,22 @@ def backends(as_json: JsonOption = False) -> int:
     if as_json:
         output.document(found)
         return 0
-    for number, backend in enumerate(found):
-        if number:
-            output.say()
-        _tell(output, backend)
-    output.say()
+    for backend in found:
+        _print_backend(output, backend)
+        output.say()
     output.say("An executor of your own: --backend pkg.mod:Class. Give options as --option NAME=VALUE.", "dim")
     return 0
 
 
 def _describe(name: str, path: str) -> dict[str, Any]:
-    from executors.cli.backend_options import options_of
     from executors.registry import executor_class, get_executor
 
-    described: dict[str, Any] = {
-        "name": name,
-        "executor": path,
-        "ready": False,
-        "problem": None,
-        "about": "",
-        "options": [],
-    }
+    described: dict[str, Any] = {"name": name, "executor": path, "ready": False, "problem": None, "about": ""}
+    described["options"] = []
     try:
         cls = executor_class(name)
         described["about"] = (inspect.getdoc(cls) or "").partition("\n")[0]
-        described["options"] = [
-            {
-                "name": option.name,
-                "type": option.type_name,
-                "required": option.default is inspect.Parameter.empty,
-                "default": _json(option.default),
-                "help": option.help,
-            }
-            for option in options_of(cls)
-        ]
+        described["options"] = describe_options(cls)
         executor: Any = get_executor(name)
         described["network_between_replicas"] = bool(executor.supports_inter_replica_network)
         described["ready"] = True
@@ -61,7 +49,7 @@ def _describe(name: str, path: str) -> dict[str, Any]:
     return described
 
 
-def _tell(output: Output, backend: dict[str, Any]) -> None:
+def _print_backend(output: Output, backend: dict[str, Any]) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
@@ -77,9 +65,77 @@ def _tell(output: Output, backend: dict[str, Any]) -> None:
             output.say(Padding(Text(option["help"]), (0, 0, 0, 6), expand=False))
 
 
-def _json(value: Any) -> Any:
-    if value is inspect.Parameter.empty:
-        return None
-    if isinstance(value, (list, tuple)):
-        return [_json(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
+def make_executor(backend: str, options: Mapping[str, Any]) -> ServerlessExecutor:
+    """Return the executor of a backend; refuse options of another type than its constructor declares."""
+    from executors.registry import executor_class, get_executor
+
+    check_options(backend, executor_class(backend), options)
+    return get_executor(backend, options)
+
+
+def check_options(backend: str, cls: type, options: Mapping[str, Any]) -> None:
+    """Refuse a value of another type than the constructor declares. `get_executor` checks the names."""
+    parameters = _parameters_of(cls)
+    for name, value in options.items():
+        if name in parameters and not _fits(value, parameters[name].annotation):
+            kind = _name_type(parameters[name].annotation)
+            refuse(f"Option {name!r} of backend {backend!r} takes {kind}, got {value!r}.")
+
+
+def describe_options(cls: type) -> list[dict[str, Any]]:
+    """Describe the options of an executor's class, from the signature and the docstrings of its constructor."""
+    texts = _texts_of_arguments(f"{inspect.getdoc(cls)}\n{inspect.getdoc(vars(cls).get('__init__'))}")
+    return [
+        {
+            "name": name,
+            "type": _name_type(parameter.annotation),
+            "required": (is_required := parameter.default is parameter.empty),
+            "default": None if is_required else json.loads(json.dumps(parameter.default, default=repr, skipkeys=True)),
+            "help": texts.get(name, ""),
+        }
+        for name, parameter in _parameters_of(cls).items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+
+
+def _parameters_of(cls: type) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(cls, eval_str=True).parameters
+    except (NameError, TypeError, AttributeError):  # a third party's annotations may name what is not imported
+        return inspect.signature(cls).parameters
+
+
+def _name_type(annotation: Any) -> str:
+    """Return a type as Python writes it, without module names."""
+    if annotation is inspect.Parameter.empty:
+        return ""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:\w+\.)+(\w)", r"\1", text)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a JSON value is of a type; every value fits a type that JSON cannot express."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is typing.Literal:
+        return value in parts
+    if hint is None or hint is type(None):
+        return value is None
+    if hint in (bool, str):
+        return isinstance(value, hint)
+    if hint in (int, float):
+        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+    kind = origin or hint
+    if isinstance(kind, type) and issubclass(kind, Mapping):
+        return isinstance(value, dict)
+    if isinstance(kind, type) and issubclass(kind, Sequence):
+        return isinstance(value, list) and (not parts or all(_fits(item, parts[0]) for item in value))
+    return True
+
+
+def _texts_of_arguments(doc: str) -> dict[str, str]:
+    """Read the `Args:` section of a Google style docstring."""
+    section = re.split(r"\n(?=\S)", doc.partition("Args:\n")[2])[0]
+    found = re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {5,}.*)*)", section, flags=re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}

@@ -1,35 +1,46 @@
-"""`replicas doctor`: what of this machine, and of a rendezvous, would keep a run from working."""
+"""`replicas doctor`: facts about this machine; checks of it, of a backend and of a store."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import platform
+import secrets
 import shutil
-import sys
-from collections.abc import Iterator
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-import typer
+from typer import Option
 
-from executors.cli.findings import Finding, tried, write_once
-from executors.cli.options import BackendOptions, JsonOption, RendezvousOption, parse_values
-from executors.cli.output import Output
+from executors.cli.options import BackendOptions, RendezvousOption, parse_values
+from executors.cli.output import FAILED, JsonOption, Output
+from executors.errors import BackendError, ReplicasError, StoreError
+from executors.protocol import NativeExecutor, ServerlessExecutor
 
 LOW_DISK_BYTES = 1 << 30
 STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
+PROBE_LIMIT_S = 900.0
+WITHOUT_INOTIFY = (
+    "Replicas ask their store in short intervals instead, which is slower. On Linux raise "
+    "fs.inotify.max_user_instances, or: pip install inotify_simple"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked."""
+
+    what: str
+    state: Literal["ok", "note", "wrong"]
+    found: str
+    advice: str = ""
 
 
 def doctor(
-    backend: Annotated[
-        str, typer.Option("--backend", "-b", metavar="NAME", help="The backend to look at, as well as this machine.")
-    ] = "local",
-    probe: Annotated[
-        bool, typer.Option("--probe", help="Also start one small replica there, and let it look around. Costs little.")
-    ] = False,
+    backend: Annotated[str, Option("--backend", "-b", metavar="NAME", help="The backend to check.")] = "local",
+    probe: Annotated[bool, Option("--probe", help="Also start a replica there, and show what it finds.")] = False,
     option: BackendOptions = None,
     rendezvous: RendezvousOption = None,
     as_json: JsonOption = False,
@@ -38,125 +49,145 @@ def doctor(
 
     Exit code: 1 if something is wrong.
     """
-    from executors.cli.doctor_backend import examine_backend
+    from rich.text import Text
+
+    from executors.worker.probe import describe_environment
 
     output = Output(as_json)
-    findings: list[Finding] = []
     options = parse_values("--option", option)
+    facts = describe_environment()
+    findings: list[Finding] = []
+    if not as_json:
+        for name, value in facts.items():
+            output.say(f"{'':5}  {name:<16}  {value}", "dim")
     for finding in itertools.chain(
-        _examine(is_local=backend == "local"), examine_backend(backend, options, rendezvous, probe)
+        _check_machine(is_local=backend == "local"), _check_backend(backend, options, rendezvous, probe)
     ):
         findings.append(finding)
         if not as_json:
-            _tell(output, finding)
-    wrong = any(finding.state == "wrong" for finding in findings)
+            mark = (f"{finding.state:<5}", STYLES[finding.state])
+            output.say(Text.assemble(mark, f"  {finding.what:<16}  {finding.found}"))
+            if finding.advice:
+                output.say(f"{'':25}{finding.advice}", STYLES[finding.state])
+    is_wrong = any(finding.state == "wrong" for finding in findings)
     if as_json:
-        output.document({"ok": not wrong, "findings": [asdict(finding) for finding in findings]})
-    return int(wrong)
+        output.document({"ok": not is_wrong, "facts": facts, "findings": [asdict(finding) for finding in findings]})
+    return FAILED if is_wrong else 0
 
 
-def _tell(output: Output, finding: Finding) -> None:
-    from rich.text import Text
-
-    output.say(Text.assemble((f"{finding.state:<5}", STYLES[finding.state]), f"  {finding.what:<16}  {finding.found}"))
-    if finding.advice:
-        output.say(f"{'':25}{finding.advice}", "yellow" if finding.state == "note" else "red")
-
-
-def _examine(is_local: bool) -> Iterator[Finding]:
-    checks = (_system, _python, _torch, _cores, _gpus, _state, _disk, _inotify, _zygote)
-    for check in checks if is_local else (_python, _torch, _state, _disk):
-        yield check()
-
-
-def _system() -> Finding:
-    found = f"{platform.system()} {platform.release()}"
-    if sys.platform == "linux":
-        return Finding("system", "ok", found)
-    return Finding("system", "wrong", found, "The local backend needs Linux.")
-
-
-def _python() -> Finding:
-    return Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
-
-
-def _torch() -> Finding:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return Finding("torch", "ok", version("torch"))
-    except PackageNotFoundError:
-        advice = "Install it with: pip install torch. Tasks without torch need --option preload=[]"
-        return Finding("torch", "wrong", "not installed", advice)
-
-
-def _cores() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Finding("cores", "ok", f"{cores}; n replicas get {cores}/n torch threads each, and at least one")
-
-
-def _gpus() -> Finding:
-    import subprocess
-
-    try:
-        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return Finding("gpus", "ok", "none; replicas run on the CPU")
-    names = [line.partition(" (UUID")[0] for line in listed.stdout.splitlines()]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    limited = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
-    return Finding("gpus", "ok", (", ".join(names) or "none") + limited)
-
-
-def _state() -> Finding:
-    from executors.state import state_dir, state_path
+def _check_machine(is_local: bool) -> Iterator[Finding]:
+    from executors.run_index import state_dir, state_path
 
     path = state_path()
-
-    def probe() -> str:
-        from executors.store import open_store
-
-        return write_once(open_store(state_dir()).url)
-
-    return tried("runs", probe, f"Runs of this user live in {path}. Set XDG_STATE_HOME to a directory you can write.")
-
-
-def _disk() -> Finding:
-    from executors.state import state_path
-
-    path = next(folder for folder in (state_path(), *state_path().parents) if folder.exists())
-    free_bytes = shutil.disk_usage(path).free
-    found = f"{free_bytes / 1e9:.1f} GB free for {state_path()}"
-    if free_bytes >= LOW_DISK_BYTES:
-        return Finding("disk", "ok", found)
-    return Finding("disk", "note", found, "Delete old runs: replicas ls, replicas rm RUN…")
+    advice = f"Runs of this user live in {path}. Set XDG_STATE_HOME to a directory you can write."
+    yield check("runs", lambda: _check_store(str(state_dir())), advice)
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    free_bytes = shutil.disk_usage(existing).free
+    is_low = free_bytes < LOW_DISK_BYTES
+    advice = "Delete old runs: replicas ls, replicas rm RUN…" if is_low else ""
+    yield Finding("disk", "note" if is_low else "ok", f"{free_bytes / 1e9:.1f} GB free for {path}", advice)
+    if is_local:
+        yield _check_inotify()
 
 
-def _inotify() -> Finding:
-    if sys.platform != "linux":
-        return Finding("inotify", "note", "not on this system", "Replicas look for news in short intervals instead.")
-    advice = (
-        "Replicas look for news in short intervals instead, which is slower. "
-        "Raise fs.inotify.max_user_instances, or: pip install inotify_simple"
-    )
+def _check_inotify() -> Finding:
     try:
         from inotify_simple import INotify
 
         with contextlib.closing(INotify()):
             limit = Path("/proc/sys/fs/inotify/max_user_watches").read_text().strip()
     except (OSError, ImportError) as error:
-        return Finding("inotify", "note", str(error), advice)
+        return Finding("inotify", "note", str(error), WITHOUT_INOTIFY)
     return Finding("inotify", "ok", f"{limit} watches")
 
 
-def _zygote() -> Finding:
-    def start() -> str:
-        import time
+def _check_backend(name: str, options: Mapping[str, Any], rendezvous: str | None, probe: bool) -> Iterator[Finding]:
+    """Check a backend; stop where later checks could only repeat the first failure."""
+    from executors.registry import get_executor
+    from executors.store.url import shared_rendezvous
 
-        from executors.local import LocalProcessExecutor
+    try:
+        executor = get_executor(name, options)
+    except (ReplicasError, ValueError, TypeError) as error:
+        yield Finding("backend", "wrong", str(error), "See: replicas backends")
+        return
+    url = rendezvous
+    if isinstance(executor, NativeExecutor):
 
-        began = time.monotonic()
-        LocalProcessExecutor().check_launch(1, "platform:node", {})
-        return f"replicas can be forked; ready after {time.monotonic() - began:.1f} s"
+        def check_launch() -> str:
+            began = time.monotonic()
+            executor.check_launch(1, "platform:node", {})
+            return f"the backend is ready; checked in {time.monotonic() - began:.1f} s"
 
-    return tried("local backend", start, "Replicas cannot be started here. Try: replicas launch platform:node --n 1")
+        yield check("launch", check_launch, "Nothing can be launched there until this works.")
+    if isinstance(executor, NativeExecutor) and executor.needs_shared_rendezvous:
+        try:
+            url = shared_rendezvous(name, rendezvous, "train.py:main", 2)
+        except BackendError as error:
+            yield Finding("rendezvous", "wrong", str(error), "Both sides meet there; any S3 bucket will do.")
+            return
+    if url is not None:
+        found = check("rendezvous", lambda: _check_store(url), "Replicas that cannot write there cannot meet there.")
+        yield found
+        if url.startswith("s3:") and found.state != "wrong":
+            yield from _check_bucket(url)
+    if probe:
+        yield check("probe", lambda: _probe(executor, url), "Its logs say more, if it started: replicas ls")
+
+
+def _check_store(url: str) -> str:
+    """Write an object, read it, delete it. Opening the store proves already that it creates exclusively."""
+    from executors.store import open_store
+
+    store = open_store(url)
+    key = f"doctor-{secrets.token_hex(8)}/probe"
+    try:
+        store.put(key, b"probe")
+        if bytes(store.get(key)) != b"probe":
+            raise StoreError(f"{store.url}: an object was not read as it was written.", key=key, url=store.url)
+    finally:
+        store.delete(key)
+    return f"{store.url}: creates exclusively, writes, reads its writes"
+
+
+def _check_bucket(url: str) -> Iterator[Finding]:
+    """Check the settings of a bucket and its credentials. Settings that may not be read are left out."""
+    from executors.store import open_store
+    from executors.store.url import remote_access
+
+    try:
+        store: Any = open_store(url)
+        _, credentials = remote_access(store)
+    except ReplicasError as error:
+        yield Finding("credentials", "wrong", str(error), "Replicas get them as a secret of the backend.")
+        return
+    if "AWS_SESSION_TOKEN" in credentials:
+        advice = "Replicas get these: a run that outlives them cannot continue. Use lasting ones for long runs."
+        yield Finding("credentials", "note", "temporary", advice)
+    else:
+        yield Finding("credentials", "ok", "lasting")
+    with contextlib.suppress(ReplicasError, ValueError):
+        for what, problem, advice in store.risky_settings():
+            yield Finding(what, "note", problem, advice)
+
+
+def _probe(executor: ServerlessExecutor, rendezvous: str | None) -> str:
+    from executors.launcher import launch
+
+    entrypoint = "executors.worker.probe:describe_environment"
+    run = launch(executor, entrypoint, 1, rendezvous=rendezvous, timeout=PROBE_LIMIT_S)
+    try:
+        (facts,) = run.results()
+    except BaseException:
+        run.cancel()
+        raise
+    run.remove()
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def check(what: str, attempt: Callable[[], str], advice: str) -> Finding:
+    """Return what a check found; if it failed, why, and the advice."""
+    try:
+        return Finding(what, "ok", attempt())
+    except (ReplicasError, OSError, ValueError) as error:
+        return Finding(what, "wrong", str(error), advice)

@@ -1,127 +1,110 @@
-"""`replicas launch`."""
+"""`replicas launch` and `replicas resume`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
+from executors.cli.backends import make_executor
 from executors.cli.options import (
     BackendOptions,
     EnvOption,
-    JsonOption,
+    ExecutorOption,
+    RanksOption,
     RendezvousOption,
+    RunArgument,
     SecretOption,
+    find_run,
     parse_texts,
     parse_values,
-    refuse,
 )
-from executors.cli.output import Output
-from executors.errors import BackendError, LaunchError, ReplicasError, StoreError
+from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, refuse, usage_errors
+from executors.errors import BackendError, LaunchError, StoreError
+from executors.protocol import NativeExecutor
 
 if TYPE_CHECKING:
-    from executors.launching import LaunchPlan
+    from executors.cli.live import Interrupts
+    from executors.launcher import LaunchPlan
     from executors.run import Run
 
 TASKS = "replicas.tasks"  # the group of entry points that names the default task
+ENTRYPOINT = (
+    "What each replica calls: pkg.mod:function, path/file.py:function, or path/file.py (its main). "
+    "Default: the task that comes with the installation."
+)
+ARG = "An argument of the entrypoint: JSON, else a string. Repeatable."
+TIMEOUT = "Seconds each replica may run. Default: no limit locally."
+CHAOS = (
+    "A fault to inject, local backend only: kill:rank=1,round=3 (or at=POINT,count=N,when=after), "
+    "or store:lost=0.02,error=0.01,delay=0.3. Repeatable."
+)
+TASK_DIGEST = (
+    "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
+    "task_digest."
+)
+TRUST_BUCKET = "Start whatever the run's store holds, with the credentials found here."
 
 
 def launch(
-    entrypoint: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="ENTRYPOINT",
-            help="What each replica calls: pkg.mod:function, path/file.py:function, or path/file.py (its main). "
-            "Default: the task that comes with the installation.",
-            show_default=False,
-        ),
-    ] = None,
+    entrypoint: Annotated[str | None, Argument(metavar="ENTRYPOINT", help=ENTRYPOINT)] = None,
     *,
-    n: Annotated[int, typer.Option("--n", "-n", metavar="N", help="How many replicas.", show_default=False)],
-    backend: Annotated[
-        str, typer.Option("--backend", "-b", metavar="NAME", help="A backend's name, or pkg.mod:Class.")
-    ] = "local",
-    arg: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--arg",
-            "-a",
-            metavar="K=V",
-            help="An argument of the entrypoint: JSON, else a string. Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", metavar="GPU", help="A GPU for each replica, as in H100 or H100:2.")
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option("--timeout", metavar="S", help="Seconds each replica may run. Default: no limit locally."),
-    ] = None,
+    n: Annotated[int, Option("--n", "-n", metavar="N", help="How many replicas.")],
+    backend: Annotated[str, Option("--backend", "-b", metavar="NAME", help="A backend's name, or pkg.mod:Class.")] = (
+        "local"
+    ),
+    arg: Annotated[list[str] | None, Option("--arg", "-a", metavar="K=V", help=ARG)] = None,
+    gpu: Annotated[str | None, Option(metavar="GPU", help="A GPU for each replica, as in H100 or H100:2.")] = None,
+    timeout: Annotated[float | None, Option(metavar="S", help=TIMEOUT)] = None,
     rendezvous: RendezvousOption = None,
-    run_id: Annotated[
-        str | None, typer.Option("--run-id", metavar="ID", help="A name of your choice. Default: two words.")
-    ] = None,
+    run_id: Annotated[str | None, Option(metavar="ID", help="A name of your choice. Default: two words.")] = None,
     env: EnvOption = None,
     secret: SecretOption = None,
     option: BackendOptions = None,
-    chaos: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--chaos",
-            metavar="SPEC",
-            help="A fault to suffer, locally: kill:rank=1,round=3 (or at=POINT,count=N,when=after), "
-            "or store:lost=0.02,error=0.01,delay=0.3. Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", metavar="S", help="Seed the replicas from this and their rank.")
-    ] = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Print the run id and return; the run goes on by itself.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything and print the exact request; start and write nothing.")
-    ] = False,
+    chaos: Annotated[list[str] | None, Option(metavar="SPEC", help=CHAOS)] = None,
+    seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
+    detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the request, start nothing.")] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Start N ranked replicas and watch them to their end.
 
-    Ctrl-C once cancels the run and waits for its end; twice leaves at once.
+    Ctrl-C once cancels the run and waits for its end; twice exits at once.
 
     Exit code: 130 cancelled, 1 a replica failed, 124 only time limits were hit, 0 all succeeded, 2 usage.
     """
-    from executors.cli.following import Interrupts
+    from executors.cli.live import Interrupts
+    from executors.launcher import plan_launch
+    from executors.task.create import LaunchRequest
 
     output = Output(as_json)
     with Interrupts() as interrupts:
         try:
-            plan = _plan_watched(
-                output,
-                entrypoint,
-                n,
-                backend,
-                parse_values("--option", option),
-                args=parse_values("--arg", arg),
-                rendezvous=rendezvous,
-                run_id=run_id,
-                gpu=gpu,
-                timeout=timeout,
-                env=parse_texts("--env", env),
-                secrets=secret or (),
-                seed=seed,
-                detach=detach,
-                chaos=chaos or (),
-            )
-            if dry_run:
-                output.document(_rehearse(plan))
-                return 0
-            run = _start(plan, output)
+            with usage_errors():
+                with output.busy("Checking the launch"):  # importing torch takes a second
+                    request = LaunchRequest(
+                        entrypoint=entrypoint or default_task(),
+                        n=n,
+                        args=parse_values("--arg", arg),
+                        rendezvous=rendezvous,
+                        run_id=run_id,
+                        gpu=gpu,
+                        timeout=timeout,
+                        env=parse_texts("--env", env),
+                        secrets=secret or (),
+                        seed=seed,
+                        detach=detach,
+                        chaos=chaos or (),
+                    )
+                    plan = plan_launch(request, make_executor(backend, parse_values("--option", option)))
+                if dry_run:
+                    output.document(plan.dry_run())
+                    return 0
+                run = _start(plan, output)
         except KeyboardInterrupt:
             output.say("Cancelled before the run had started.", "yellow")
-            return 130
-        return watch(run, output, interrupts, detach=detach)
+            return CANCELLED
+        return _finish(run, output, interrupts, detach=detach)
 
 
 launch.epilog = (  # type: ignore[attr-defined]
@@ -133,49 +116,13 @@ launch.epilog = (  # type: ignore[attr-defined]
 )
 
 
-def _plan_watched(output: Output, *launch: Any, **more: Any) -> LaunchPlan:
-    """Check the launch; on a terminal something moves meanwhile, since importing torch takes its second."""
-    if not output.is_live:
-        return _plan(*launch, **more)
-    with output.console.status("Checking the launch"):
-        return _plan(*launch, **more)
-
-
-def _plan(entrypoint: str | None, n: int, backend: str, options: dict[str, Any], **more: Any) -> LaunchPlan:
-    """Check the launch; what is wrong with it is a usage error."""
-    from executors.cli.backend_options import check_options
-    from executors.launching import plan_launch
-    from executors.registry import executor_class, get_executor
-
-    try:
-        check_options(backend, executor_class(backend), options)
-        return plan_launch(get_executor(backend, options), entrypoint or default_task(), n, **more)
-    except ReplicasError:
-        raise
-    except (ValueError, TypeError, ImportError) as error:
-        refuse(error)
-
-
-def _rehearse(plan: LaunchPlan) -> dict[str, Any]:
-    from executors.dry_run import rehearse
-
-    try:
-        return rehearse(plan)
-    except (ValueError, TypeError) as error:
-        refuse(error)
-
-
 def _start(plan: LaunchPlan, output: Output) -> Run:
     try:
-        if not output.is_live:
+        with output.busy(f"Starting {plan.request.n} replicas"):
             return plan.start()
-        with output.console.status(f"Starting {plan.n} replicas"):
-            return plan.start()
-    except (ValueError, TypeError) as error:
-        refuse(error)
     except LaunchError as error:
-        told = f"{error} Look at it: replicas status {plan.run_id}"
-        raise LaunchError(told, rank=error.rank, cancelled=error.cancelled) from error
+        message = f"{error} See: replicas status {plan.run_id}"
+        raise LaunchError(message, rank=error.rank, cancelled=error.cancelled) from error
 
 
 def default_task() -> str:
@@ -188,42 +135,73 @@ def default_task() -> str:
     return found[0].value
 
 
-def _leave(run: Run, output: Output) -> int:
-    from executors.cli.report import document, heading, reference
+def resume(
+    run: RunArgument,
+    rank: RanksOption = None,
+    gpu: Annotated[str | None, Option(metavar="GPU", help="A GPU for each replica. Default: as launched.")] = None,
+    timeout: Annotated[float | None, Option(metavar="S", help="Time limit in seconds. Default: as launched.")] = None,
+    backend: ExecutorOption = None,
+    option: BackendOptions = None,
+    env: EnvOption = None,
+    secret: SecretOption = None,
+    detach: Annotated[bool, Option("--detach", "-d", help="Return at once; the run continues.")] = False,
+    task_digest: Annotated[str | None, Option(metavar="SHA256", help=TASK_DIGEST)] = None,
+    trust_bucket: Annotated[bool, Option("--trust-bucket", help=TRUST_BUCKET)] = False,
+    rendezvous: RendezvousOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Start every rank again that ended without succeeding, and watch the run to its end.
 
-    if output.as_json:
-        output.document(document(run, run.outcomes(), None))
-        return 0
-    output.say(run.run_id)
+    A replica that trains with DiLoCo catches up with the others, or continues where all stopped.
+    """
+    from executors.cli.live import Interrupts
+    from executors.resume import resume as start_again
+
+    output = Output(as_json)
+    found = find_run(run, rendezvous, backend, option)
+    with Interrupts() as interrupts:
+        try:
+            with usage_errors():
+                resumed = start_again(
+                    found,
+                    ranks=rank or None,
+                    gpu=gpu,
+                    timeout=timeout,
+                    env=parse_texts("--env", env),
+                    secrets=secret or (),
+                    detach=detach,
+                    task_digest=task_digest,
+                    trust_bucket=trust_bucket,
+                )
+        except KeyboardInterrupt:
+            output.say("Cancelled before the replicas had started.", "yellow")
+            return CANCELLED
+        return _finish(resumed, output, interrupts, detach=detach)
+
+
+def _finish(run: Run, output: Output, interrupts: Interrupts, *, detach: bool) -> int:
+    """Watch a run that this process started to its end, or leave it; return the exit code."""
+    from executors.cli.live import watch
+    from executors.cli.summary import Summary, heading, reference
+
     name = reference(run)
-    output.say(f"{heading(run)}, detached.", "dim")
-    output.say(f"Follow it: replicas logs {name} -f   replicas wait {name}   replicas cancel {name}", "dim")
-    return 0
-
-
-def watch(run: Run, output: Output, interrupts: Any, *, detach: bool) -> int:
-    """Watch a run to its end and tell how it ended, or say how to; return the exit code."""
     if detach:
-        return _leave(run, output)
+        if output.as_json:
+            output.document(Summary(run, run.outcomes(), None).document())
+            return 0
+        output.say(run.run_id)
+        output.say(f"{heading(run)}, detached.", "dim")
+        output.say(f"Follow it: replicas logs {name} -f   replicas wait {name}   replicas cancel {name}", "dim")
+        return 0
     interrupts.count_on(run.run_id)
-    from executors.cli.following import follow_and_cancel, open_view
-    from executors.cli.report import document, exit_code, heading, reference, tell
-
     output.say(heading(run), "bold")
-    view = open_view(output, run, hint="Ctrl-C cancels the run.")
     try:
-        follow_and_cancel(run, view, interrupts)
-        outcomes = run.outcomes()
+        watch(run, output, interrupts=interrupts)
+        summary = Summary.of(run, interrupted=interrupts.count > 0)
     except (StoreError, BackendError) as error:
-        fate = "ends with this command"
-        if getattr(run.executor, "needs_shared_rendezvous", False):
-            fate = f"goes on without this command (replicas wait {reference(run)})"
-        output.say(f"The run can no longer be followed, and {fate}: {error}", "red")
-        return 1
-    finally:
-        view.close()
-    code = exit_code(outcomes, interrupted=interrupts.count > 0)
-    tell(output, run, outcomes)
-    if output.as_json:
-        output.document(document(run, outcomes, code))
-    return code
+        output.say(f"The status of the run cannot be read any more: {error}", "red")
+        continues = f"The run continues without this command: replicas wait {name}"
+        is_elsewhere = isinstance(run.executor, NativeExecutor) and run.executor.needs_shared_rendezvous
+        output.say(continues if is_elsewhere else "The run ends with this command.", "red")
+        return FAILED
+    return summary.finish(output)

@@ -1,36 +1,40 @@
-"""Where words go: to stdout; or, beside a JSON document, to stderr."""
+"""What the command prints, and where; numbers and names for people; usage errors; exit codes."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from executors.errors import ReplicasError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+FAILED, USAGE, TIMED_OUT, CANCELLED = 1, 2, 124, 130  # exit codes
 ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")  # colours, movements; titles, links
 MAX_CHARACTERS = 300
-WIDE = 10_000  # columns: what is read by another program is never cut
+WIDE = 10_000  # columns: what another program reads is never cut
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document; progress goes to stderr.")]
 
 
 class Output:
-    """The output of one verb.
-
-    Args:
-        as_json: stdout carries exactly one JSON document, and everything else goes to stderr.
-    """
+    """The output of one verb. With `as_json` stdout carries exactly one document, and all else goes to stderr."""
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
 
     @cached_property
     def console(self) -> Console:
-        """A console that takes text as it is: no markup, no emoji, no guessing of colours."""
+        """A console that prints text as it is: no markup, no emoji, no guessing of colours."""
         from rich.console import Console
 
         file = sys.stderr if self.as_json else sys.stdout
@@ -39,15 +43,11 @@ class Output:
 
     @property
     def is_live(self) -> bool:
-        """Whether somebody watches a terminal that can redraw."""
+        """Whether the output is a terminal that can redraw."""
         return self.console.file.isatty() and self.console.is_terminal and not self.console.is_dumb_terminal
 
     def say(self, text: RenderableType = "", style: str | None = None, *, wrap: bool = False) -> None:
-        """Print a line of text, or a table.
-
-        Args:
-            wrap: break long lines between words; else the terminal does, so that they can be copied whole.
-        """
+        """Print text or a table; long lines are broken only with `wrap`, so that they can be copied whole."""
         if isinstance(text, str):
             text = inert(text)
         if isinstance(text, str) or self.console.file.isatty():
@@ -58,29 +58,22 @@ class Output:
         lines = captured.get().splitlines()  # without the blanks that fill a table's last column
         print(*(line.rstrip() for line in lines), sep="\n", file=self.console.file)
 
+    def busy(self, text: str) -> AbstractContextManager[object]:
+        """On a terminal, show that something is going on within the block."""
+        return self.console.status(text) if self.is_live else contextlib.nullcontext()
+
     def document(self, value: Any) -> None:
         """Print the JSON document."""
         print(strict_json(value))
 
 
 def strict_json(value: Any) -> str:
-    """Return JSON that any reader takes."""
-    return json.dumps(_strict(value), indent=1)
-
-
-def _strict(value: Any) -> Any:
-    """Return the value as strict JSON: what is not a number becomes null, as in JavaScript."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
-    return value
+    """Return JSON that any reader accepts: a number that is not finite becomes null, as in JavaScript."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None), indent=1)
 
 
 def inert(text: str) -> str:
-    """Return a text that may come from a record, without what would act on a terminal; its lines stay."""
+    """Return the text without anything that a terminal would obey; its lines stay. A record may hold any text."""
     return "\n".join(_printable(line) for line in text.split("\n"))
 
 
@@ -89,7 +82,7 @@ def _printable(line: str) -> str:
 
 
 def one_line(text: str, max_characters: int = MAX_CHARACTERS) -> str:
-    """Return a text that comes from a replica as one line without control characters, cut when it is long."""
+    """Return the text as one line without control characters, cut when it is long."""
     plain = _printable(text).strip()
     return plain if len(plain) <= max_characters else f"{plain[: max_characters - 1]}…"
 
@@ -106,7 +99,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def name_limit(timeout_s: float | None) -> str:
-    """Say which time limit each replica has."""
+    """Name a time limit: `no time limit`, `time limit 1:30`."""
     if timeout_s is None:
         return "no time limit"
     return f"time limit {timeout_s:g} s" if timeout_s < 60 else f"time limit {name_duration(timeout_s)}"
@@ -129,3 +122,26 @@ def name_age(seconds: float) -> str:
         if seconds >= size:
             return f"{int(seconds // size)} {unit}"
     return f"{max(0, int(seconds))} s"
+
+
+class UsageProblem(typer.BadParameter):
+    """A mistake of the user, described in one sentence."""
+
+    def format_message(self) -> str:
+        return str(self.message)
+
+
+def refuse(error: Exception | str) -> NoReturn:
+    """End with a usage error: `Error: …` on stderr, exit code 2."""
+    raise UsageProblem(str(error))
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turn what a wrong argument raises within the block into a usage error."""
+    try:
+        yield
+    except ReplicasError:  # also one that is a TypeError or ImportError: `main` shows it, with its own kind
+        raise
+    except (ValueError, TypeError, ImportError) as error:
+        refuse(error)

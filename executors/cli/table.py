@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,29 +12,27 @@ from executors.cli.output import name_duration, one_line
 from executors.protocol import ReplicaStatus
 from executors.status import HEADINGS, ReplicaState, RunStatus
 
-STYLES = {
-    ReplicaStatus.PENDING: "dim",
-    ReplicaStatus.RUNNING: "cyan",
-    ReplicaStatus.SUCCEEDED: "green",
+STYLES = {  # in the order in which they matter to somebody who watches
     ReplicaStatus.FAILED: "bold red",
+    ReplicaStatus.RUNNING: "cyan",
     ReplicaStatus.CANCELLED: "yellow",
+    ReplicaStatus.PENDING: "dim",
+    ReplicaStatus.SUCCEEDED: "green",
 }
-INTEREST = [
-    ReplicaStatus.FAILED,
-    ReplicaStatus.RUNNING,
-    ReplicaStatus.CANCELLED,
-    ReplicaStatus.PENDING,
-    ReplicaStatus.SUCCEEDED,
-]
 WIDTHS = {"rank": 4, "status": 9, "round": 5, "step": 6, "loss": 8, "round_s": 9}  # so that columns stay where they are
 LINES_AROUND = 5  # title, head, what is left out, hint, and the prompt that follows
 
 
-def plain_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """Return an empty table without lines: aligned columns under grey headings."""
+def plain_table(*columns: str, right: Collection[str], gives_way: str) -> Table:
+    """Return an empty table: aligned columns under grey headings; on a narrow terminal one of them gives way."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in columns:
-        table.add_column(name, justify="right" if name in right else "left")
+        table.add_column(
+            HEADINGS.get(name, name),
+            justify="right" if name in right else "left",
+            min_width=WIDTHS.get(name),
+            no_wrap=name != gives_way,
+        )
     return table
 
 
@@ -44,42 +42,25 @@ def cut(text: str) -> Text:
 
 
 def title(status: RunStatus, elapsed_s: float) -> Text:
-    """Return the line above the table: how many replicas are in which state, and since when."""
-    counts = [(state, sum(replica.status is state for replica in status.replicas)) for state in ReplicaStatus]
-    text = Text(", ").join(Text(f"{count} {state}", style=STYLES[state]) for state, count in counts if count)
+    """Return the line above the table: how many replicas have which status, and the time since the launch."""
+    text = Text(", ").join(Text(f"{count} {state}", style=STYLES[state]) for state, count in status.numbers)
     if status.joined:
         text.append(f", {status.joined} joined")
     return text.append(f"  {name_duration(elapsed_s)}", style="dim")
 
 
 def replica_table(status: RunStatus, max_rows: int | None = None) -> RenderableType:
-    """Return the table of a run's replicas.
-
-    Args:
-        max_rows: show no more; those that failed or run come before the others, and what is left out is said.
-    """
+    """Return the table of a run's replicas: at most `max_rows`, first those that failed or run; others are counted."""
     columns = status.used_columns()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in columns:
-        left = name in ("status", "note")
-        table.add_column(
-            HEADINGS.get(name, name),
-            justify="left" if left else "right",
-            min_width=WIDTHS.get(name),
-            no_wrap=name != "note",  # the one that gives way on a narrow terminal
-        )
-    shown, hidden = _choose(status.replicas, max_rows)
+    table = plain_table(*columns, right={*columns} - {"status", "note"}, gives_way="note")
+    shown = status.replicas
+    if max_rows is not None:
+        by_interest = sorted(shown, key=lambda replica: (list(STYLES).index(replica.status), replica.rank))
+        shown = sorted(by_interest[: max(1, max_rows)], key=lambda replica: replica.rank)
     for replica in shown:
         table.add_row(*(_cell(replica, name) for name in columns))
+    hidden = len(status.replicas) - len(shown)
     return Group(table, Text(f"… and {hidden} more", style="dim")) if hidden else table
-
-
-def _choose(replicas: Sequence[ReplicaState], max_rows: int | None) -> tuple[list[ReplicaState], int]:
-    if max_rows is None or len(replicas) <= max_rows:
-        return list(replicas), 0
-    by_interest = sorted(replicas, key=lambda replica: (INTEREST.index(replica.status), replica.rank))
-    shown = sorted(by_interest[: max(1, max_rows)], key=lambda replica: replica.rank)
-    return shown, len(replicas) - len(shown)
 
 
 def _cell(replica: ReplicaState, column: str) -> Text:

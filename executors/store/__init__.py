@@ -5,8 +5,8 @@
 """
 
 from executors.store.memory import MemoryStore
-from executors.store.opening import open_store, store_at
 from executors.store.protocol import Buffer, Data, Entry, Produce, Store, StreamingStore, check_key
+from executors.store.url import open_store, store_at
 
 __all__ = [
     "Buffer",

@@ -1,4 +1,4 @@
-"""A store around a store that fails as it is told: at random by a seed, or at one call, by verb, key and count.
+"""A store around a store that fails on request: at random by a seed, or at one call, by verb, key and count.
 
     store = FaultyStore(open_store(url), seed=7, delay_s=0.3, lost=0.02)
     store.fail_at("put_if_absent", key="*/seal/*", count=2, before=lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -6,8 +6,8 @@
     ...
     print(store.log)          # ["#12 put_if_absent 'main/3/seal/0': done, reply lost", …]
 
-What the n-th call of a verb for a key suffers depends on the seed, the verb, the key and n alone, so that threads that
-interleave differently suffer the same. Processes each have a store of their own: give each its own seed.
+The fault of the n-th call of a verb for a key depends on the seed, the verb, the key and n alone, so threads that
+interleave differently see the same faults. Each process has a store of its own: give each its own seed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 from executors.errors import StoreError
 from executors.store.protocol import Data, Entry, Store
@@ -30,15 +30,27 @@ Action = Literal["error", "lost"]
 T = TypeVar("T")
 
 
-@dataclass
-class _FaultPoint:
+@dataclass(frozen=True, slots=True)
+class FaultPoint:
+    """Some calls to a store: of one verb, with keys of one pattern."""
+
     verb: Verb | Literal["*"]
     key: str
+    """A shell's pattern, where `*` covers slashes, too. A table of named points has `{rank}` and `{round}` in it."""
+    inside: bool | None = None
+    """True: only reads that begin inside an object; False: only others; None: any."""
+
+    def matches(self, verb: Verb, key: str, inside: bool) -> bool:
+        return self.verb in ("*", verb) and self.inside in (None, inside) and fnmatch.fnmatchcase(key, self.key)
+
+
+@dataclass
+class _Fault:
+    point: FaultPoint
     count: int | None
     action: Action | None
     before: Callable[[], object] | None
     after: Callable[[], object] | None
-    inside: bool | None
     seen: int = 0
 
 
@@ -48,12 +60,15 @@ class FaultyStore:
     Args:
         store: the store that does the work.
         seed: of everything that happens at random.
-        delay_s: every call first waits, up to so long.
+        delay_s: each call first waits, up to so long.
         lost: the rate of calls that are done, and then raise `StoreError`.
         error: the rate of calls that raise `StoreError` and do nothing.
-        corrupt: the rate of reads in which one bit is wrong (what stands in the store stays right).
+        corrupt: the rate of reads in which one bit is wrong (the stored object stays right).
         truncate: the rate of reads that end too early.
         sleep: what the delays wait with.
+
+    Raises:
+        ValueError: a rate is not from 0 to 1, or the delay is not a number of seconds.
     """
 
     def __init__(
@@ -68,22 +83,19 @@ class FaultyStore:
         truncate: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        for name, rate in {"lost": lost, "error": error, "corrupt": corrupt, "truncate": truncate}.items():
+        self._rates = {"error": error, "lost": lost, "corrupt": corrupt, "truncate": truncate}
+        for name, rate in self._rates.items():
             if not 0 <= rate <= 1:
-                raise ValueError(f"{name} is a rate from 0 to 1, got {rate}.")
+                raise ValueError(f"{name} is a rate from 0 to 1, got {name}={rate}.")
         if not 0 <= delay_s < float("inf"):
-            raise ValueError(f"delay_s must be at least 0 and finite, got {delay_s}.")
+            raise ValueError(f"delay is a number of seconds, got delay={delay_s}.")
         self.store = store
         self.log: list[str] = []
         """What was done to which call, in order."""
         self._seed = seed
         self._delay_s = delay_s
-        self._lost = lost
-        self._error = error
-        self._corrupt = corrupt
-        self._truncate = truncate
         self._sleep = sleep
-        self._points: list[_FaultPoint] = []
+        self._faults: list[_Fault] = []
         self._calls: Counter[tuple[str, str]] = Counter()
         self._n_calls = 0
         self._lock = threading.Lock()
@@ -102,12 +114,10 @@ class FaultyStore:
         before: Callable[[], object] | None = None,
         after: Callable[[], object] | None = None,
     ) -> None:
-        """Set a fault point: the `count`-th call from now on of this verb whose key fits does not end well.
+        """Let the `count`-th call from now on of this verb whose key fits fail.
 
         Args:
-            verb: one of the five, or `*` for any.
-            key: a pattern as in a shell, where `*` also covers slashes. For `list` it is matched with the prefix.
-            inside: True: only reads that begin inside an object; False: only others; None: any.
+            verb, key, inside: of the calls, as in `FaultPoint`; for `list` the key is the prefix.
             count: 1 is the next such call; None means every one.
             action: "error": `StoreError`, and nothing was done. "lost": done, and then `StoreError`.
             before: called before the call is done (to die there, or to raise).
@@ -120,13 +130,13 @@ class FaultyStore:
         if verb != "*" and verb not in get_args(Verb):
             raise ValueError(f"No verb {verb!r}. A store has {', '.join(get_args(Verb))}; '*' is any of them.")
         if count is not None and count < 1:
-            raise ValueError(f"count must be at least 1, or None for every call; got {count}.")
-        if sum(what is not None for what in (action, before, after)) != 1:
-            raise ValueError("A fault point needs exactly one of action, before and after.")
+            raise ValueError(f"count must be at least 1, got count={count}.")
+        if sum(given is not None for given in (action, before, after)) != 1:
+            raise ValueError("A fault needs exactly one of action, before and after.")
         if action is not None and action not in get_args(Action):
             raise ValueError(f"action is 'error' or 'lost', got {action!r}.")
         with self._lock:
-            self._points.append(_FaultPoint(verb, key, count, action, before, after, inside))
+            self._faults.append(_Fault(FaultPoint(verb, key, inside), count, action, before, after))
 
     @property
     def url(self) -> str:
@@ -151,70 +161,54 @@ class FaultyStore:
         with self._lock:
             self._n_calls += 1
             self._calls[verb, key] += 1
-            call = _Call(self._n_calls, verb, key, self.log)
+            call = f"#{self._n_calls} {verb} {key!r}"
             dice = random.Random(f"{self._seed} {verb} {key!a} {self._calls[verb, key]}")
-            points = [p for p in self._points if p.after is None and self._hits(p, verb, key, inside)]
-        delay_s, *rolls = dice.uniform(0, self._delay_s), *(dice.random() for _ in range(4))
-        fails, loses, corrupts, truncates = (
-            roll < rate
-            for roll, rate in zip(rolls, (self._error, self._lost, self._corrupt, self._truncate), strict=True)
-        )
+            faults = self._hit(verb, key, inside, is_done=False)
+        delay_s = dice.uniform(0, self._delay_s)
+        struck = {name for name, rate in self._rates.items() if dice.random() < rate}
+        struck |= {fault.action for fault in faults if fault.action is not None}
+
+        def note(what: str) -> None:
+            self.log.append(f"{call}: {what}")
+
         if delay_s:
-            call.note(f"waited {delay_s:.3f} s")
+            note(f"waited {delay_s:.3f} s")
             self._sleep(delay_s)
-        for point in points:
-            if point.before is not None:
-                call.note("fault point before it")
-                point.before()
-        if fails or any(point.action == "error" for point in points):
-            call.note("not done, error")
-            raise self._failure(verb, key, "was not done")
+        for before in [fault.before for fault in faults if fault.before is not None]:
+            note("fault point before it")
+            before()
+        failure = f"Injected fault: {verb} of {key!r} in {self.url}"
+        if "error" in struck:
+            note("not done, error")
+            raise StoreError(f"{failure} was not done.", key=key, url=self.url)
         result = act()
         with self._lock:
-            later = [p for p in self._points if p.after is not None and self._hits(p, verb, key, inside)]
-        for point in later:
-            assert point.after is not None
-            call.note("fault point after it")
-            point.after()
-        if loses or any(point.action == "lost" for point in points):
-            call.note("done, reply lost")
-            raise self._failure(verb, key, "may have been done; its reply was lost")
-        if isinstance(result, memoryview):
-            return self._damaged(result, corrupts, truncates, dice, call)  # type: ignore[return-value]
+            faults = self._hit(verb, key, inside, is_done=True)
+        for after in [fault.after for fault in faults if fault.after is not None]:
+            note("fault point after it")
+            after()
+        if "lost" in struck:
+            note("done, reply lost")
+            raise StoreError(f"{failure} may have been done; its reply was lost.", key=key, url=self.url)
+        if isinstance(result, memoryview) and len(result):
+            if "corrupt" in struck:
+                changed, bit = bytearray(result), dice.randrange(8 * len(result))
+                changed[bit // 8] ^= 1 << bit % 8
+                note(f"bit {bit} of {len(result)} bytes flipped")
+                result = memoryview(changed).toreadonly()  # type: ignore[assignment]
+            if "truncate" in struck:
+                kept = dice.randrange(len(result))
+                note(f"cut from {len(result)} to {kept} bytes")
+                result = result[:kept]  # type: ignore[assignment]
         return result
 
-    def _hits(self, point: _FaultPoint, verb: Verb, key: str, inside: bool) -> bool:
-        if point.verb not in ("*", verb) or not fnmatch.fnmatchcase(key, point.key):
-            return False
-        if point.inside not in (None, inside):
-            return False
-        point.seen += 1
-        return point.count in (None, point.seen)
-
-    def _damaged(
-        self, value: memoryview, corrupts: bool, truncates: bool, dice: random.Random, call: _Call
-    ) -> memoryview:
-        if corrupts and len(value):
-            changed, bit = bytearray(value), dice.randrange(8 * len(value))
-            changed[bit // 8] ^= 1 << bit % 8
-            call.note(f"bit {bit} of {len(value)} bytes flipped")
-            value = memoryview(changed).toreadonly()
-        if truncates and len(value):
-            kept = dice.randrange(len(value))
-            call.note(f"cut from {len(value)} to {kept} bytes")
-            value = value[:kept]
-        return value
-
-    def _failure(self, verb: str, key: str, what: str) -> StoreError:
-        return StoreError(f"Injected fault: {verb} of {key!r} in {self.url} {what}.", key=key, url=self.url)
-
-
-@dataclass(frozen=True)
-class _Call:
-    number: int
-    verb: str
-    key: str
-    log: Any
-
-    def note(self, what: str) -> None:
-        self.log.append(f"#{self.number} {self.verb} {self.key!r}: {what}")
+    def _hit(self, verb: Verb, key: str, inside: bool, *, is_done: bool) -> Sequence[_Fault]:
+        """Count a call, and return the faults that are due: before it, or after it is done."""
+        matching = [
+            fault
+            for fault in self._faults
+            if (fault.after is not None) == is_done and fault.point.matches(verb, key, inside)
+        ]
+        for fault in matching:
+            fault.seen += 1
+        return [fault for fault in matching if fault.count in (None, fault.seen)]

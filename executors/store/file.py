@@ -5,7 +5,7 @@ their name only when they are whole: by `link`, which fails if the name is taken
 it. So nothing half-written is ever visible, a killed writer leaves nothing, and creation is exclusive across
 processes and, on a network file system with working `link`, across machines.
 
-No symbolic link below the store's directory is followed: somebody else may be able to write there.
+No symbolic link below the store's directory is followed: other users may be able to write there.
 
 Nothing is fsynced: an object survives its writer, not a power cut.
 """
@@ -15,11 +15,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from executors.errors import KeyNotFoundError, StoreError, UnsafeStoreError
 from executors.store.no_links import PATH_ONLY, open_without_links
@@ -41,6 +40,10 @@ ALIGNED_BYTES = 2 << 20  # a large page on x86 and most ARM machines
 PRUNING_RACES = 1000  # how often in a row a folder may vanish between its making and its use
 WRITEV_MAX_BUFFERS = 1024  # IOV_MAX
 WRITEV_MAX_BYTES = 1 << 30  # Linux transfers at most 0x7ffff000 bytes a call
+NO_ANONYMOUS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+READ_ONLY = (errno.EACCES, errno.EROFS, *FULL)
 
 T = TypeVar("T")
 
@@ -56,13 +59,11 @@ class FileStore:
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         self._url = self.root.as_uri()
-        try:
+        with self._translated_errors("create this directory for"):
             self.root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            self._fail(error, None, "create this directory for")
         # Links that lead to the directory are its owner's; below it none is followed.
-        self._folder = os.path.realpath(self.root)  # a replica's start pays for every object that a path is made of
-        self._probe()
+        self._folder = os.path.realpath(self.root)  # opening a file costs for every folder on its path
+        self._check_exclusive_creation()
 
     @property
     def url(self) -> str:
@@ -72,80 +73,53 @@ class FileStore:
         path = self._path(key)
         if os.path.isfile(path):
             return False  # spares writing what cannot win
-        try:
-            return _write_unnamed(self._folder, _writing(data), lambda source: _link(source, path))
-        except OSError as error:
-            self._fail(error, key, "create")
+        with self._translated_errors("create", key), self._new_file() as file:
+            file.write(data)
+            return file.link(path)
 
     def put_if_absent_streamed(self, key: str, head_bytes: int, produce: Produce) -> bool:
         path = self._path(key)
         if os.path.isfile(path):
             return False
-
-        def fill(descriptor: int) -> None:
-            os.lseek(descriptor, head_bytes, os.SEEK_SET)
-            aligned = _AlignedWrites(descriptor, head_bytes)
-            head = produce(aligned.write)
-            aligned.finish()
+        with self._translated_errors("create", key), self._new_file() as file:
+            os.lseek(file.descriptor, head_bytes, os.SEEK_SET)
+            pieces = _AlignedWrites(file, head_bytes)
+            head = produce(pieces.write)
+            file.write(pieces.rest)
             if len(head) != head_bytes:
                 raise ValueError(f"The head of {key!r} has {len(head)} bytes, {head_bytes} were announced.")
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            _write(descriptor, head)
-
-        try:
-            return _write_unnamed(self._folder, fill, lambda source: _link(source, path))
-        except OSError as error:
-            self._fail(error, key, "create")
+            os.lseek(file.descriptor, 0, os.SEEK_SET)
+            file.write(head)
+            return file.link(path)
 
     def put(self, key: str, data: Data) -> None:
         path = self._path(key)
-
-        def replace(source: str) -> None:
-            staged = _hidden_name(self._folder)
-            _link(source, staged)
+        with self._translated_errors("write", key), self._new_file() as file:
+            file.write(data)
+            staged = self._hidden_path()
+            file.link(staged)
             try:
-                _with_parent(path, lambda folder, name: os.replace(staged, name, dst_dir_fd=folder))
+                _in_folder_of(path, lambda folder, name: os.replace(staged, name, dst_dir_fd=folder))
             except OSError:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(staged)
                 raise
 
-        try:
-            _write_unnamed(self._folder, _writing(data), replace)
-        except OSError as error:
-            self._fail(error, key, "write")
-
     def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
-        def read(descriptor: int, size_bytes: int) -> memoryview:
-            # The size is checked first: touching a mapping behind the end of its file is a SIGBUS.
-            return _read(descriptor, start, check_range(key, self.url, size_bytes, start, size))
-
-        return self._get(key, read)
+        # The size is checked first: touching a mapping behind the end of its file is a SIGBUS.
+        return self._read(
+            key, lambda file, size_bytes: _read(file, start, check_range(key, self.url, size_bytes, start, size))
+        )
 
     def get_at_most(self, key: str, max_bytes: int) -> memoryview:
-        def read(descriptor: int, size_bytes: int) -> memoryview:
-            # Never mapped: who cuts the file short meanwhile would end this process.
-            return _read_copied(descriptor, check_size(key, self.url, size_bytes, max_bytes))
+        def copy(descriptor: int, size_bytes: int) -> memoryview:
+            # Never mapped: a writer that cuts the file short meanwhile would end this process.
+            size, read = check_size(key, self.url, size_bytes, max_bytes), bytearray()
+            while len(read) < size and (piece := os.pread(descriptor, size - len(read), len(read))):
+                read += piece
+            return memoryview(read).toreadonly()
 
-        return self._get(key, read)
-
-    def _get(self, key: str, read: Callable[[int, int], memoryview]) -> memoryview:
-        path = self._path(key)
-        try:
-            descriptor = open_without_links(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place would block
-        except (FileNotFoundError, NotADirectoryError):
-            raise KeyNotFoundError(f"No object {key!r} in {self.url}.", key=key, url=self.url) from None
-        except OSError as error:
-            self._fail(error, key, "read")
-        try:
-            status = os.fstat(descriptor)
-            if stat.S_ISREG(status.st_mode):
-                return read(descriptor, status.st_size)
-        except OSError as error:
-            self._fail(error, key, "read")
-        finally:
-            os.close(descriptor)
-        raise KeyNotFoundError(f"No object {key!r} in {self.url}: it is a folder of keys.", key=key, url=self.url)
+        return self._read(key, copy)
 
     def list(self, prefix: str) -> Iterator[Entry]:
         folder, _, start_of_name = prefix.rpartition("/")
@@ -156,13 +130,12 @@ class FileStore:
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        try:
-            with _opened(os.path.dirname(path)) as folder:
-                os.unlink(os.path.basename(path), dir_fd=folder)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return
-        except OSError as error:
-            self._fail(error, key, "delete")
+        with self._translated_errors("delete", key):
+            try:
+                with _opened(os.path.dirname(path)) as folder:
+                    os.unlink(os.path.basename(path), dir_fd=folder)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                return
         with contextlib.suppress(OSError):  # until a folder is in use
             while (path := os.path.dirname(path)) != self._folder:
                 os.rmdir(path)
@@ -173,69 +146,116 @@ class FileStore:
             raise ValueError(f"Bad key {key!r} for {self.url}: the name {UNFINISHED!r} is reserved.")
         return os.path.join(self._folder, key)
 
+    def _hidden_path(self) -> str:
+        return f"{self._folder}/{UNFINISHED}/{os.urandom(12).hex()}"
+
+    @contextlib.contextmanager
+    def _new_file(self) -> Iterator[_NewFile]:
+        """Open a file without a name, which is gone at the end unless it was linked."""
+        hidden = None
+        try:
+            descriptor = os.open(self._folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        except (AttributeError, OSError) as error:  # macOS, or a file system without O_TMPFILE
+            if isinstance(error, OSError) and error.errno not in NO_ANONYMOUS_FILES:
+                raise
+            flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+            hidden = self._hidden_path()
+            descriptor = _in_folder_of(hidden, lambda folder, name: os.open(name, flags, 0o666, dir_fd=folder))
+        try:
+            yield _NewFile(descriptor, hidden or f"/proc/self/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
+            if hidden is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(hidden)
+
+    def _read(self, key: str, read: Callable[[int, int], memoryview]) -> memoryview:
+        """Open an object, and read it from its descriptor and its size."""
+        path = self._path(key)
+        with self._translated_errors("read", key):
+            try:
+                descriptor = open_without_links(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place would block
+            except (FileNotFoundError, NotADirectoryError):
+                raise KeyNotFoundError(f"No object {key!r} in {self.url}.", key=key, url=self.url) from None
+            try:
+                status = os.fstat(descriptor)
+                if stat.S_ISREG(status.st_mode):
+                    return read(descriptor, status.st_size)
+            finally:
+                os.close(descriptor)
+        raise KeyNotFoundError(f"No object {key!r} in {self.url}: it is a folder of keys.", key=key, url=self.url)
+
     def _walk(self, folder: str, folder_key: str, start_of_name: str) -> Iterator[Entry]:
         if len(folder_key) > MAX_KEY_BYTES:
             return  # no stack is so deep
         rows: list[tuple[str, os.stat_result | None]] = []
-        try:
-            with _opened(folder, os.O_RDONLY) as descriptor, os.scandir(descriptor) as found:
-                for entry in found:
-                    if not entry.name.startswith(start_of_name) or (not folder_key and entry.name == UNFINISHED):
-                        continue
-                    if entry.is_dir(follow_symlinks=False):
-                        rows.append((f"{entry.name}/", None))  # a folder sorts as its keys do, with the slash
-                        continue
-                    with contextlib.suppress(FileNotFoundError):  # deleted while we list
-                        rows.append((entry.name, entry.stat(follow_symlinks=False)))
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            self._fail(error, folder_key, "list")
+        with self._translated_errors("list", folder_key):
+            try:
+                with _opened(folder, os.O_RDONLY) as descriptor, os.scandir(descriptor) as found:
+                    for entry in found:
+                        if not entry.name.startswith(start_of_name) or (not folder_key and entry.name == UNFINISHED):
+                            continue
+                        if entry.is_dir(follow_symlinks=False):
+                            rows.append((f"{entry.name}/", None))  # a folder sorts as its keys do, with the slash
+                            continue
+                        with contextlib.suppress(FileNotFoundError):  # deleted while we list
+                            rows.append((entry.name, entry.stat(follow_symlinks=False)))
+            except (FileNotFoundError, NotADirectoryError):
+                return
         for name, status in sorted(rows, key=lambda row: row[0]):
             if status is None:
                 yield from self._walk(os.path.join(folder, name.rstrip("/")), folder_key + name, "")
             else:
                 yield Entry(folder_key + name, status.st_size, status.st_mtime)
 
-    def _probe(self) -> None:
-        """Create the same name twice: the second must fail."""
-        name = _hidden_name(self._folder)
-        try:
-            exclusive = _write_unnamed(
-                self._folder, lambda _: None, lambda source: _link(source, name) and not _link(source, name)
-            )
-        except PermissionError as error:
-            if error.errno == errno.EACCES:
-                return  # ours to read only; a write will say so
-            exclusive = False  # EPERM: a file system without hard links
-        except OSError as error:
-            if error.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
-                return  # can be read all the same; a write will say so
-            if error.errno not in (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL):
-                self._fail(error, None, "use")
-            exclusive = False
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-                os.rmdir(os.path.dirname(name))  # unless somebody else is writing
-        if not exclusive:
-            raise UnsafeStoreError(
-                f"{self.root} is on a {_file_system_of(self.root)} file system, where a file cannot be created "
-                "exclusively by link(2), so replicas there could not agree on anything. Use a directory on "
-                "another file system, or an object store.",
-                url=self.url,
-            )
+    def _check_exclusive_creation(self) -> None:
+        """Link one name twice: the second must fail. A directory that can only be read passes; a write will say so."""
+        name = self._hidden_path()
+        with self._translated_errors("use"):
+            try:
+                with self._new_file() as file:
+                    if file.link(name) and not file.link(name):
+                        return
+            except OSError as error:
+                if error.errno in READ_ONLY:
+                    return
+                if error.errno not in NO_LINKS:
+                    raise
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+                    os.rmdir(os.path.dirname(name))  # unless another process is writing
+        raise UnsafeStoreError(
+            f"{self.root} is on a file system where a file cannot be created exclusively by link(2), so replicas "
+            "there could not agree on anything. Use a directory on another file system, or an object store.",
+            url=self.url,
+        )
 
-    def _fail(self, error: OSError, key: str | None, verb: str) -> NoReturn:
-        what = f"{key!r} in {self.url}" if key is not None else self.url
+    def _translated_errors(self, verb: str, key: str | None = None) -> _TranslatedErrors:
+        return _TranslatedErrors(self.url, verb, key)
+
+
+class _TranslatedErrors:
+    """Raises an operating system's error as one that says what failed, where, and what to do."""
+
+    def __init__(self, url: str, verb: str, key: str | None) -> None:
+        self._call = url, verb, key
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, OSError) or isinstance(error, StoreError):
+            return
+        url, verb, key = self._call
+        where = f"{key!r} in {url}" if key is not None else url
         hint = ""
         if error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY):
             hint = " A directory store cannot hold both a key and keys below it."
         elif error.errno == errno.ELOOP:
             hint = " A symbolic link is in the way; those in a store are not followed."
-        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        elif error.errno in FULL:
             hint = " Nothing was written; free some space and try again."
-        raise StoreError(f"Cannot {verb} {what}: {error.strerror}.{hint}", key=key, url=self.url) from error
+        raise StoreError(f"Cannot {verb} {where}: {error.strerror}.{hint}", key=key, url=url) from error
 
 
 def read_file(path: Path) -> memoryview:
@@ -247,46 +267,64 @@ def read_file(path: Path) -> memoryview:
         os.close(descriptor)
 
 
-def _write_unnamed(folder: str, fill: Callable[[int], None], name: Callable[[str], T]) -> T:
-    """Fill a file without a name, and let `name` link it from a path that it is given."""
-    hidden = None
-    try:
-        descriptor = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-        source = f"/proc/self/fd/{descriptor}"
-    except (AttributeError, OSError) as error:  # macOS, or a file system without O_TMPFILE
-        unsupported = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
-        if isinstance(error, OSError) and error.errno not in unsupported:
-            raise
-        source = hidden = _hidden_name(folder)
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-        descriptor = _with_parent(hidden, lambda parent, name: os.open(name, flags, 0o666, dir_fd=parent))
-    try:
-        fill(descriptor)
-        return name(source)
-    finally:
-        os.close(descriptor)
-        if hidden is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(hidden)
+class _NewFile:
+    """A file without a key, open for writing."""
 
+    def __init__(self, descriptor: int, path: str) -> None:
+        self.descriptor = descriptor
+        self._path = path
 
-def _hidden_name(folder: str) -> str:
-    return f"{folder}/{UNFINISHED}/{os.urandom(12).hex()}"
+    def write(self, data: Data) -> None:
+        """Write all buffers. Never through a mapping: a full disk is an error here and a SIGBUS there."""
+        pending = [
+            buffer[at : at + WRITEV_MAX_BYTES]
+            for buffer in buffers_of(data)
+            for at in range(0, len(buffer), WRITEV_MAX_BYTES)
+        ]
+        while pending:
+            written = os.writev(self.descriptor, pending[:WRITEV_MAX_BUFFERS])
+            while pending and written >= len(pending[0]):
+                written -= len(pending.pop(0))
+            if written:
+                pending[0] = pending[0][written:]
 
-
-def _link(source: str, path: str) -> bool:
-    """Give a file its name; False if the name is taken."""
-    try:
+    def link(self, path: str) -> bool:
+        """Give the file a name; False if the name is taken."""
         # A directory descriptor makes Python call linkat(AT_SYMLINK_FOLLOW); link(2) would not follow /proc/self/fd/N.
         # The source is absolute, so the descriptor itself is never looked at.
-        _with_parent(
-            path, lambda folder, name: os.link(source, name, src_dir_fd=0, dst_dir_fd=folder, follow_symlinks=True)
-        )
-    except FileExistsError:
-        if os.path.isdir(path):
-            raise
-        return False
-    return True
+        try:
+            _in_folder_of(
+                path,
+                lambda folder, name: os.link(self._path, name, src_dir_fd=0, dst_dir_fd=folder, follow_symlinks=True),
+            )
+        except FileExistsError:
+            if os.path.isdir(path):
+                raise
+            return False
+        return True
+
+
+class _AlignedWrites:
+    """Writes pieces up to a multiple of `ALIGNED_BYTES`, and keeps the rest for the next one.
+
+    Linux makes the pages of a file's cache as large as a write and its offset allow. Pages of 2 MiB take a third less
+    to write than those that other offsets lead to, and a fiftieth to map.
+    """
+
+    def __init__(self, file: _NewFile, at: int) -> None:
+        self.rest = bytearray()
+        self._file = file
+        self._at = at
+
+    def write(self, piece: Buffer) -> None:
+        view = memoryview(piece).cast("B")
+        end = self._at + len(self.rest) + len(view)
+        cut = len(view) - end % ALIGNED_BYTES
+        if cut < 0:
+            self.rest += view
+            return
+        self._file.write([self.rest, view[:cut]])
+        self._at, self.rest = end - end % ALIGNED_BYTES, bytearray(view[cut:])
 
 
 @contextlib.contextmanager
@@ -298,48 +336,16 @@ def _opened(folder: str, flags: int = PATH_ONLY) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _with_parent(path: str, act: Callable[[int, str], T]) -> T:
+def _in_folder_of(path: str, act: Callable[[int, str], T]) -> T:
     """Do something in the path's folder, which is made when missing, again when a `delete` just pruned it."""
     parent, name = os.path.split(path)
-
-    def act_there() -> T:
-        with _opened(parent) as folder:
-            return act(folder, name)
-
-    with contextlib.suppress(FileNotFoundError):
-        return act_there()
     for _ in range(PRUNING_RACES):
+        with contextlib.suppress(FileNotFoundError), _opened(parent) as folder:
+            return act(folder, name)
         with contextlib.suppress(FileNotFoundError, FileExistsError):  # mkdir races with the pruning, too
             os.makedirs(parent, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            return act_there()
-    return act_there()
-
-
-def _writing(data: Data) -> Callable[[int], None]:
-    return lambda descriptor: _write(descriptor, data)
-
-
-def _write(descriptor: int, data: Data) -> None:
-    """Write all buffers. Never through a mapping: a full disk is an error here and a SIGBUS there."""
-    pending = [
-        buffer[at : at + WRITEV_MAX_BYTES]
-        for buffer in buffers_of(data)
-        for at in range(0, len(buffer), WRITEV_MAX_BYTES)
-    ]
-    while pending:
-        written = os.writev(descriptor, pending[:WRITEV_MAX_BUFFERS])
-        while pending and written >= len(pending[0]):
-            written -= len(pending.pop(0))
-        if written:
-            pending[0] = pending[0][written:]
-
-
-def _read_copied(descriptor: int, size_bytes: int) -> memoryview:
-    read = bytearray()
-    while len(read) < size_bytes and (piece := os.pread(descriptor, size_bytes - len(read), len(read))):
-        read += piece
-    return memoryview(read).toreadonly()
+    with _opened(parent) as folder:
+        return act(folder, name)
 
 
 def _read(descriptor: int, start: int, end: int) -> memoryview:
@@ -349,50 +355,6 @@ def _read(descriptor: int, start: int, end: int) -> memoryview:
     import mmap  # of no use to a process that only claims and reports
 
     aligned = start - start % mmap.ALLOCATIONGRANULARITY
-    mapped = mmap.mmap(
-        descriptor,
-        end - aligned,
-        flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0),
-        prot=mmap.PROT_READ,
-        offset=aligned,
-    )
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    mapped = mmap.mmap(descriptor, end - aligned, flags=flags, prot=mmap.PROT_READ, offset=aligned)
     return memoryview(mapped)[start - aligned :]
-
-
-class _AlignedWrites:
-    """Writes pieces in sequence, so that each write ends at a multiple of `ALIGNED_BYTES` if the pieces are that long.
-
-    Linux makes the pages of a file's cache as large as a write and its offset allow. Pages of 2 MiB take a third less
-    to write than those that other offsets lead to, and a fiftieth to map.
-    """
-
-    def __init__(self, descriptor: int, at: int) -> None:
-        self._descriptor = descriptor
-        self._at = at
-        self._rest = bytearray()
-
-    def write(self, piece: Buffer) -> None:
-        view = memoryview(piece).cast("B")
-        end = self._at + len(self._rest) + len(view)
-        cut = len(view) - end % ALIGNED_BYTES
-        if cut < 0:
-            self._rest += view
-            return
-        _write(self._descriptor, [self._rest, view[:cut]])
-        self._at, self._rest = end - end % ALIGNED_BYTES, bytearray(view[cut:])
-
-    def finish(self) -> None:
-        _write(self._descriptor, self._rest)
-
-
-def _file_system_of(path: Path) -> str:
-    """Name the type of the file system that holds `path`, as in /proc/mounts."""
-    best, name = "", "unknown"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/mounts").read_bytes().splitlines():
-            _, mount_point, kind, *_ = line.split()
-            unescaped = re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), mount_point)  # space is \040
-            mount = os.fsdecode(unescaped)
-            if len(mount) > len(best) and path.is_relative_to(mount):
-                best, name = mount, kind.decode()
-    return name

@@ -10,7 +10,6 @@ from executors.errors import KeyNotFoundError
 from executors.store.protocol import Data, Entry, buffers_of, check_key, check_range
 
 _named: dict[str, MemoryStore] = {}
-_named_lock = allocate_lock()
 
 
 class MemoryStore:
@@ -24,8 +23,7 @@ class MemoryStore:
     @classmethod
     def named(cls, name: str) -> MemoryStore:
         """Return this process's one memory store of that name."""
-        with _named_lock:
-            return _named.setdefault(name, cls(name))
+        return _named.setdefault(name, cls(name))
 
     @property
     def url(self) -> str:

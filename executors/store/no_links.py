@@ -1,7 +1,7 @@
 """Opening the files of a directory store without following symbolic links.
 
-Whoever can write into a shared directory could else point a key at a file of the person who reads it, or a folder of
-keys at a folder of theirs.
+Otherwise, anybody who can write into a shared directory could point a key at a file of its reader, or a folder of keys
+at a folder of the reader.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _OpenHow(ctypes.Structure):
 
 
 def open_without_links(path: str, flags: int) -> int:
-    """Open an absolute path; fail with ELOOP where a symbolic link is on the way, or is what stands there.
+    """Open an absolute path; fail with ELOOP where the path or its end is a symbolic link.
 
     On a system without `openat2`, a link to a folder on the way is ENOTDIR.
     """

@@ -31,10 +31,9 @@ class Entry:
 class Store(Protocol):
     """A flat map from keys to bytes.
 
-    Keys are relative paths of one or more segments joined by `/`; `check_key` says which are refused.
-    Objects appear whole or not at all, at every reader, and a key that was written can be read at once by
-    its writer. Every error is a `StoreError` that names key and url. All methods are safe to call from
-    several threads.
+    Keys are relative paths of one or more segments joined by `/`; `check_key` refuses others. Objects appear whole or
+    not at all, at every reader, and an object that was written can be read at once by its writer. Every error is a
+    `StoreError` that names key and url. All methods are safe to call from several threads.
     """
 
     @property
@@ -44,21 +43,21 @@ class Store(Protocol):
     def put_if_absent(self, key: str, data: Data) -> bool:
         """Create an object unless the key is taken, atomically.
 
-        Returns: True if this call created it, False if something stood there already (and stands still).
+        Returns: True if this call created it, False if there was an object already, which is not changed.
         Of any number of concurrent calls for one key exactly one gets True.
         """
 
     def put(self, key: str, data: Data) -> None:
-        """Write an object, replacing what stood there. A sequence of buffers is written joined, not copied."""
+        """Write an object, replacing an older one. A sequence of buffers is written joined, not copied."""
 
     def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
         """Return an object, or `size` bytes of it from `start` on, read-only.
 
-        The bytes stay what they are when the object is replaced or deleted later; where the store can, they
-        are mapped rather than copied.
+        The bytes do not change when the object is replaced or deleted later; where the store can, they are mapped
+        rather than copied.
 
         Raises:
-            KeyNotFoundError: nothing stands there.
+            KeyNotFoundError: there is no object.
             StoreError: the object ends before `start + size`.
         """
 
@@ -69,38 +68,32 @@ class Store(Protocol):
         """
 
     def delete(self, key: str) -> None:
-        """Remove an object; a missing one is no error."""
+        """Remove an object; a missing one is not an error."""
 
 
 @runtime_checkable
 class StreamingStore(Store, Protocol):
-    """A store that takes an object while it is being made, so that all of it is never in memory at once.
-
-    Nobody needs to be one: whoever would like to stream asks by `isinstance`, and does without.
-    """
+    """An optional ability: to take an object while it is being made, so that it is never in memory as a whole."""
 
     def put_if_absent_streamed(self, key: str, head_bytes: int, produce: Produce) -> bool:
         """Create an object unless the key is taken, as `put_if_absent` does.
 
         Args:
             head_bytes: size of the object's head, which is made last.
-            produce: is not called when the key is known to be taken. What it hands on may be overwritten afterwards.
-                What it raises is raised, and nothing was created.
+            produce: is not called when the key is known to be taken. The buffers that it hands on may be overwritten
+                afterwards. Its exceptions are raised, and nothing was created.
         """
 
 
 @runtime_checkable
 class BoundedStore(Store, Protocol):
-    """A store that refuses an object that is larger than its reader expects, before it is read.
-
-    Nobody needs to be one: whoever reads records asks for the method, and else looks at the size of what it got.
-    """
+    """An optional ability: to refuse an object that is larger than its reader expects, before it is read."""
 
     def get_at_most(self, key: str, max_bytes: int) -> memoryview:
         """Return a whole object, copied.
 
         Raises:
-            KeyNotFoundError: nothing stands there.
+            KeyNotFoundError: there is no object.
             CorruptObjectError: it has more than `max_bytes` bytes.
         """
 
@@ -111,10 +104,9 @@ def check_key(key: str, url: str) -> None:
     Raises:
         ValueError: empty, absolute, too long, with an empty, `.` or `..` segment, or with a NUL or lone surrogate.
     """
-    problem = None
     segments = key.split("/")
     try:
-        encoded = key.encode()
+        longest = max(len(segment.encode()) for segment in segments)
     except UnicodeEncodeError:
         problem = "it is not valid Unicode"
     else:
@@ -124,16 +116,17 @@ def check_key(key: str, url: str) -> None:
             problem = "it contains a NUL character"
         elif any(segment in ("", ".", "..") for segment in segments):
             problem = "it has an empty, '.' or '..' segment"
-        elif len(encoded) > MAX_KEY_BYTES:
-            problem = f"it has {len(encoded)} bytes, more than {MAX_KEY_BYTES}"
-        elif max(len(segment.encode()) for segment in segments) > MAX_SEGMENT_BYTES:
+        elif len(key.encode()) > MAX_KEY_BYTES:
+            problem = f"it has {len(key.encode())} bytes, more than {MAX_KEY_BYTES}"
+        elif longest > MAX_SEGMENT_BYTES:
             problem = f"one of its segments has more than {MAX_SEGMENT_BYTES} bytes"
-    if problem:
-        raise ValueError(f"Bad key {key!r} for {url}: {problem}. Use a relative path such as 'runs/a/1'.")
+        else:
+            return
+    raise ValueError(f"Bad key {key!r} for {url}: {problem}. Use a relative path such as 'runs/a/1'.")
 
 
 def buffers_of(data: Data) -> list[memoryview]:
-    """View the data as a list of flat byte buffers, without copying."""
+    """Return views of the data as flat byte buffers, without copying."""
     parts: Iterable[Buffer] = (data,) if isinstance(data, (bytes, bytearray, memoryview)) else data
     return [memoryview(part).cast("B") for part in parts if len(part)]
 

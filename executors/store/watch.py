@@ -1,8 +1,8 @@
 """Waiting for a change in a store without asking it all the time.
 
-On a local `FileStore` the kernel tells (inotify, 0.1 ms); it says nothing of writers on other machines, and other
-stores say nothing at all, so a wait always ends after its time and the caller looks again. Look *after* a wait
-returned: the first wait for a prefix only starts watching it, and returns at once.
+On a local `FileStore` the kernel reports changes (inotify, 0.1 ms), but not those made on other machines; other stores
+report nothing. So a wait always ends after its time, and the caller looks again. Look *after* a wait returned: the
+first wait for a prefix only starts watching it, and returns at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from executors.store.faulty import FaultyStore
 from executors.store.file import FileStore
@@ -21,35 +20,24 @@ from executors.store.protocol import Store
 MAX_WATCHES = 64  # old rounds' folders are forgotten beyond this; a user has 8,192 inotify watches or more
 
 
-class Watch(Protocol):
-    """Something that notices changes below key prefixes."""
+class Watch:
+    """Notices changes below key prefixes of a directory store; for other stores, a wait is a sleep."""
+
+    def __init__(self, root: Path | None) -> None:
+        self._root = root
+        self._watched: dict[str, int] = {}
+        self._inotify = None
+        if root is not None and sys.platform == "linux":
+            with contextlib.suppress(OSError):  # out of inotify instances: sleeping is slower and as correct
+                from inotify_simple import INotify
+
+                self._inotify = INotify()
 
     def wait(self, timeout_s: float, prefixes: Sequence[str]) -> None:
         """Return when something changed below a prefix (a folder: `runs/a/seal/`), or after `timeout_s`."""
-
-    def close(self) -> None:
-        """Release what the watch holds."""
-
-
-class _Sleep:
-    """A watch for stores that notify nobody."""
-
-    def wait(self, timeout_s: float, prefixes: Sequence[str]) -> None:
-        time.sleep(timeout_s)
-
-    def close(self) -> None:
-        pass
-
-
-class _Inotify:
-    def __init__(self, root: Path) -> None:
-        from inotify_simple import INotify
-
-        self._root = root
-        self._inotify = INotify()
-        self._watched: dict[str, int] = {}
-
-    def wait(self, timeout_s: float, prefixes: Sequence[str]) -> None:
+        if self._inotify is None:
+            time.sleep(timeout_s)
+            return
         new = [prefix for prefix in prefixes if prefix not in self._watched]
         for prefix in new:
             self._add(prefix)
@@ -62,29 +50,27 @@ class _Inotify:
                 self._watched = {prefix: number for prefix, number in self._watched.items() if number != event.wd}
 
     def close(self) -> None:
-        self._inotify.close()
+        """Release what the watch holds."""
+        if self._inotify is not None:
+            self._inotify.close()
 
     def _add(self, prefix: str) -> None:
         from inotify_simple import flags
 
-        folder = self._root / prefix
+        assert self._root is not None
+        assert self._inotify is not None
         mask = flags.CREATE | flags.MOVED_TO | flags.DELETE_SELF | flags.ONLYDIR
-        while True:
-            folder.mkdir(parents=True, exist_ok=True)
+        while prefix not in self._watched:
+            (self._root / prefix).mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # pruned between the two calls
-                self._watched[prefix] = self._inotify.add_watch(folder, mask)
-                break
+                self._watched[prefix] = self._inotify.add_watch(self._root / prefix, mask)
         if len(self._watched) > MAX_WATCHES:
-            oldest = next(iter(self._watched))
             with contextlib.suppress(OSError):
-                self._inotify.rm_watch(self._watched.pop(oldest))
+                self._inotify.rm_watch(self._watched.pop(next(iter(self._watched))))
 
 
 def open_watch(store: Store) -> Watch:
-    """Open the best watch there is for a store."""
-    while isinstance(store, FaultyStore):  # what it does to calls, it does not do to news
+    """Return the best watch there is for a store."""
+    while isinstance(store, FaultyStore):  # faults are of calls, not of news
         store = store.store
-    if isinstance(store, FileStore) and sys.platform == "linux":
-        with contextlib.suppress(OSError):  # out of inotify instances: sleeping is slower and as correct
-            return _Inotify(store.root)
-    return _Sleep()
+    return Watch(store.root if isinstance(store, FileStore) else None)

@@ -1,4 +1,4 @@
-"""The contract suites: what every store and every executor, ours or yours, has to keep.
+"""The contract suites: what every store, executor and job service, ours or yours, has to keep.
 
 Subclass in a test file, supply the fixtures, and inherit every test:
 
@@ -17,13 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from executors.testing.executor_contract import ExecutorContract
+    from executors.testing.helpers import eventually
+    from executors.testing.job_service_contract import JobServiceContract
     from executors.testing.store_contract import StoreContract
-    from executors.testing.waiting import eventually
 
-__all__ = ["ExecutorContract", "StoreContract", "eventually"]
+__all__ = ["ExecutorContract", "JobServiceContract", "StoreContract", "eventually"]
 
-_HOMES = {"ExecutorContract": "executor_contract", "StoreContract": "store_contract", "eventually": "waiting"}
-_WITH_ASSERTIONS = ("executor_contract", "executor_endings", "store_contract", "store_races", "waiting")
+_HOMES = {
+    "ExecutorContract": "executor_contract",
+    "JobServiceContract": "job_service_contract",
+    "StoreContract": "store_contract",
+    "eventually": "helpers",
+}
+_WITH_ASSERTIONS = ("executor_contract", "job_service_contract", "store_contract", "store_races")
 
 
 def __getattr__(name: str) -> Any:

@@ -6,32 +6,49 @@
             return MyExecutor()
 
 Nothing but the five verbs and two attributes is asked of it. What only the backend can do is a hook, and a test that
-needs a hook which is not there is skipped. Known gaps go to `expected_failures`.
+needs a missing hook is skipped. Known gaps go to `expected_failures`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
 
+from executors.errors import UnknownHandleError
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
-from executors.testing.executor_endings import TERMINAL, ExecutorEndings, started, statuses, task
-from executors.testing.known_gaps import KnownGaps
-from executors.testing.waiting import eventually
+from executors.testing.helpers import KnownGaps, eventually
 
 ROW = {"rank", "status", "exit_code", "error", "result", "reason"}
+TERMINAL = ("succeeded", "failed", "cancelled")
 
 
-class ExecutorContract(ExecutorEndings, KnownGaps):
-    """What one user of an executor sees while all goes well; `ExecutorEndings` has the rest."""
+def task(name: str) -> str:
+    """Name an entrypoint of the contract."""
+    return f"executors.testing.tasks:{name}"
+
+
+def statuses(executor: ServerlessExecutor, handles: Sequence[Any]) -> list[str]:
+    return [str(executor.poll(handle)) for handle in handles]
+
+
+def _skip_without_json(handles: Sequence[Any]) -> None:
+    if not all(hasattr(handle, "to_json") for handle in handles):
+        pytest.skip("its handles are objects of its own")
+
+
+class ExecutorContract(KnownGaps):
+    """What users of an executor see while all goes well, and when replicas fail, hang or are cancelled."""
 
     takes_callables: ClassVar[bool] = True
     """Whether the entrypoint may be a function."""
     reaches_local_store: ClassVar[bool] = True
     """Whether its replicas see this machine's files, so that `launch()` can use a directory here."""
+    patience_s: ClassVar[float] = 60.0
+    """How long a replica may take to start or to end."""
 
     @pytest.fixture
     def executor(self) -> ServerlessExecutor:
@@ -42,6 +59,36 @@ class ExecutorContract(ExecutorEndings, KnownGaps):
         """Return an executor as another process would make it: default-constructed."""
         return type(executor)()
 
+    def kill(self, executor: ServerlessExecutor, handle: Any) -> None:
+        """End a replica behind the executor's back, as an eviction or `kill -9` does."""
+        pytest.skip("no way is given to kill a replica behind this executor's back")
+
+    def never_launched(self, handle: Any) -> Any:
+        """Return a handle like this one, of a replica that never was."""
+        if not isinstance(handle, ReplicaHandle):
+            pytest.skip("no way is given to make a handle of a replica that never was")
+        return dataclasses.replace(handle, metadata={**handle.metadata, "run_id": "never-was"})
+
+    def hanging(self, executor: ServerlessExecutor, handles: Sequence[Any]) -> None:
+        """Wait until replicas that hang have printed so."""
+        for handle in handles:
+            eventually(lambda handle=handle: "hanging" in executor.stream_logs(handle), within_s=self.patience_s)  # type: ignore[misc]
+
+    def collected(self, executor: ServerlessExecutor, handles: Sequence[Any]) -> list[dict[str, Any]]:
+        """Wait for the end of replicas, and no longer than patience allows."""
+        rows = executor.collect(list(handles), timeout=int(self.patience_s))
+        assert [row["status"] for row in rows if row["status"] not in TERMINAL] == [], "not ended in time"
+        return rows
+
+    def cancelled(self, executor: ServerlessExecutor, handles: Sequence[Any]) -> list[dict[str, Any]]:
+        """Cancel replicas and see that they are."""
+        for handle in handles:
+            executor.cancel(handle)
+        rows = self.collected(executor, handles)
+        ends = [(row["status"], row["reason"], row["result"]) for row in rows]
+        assert ends == [("cancelled", "cancelled", None)] * len(rows)
+        return rows
+
     # --- shape
 
     def test_it_is_an_executor_without_inheriting(self, executor: ServerlessExecutor) -> None:
@@ -50,38 +97,27 @@ class ExecutorContract(ExecutorEndings, KnownGaps):
         assert executor.backend_name
         assert isinstance(executor.supports_inter_replica_network, bool)
 
-    def test_handles_come_back_in_rank_order(self, executor: ServerlessExecutor) -> None:
-        handles = executor.launch_replicas(3, task("echo"), {})
+    def test_handles_come_back_in_rank_order_and_are_plain_json(self, executor: ServerlessExecutor) -> None:
+        handles = executor.launch_replicas(3, task("echo"), {"a": 1})
         assert [handle.rank for handle in handles] == [0, 1, 2]
         self.collected(executor, handles)
-
-    def test_handles_are_plain_json(self, executor: ServerlessExecutor) -> None:
-        handles = executor.launch_replicas(2, task("echo"), {"a": 1})
         _skip_without_json(handles)
         for handle in handles:
             record = json.loads(handle.to_json())
             assert record["rank"] == handle.rank
             assert record["backend_name"] == handle.backend_name == executor.backend_name
             assert ReplicaHandle.from_json(handle.to_json()) == handle
-        self.collected(executor, handles)
 
     # --- results
 
     def test_every_rank_calls_the_entrypoint_once_with_the_arguments(self, executor: ServerlessExecutor) -> None:
-        args = {
-            "text": "ä 'quoted' \"twice\" \n $HOME 🦦",
-            "number": -1.5,
-            "none": None,
-            "list": [1, [True, {}]],
-            "d": {"k": 2},
-        }
+        text = "ä 'quoted' \"twice\" \n $HOME 🦦"
+        args = {"text": text, "number": -1.5, "none": None, "list": [1, [True, {}]], "d": {"k": 2}}
         rows = self.collected(executor, executor.launch_replicas(3, task("echo"), args))
         assert [row["result"] for row in rows] == [{"rank": rank, "args": args} for rank in range(3)]
-
-    def test_a_row_has_all_that_is_known(self, executor: ServerlessExecutor) -> None:
-        (row,) = self.collected(executor, executor.launch_replicas(1, task("echo"), {}))
-        assert row.keys() >= ROW
-        assert (row["rank"], row["status"], row["error"], row["reason"]) == (0, "succeeded", None, None)
+        for rank, row in enumerate(rows):
+            assert row.keys() >= ROW
+            assert (row["rank"], row["status"], row["error"], row["reason"]) == (rank, "succeeded", None, None)
 
     def test_a_function_is_an_entrypoint_as_well(self, executor: ServerlessExecutor) -> None:
         if not self.takes_callables:
@@ -98,14 +134,10 @@ class ExecutorContract(ExecutorEndings, KnownGaps):
 
     def test_the_rank_can_have_one_more_variable(self, executor: ServerlessExecutor) -> None:
         names = ["REPLICA_RANK", "MY_RANK"]
-        handles = executor.launch_replicas(2, task("variables"), {"names": names, "rank_env": "MY_RANK"})
-        rows = self.collected(executor, handles)
+        args = {"names": names, "rank_env": "MY_RANK"}
+        rows = self.collected(executor, executor.launch_replicas(2, task("variables"), args))
+        assert args == {"names": names, "rank_env": "MY_RANK"}, "the caller's arguments are left as they were"
         assert [row["result"] for row in rows] == [{name: str(rank) for name in names} for rank in range(2)]
-
-    def test_the_callers_arguments_are_left_as_they_were(self, executor: ServerlessExecutor) -> None:
-        args: dict[str, Any] = {"names": ["REPLICA_RANK"], "rank_env": "MY_RANK"}
-        self.collected(executor, executor.launch_replicas(1, task("variables"), args))
-        assert args == {"names": ["REPLICA_RANK"], "rank_env": "MY_RANK"}
 
     def test_a_result_of_16_megabytes_arrives(self, executor: ServerlessExecutor) -> None:
         (row,) = self.collected(executor, executor.launch_replicas(1, task("large"), {"n_bytes": 16 << 20}))
@@ -113,13 +145,11 @@ class ExecutorContract(ExecutorEndings, KnownGaps):
         assert row["result"] == "x" * (16 << 20)
 
     def test_rows_come_in_the_order_of_the_handles_given(self, executor: ServerlessExecutor) -> None:
+        assert executor.collect([]) == []
         handles = executor.launch_replicas(3, task("echo"), {})
         rows = self.collected(executor, [handles[2], handles[0]])
         assert [(row["rank"], row["result"]["rank"]) for row in rows] == [(2, 2), (0, 0)]
         assert [row["rank"] for row in self.collected(executor, handles)] == [0, 1, 2]
-
-    def test_collecting_nothing_is_nothing(self, executor: ServerlessExecutor) -> None:
-        assert executor.collect([]) == []
 
     def test_two_launches_of_one_executor_stay_apart(self, executor: ServerlessExecutor) -> None:
         first = executor.launch_replicas(2, task("echo"), {"launch": 1})
@@ -127,24 +157,21 @@ class ExecutorContract(ExecutorEndings, KnownGaps):
         assert [row["result"]["args"]["launch"] for row in self.collected(executor, second)] == [2, 2]
         assert [row["result"]["args"]["launch"] for row in self.collected(executor, first)] == [1, 1]
 
-    def test_collecting_after_polling_still_has_the_result(self, executor: ServerlessExecutor) -> None:
-        handles = executor.launch_replicas(2, task("echo"), {})
-        for handle in handles:
-            eventually(lambda handle=handle: executor.poll(handle) == "succeeded", within_s=self.patience_s)  # type: ignore[misc]
-        assert [row["result"]["rank"] for row in self.collected(executor, handles)] == [0, 1]
-
-    def test_collecting_twice_gives_the_same(self, executor: ServerlessExecutor) -> None:
+    def test_collecting_after_polling_and_again_gives_the_same(self, executor: ServerlessExecutor) -> None:
         handles = executor.launch_replicas(2, task("fail_on"), {"rank": 1})
+        for handle in handles:
+            eventually(lambda handle=handle: executor.poll(handle) in TERMINAL, within_s=self.patience_s)  # type: ignore[misc]
         rows = self.collected(executor, handles)
+        assert [(row["status"], row["result"]) for row in rows] == [("succeeded", "fine"), ("failed", None)]
         assert self.collected(executor, handles) == rows
-        assert statuses(executor, handles) == [row["status"] for row in rows] == ["succeeded", "failed"]
+        assert statuses(executor, handles) == [row["status"] for row in rows]
 
     def test_another_process_can_use_the_handles(self, executor: ServerlessExecutor) -> None:
         handles = executor.launch_replicas(2, task("hang_on"), {"rank": 1})
         _skip_without_json(handles)
         other = self.another(executor)
         copies = [ReplicaHandle.from_json(handle.to_json()) for handle in handles]
-        eventually(lambda: "hanging" in other.stream_logs(copies[1]), within_s=self.patience_s)
+        self.hanging(other, copies[1:])
         eventually(lambda: other.poll(copies[0]) == "succeeded", within_s=self.patience_s)
         other.cancel(copies[1])
         rows = self.collected(other, copies)
@@ -153,14 +180,8 @@ class ExecutorContract(ExecutorEndings, KnownGaps):
 
     # --- polling and logs
 
-    def test_a_replica_is_pending_or_running_until_it_ends(self, executor: ServerlessExecutor) -> None:
-        handles = executor.launch_replicas(1, task("hang"), {})
-        started(executor, handles, self.patience_s)
-        assert statuses(executor, handles) == ["running"]
-        self.cancelled(executor, handles)
-
-    def test_a_status_is_one_of_five_words(self, executor: ServerlessExecutor) -> None:
-        handles = executor.launch_replicas(1, task("echo"), {})
+    def test_a_status_is_one_of_five_words_and_running_while_a_replica_runs(self, executor: ServerlessExecutor) -> None:
+        handles = executor.launch_replicas(2, task("hang_on"), {"rank": 1})
         seen = set()
 
         def ended() -> bool:
@@ -170,8 +191,10 @@ class ExecutorContract(ExecutorEndings, KnownGaps):
             return status in TERMINAL
 
         eventually(ended, within_s=self.patience_s, every_s=0.001)
-        assert seen <= {str(status) for status in ReplicaStatus}
-        assert "succeeded" in seen
+        assert "succeeded" in seen <= {str(status) for status in ReplicaStatus}
+        self.hanging(executor, handles[1:])
+        assert statuses(executor, handles) == ["succeeded", "running"]
+        self.cancelled(executor, handles[1:])
 
     def test_logs_have_both_streams_in_the_order_written(self, executor: ServerlessExecutor) -> None:
         handles = executor.launch_replicas(2, task("talk"), {"n_lines": 30})
@@ -186,24 +209,144 @@ class ExecutorContract(ExecutorEndings, KnownGaps):
         assert executor.stream_logs(handles[0], n_lines=3).splitlines() == ["line 497", "line 498", "line 499"]
         assert len(executor.stream_logs(handles[0]).splitlines()) == 200
 
-    def test_logs_can_be_read_while_a_replica_runs(self, executor: ServerlessExecutor) -> None:
-        handles = executor.launch_replicas(1, task("hang"), {})
-        eventually(lambda: "hanging" in executor.stream_logs(handles[0]), within_s=self.patience_s)
+    # --- failures
+
+    def test_an_exception_is_a_failure_with_its_traceback(self, executor: ServerlessExecutor) -> None:
+        rows = self.collected(executor, executor.launch_replicas(2, task("fail"), {"message": "no luck, ä"}))
+        for rank, row in enumerate(rows):
+            assert (row["status"], row["reason"], row["result"]) == ("failed", "exception", None)
+            assert f"RuntimeError: rank {rank}: no luck, ä" in row["error"]
+            assert "tasks.py" in row["error"], "the traceback names the user's file"
+            assert row["exit_code"] not in (0, None)
+
+    def test_one_failure_does_not_touch_the_others(self, executor: ServerlessExecutor) -> None:
+        rows = self.collected(executor, executor.launch_replicas(3, task("fail_on"), {"rank": 1}))
+        fine = ("succeeded", "fine")
+        assert [(row["status"], row["result"]) for row in rows] == [fine, ("failed", None), fine]
+
+    def test_a_result_that_is_not_json_is_a_failure_that_names_its_place(self, executor: ServerlessExecutor) -> None:
+        (row,) = self.collected(executor, executor.launch_replicas(1, task("no_json"), {}))
+        assert (row["status"], row["reason"], row["result"]) == ("failed", "result_not_serializable", None)
+        assert "result['loss'][3]" in row["error"]
+        assert "save_artifact" in row["error"]
+
+    def test_leaving_without_a_result_is_a_failure_that_keeps_the_code(self, executor: ServerlessExecutor) -> None:
+        ways = [{"code": code, "how": how} for code in (0, 3) for how in ("sys", "os")]
+        launched = [executor.launch_replicas(1, task("leave"), way) for way in ways]
+        for way, handles in zip(ways, launched, strict=True):
+            (row,) = self.collected(executor, handles)
+            assert (row["status"], row["reason"], row["result"]) == ("failed", "no_result", None), way
+            assert row["exit_code"] == way["code"], way
+            assert row["error"], way
+
+    def test_a_replica_killed_from_outside_is_reported(self, executor: ServerlessExecutor) -> None:
+        handles = executor.launch_replicas(2, task("hang"), {})
+        self.hanging(executor, handles)
+        self.kill(executor, handles[1])
+        eventually(lambda: executor.poll(handles[1]) in TERMINAL, within_s=self.patience_s)
+        (row,) = self.collected(executor, [handles[1]])
+        assert row["status"] == "failed"
+        assert row["reason"] in ("signal", "lost", "preempted", "oom")
+        assert row["error"]
+        assert executor.poll(handles[0]) == "running"
+        self.cancelled(executor, [handles[0]])
+
+    # --- limits
+
+    def test_a_time_limit_is_enforced(self, executor: ServerlessExecutor) -> None:
+        (row,) = self.collected(executor, executor.launch_replicas(1, task("hang"), {}, timeout=1))
+        assert (row["status"], row["reason"], row["result"]) == ("failed", "timeout", None)
+        assert row["error"]
+
+    def test_a_time_limit_does_not_touch_what_is_done(self, executor: ServerlessExecutor) -> None:
+        rows = self.collected(executor, executor.launch_replicas(2, task("hang_on"), {"rank": 1}, timeout=4))
+        assert [(row["status"], row["reason"]) for row in rows] == [("succeeded", None), ("failed", "timeout")]
+
+    def test_a_time_limit_is_enforced_against_a_replica_deaf_to_sigterm(self, executor: ServerlessExecutor) -> None:
+        (row,) = self.collected(executor, executor.launch_replicas(1, task("hang_deaf"), {}, timeout=1))
+        assert (row["status"], row["reason"]) == ("failed", "timeout")
+
+    def test_collects_own_time_limit_ends_nothing(self, executor: ServerlessExecutor) -> None:
+        handles = executor.launch_replicas(2, task("hang_on"), {"rank": 1})
+        self.hanging(executor, handles[1:])
+        eventually(lambda: executor.poll(handles[0]) == "succeeded", within_s=self.patience_s)
+        for timeout in (0, 1):
+            rows = executor.collect(handles, timeout=timeout)
+            assert [row["status"] for row in rows] == ["succeeded", "running"]
+            assert [(row["result"], row["reason"]) for row in rows] == [("done", None), (None, None)]
+            assert executor.poll(handles[1]) == "running"
+        self.cancelled(executor, handles[1:])
+
+    # --- cancelling
+
+    def test_what_is_cancelled_stays_cancelled(self, executor: ServerlessExecutor) -> None:
+        handles = executor.launch_replicas(2, task("hang"), {})
+        self.hanging(executor, handles)
+        rows = self.cancelled(executor, handles)
+        assert statuses(executor, handles) == ["cancelled", "cancelled"]
+        assert self.cancelled(executor, handles) == rows, "cancelling again changes nothing"
+        assert "hanging" in executor.stream_logs(handles[0]), "the log can still be read"
+
+    def test_cancelling_one_leaves_the_others(self, executor: ServerlessExecutor) -> None:
+        handles = executor.launch_replicas(2, task("hang"), {})
+        self.hanging(executor, handles)
+        self.cancelled(executor, handles[:1])
+        assert executor.poll(handles[1]) == "running"
+        self.cancelled(executor, handles[1:])
+
+    def test_cancelling_at_once_leaves_nothing_running(self, executor: ServerlessExecutor) -> None:
+        handles = executor.launch_replicas(3, task("hang"), {})
         self.cancelled(executor, handles)
-        assert "hanging" in executor.stream_logs(handles[0]), "and after it was cancelled"
+
+    def test_a_replica_deaf_to_sigterm_is_cancelled_all_the_same(self, executor: ServerlessExecutor) -> None:
+        handles = executor.launch_replicas(1, task("hang_deaf"), {})
+        self.hanging(executor, handles)
+        self.cancelled(executor, handles)
+
+    def test_cancelling_what_has_ended_changes_nothing(self, executor: ServerlessExecutor) -> None:
+        handles = executor.launch_replicas(2, task("fail_on"), {"rank": 1})
+        rows = self.collected(executor, handles)
+        for handle in handles:
+            executor.cancel(handle)
+        assert self.collected(executor, handles) == rows
+        assert statuses(executor, handles) == ["succeeded", "failed"]
+
+    # --- mistakes of the caller
+
+    def test_a_handle_that_was_never_launched_is_unknown_to_every_verb(self, executor: ServerlessExecutor) -> None:
+        handles = executor.launch_replicas(1, task("echo"), {})
+        self.collected(executor, handles)
+        unknown = self.never_launched(handles[0])
+        for ask in (executor.poll, executor.stream_logs, executor.cancel, lambda handle: executor.collect([handle])):
+            with pytest.raises((UnknownHandleError, LookupError)):
+                ask(unknown)
+
+    def test_less_than_one_replica_is_refused(self, executor: ServerlessExecutor) -> None:
+        for n in (0, -1):
+            with pytest.raises(ValueError, match=str(n)):
+                executor.launch_replicas(n, task("echo"), {})
+
+    def test_an_entrypoint_that_does_not_exist_is_refused_by_name(self, executor: ServerlessExecutor) -> None:
+        for entrypoint in ("executors.testing.tasks:no_such", "no_such_module_at_all:f", "no_such.py:f"):
+            with pytest.raises(Exception, match="no_such"):
+                executor.launch_replicas(1, entrypoint, {})
+
+    def test_arguments_that_do_not_fit_are_refused_before_anything_starts(self, executor: ServerlessExecutor) -> None:
+        for args, name in (({}, "needed"), ({"needed": 1, "unknown": 2}, "unknown")):
+            with pytest.raises(TypeError, match=name):
+                executor.launch_replicas(1, task("not_callable_with_these"), args)
+
+    def test_arguments_that_cannot_travel_are_refused(self, executor: ServerlessExecutor) -> None:
+        with pytest.raises(TypeError):
+            executor.launch_replicas(1, task("echo"), {"thing": object()})
 
     # --- in launch()
 
     def test_it_works_in_launch(self, executor: ServerlessExecutor) -> None:
         if not self.reaches_local_store:
             pytest.skip("its replicas do not see this machine's files")
-        from executors import launch
+        from executors.launcher import launch
 
         run = launch(executor, task("echo"), 2, args={"a": [1, "ä"]})
         assert run.results() == [{"rank": rank, "args": {"a": [1, "ä"]}} for rank in range(2)]
         assert [outcome.status for outcome in run.outcomes()] == ["succeeded", "succeeded"]
-
-
-def _skip_without_json(handles: Sequence[Any]) -> None:
-    if not all(hasattr(handle, "to_json") for handle in handles):
-        pytest.skip("its handles are objects of its own")

@@ -6,25 +6,25 @@ import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import pytest
 
 from executors.errors import KeyNotFoundError
 from executors.store import Store
 from executors.testing import store_process
-from executors.testing.processes import Helper, heard, python_process, tell
-from executors.testing.waiting import eventually
+from executors.testing.helpers import Helper, eventually, python_process, receive, send
 
 N_KEYS = 100
 MIB = 1 << 20
+Start: TypeAlias = Callable[..., contextlib.AbstractContextManager[Helper]]
 
 
 class StoreRaces:
-    """The part of `StoreContract` that needs company."""
+    """The part of `StoreContract` that needs several users."""
 
     in_process: ClassVar[bool] = False
     opener: ClassVar[str] = "executors.store:open_store"
@@ -35,13 +35,16 @@ class StoreRaces:
     """How often each thread creates and deletes; fewer where every call is a request."""
 
     @pytest.fixture
-    def others(self, store: Store) -> Callable[..., contextlib.AbstractContextManager[Helper]]:
-        """Start another process at this store."""
+    def others(self, store: Store) -> Start:
+        """Start another process at this store, which says `ready` first."""
         if self.in_process:
             pytest.skip("this store lives in one process")
 
-        def start(*role: str) -> contextlib.AbstractContextManager[Helper]:
-            return python_process(Path(store_process.__file__), self.opener, store.url, *role)
+        @contextlib.contextmanager
+        def start(*role: str) -> Iterator[Helper]:
+            with python_process(Path(store_process.__file__), self.opener, store.url, *role) as process:
+                assert receive(process) == "ready"
+                yield process
 
         return start
 
@@ -58,21 +61,17 @@ class StoreRaces:
 
         with ThreadPoolExecutor(self.n_threads) as pool:
             wins = list(pool.map(race, range(self.n_threads)))
-        _check_winners(store, "race/", {str(name): won for name, won in enumerate(wins)})
+        _check_winners(store, {str(name): won for name, won in enumerate(wins)})
 
-    def test_of_many_processes_exactly_one_creates_a_key(
-        self, store: Store, others: Callable[..., contextlib.AbstractContextManager[Helper]]
-    ) -> None:
+    def test_of_many_processes_exactly_one_creates_a_key(self, store: Store, others: Start) -> None:
         with contextlib.ExitStack() as stack:
             racers = {
-                f"process-{n}": stack.enter_context(others("race", f"process-{n}", "race/", str(N_KEYS)))
-                for n in range(self.n_processes)
+                name: stack.enter_context(others("race", name, "race/", str(N_KEYS)))
+                for name in (f"process-{number}" for number in range(self.n_processes))
             }
             for racer in racers.values():
-                assert heard(racer) == "ready"
-            for racer in racers.values():
-                tell(racer, "go")
-            _check_winners(store, "race/", {name: heard(racer) for name, racer in racers.items()})
+                send(racer, "go")
+            _check_winners(store, {name: receive(racer) for name, racer in racers.items()})
 
     def test_readers_never_see_part_of_a_replaced_object(self, store: Store) -> None:
         store.put("model", bytes(2 * MIB))
@@ -84,54 +83,36 @@ class StoreRaces:
                 filling = (filling + 1) % 251
                 store.put("model", [bytes([filling]) * MIB] * 2)
 
-        with ThreadPoolExecutor(4) as pool:
-            writers = [pool.submit(replace) for _ in range(2)]
-            try:
-                readers = [pool.submit(_read_whole_objects, store, "model", 2 * MIB, 100) for _ in range(2)]
-                seen = [reader.result() for reader in readers]
-            finally:
-                stop.set()
-            for writer in writers:
-                writer.result()
-        assert all(seen)
+        with _beside(stop, replace, replace), ThreadPoolExecutor(2) as pool:
+            readers = [pool.submit(_read_whole_objects, store, "model", 2 * MIB, 100) for _ in range(2)]
+            assert all(reader.result() for reader in readers)
 
-    def test_readers_never_see_part_of_what_another_process_replaces(
-        self, store: Store, others: Callable[..., contextlib.AbstractContextManager[Helper]]
-    ) -> None:
+    def test_readers_never_see_part_of_what_another_process_replaces(self, store: Store, others: Start) -> None:
         store.put("model", bytes(4 * MIB))
         with others("replace", "model", "4") as writer:
-            assert heard(writer) == "ready"
-            assert heard(writer) == "replaced"
+            assert receive(writer) == "replaced"
             fillings = _read_whole_objects(store, "model", 4 * MIB, 200)
         assert len(fillings) > 1, "the writer stood still"
 
-    def test_a_created_object_appears_whole(
-        self, store: Store, others: Callable[..., contextlib.AbstractContextManager[Helper]]
-    ) -> None:
-        with others("create", "shard/", "8") as writer:
-            assert heard(writer) == "ready"
+    def test_a_created_object_appears_whole(self, store: Store, others: Start) -> None:
+        with others("create", "shard/", "8"):
             for number in range(12):
                 find = functools.partial(_find, store, f"shard/{number}")
                 assert eventually(find, "the writer's next object", every_s=0) == bytes([number]) * (8 * MIB)
 
-    @pytest.mark.parametrize("verb", ["put", "put_if_absent"])
-    def test_a_killed_writer_leaves_nothing_to_see(
-        self, store: Store, others: Callable[..., contextlib.AbstractContextManager[Helper]], verb: str
-    ) -> None:
-        with others("write_one", verb, "half", "1024") as writer:
-            assert heard(writer) == "ready"
-            writer.kill()
-            assert writer.wait() != 0, "it was too quick to be killed"
-        assert list(store.list("")) == []
-        assert store.put_if_absent("half", b"whole")
+    def test_a_killed_writer_leaves_nothing_to_see(self, store: Store, others: Start) -> None:
+        for verb in ("put", "put_if_absent"):
+            with others("write_one", verb, "half", "1024") as writer:
+                writer.kill()
+                assert writer.wait() != 0, "it was too quick to be killed"
+            assert list(store.list("")) == [], verb
+            assert store.put_if_absent("half", b"whole"), verb
+            store.delete("half")
 
-    def test_a_writer_killed_between_objects_leaves_whole_ones(
-        self, store: Store, others: Callable[..., contextlib.AbstractContextManager[Helper]]
-    ) -> None:
+    def test_a_writer_killed_between_objects_leaves_whole_ones(self, store: Store, others: Start) -> None:
         for attempt in range(5):
             with others("create", f"{attempt}/", "8") as writer:
-                assert heard(writer) == "ready"
-                assert heard(writer) == 0
+                assert receive(writer) == 0
                 writer.kill()
                 writer.wait()
             entries = list(store.list(f"{attempt}/"))
@@ -167,29 +148,36 @@ class StoreRaces:
                 for index in range(20):
                     store.delete(f"steady/{name}/{index}")
 
-        with ThreadPoolExecutor(3) as pool:
-            churners = [pool.submit(churn, name) for name in range(3)]
-            try:
-                for _ in range(100):
-                    keys = [entry.key for entry in store.list("steady/")]
-                    assert "steady/kept" in keys
-                    assert keys == sorted(set(keys))
-            finally:
-                stop.set()
-            for churner in churners:
-                churner.result()
+        with _beside(stop, *(functools.partial(churn, name) for name in range(3))):
+            for _ in range(100):
+                keys = [entry.key for entry in store.list("steady/")]
+                assert "steady/kept" in keys
+                assert keys == sorted(set(keys))
 
 
-def _check_winners(store: Store, prefix: str, wins: dict[str, list[int]]) -> None:
+@contextlib.contextmanager
+def _beside(stop: threading.Event, *workers: Callable[[], None]) -> Iterator[None]:
+    """Run threads beside the block; `stop` is set when it ends."""
+    with ThreadPoolExecutor(len(workers)) as pool:
+        running = [pool.submit(worker) for worker in workers]
+        try:
+            yield
+        finally:
+            stop.set()
+        for worker in running:
+            worker.result()
+
+
+def _check_winners(store: Store, wins: dict[str, list[int]]) -> None:
     times_won = Counter(index for won in wins.values() for index in won)
     assert {index: times_won[index] for index in range(N_KEYS)} == dict.fromkeys(range(N_KEYS), 1)
     for name, won in wins.items():
         for index in won:
-            assert bytes(store.get(f"{prefix}{index}")).decode() == name, "somebody else's value stands there"
+            assert bytes(store.get(f"race/{index}")).decode() == name, "the value of a loser"
 
 
 def _read_whole_objects(store: Store, key: str, size: int, times: int) -> set[int]:
-    """Read an object again and again; every reading is of one filling. Return the fillings seen."""
+    """Read an object again and again, check that each reading is of one filling, and return the fillings."""
     seen = set()
     for _ in range(times):
         view = store.get(key)
@@ -200,7 +188,6 @@ def _read_whole_objects(store: Store, key: str, size: int, times: int) -> set[in
 
 
 def _find(store: Store, key: str) -> bytes | None:
-    try:
+    with contextlib.suppress(KeyNotFoundError):
         return bytes(store.get(key))
-    except KeyNotFoundError:
-        return None
+    return None

@@ -37,7 +37,7 @@ def fail_on(rank: int) -> str:
 
 
 def no_json() -> dict[str, Any]:
-    """Return something that is no JSON value, deep inside."""
+    """Return something that is not a JSON value, deep inside."""
     return {"loss": [0.5, 0.25, 0.125, object()]}
 
 

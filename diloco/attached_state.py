@@ -1,0 +1,202 @@
+"""What a rank keeps for its next attempt: the state of its inner optimizer, data position, generators and the like.
+
+Kept once between two snapshots, per rank, as safetensors and JSON. No decision depends on it: it belongs to one rank
+alone, so it may be found by a listing, and a record that is missing or rotten only means an earlier one, or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from xxhash import xxh3_128_hexdigest
+
+from diloco.rendezvous.frames import READ_TRIES, BadRecordError, frame, reading, unframe
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import Identity
+from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.round import Background
+from diloco.rendezvous.snapshot import DTYPES, decode_part, digest_of, encode_part
+from diloco.rendezvous.training_state import Array, Arrays
+
+log = logging.getLogger(__name__)
+_STATE_CALLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"), ("getstate", "setstate"))
+_KEPT = {np.dtype(dtype) for dtype in DTYPES.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an earlier attempt of this rank left."""
+
+    position: int
+    arrays: Arrays
+
+    def progress(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Return the live work it had, as distances from the anchor, by fragment."""
+        found = (self.arrays.get(f"progress/{index}") for index in range(len(sizes)))
+        return [
+            torch.zeros(size // 4)
+            if values is None or values.dtype != np.float32 or values.shape != (size // 4,)
+            else torch.from_numpy(np.array(values))
+            for values, size in zip(found, sizes, strict=True)
+        ]
+
+
+class AttachedState:
+    """The states that are kept for a rank's next attempt."""
+
+    def __init__(self, store: PatientStore, keys: Keys, me: Identity, background: Background) -> None:
+        self._store = store
+        self._keys = keys
+        self._me = me
+        self._background = background
+        self._attached: dict[str, Any] = {}
+        self.kept = self._find() if me.attempt else None
+        """What an earlier attempt left, if there was one."""
+
+    def __bool__(self) -> bool:
+        return bool(self._attached)
+
+    def attach(self, name: str, thing: Any) -> None:
+        """Keep the state of a thing from now on; when an earlier attempt of this rank left one, load it.
+
+        Raises:
+            TypeError: it has no state that can be taken and given back, or one that is more than tensors and JSON.
+            ValueError: the name is taken.
+        """
+        if name in self._attached:
+            raise ValueError(f"Something is attached as {name!r} already.")
+        take, give = _state_calls(name, thing)
+        to_arrays(take(), name)
+        state = None
+        if self.kept is not None:
+            try:
+                with reading("state"):
+                    state = from_arrays(self.kept.arrays, f"attached/{name}")
+            except BadRecordError as error:
+                log.warning("rank %s: what it kept as %r cannot be read: %s", self._me.rank, name, error)
+        if state is not None:
+            give(state)
+        self._attached[name] = thing
+
+    def keep(self, position: int, progress: Sequence[Tensor]) -> None:
+        """Copy all states as they are now, and store the copy in the background."""
+        arrays = {f"progress/{index}": part.numpy() for index, part in enumerate(progress) if part.count_nonzero()}
+        for name, thing in self._attached.items():
+            state = to_arrays(_state_calls(name, thing)[0](), f"attached/{name}")
+            arrays |= {key: np.array(value) for key, value in state.items()}
+        self._background(lambda: self._put(position, arrays))
+
+    def _put(self, position: int, arrays: Arrays) -> None:
+        store, me = self._store.for_thread(), self._me
+        tensors = encode_part(arrays)
+        record = {"rank": me.rank, "attempt": me.attempt, "position": position, "digest": digest_of(tensors)}
+        if store.write(self._keys.own_tensors(me.rank, position, me.attempt), tensors):
+            store.write(self._keys.own_record(me.rank, position, me.attempt), frame(record))
+
+    def _find(self) -> Kept | None:
+        """Return the newest record that can be read."""
+        prefix = self._keys.own(self._me.rank)
+        for _ in range(READ_TRIES):  # a listing that fails lists nothing
+            if listed := self._store.found(prefix):
+                break
+        matches = (re.fullmatch(r"(\d+)/(\d+)/record", key.removeprefix(prefix)) for key in listed)
+        found = [(int(match[1]), int(match[2])) for match in matches if match]
+        for position, attempt in sorted(found, reverse=True):
+            for _ in range(READ_TRIES):
+                if (arrays := self._read(position, attempt)) is not None:
+                    return Kept(position, arrays)
+        return None
+
+    def _read(self, position: int, attempt: int) -> Arrays | None:
+        record = self._store.peek(self._keys.own_record(self._me.rank, position, attempt))
+        tensors = self._store.peek(self._keys.own_tensors(self._me.rank, position, attempt))
+        with contextlib.suppress(BadRecordError):
+            if record and tensors and unframe(record)[0].get("digest") == xxh3_128_hexdigest(tensors):
+                return decode_part(tensors)
+        return None
+
+
+def _state_calls(name: str, thing: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Return the two calls that take a thing's state and give it back."""
+    for take, give in _STATE_CALLS:
+        if callable(getattr(thing, take, None)) and callable(getattr(thing, give, None)):
+            return getattr(thing, take), getattr(thing, give)
+    if hasattr(getattr(thing, "bit_generator", None), "state"):  # a numpy Generator
+        return lambda: thing.bit_generator.state, lambda state: setattr(thing.bit_generator, "state", state)
+    raise TypeError(
+        f"attach_state({name!r}) takes something with state_dict() and load_state_dict(), or a random generator of "
+        f"torch, numpy or Python, got a {type(thing).__name__}."
+    )
+
+
+def to_arrays(state: Any, prefix: str) -> dict[str, Array]:
+    """Take a state apart: `<prefix>/0`, `<prefix>/1`, … are its tensors, `<prefix>/json` is the rest.
+
+    The arrays share memory with the tensors where those are on the CPU.
+
+    Raises:
+        TypeError: names what cannot be kept, and where it is.
+    """
+    arrays: dict[str, Array] = {}
+    text = json.dumps(_flatten(state, arrays, prefix, prefix), separators=(",", ":"))
+    return {**arrays, f"{prefix}/json": np.frombuffer(text.encode(), np.uint8)}
+
+
+def from_arrays(arrays: Mapping[str, Array], prefix: str) -> Any | None:
+    """Put a state together again, of copies; None when there is none under this prefix."""
+    text = arrays.get(f"{prefix}/json")
+    return None if text is None else _unflatten(json.loads(text.tobytes()), arrays)
+
+
+def _flatten(value: Any, arrays: dict[str, Array], prefix: str, where: str) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value if not isinstance(value, np.generic) else value.item()
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, (bool, int, float, str, type(None))):
+                raise TypeError(f"{where} has a key of type {type(key).__name__}, which cannot be kept as JSON.")
+        items = [[key, _flatten(item, arrays, prefix, f"{where}[{key!r}]")] for key, item in value.items()]
+        return {"dict": items}
+    if isinstance(value, (list, tuple)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_flatten(item, arrays, prefix, f"{where}[{at}]") for at, item in enumerate(value)]}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Tensor):
+        dtype, values = str(value.dtype).removeprefix("torch."), value.detach().cpu()
+        if dtype == "bfloat16":
+            values = values.contiguous().view(torch.int16)  # numpy has no such type
+        return {"tensor": _added(values.numpy(), arrays, prefix), "dtype": dtype}
+    if isinstance(value, np.ndarray) and value.dtype in _KEPT:
+        return {"array": _added(value, arrays, prefix)}
+    raise TypeError(f"{where} is a {type(value).__name__}, which can be kept neither as a tensor nor as JSON.")
+
+
+def _added(values: Array, arrays: dict[str, Array], prefix: str) -> str:
+    name = f"{prefix}/{len(arrays)}"
+    arrays[name] = values
+    return name
+
+
+def _unflatten(value: Any, arrays: Mapping[str, Array]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "dict" in value:
+        return {key: _unflatten(item, arrays) for key, item in value["dict"]}
+    if "list" in value:
+        return [_unflatten(item, arrays) for item in value["list"]]
+    if "tuple" in value:
+        return tuple(_unflatten(item, arrays) for item in value["tuple"])
+    if "array" in value:
+        return np.array(arrays[value["array"]])
+    tensor = torch.from_numpy(np.array(arrays[value["tensor"]]))
+    return tensor.view(torch.bfloat16) if value["dtype"] == "bfloat16" else tensor

@@ -1,0 +1,31 @@
+"""The calls of a rendezvous to its store that `replicas launch --chaos kill:…,at=NAME` can name.
+
+The package announces this table under the entry point group `replicas.fault_points`. It imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from executors.store.faulty import FaultPoint
+
+FAULT_POINTS: Mapping[str, FaultPoint] = {
+    "part": FaultPoint("put", "*/diloco/*/part/{round}/*"),
+    "part-read": FaultPoint("get", "*/diloco/*/part/{round}/*"),
+    "part-delete": FaultPoint("delete", "*/diloco/*/part/{round}/*"),
+    "pointer": FaultPoint("put_if_absent", "*/diloco/*/snapshot/{round}"),
+    "pointer-read": FaultPoint("get", "*/diloco/*/snapshot/{round}"),
+    "contribution": FaultPoint("put_if_absent", "*/diloco/*/r{round}/contribution/{rank}"),
+    "contribution-read": FaultPoint("get", "*/diloco/*/r{round}/contribution/*", inside=False),
+    "contribution-delete": FaultPoint("delete", "*/diloco/*/r{round}/contribution/{rank}"),
+    "input-read": FaultPoint("get", "*/diloco/*/r{round}/contribution/*", inside=True),
+    "seal": FaultPoint("put_if_absent", "*/diloco/*/seal/{round}"),
+    "seal-read": FaultPoint("get", "*/diloco/*/seal/{round}"),
+    "mean": FaultPoint("put_if_absent", "*/diloco/*/r{round}/mean/*"),
+    "mean-read": FaultPoint("get", "*/diloco/*/r{round}/mean/*"),
+    "mean-delete": FaultPoint("delete", "*/diloco/*/r{round}/mean/*"),
+    "own": FaultPoint("put", "*/diloco/*/own/{rank}/{round}/*"),
+    "own-read": FaultPoint("get", "*/diloco/*/own/{rank}/{round}/*"),
+    "list": FaultPoint("list", "*/diloco/*"),
+    "bye": FaultPoint("put", "*/diloco/*/bye/{rank}/*"),
+}

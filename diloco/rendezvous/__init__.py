@@ -1,0 +1,1 @@
+"""The protocol by which replicas meet in a store. Knows no torch."""

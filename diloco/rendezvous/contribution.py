@@ -1,0 +1,113 @@
+"""Sending one's contribution: packed and written in one pass where the store can, else packed into memory and sent.
+
+Streamed, only the shard stays in memory that this replica will probably reduce, as far as it can know before the
+sealing; every other byte goes from the processor's cache to the store. Should another shard become due, its own input
+is read like everybody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from diloco.errors import ContributionError
+from diloco.rendezvous.frames import MAX_WEIGHT, READ_TRIES, BadRecordError, Contribution, digests_of
+from diloco.rendezvous.round import Context, EntryState, shards_of
+from diloco.rendezvous.training_state import Packed
+from executors.store import Buffer
+
+
+def send(context: Context, entry: EntryState, weight: float, waited_s: float) -> None:
+    """Send the contribution to an entry, perhaps: read the store to know.
+
+    Args:
+        weight: 0: a head alone, from a replica that has nothing to send.
+
+    Raises: ContributionError: it is not finite, or a parameter has changed its shape.
+    """
+    store, me, members, phase = context.store, context.me, context.members, context.phase
+    layout, training = entry.layout, context.training
+    key = context.keys.contribution(entry.index, me.rank)
+
+    def head(packed: Packed | None) -> bytes:
+        return Contribution(
+            rank=me.rank,
+            attempt=me.attempt,
+            nonce=me.nonce,
+            weight=weight,
+            anchor=training.digest(entry.fragment),
+            size_bytes=layout.size_bytes if packed else 0,
+            blocks=packed.blocks if packed else (),
+            norms=packed.norms if packed else (),
+            waited_s=waited_s,
+            phase_s=phase.seconds or (members.seal.phase_s if members.seal else 0.0),
+            head_start_s=0.0 if entry.is_early else phase.head_start_s,
+            in_phase=not entry.is_early,
+        ).head(layout.n_blocks)
+
+    def produce(write: Callable[[Buffer], None]) -> bytes:
+        entry.packed = None  # until it is whole
+        entry.packed = packed = training.pack(entry.index, write, _range_of_own_shard(context, entry))
+        return head(packed)
+
+    if not weight:
+        store.create(key, head(None))
+    elif layout.is_small or not store.streams:
+        entry.packed = packed = entry.packed or training.pack(entry.index)
+        store.create(key, [head(packed), packed.kept])
+    else:
+        store.create_streamed(key, layout.head_bytes, layout.head_bytes + layout.size_bytes, produce)
+
+
+def _range_of_own_shard(context: Context, entry: EntryState) -> tuple[int, int]:
+    """Return the bytes of the shard that this replica will reduce if all expected ranks are sealed."""
+    rank = context.me.rank
+    ranks = {*context.members.expected, rank}
+    n_shards = entry.layout.n_shards(len(ranks))
+    for shard in shards_of(rank, entry.index, ranks, n_shards):
+        _, _, start, size = entry.layout.shard(shard, n_shards)
+        return start, start + size
+    return 0, 0
+
+
+def read_back(context: Context, entry: EntryState, digest: str) -> memoryview | None:
+    """Return the payload of this process's own contribution as stored; None when it cannot be had.
+
+    Args:
+        digest: of its head, by the seal that counts it.
+    """
+    layout = entry.layout
+    for _ in range(READ_TRIES):
+        data = context.store.peek(context.keys.contribution(entry.index, context.me.rank))
+        if data is None:
+            continue  # gone, or no answer just now
+        with suppress(BadRecordError):
+            head, found = Contribution.parse(data)
+            payload = data[layout.head_bytes :]
+            if found != digest:
+                return None
+            if len(payload) == layout.size_bytes and digests_of(payload, layout.limits.block_bytes) == head.blocks:
+                return payload
+    return None
+
+
+def check_weight(weight: float | Callable[[], float], rank: int, entry: int, *, may_be_zero: bool = False) -> float:
+    """Return the weight of a contribution, asking for it where it is a callable.
+
+    A scalar of torch or numpy is a number, too: tokens are often counted in one.
+
+    Raises: ContributionError: it is not a positive number.
+    """
+    value: Any = weight() if callable(weight) else weight
+    if hasattr(value, "item"):
+        with suppress(RuntimeError, ValueError):  # it has more than one element
+            value = value.item()
+    if may_be_zero and not isinstance(value, bool) and value == 0:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_WEIGHT:
+        raise ContributionError(
+            f"Contribution of rank {rank} for round {entry}: weight must be a positive number, at most "
+            f"{MAX_WEIGHT:g}, got {value!r}."
+        )
+    return float(value)

@@ -1,0 +1,67 @@
+"""The keys of the objects of one rendezvous. They are an interface: people look at them with other tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from executors.attempt import replica_key
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of the rendezvous `name` of a run."""
+
+    run_id: str
+    name: str
+
+    def _under(self, rest: str) -> str:
+        return f"{self.run_id}/diloco/{self.name}/{rest}"
+
+    def claim(self, rank: int, attempt: int) -> str:
+        return replica_key(self.run_id, rank, attempt, "started.json")
+
+    def outcome(self, rank: int, attempt: int) -> str:
+        return replica_key(self.run_id, rank, attempt, "outcome.json")
+
+    def abort(self) -> str:
+        return f"{self.run_id}/abort.json"
+
+    def snapshot(self, entry: int) -> str:
+        return self._under(f"snapshot/{entry}")
+
+    def part(self, entry: int, nonce: str, index: int) -> str:
+        return self._under(f"part/{entry}/{nonce}/{index}")
+
+    def parts(self) -> str:
+        return self._under("part/")
+
+    def rounds(self) -> str:
+        """Return the prefix of all contributions and means."""
+        return self._under("r")
+
+    def own(self, rank: int | None = None) -> str:
+        """Return the prefix of what ranks, or one rank, keep for their next attempts."""
+        return self._under("own/" if rank is None else f"own/{rank}/")
+
+    def own_record(self, rank: int, position: int, attempt: int) -> str:
+        return self._under(f"own/{rank}/{position}/{attempt}/record")
+
+    def own_tensors(self, rank: int, position: int, attempt: int) -> str:
+        return self._under(f"own/{rank}/{position}/{attempt}/tensors.safetensors")
+
+    def seal(self, entry: int) -> str:
+        return self._under(f"seal/{entry}")
+
+    def contribution(self, entry: int, rank: int) -> str:
+        return self._under(f"r{entry}/contribution/{rank}")
+
+    def mean(self, entry: int, shard: int) -> str:
+        return self._under(f"r{entry}/mean/{shard}")
+
+    def bye(self, rank: int, attempt: int) -> str:
+        return self._under(f"bye/{rank}/{attempt}")
+
+
+def folder_of(key: str) -> str:
+    """Return the prefix that a watch for this key watches."""
+    return key[: key.rindex("/") + 1]

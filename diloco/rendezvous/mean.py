@@ -1,0 +1,213 @@
+"""The mean of a sealed entry: read it, compute a shard that is due, take over one that is missing.
+
+`mean/<shard>` is itself the decision about unreadable inputs. So a replica that computed a shard, also its owner, uses
+the stored one, which another replica may have written first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from xxhash import xxh3_128_hexdigest
+
+from diloco.rendezvous.frames import READ_TRIES, BadRecordError, Contribution, MeanHead, Member, Seal, digests_of
+from diloco.rendezvous.frames import head_bytes as head_bytes_of
+from diloco.rendezvous.reduction import BadInputError, Input, is_finite
+from diloco.rendezvous.round import Context, EntryState, owners
+
+
+class InputGoneError(Exception):
+    """A sealed input is no longer there: the mean exists by now, or a newer snapshot does."""
+
+
+class Reducer:
+    """Reads or computes the mean of a sealed entry."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._store = context.store
+        self._keys = context.keys
+        self._me = context.me
+        self._block_bytes = context.limits.block_bytes
+        self._usual_s = 0.0
+
+    @property
+    def takeover_after_s(self) -> float:
+        """How long to wait for another's shard or seal before doing it oneself."""
+        return max(2 * self._usual_s, self._context.limits.takeover_after_s)
+
+    def collect(self, entry: EntryState, seal: Seal) -> list[memoryview] | None:
+        """Do the next things that are missing; return the mean as consecutive ranges once all of it exists.
+
+        Where no member sent any work, the mean has no ranges at all.
+        """
+        if not seal.inputs:
+            return []
+        if not seal.shards:
+            mean = memoryview(seal.mean) if seal.lost_mean is None else self._recover_small(entry, seal)
+            entry.blocked = mean is None
+            return None if mean is None else [mean]
+        now = self._context.clock()
+        asks = entry.sealed_s is not None and now >= entry.ask_s  # not at the first look: usually nobody is gone
+        if asks or entry.sealed_s is None:
+            entry.ask_s = now + self._context.ask_again_s
+        entry.sealed_s = now if entry.sealed_s is None else entry.sealed_s
+        orders = [owners(entry.index, seal.owners, shard) for shard in range(seal.shards)]
+        missing = sorted(
+            set(range(seal.shards)) - entry.means.keys(), key=lambda shard: orders[shard][0] != self._me.rank
+        )
+        # One's own first, because others wait for them, and one of the others': when that exists, so do the rest.
+        n_first = 1 + sum(orders[shard][0] == self._me.rank for shard in missing)
+        for shards in (missing[:n_first], missing[n_first:]):
+            keys = [self._keys.mean(entry.index, shard) for shard in shards]
+            for shard, data in zip(shards, self._context.map(self._store.peek, keys), strict=True):
+                mean = self._check(entry, seal, shard, data)
+                if mean is None and self._is_due(entry, seal, orders[shard], asks=asks):
+                    mean = self._bring_about(entry, seal, shard)
+                if mean is not None:
+                    entry.means[shard] = mean
+            if not entry.means.keys() >= set(shards):
+                return None
+        self._usual_s = 0.8 * self._usual_s + 0.2 * (self._context.clock() - entry.sealed_s)
+        return [entry.means[shard] for shard in range(seal.shards)]
+
+    def _is_due(self, entry: EntryState, seal: Seal, order: list[int], *, asks: bool) -> bool:
+        """Return whether a missing shard is this replica's to reduce: after a while for each rank before it.
+
+        Args:
+            asks: leave out those that are gone.
+        """
+        assert entry.sealed_s is not None
+        waited_s, place = self._context.clock() - entry.sealed_s, 0
+        for rank in order[: order.index(self._me.rank)] if self._me.rank in order else order:
+            place += not (asks and self._context.members.is_gone(rank, seal.members[rank].attempt))
+            if waited_s < self.takeover_after_s * place:
+                return False
+        return True
+
+    def _bring_about(self, entry: EntryState, seal: Seal, shard: int) -> memoryview | None:
+        started = self._context.clock()
+        try:
+            head, payload = self._compute(entry, seal, shard)
+        except InputGoneError:
+            entry.blocked = True
+            return None
+        entry.reduce_s += self._context.clock() - started
+        self._store.create(self._keys.mean(entry.index, shard), [head.head(), payload])
+        return self._adopt_stored(entry, seal, shard, head, payload)
+
+    def _adopt_stored(
+        self, entry: EntryState, seal: Seal, shard: int, head: MeanHead, payload: memoryview
+    ) -> memoryview | None:
+        """Return the stored shard, whose bytes need not be read when its head is the computed one's."""
+        mine, key = head.head(), self._keys.mean(entry.index, shard)
+        stored = self._store.peek(key, size=len(mine))
+        if stored is not None and stored == mine:
+            entry.left_out.update(head.left_out)
+            return payload
+        return self._check(entry, seal, shard, self._store.peek(key))
+
+    def _check(self, entry: EntryState, seal: Seal, shard: int, data: memoryview | None) -> memoryview | None:
+        """Return a stored shard of the mean, as it was read or read again; None when there is none."""
+        first, end, _, size = entry.layout.shard(shard, seal.shards)
+        head = None
+        for readings in range(READ_TRIES):
+            if readings:
+                data = self._store.peek(self._keys.mean(entry.index, shard))
+            if data is None:
+                return None
+            payload = data[head_bytes_of(end - first) :]
+            try:
+                head = MeanHead.parse(data)
+            except BadRecordError:
+                continue
+            fits = len(payload) == size and digests_of(payload, self._block_bytes) == head.blocks
+            if fits and is_finite(np.frombuffer(payload, np.float32)):
+                entry.left_out.update(head.left_out)
+                return payload
+        return self._recover(entry, seal, shard, head)
+
+    def _recover(self, entry: EntryState, seal: Seal, shard: int, stored: MeanHead | None) -> memoryview | None:
+        """Compute a stored shard that is rotten, while its inputs exist; its head proves it, if that is readable."""
+        try:
+            head, payload = self._compute(entry, seal, shard)
+        except InputGoneError:
+            entry.blocked = True
+            return None
+        if stored is not None and stored != head:
+            entry.blocked = True  # another processor sums up differently, or an input has rotted since
+            return None
+        return payload
+
+    def _recover_small(self, entry: EntryState, seal: Seal) -> memoryview | None:
+        """Compute the mean that a seal contained, while its inputs exist; the seal's digest proves it."""
+        try:
+            mean = self._compute(entry, replace(seal, shards=1), 0)[1]
+        except InputGoneError:
+            return None
+        return mean if xxh3_128_hexdigest(mean) == seal.lost_mean else None
+
+    def _compute(self, entry: EntryState, seal: Seal, shard: int) -> tuple[MeanHead, memoryview]:
+        """Reduce a shard.
+
+        Raises: InputGoneError.
+        """
+        _, _, start, size = entry.layout.shard(shard, seal.shards)
+        members = seal.inputs
+        kept = self._kept(entry, seal, start, size)  # is free once it is in the store
+        out = np.empty(size, np.uint8).data if kept is None else kept
+        tries: dict[int, int] = {}
+        while members:
+            try:
+                inputs = list(self._context.map(lambda rank: self._input(entry, seal, rank, shard), members))
+                entry.overwritten.add(shard)
+                blocks = self._context.reduce(inputs, out, block_bytes=self._block_bytes)
+                return MeanHead(blocks, tuple(sorted(set(seal.inputs) - set(members)))), out
+            except BadInputError as bad:
+                tries[bad.rank] = tries.get(bad.rank, 0) + 1
+                if tries[bad.rank] >= READ_TRIES:
+                    del members[bad.rank]
+        np.frombuffer(out, np.float32)[:] = 0.0
+        return MeanHead(digests_of(out, self._block_bytes), tuple(seal.inputs)), out
+
+    def _input(self, entry: EntryState, seal: Seal, rank: int, shard: int) -> Input:
+        first, end, start, size = entry.layout.shard(shard, seal.shards)
+        member = seal.members[rank]
+        if rank == self._me.rank and shard not in entry.overwritten:
+            kept = self._kept(entry, seal, start, size)
+            if kept is not None:
+                assert entry.packed is not None
+                return Input(rank, member.weight, kept, entry.packed.blocks[first:end])
+        contribution = self._head(entry, rank, member)
+        if len(contribution.blocks) != entry.layout.n_blocks:
+            raise BadInputError(rank, "has a head of another payload")
+        key = self._keys.contribution(entry.index, rank)
+        data = self._store.peek(key, start=entry.layout.head_bytes + start, size=size)
+        if data is None:
+            raise InputGoneError
+        if len(data) != size:
+            raise BadInputError(rank, "was cut off")
+        return Input(rank, member.weight, data, contribution.blocks[first:end])
+
+    def _head(self, entry: EntryState, rank: int, member: Member) -> Contribution:
+        if rank in entry.seen and entry.seen[rank][1] == member.digest:
+            return entry.seen[rank][0]
+        data = self._store.peek(self._keys.contribution(entry.index, rank), size=entry.layout.head_bytes)
+        if data is None:
+            raise InputGoneError
+        try:
+            contribution, digest = Contribution.parse(data)
+        except BadRecordError:
+            raise BadInputError(rank, "has a head that is not what was written") from None
+        if digest != member.digest:
+            raise InputGoneError  # a write that landed after the sealed one had been used and deleted
+        entry.seen[rank] = (contribution, digest)
+        return contribution
+
+    def _kept(self, entry: EntryState, seal: Seal, start: int, size: int) -> memoryview | None:
+        """Return the memory of a range of the payload that this process sent, if it was sealed and is in memory."""
+        member = seal.members.get(self._me.rank)
+        if entry.packed is None or member is None or member.nonce != self._me.nonce:
+            return None
+        return entry.packed.part(start, size)

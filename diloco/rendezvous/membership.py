@@ -1,0 +1,261 @@
+"""Who takes part: claims, who is expected in a round, who is gone, and whether this replica may go on.
+
+Nothing here depends on clocks, heartbeats or modification times: the members of the newest seal are expected, and a
+replica is gone when it said bye or left an outcome.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import monotonic
+from typing import Literal
+
+from diloco.errors import AbortedError, DiLoCoError, FencedError
+from diloco.rendezvous.frames import Contribution, Seal
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.patient_store import PatientStore
+from executors.errors import ReplicasError
+from executors.replica import Replica, current_replica
+from executors.store import Store, store_at
+from executors.store.watch import Watch
+
+JOIN = "join"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One process as a replica of a run."""
+
+    rank: int
+    world_size: int
+    attempt: int
+    nonce: str
+
+
+def claim(
+    store: PatientStore, keys: Keys, rank: int | None, world_size: int, nonce: str, pause: Callable[[], None]
+) -> Identity:
+    """Take the next free attempt of a rank. Returns when the stored claim is this process's.
+
+    Args:
+        rank: None: a joiner, which takes the next free rank beyond the first world.
+    """
+    joins = rank is None
+    rank, attempt = world_size if rank is None else rank, 0
+    while True:
+        key = keys.claim(rank, attempt)
+        owner = _owner(store.peek(key))
+        if owner is None:
+            store.create(key, json.dumps({"nonce": nonce}).encode())
+            owner = _owner(store.peek(key))
+        if owner is None:
+            pause()
+        elif owner == nonce:
+            return Identity(rank, world_size, attempt, nonce)
+        elif joins:
+            rank += 1
+        else:
+            attempt += 1
+
+
+def _owner(claimed: memoryview | None) -> str | None:
+    """Return the nonce in a claim; None when there is no claim, or none that can be read just now."""
+    try:
+        return None if claimed is None else str(json.loads(bytes(claimed))["nonce"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+_claimed: dict[tuple[str, str, int | None], str] = {}
+_claimed_lock = threading.Lock()
+
+
+def process_nonce(url: str, run_id: str, rank: int | None) -> str:
+    """Return this process's one nonce for a rank (None: a joiner) of a run: several DiLoCos share one claim."""
+    with _claimed_lock:
+        return _claimed.setdefault((url, run_id, rank), secrets.token_hex(8))
+
+
+class Membership:
+    """Knows who is expected, who is gone, and which of those that the newest seal names are alive.
+
+    A *named process* is a member of the newest adopted seal; before the first seal, a first attempt of the launch's
+    world. Expected are ranks, whichever of their attempts sends something.
+    """
+
+    def __init__(
+        self,
+        store: PatientStore,
+        keys: Keys,
+        me: Identity,
+        clock: Callable[[], float] = monotonic,
+        abort_check_s: float = 1.0,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._me = me
+        self._clock = clock
+        self._abort_check_s = abort_check_s
+        self._gone: set[tuple[int, int]] = set()
+        self._dead: set[tuple[int, int]] = set()
+        self.frontier = me.world_size
+        """The first rank beyond the first world that nobody has claimed, as far as was looked."""
+        self.seal: Seal | None = None
+        """The newest seal that was adopted."""
+        self.fence_checked_s = self._abort_checked_s = clock()
+
+    @property
+    def expected(self) -> Mapping[int, int]:
+        """The attempts of the named processes, by rank."""
+        if self.seal is None:
+            return dict.fromkeys(range(self._me.world_size), 0)
+        return {rank: member.attempt for rank, member in self.seal.members.items()}
+
+    def names(self, rank: int, attempt: int, nonce: str) -> bool:
+        """Return whether this is a named process."""
+        if self.seal is None:
+            return rank < self._me.world_size and attempt == 0
+        member = self.seal.members.get(rank)
+        return member is not None and member.nonce == nonce
+
+    @property
+    def names_me(self) -> bool:
+        return self.names(self._me.rank, self._me.attempt, self._me.nonce)
+
+    def look_for_joiners(self) -> None:
+        """Find out which ranks beyond the first world were claimed; they are dense."""
+        while self._is_claimed(self.frontier, 0):
+            self.frontier += 1
+
+    def someone_lives(self) -> bool:
+        """Return whether a named process of another rank lives, as far as can be seen."""
+        return any(self.lives(rank) for rank in self.expected if rank != self._me.rank)
+
+    def lives(self, rank: int) -> bool:
+        """Return whether the named process of a rank has neither ended nor been replaced by a newer attempt."""
+        named = (rank, self.expected[rank])
+        if named in self._dead:
+            return False
+        if self._has_left(*named) or self._is_claimed(rank, named[1] + 1):
+            self._dead.add(named)
+            return False
+        return True
+
+    def still_expected(self, good: Mapping[int, Contribution]) -> set[int]:
+        """Return the ranks to wait for.
+
+        Those of the newest seal that are not gone; when all of them are gone, as in a run that was resumed as a whole,
+        the ranks whose newest attempts have claimed and not ended.
+
+        Args:
+            good: the contributions found, by rank.
+        """
+        expected = self.expected
+        if expected.keys() <= good.keys():
+            return set(expected)
+        named = {rank for rank, head in good.items() if self.names(rank, head.attempt, head.nonce)}
+        here = {rank for rank in expected if rank in named or not self.is_gone(rank)}
+        return here or {rank for rank in expected if self._newer_lives(rank)}
+
+    def is_gone(self, rank: int, attempt: int | None = None) -> bool:
+        """Return whether an attempt of this rank has said bye or left an outcome.
+
+        Args:
+            attempt: or a later one; None: the named process's.
+        """
+        attempt = self.expected.get(rank, 0) if attempt is None else attempt
+        if (rank, attempt) in self._gone:
+            return True
+        newest = attempt
+        # An outcome without a claim is of an attempt that never took part.
+        while not (self._has_left(rank, newest) and self._is_claimed(rank, newest)):
+            newest += 1
+            if not self._is_claimed(rank, newest):
+                return False
+        self._gone.add((rank, attempt))
+        return True
+
+    def _newer_lives(self, rank: int) -> bool:
+        """Return whether a newer attempt than the named one has not left; the newest of them is the rank."""
+        named = newest = self.expected[rank]
+        while self._is_claimed(rank, newest + 1):
+            newest += 1
+        return newest > named and not self._has_left(rank, newest)
+
+    def _has_left(self, rank: int, attempt: int) -> bool:
+        outcome, bye = self._keys.outcome(rank, attempt), self._keys.bye(rank, attempt)
+        return self._store.peek(outcome, size=1) is not None or self._store.exists(bye)
+
+    def _is_claimed(self, rank: int, attempt: int) -> bool:
+        return self._store.peek(self._keys.claim(rank, attempt), size=0) is not None
+
+    def check_fence(self) -> None:
+        """Raise FencedError when a newer attempt of this rank has begun."""
+        self.fence_checked_s = self._clock()
+        newer = self._me.attempt + 1
+        if self._is_claimed(self._me.rank, newer):
+            raise FencedError(
+                f"Rank {self._me.rank} of run {self._keys.run_id!r}: attempt {newer} has begun, and this is attempt "
+                f"{self._me.attempt}. The newest one is the rank; this one ends."
+            )
+
+    def check_abort(self) -> None:
+        """Raise AbortedError when a peer has aborted the run; asks at most every `abort_check_s`."""
+        if self._clock() - self._abort_checked_s < self._abort_check_s:
+            return
+        self._abort_checked_s = self._clock()
+        data = self._store.peek(self._keys.abort())
+        if data is not None:
+            raise AbortedError.from_record(self._keys.run_id, bytes(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a DiLoCo meets others, and under which rank; None: not known before it has claimed one."""
+
+    replica: Replica | None
+    store: Store
+    run_id: str
+    rank: int | None
+    world_size: int
+
+    def identify(self, store: PatientStore, keys: Keys, watch: Watch) -> Identity:
+        """Return the claim that this process has already, or claim the next attempt, or the next rank."""
+        replica = self.replica
+        if replica is not None and (replica.run_id, replica.rank) == (self.run_id, self.rank):
+            return Identity(replica.rank, self.world_size, replica.attempt, replica.nonce)
+        nonce = process_nonce(store.store.url, self.run_id, self.rank)
+        return claim(store, keys, self.rank, self.world_size, nonce, lambda: watch.wait(0.01, ()))
+
+
+def find_place(
+    store: Store | str | None, run_id: str | None, rank: int | Literal["join"] | None, world_size: int | None
+) -> Place:
+    """Take what was not given from the replica that this process is.
+
+    Raises: DiLoCoError: this process is not a replica.
+    """
+    if isinstance(rank, str) and rank != JOIN:
+        raise ValueError(f'rank must be an integer or "join", got rank={rank!r}.')
+    replica: Replica | None = None
+    try:
+        replica = current_replica()
+    except ReplicasError as error:
+        if store is None or run_id is None or rank is None or world_size is None:
+            raise DiLoCoError(
+                f"DiLoCo needs to know its run and its rank: pass store, run_id, rank and world_size. ({error})"
+            ) from error
+    if replica is not None:
+        store = replica.store if store is None else store
+        run_id = replica.run_id if run_id is None else run_id
+        rank = replica.rank if rank is None else rank
+        world_size = replica.world_size if world_size is None else world_size
+    assert store is not None
+    assert run_id is not None
+    assert world_size is not None
+    opened = store_at(store) if isinstance(store, str) else store
+    return Place(replica, opened, run_id, None if isinstance(rank, str) else rank, world_size)

@@ -1,0 +1,189 @@
+"""A store whose answers are hints: what the rendezvous looks through.
+
+No decision depends on an absence or on the answer of a write, so an error of the store means the same as "not yet":
+look again. Only errors that go on for a while are worth an exception.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+from diloco.rendezvous.frames import Buffer
+from executors.errors import KeyNotFoundError, StoreError
+from executors.store import Data, MemoryStore, Produce, Store, StreamingStore
+from executors.store.file import FileStore
+
+T = TypeVar("T")
+R = TypeVar("R")
+THREADS = 8
+"""An S3 store's reads of large objects are parallel in themselves, and its pool has connections for so many of them."""
+
+
+class PatientStore:
+    """Asks a store, and raises its errors only when a kind of call has failed for `error_patience_s` on end.
+
+    `peek` may be called from several threads at once.
+    """
+
+    def __init__(self, store: Store, *, clock: Callable[[], float], error_patience_s: float) -> None:
+        self.store = store
+        self.read_bytes = 0
+        self.written_bytes = 0
+        self.answer_s = 0.0
+        """How long the store last took to answer that a key does not exist."""
+        self._clock = clock
+        self._patience_s = error_patience_s
+        self._failing_since: dict[str, float] = {}
+        self._counting = threading.Lock()
+        self.streams = isinstance(store, StreamingStore)
+        """Whether the store takes objects while they are being made."""
+
+    def peek(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview | None:
+        """Return the object, or None: there is none, or no answer. An object that was cut off gives fewer bytes."""
+        asked_s = self._clock()
+        try:
+            data = self._get(key, start, size)
+        except KeyNotFoundError:
+            data = None
+            self.answer_s = self._clock() - asked_s
+        except StoreError as error:
+            self._failed("get", error)
+            return None
+        self._failing_since.pop("get", None)
+        if data is not None:
+            with self._counting:
+                self.read_bytes += len(data)
+        return data
+
+    def _get(self, key: str, start: int, size: int | None) -> memoryview:
+        try:
+            return self.store.get(key, start=start, size=size)
+        except KeyNotFoundError:
+            raise
+        except StoreError:
+            if size is None:
+                raise
+        end = start + size  # the range may not exist any more: then the object is rotten, the store does not fail
+        return self.store.get(key)[start:end]
+
+    def exists(self, key: str) -> bool:
+        """Return whether the object exists; False may be wrong."""
+        return self.peek(key) is not None
+
+    def create(self, key: str, data: Data) -> None:
+        """Create an object, perhaps: read it to know."""
+        if self._did("put_if_absent", lambda: self.store.put_if_absent(key, data)):
+            self.written_bytes += size_of(data)
+
+    def create_streamed(self, key: str, head_bytes: int, size_bytes: int, produce: Produce) -> None:
+        """Create an object while it is being made, perhaps; only where the store streams."""
+        store = self.store
+        assert isinstance(store, StreamingStore)
+        if self._did("put_if_absent", lambda: store.put_if_absent_streamed(key, head_bytes, produce)):
+            self.written_bytes += size_bytes
+
+    def write(self, key: str, data: Data) -> bool:
+        """Write an object; True when the store has acknowledged it."""
+        done = self._did("put", lambda: self.store.put(key, data))
+        if done:
+            self.written_bytes += size_of(data)
+        return done
+
+    def remove(self, key: str) -> None:
+        """Delete an object, perhaps: what is left over is tidied up later."""
+        self._did("delete", lambda: self.store.delete(key))
+
+    def found(self, prefix: str) -> list[str]:
+        """List the keys below a prefix; some may be missing, and some gone already."""
+        try:
+            return [entry.key for entry in self.store.list(prefix)]
+        except StoreError as error:
+            self._failed("list", error)
+            return []
+
+    def for_thread(self) -> PatientStore:
+        """Return another such view of the same store, for another thread."""
+        return PatientStore(self.store, clock=self._clock, error_patience_s=self._patience_s)
+
+    def _did(self, verb: str, act: Callable[[], object]) -> bool:
+        try:
+            act()
+        except StoreError as error:
+            self._failed(verb, error)
+            return False
+        self._failing_since.pop(verb, None)
+        return True
+
+    def _failed(self, verb: str, error: StoreError) -> None:
+        now = self._clock()
+        if now - self._failing_since.setdefault(verb, now) >= self._patience_s:
+            raise error
+
+
+def size_of(data: Data) -> int:
+    """Return the number of bytes of a buffer or of a sequence of them."""
+    if isinstance(data, Buffer):
+        return len(memoryview(data).cast("B"))
+    return sum(len(memoryview(part).cast("B")) for part in data)
+
+
+def backoff(rng: random.Random, first_s: float = 0.002, most_s: float = 1.0) -> Iterator[float]:
+    """Yield pauses that grow from `first_s` to `most_s`, each shortened by up to half, so that replicas spread."""
+    pause_s = first_s
+    while True:
+        yield pause_s * rng.uniform(0.5, 1.0)
+        pause_s = min(pause_s * 1.6, most_s)
+
+
+class Map(Protocol):
+    """What the builtin `map` does; perhaps with several calls at once."""
+
+    def __call__(self, act: Callable[[T], R], things: Iterable[T], /) -> Iterator[R]: ...
+
+
+class Ask(Protocol):
+    """Asks a question, now or beside the training."""
+
+    def __call__(self, question: Callable[[], T], /) -> Future[T]: ...
+
+
+def at_once(question: Callable[[], T]) -> Future[T]:
+    """Ask now."""
+    answer: Future[T] = Future()
+    answer.set_result(question())
+    return answer
+
+
+class ParallelMap:
+    """A `Map` of threads, which are started when they are first needed."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __call__(self, act: Callable[[T], R], things: Iterable[T], /) -> Iterator[R]:
+        listed = list(things)
+        return map(act, listed) if len(listed) < 2 else self._threads().map(act, listed)
+
+    def ask(self, question: Callable[[], T]) -> Future[T]:
+        """Ask beside the training."""
+        return self._threads().submit(question)
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(THREADS, "diloco reads")
+        return self._pool
+
+    def close(self) -> None:
+        """Start nothing more; what is under way ends by itself."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
+
+
+def is_near(store: Store) -> bool:
+    """Return whether the store answers at once, so that threads would cost more than they save."""
+    return isinstance(store, (FileStore, MemoryStore))

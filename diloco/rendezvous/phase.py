@@ -1,0 +1,165 @@
+"""Where a replica is between two rounds, by its own count of steps and its own clock.
+
+A replica is *in phase* when it begins its inner steps with the others and meets them at their end. A replica that came
+back, joined or was left out is *out of phase*: it presents itself at once with the work it has, trains on, and adopts
+the seal at the step at which it sees it. Durations are a replica's own; no clock is compared with another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the inner steps of a run are divided into entries of the log.
+
+    With a known total every fragment has its last round at the last step: the last entries, one for each fragment, are
+    due there, one after the other.
+    """
+
+    steps_per_entry: int = 1
+    """Inner steps from one fragment's round to the next fragment's."""
+    n_fragments: int = 1
+    overlap_steps: int = 0
+    """Inner steps between sending a fragment and applying its mean."""
+    total_steps: int | None = None
+
+    @property
+    def inner_steps(self) -> int:
+        """Inner steps from one round of a fragment to its next."""
+        return self.steps_per_entry * self.n_fragments
+
+    @property
+    def n_entries(self) -> int | None:
+        """How many entries a planned run has."""
+        if self.total_steps is None:
+            return None
+        return -(-self.total_steps // self.steps_per_entry) + self.n_fragments - 1
+
+    @property
+    def last_entry(self) -> int | None:
+        return None if self.n_entries is None else self.n_entries - 1
+
+    def is_over(self, position: int) -> bool:
+        """Return whether nothing is planned from this entry on: one more would be a round alone."""
+        return self.last_entry is not None and position > self.last_entry
+
+    def is_final(self, entry: int) -> bool:
+        """Return whether this is the last planned round of its fragment."""
+        return self.last_entry is not None and entry > self.last_entry - self.n_fragments
+
+
+class Phase:
+    """Counts the steps of one replica, as it made them and as the run counts them."""
+
+    def __init__(self, plan: Plan, clock: Callable[[], float]) -> None:
+        self.is_out = False
+        """Whether this replica is out of phase."""
+        self.base = 0
+        """The run's step when the newest entry was adopted."""
+        self.since = 0
+        """Steps that the run counts since then."""
+        self.head_start_s = 0.0
+        """How much earlier than the others, at most, this replica will be at the end of this phase."""
+        self.looked_s = 0.0
+        """When the open entry was last seen to have no seal."""
+        self.made = [0] * plan.n_fragments
+        """By fragment, how many steps of this process its uncounted work is made of."""
+        self.is_restored = [False] * plan.n_fragments
+        """By fragment, whether that work contains work of an earlier attempt, whose steps nobody knows."""
+        self._plan = plan
+        self._clock = clock
+        self._since_look = 0
+        self._steps = 0
+        self._trained_s = 0.0
+        self._left_s = clock()
+        self._known_s = 0.0
+
+    @property
+    def inner_step(self) -> int:
+        """The run's step: that of its newest entry, and at most one entry's steps beyond."""
+        total = self._plan.total_steps
+        if total is not None and self.base >= total:
+            return self.base + self.since  # beyond what was planned
+        step = self.base + min(self.since, self._plan.steps_per_entry)
+        return step if total is None else min(step, total)
+
+    @property
+    def is_at_the_end(self) -> bool:
+        """Whether all planned steps were made."""
+        return self._plan.total_steps is not None and self.inner_step >= self._plan.total_steps
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the open entry's round is due."""
+        return self.since >= self._plan.steps_per_entry or self.is_at_the_end
+
+    def is_time_to_publish(self, position: int) -> bool:
+        """Return whether an overlapped contribution is to leave now."""
+        plan = self._plan
+        is_time = bool(plan.overlap_steps) and self.since >= plan.steps_per_entry - plan.overlap_steps
+        return is_time and not plan.is_final(position)
+
+    def step_made(self) -> None:
+        """Count a step; called when the training calls the rendezvous."""
+        self._trained_s += self._clock() - self._left_s
+        self._steps += 1
+        self.since += 1
+        self._since_look += 1
+        self.made = [steps + 1 for steps in self.made]
+
+    def left(self) -> None:
+        """Note that training goes on from here: the time of the rendezvous is not part of it."""
+        self._left_s = self._clock()
+
+    def looked(self, at_s: float, steps_ago: int = 0) -> None:
+        """Note that the open entry had no seal then."""
+        self.looked_s, self._since_look = at_s, steps_ago
+
+    def begin(self, base: int, since: int = 0) -> None:
+        """Continue from the step that others, or a checkpoint, have reached."""
+        self.base, self.since = self._capped(base), since
+
+    def met(self, n_entries: int) -> None:
+        """Go on after the rounds of a boundary, from which all go on together."""
+        self._advance(n_entries)
+        self.since, self.head_start_s = 0, 0.0
+
+    def caught_up(self, n_entries: int) -> None:
+        """Go on after seals that were seen in the midst of a phase, which began after the last look without them."""
+        self._advance(n_entries)
+        self.since = max(0, self._since_look - self._plan.overlap_steps)
+        self.head_start_s = max(0.0, self._clock() - self.looked_s)
+
+    def synchronised(self, step: int) -> None:
+        """Go on after rounds outside the plan: they are worth the steps that were made, not an entry's."""
+        self.base, self.since = self._capped(step), 0
+
+    @property
+    def seconds(self) -> float:
+        """How long an entry's steps take, from those made so far; 0: not known yet."""
+        if self._steps:
+            return self._trained_s / self._steps * self._plan.steps_per_entry
+        return self._known_s
+
+    def slack_s(self, entry: int) -> float:
+        """Return how far apart the overlap may hold replicas that are in phase, where an entry is not overlapped."""
+        steps = self._plan.overlap_steps if self._plan.is_final(entry) else 0
+        return steps * self.seconds / self._plan.steps_per_entry
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether this process has made a step, so that it knows how long a phase takes."""
+        return self.seconds > 0 or self._steps > 0
+
+    def _advance(self, n_entries: int) -> None:
+        self.base = self._capped(self.base + n_entries * self._plan.steps_per_entry)
+        self._begin_measuring()
+
+    def _begin_measuring(self) -> None:
+        self._known_s, self._steps, self._trained_s = self.seconds, 0, 0.0
+
+    def _capped(self, step: int) -> int:
+        return step if self._plan.total_steps is None else min(step, self._plan.total_steps)

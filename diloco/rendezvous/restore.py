@@ -1,0 +1,257 @@
+"""Where a replica's state comes from: the newest usable snapshot, and at the very beginning one replica's model.
+
+Bootstrapping, jumping ahead and taking the state from the log again are the same thing. The head of the log is found
+without a listing, because seals are dense and never deleted; pointers exist at multiples of `snapshot_every` alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import Any
+
+from diloco.errors import DivergenceError, QuorumTimeoutError
+from diloco.rendezvous.frames import READ_TRIES, BadRecordError, Seal, reading
+from diloco.rendezvous.keys import folder_of
+from diloco.rendezvous.mean import Reducer
+from diloco.rendezvous.patient_store import backoff
+from diloco.rendezvous.round import Context, EntryState
+from diloco.rendezvous.seal import Sealer, SealLog
+from diloco.rendezvous.snapshot import Pointer, get_parts, put_parts
+from diloco.rendezvous.training_state import Arrays, Verdict, check_agreement
+
+log = logging.getLogger(__name__)
+
+AGREEMENT_TRIES = 3 * READ_TRIES
+"""How often the agreement is read before a replica goes without: longer than for what has another copy."""
+
+
+class SnapshotReader:
+    """Loads snapshots into the training state."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._store = context.store
+        self._keys = context.keys
+        self._me = context.me
+        self._training = context.training
+        self._may_offer = True
+        """False once a snapshot was loaded: uploading parts of a different state would corrupt the first anchor."""
+        self._fits = False
+        """Whether this replica's agreement was compared with the run's."""
+        self._misfits: set[int] = set()
+        """Entries whose snapshots can be read and not be loaded."""
+        self._agreement_misread = 0
+
+    def load(self, above: int) -> int | None:
+        """Load the newest usable snapshot before an entry after `above`; -1: any, however long it takes.
+
+        Returns: the entry before which the state now is; None: there is no such snapshot, and nothing has changed.
+        """
+        context, limits = self._context, self._context.limits
+        began, pauses = context.clock(), backoff(context.rng)
+        while True:
+            head, every = self._head(max(above, 0)), context.snapshot_every
+            for entry in range(head - head % every, above, -every):  # newest first
+                pointer = self._pointer(entry)
+                if pointer is None or not self._check_fit(pointer if entry == 0 else None):
+                    continue
+                arrays = get_parts(self._store, self._keys, entry, pointer)
+                if arrays is None:
+                    continue
+                self._may_offer = False
+                if self._took(entry, pointer, arrays):
+                    return entry
+                above = -1  # the state from before is lost now
+            if above >= 0:
+                return None
+            waited_s = context.clock() - began
+            turn_s = self._me.rank * limits.takeover_after_s  # by then every lower rank is held to be dead
+            if self._may_offer and waited_s >= turn_s and not self._store.exists(self._keys.snapshot(0)):
+                self._offer_first_anchor()
+                continue
+            if waited_s > limits.round_timeout_s:
+                raise QuorumTimeoutError(
+                    f"Rank {self._me.rank} found no snapshot of run {self._keys.run_id!r} that can be read in "
+                    f"{limits.round_timeout_s:g} s."
+                )
+            context.members.check_abort()
+            context.wait(next(pauses), [folder_of(self._keys.snapshot(0))])
+
+    def _took(self, entry: int, pointer: Pointer, arrays: Arrays) -> bool:
+        """Load arrays, and return whether they are the state that their pointer promises."""
+        try:
+            with reading("snapshot of this model"):
+                self._training.load(arrays)
+        except BadRecordError as error:
+            if entry not in self._misfits:
+                log.warning("rank %s: %s (%s)", self._me.rank, error, self._keys.snapshot(entry))
+            self._misfits.add(entry)
+            return False
+        return pointer.state == self._digests()
+
+    def _digests(self) -> tuple[str, ...]:
+        return tuple(self._training.digest(f) for f in range(len(self._context.layouts)))
+
+    def _head(self, entry: int) -> int:
+        """Return the first entry without a seal, at least `entry`; perhaps an earlier one."""
+
+        def is_sealed(entry: int) -> bool:
+            return self._store.peek(self._keys.seal(entry), size=0) is not None
+
+        sealed, step = entry - 1, 1
+        while is_sealed(sealed + step):
+            sealed += step
+            step *= 2
+        while step > 1:
+            step //= 2
+            if is_sealed(sealed + step):
+                sealed += step
+        return sealed + 1
+
+    def _pointer(self, entry: int) -> Pointer | None:
+        for _ in range(READ_TRIES):
+            data = self._store.peek(self._keys.snapshot(entry))
+            if data is None:
+                return None
+            with suppress(BadRecordError):
+                return Pointer.parse(data)
+            self._agreement_misread += entry == 0
+        return None
+
+    def _check_fit(self, first: Pointer | None) -> bool:
+        """Compare the agreements, once; return False while the run's cannot be seen.
+
+        An agreement that has rotted is not the end of a run whose snapshots are well: digests show misfits, too.
+
+        Raises: ContributionError: names the first difference.
+        """
+        if not self._fits:
+            first = first or self._pointer(0)
+            if first is None:
+                is_rotten = self._agreement_misread >= AGREEMENT_TRIES
+                if is_rotten:
+                    key = self._keys.snapshot(0)
+                    log.warning("rank %s: the run's agreement (%s) is not what was written.", self._me.rank, key)
+                return is_rotten
+            mine = self._training.agreement()
+            check_agreement(mine, first.agreement, run_id=self._keys.run_id, author=first.rank)
+            self._fits = True
+        return True
+
+    def _offer_first_anchor(self) -> None:
+        """Put one's own initial model under one's own nonce; the pointer in the store then decides."""
+        digests = put_parts(self._store, self._keys, 0, self._me.nonce, self._training.arrays())
+        if digests is not None:
+            agreement = self._training.agreement()
+            pointer = Pointer(self._me.nonce, self._me.rank, digests, self._digests(), agreement)
+            self._store.create(self._keys.snapshot(0), pointer.data())
+
+
+class Cursor:
+    """This replica's position in the log, and its training state, which is the log's at that position."""
+
+    def __init__(self, context: Context, seals: SealLog, reducer: Reducer, sealer: Sealer) -> None:
+        self.position = 0
+        """The next entry to apply."""
+        self.unsealed = -1
+        """An entry that was just seen to have no seal."""
+        self._context = context
+        self._training = context.training
+        self._seals = seals
+        self._reducer = reducer
+        self._sealer = sealer
+        self._reader = SnapshotReader(context)
+        self._diverged = 0
+        """Number of entries in a row at which the anchor was not the seal's, also after reloading."""
+
+    def begin(self) -> None:
+        """Load the newest snapshot, or agree on the first anchor."""
+        entry = self._reader.load(-1)
+        assert entry is not None  # it waits for one
+        self.position = entry
+
+    def reload(self, above: int = -1) -> bool:
+        """Take the state from the log, at least up to this position, and keep the live work that no mean contains.
+
+        Args:
+            above: do so only when there is a snapshot after this entry.
+
+        Returns: whether that was done. The position may be a later one then.
+        """
+        before, progress = self.position, self._training.progress()
+        entry = self._reader.load(above)
+        if entry is None:
+            return False
+        self.position = entry
+        self.replay(until=before)
+        self.restore(progress, before)
+        if self.position != before:
+            self.set_newest_seal()
+        return True
+
+    def replay(self, until: int) -> None:
+        """Apply the means of the log to the anchor, up to a position; perhaps jump beyond it."""
+        context = self._context
+        pauses = context.pauses()
+        entry: EntryState | None = None
+        while self.position < until:
+            if entry is None or entry.index != self.position:
+                entry = EntryState.begin(context, self.position)
+            seal = self._seals.seal(entry.index)
+            mean = self._reducer.collect(entry, seal) if seal is not None else None
+            if mean is not None:
+                self._training.replay(entry.index, mean)
+                self.position += 1
+            elif self.is_blocked(entry) and (jumped := self._reader.load(entry.index)) is not None:
+                self.position = jumped
+            else:
+                self._sealer.check_time(entry)
+                context.members.check_abort()
+                context.wait(next(pauses), ())
+
+    def restore(self, progress: Any, position: int) -> None:
+        """Take up live work from before an entry, except what entries since then have counted or dropped."""
+        phase, verdicts = self._context.phase, self._seals.verdicts(position, self.position)
+        self._training.restore(progress, verdicts)
+        for fragment, verdict in enumerate(verdicts):
+            if verdict is not None and not (verdict is Verdict.KEPT and self._training.carries):
+                phase.made[fragment], phase.is_restored[fragment] = 0, False
+
+    def set_newest_seal(self) -> None:
+        """Read the seal before this position: it says who is expected."""
+        self._context.members.seal = self._seals.insist_on_seal(self.position - 1) if self.position else None
+
+    def is_blocked(self, entry: EntryState) -> bool:
+        """Return whether the entry cannot be applied with what was found last, now or ever."""
+        blocked, entry.blocked = entry.blocked or self._seals.is_rotten(entry.index), False
+        return blocked
+
+    def check_anchor(self, entry: EntryState, seal: Seal) -> None:
+        """Reload when this replica's anchor is not the one that the entry was made for.
+
+        Raises:
+            DivergenceError: two entries running, although the state was taken from the log.
+        """
+        for is_reloaded in (False, True):
+            if is_reloaded:
+                self.reload()
+            if self.position != entry.index or self._training.digest(entry.fragment) == seal.anchor:
+                self._diverged = 0
+                return
+        self._diverged += 1
+        if self._diverged >= 2:
+            raise DivergenceError(
+                f"Rank {self._context.me.rank}, round {entry.index}: this replica's anchor is not that of ranks "
+                f"{', '.join(map(str, sorted(seal.members)))}, also after reloading the run. "
+                "Do all replicas run the same version, and the same outer optimizer on the same kind of processor?"
+            )
+
+    def check_next_seal(self, entry: EntryState) -> None:
+        """Reload when the fragment's next seal exists already and was made for another anchor than this replica's."""
+        following = entry.index + len(self._context.layouts)
+        seal = self._seals.seal(following)
+        if seal is None:
+            self.unsealed = following
+        elif seal.anchor != self._training.digest(entry.fragment):
+            self.reload()

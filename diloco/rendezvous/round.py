@@ -1,0 +1,243 @@
+"""What all parts of one replica's rendezvous share, what it knows of one entry, and what it reports of a round."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from time import monotonic
+from typing import NamedTuple
+
+from diloco.rendezvous.frames import BLOCK_BYTES, MAX_SHARDS, READ_TRIES, Contribution, hash_order, head_bytes
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import Identity, Membership
+from diloco.rendezvous.patient_store import Ask, Map, PatientStore, at_once, backoff
+from diloco.rendezvous.phase import Phase, Plan
+from diloco.rendezvous.reduction import Reduce, weighted_mean
+from diloco.rendezvous.training_state import Packed, TrainingState
+
+Wait = Callable[[float, Sequence[str]], None]
+"""Returns after some seconds, or earlier when something changes below one of the key prefixes."""
+Background = Callable[[Callable[[], None]], None]
+"""Runs something beside the training; returns at once."""
+MOST_PAUSE_S = 1.0
+ASK_AGAIN_S, ANSWERS_PER_QUESTION = 0.1, 20
+"""Asking whether a peer has left costs three requests, and peers rarely leave: ask at most every 0.1 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What may take how long, and from which size on a mean is cut into shards. Any values are safe."""
+
+    grace_s: float = 30.0
+    round_timeout_s: float = 1800.0
+    takeover_after_s: float = 5.0
+    error_patience_s: float = 15.0
+    abort_check_s: float = 1.0
+    small_bytes: int = 4 << 20
+    block_bytes: int = BLOCK_BYTES
+
+
+class Range(NamedTuple):
+    """The blocks of one shard, and its bytes in the payload."""
+
+    first_block: int
+    end_block: int
+    start: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the payload of an entry is cut into blocks, which digests cover, and shards, which ranks reduce."""
+
+    size_bytes: int
+    limits: Limits
+
+    @cached_property
+    def n_blocks(self) -> int:
+        return -(-self.size_bytes // self.limits.block_bytes)
+
+    @cached_property
+    def head_bytes(self) -> int:
+        """Size of the head of a contribution, behind which its payload starts."""
+        return head_bytes(self.n_blocks)
+
+    @cached_property
+    def is_small(self) -> bool:
+        """Whether the mean goes into the seal."""
+        return self.size_bytes <= self.limits.small_bytes
+
+    def n_shards(self, n_ranks: int) -> int:
+        """Return how many shards a mean is cut into: as many as ranks, but no tiny ones, and not hundreds."""
+        return max(1, min(n_ranks, self.size_bytes // self.limits.block_bytes, MAX_SHARDS))
+
+    def shard(self, shard: int, n_shards: int) -> Range:
+        """Return the range of one of so many shards."""
+        first, end = shard * self.n_blocks // n_shards, (shard + 1) * self.n_blocks // n_shards
+        start = first * self.limits.block_bytes
+        return Range(first, end, start, min(end * self.limits.block_bytes, self.size_bytes) - start)
+
+    def kept_bytes(self, n_ranks: int, *, streams: bool) -> int:
+        """Return how much of a payload stays in memory, at most, when so many ranks are expected.
+
+        Where the store streams, only the shard that this replica will probably reduce.
+        """
+        if self.is_small or not streams:
+            return self.size_bytes
+        largest_shard = -(-self.n_blocks // self.n_shards(n_ranks))
+        return min(self.size_bytes, largest_shard * self.limits.block_bytes)
+
+
+def owners(entry: int, ranks: Iterable[int], shard: int) -> list[int]:
+    """Return ranks in the order in which they are to reduce a shard; each is first equally often, or once less."""
+    order = hash_order(ranks, "mean", entry)
+    turn = shard % len(order)
+    return order[turn:] + order[:turn]
+
+
+def shards_of(rank: int, entry: int, ranks: Iterable[int], n_shards: int) -> list[int]:
+    """Return the shards that a rank is the first to reduce."""
+    order = hash_order(ranks, "mean", entry)
+    return list(range(order.index(rank), n_shards, len(order)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What every part of one replica's rendezvous shares. Time, waiting and randomness are given, so tests run it."""
+
+    store: PatientStore
+    keys: Keys
+    me: Identity
+    training: TrainingState
+    wait: Wait
+    plan: Plan
+    limits: Limits = field(default_factory=Limits)
+    min_quorum: int = 1
+    weight: float | Callable[[], float] = 1.0
+    snapshot_every: int = 10
+    """Entries from one snapshot to the next."""
+    clock: Callable[[], float] = monotonic
+    rng: random.Random = field(default_factory=random.Random)
+    reduce: Reduce = weighted_mean
+    map: Map = map
+    ask: Ask = at_once
+    background: Background = lambda job: job()
+
+    @cached_property
+    def members(self) -> Membership:
+        """Who takes part, as far as this replica knows."""
+        return Membership(self.store, self.keys, self.me, self.clock, self.limits.abort_check_s)
+
+    @cached_property
+    def phase(self) -> Phase:
+        """Where this replica is between two rounds."""
+        return Phase(self.plan, self.clock)
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """By fragment."""
+        return tuple(Layout(size, self.limits) for size in self.training.sizes())
+
+    @property
+    def ask_again_s(self) -> float:
+        """How long to wait before asking again who is gone; longer at a far store."""
+        return max(ASK_AGAIN_S, ANSWERS_PER_QUESTION * min(self.store.answer_s, 1.0))
+
+    def pauses(self) -> Iterator[float]:
+        """Yield the pauses between looks at what others do."""
+        return backoff(self.rng, most_s=min(MOST_PAUSE_S, max(0.02, self.limits.grace_s / 4)))
+
+
+@dataclass(slots=True)
+class EntryState:
+    """What one replica knows of one entry. All of it is a cache of immutable objects, but for the times."""
+
+    index: int
+    """0, 1, 2, … in the log."""
+    fragment: int
+    layout: Layout
+    started_s: float
+    sealed_s: float | None = None
+    packed: Packed | None = None
+    published: bool = False
+    published_s: float | None = None
+    """When this replica's contribution was in the store."""
+    is_early: bool = False
+    """Whether it was sent out of phase, before steps that it does not contain."""
+    sent_steps: int = 0
+    """How many steps an early contribution is made of."""
+    foreign: memoryview | None = None
+    """This process's work at the time when a contribution of another process was found in its place."""
+    foreign_steps: int = 0
+    began_s: float | None = None
+    """When this replica began to wait for the seal."""
+    grace_from_s: float | None = None
+    """From when on the grace counts; None: no expected process is known to wait."""
+    overwritten: set[int] = field(default_factory=set)
+    """Shards whose range of the kept payload now holds the mean: read one's own input from the store."""
+    seen: dict[int, tuple[Contribution, str]] = field(default_factory=dict)
+    """Contributions by rank, and the digests of their heads."""
+    payloads: dict[int, memoryview] = field(default_factory=dict)
+    """Payloads by rank, when they are small."""
+    misread: dict[int, int] = field(default_factory=dict)
+    """Number of failed readings by rank."""
+    means: dict[int, memoryview] = field(default_factory=dict)
+    left_out: set[int] = field(default_factory=set)
+    reloaded: bool = False
+    blocked: bool = False
+    """Whether something that its mean is made of was missing, or not what was written, at the last look."""
+    ask_s: float = 0.0
+    """When to ask again which of those that are to reduce a shard are gone."""
+    turn_s: float = 0.0
+    """When to ask again whose turn it is to look for contributions."""
+    looks: int = 0
+    """How often this replica has looked for contributions, because it was its turn or nobody else did."""
+    move_s: float = 0.0
+    wait_s: float = 0.0
+    reduce_s: float = 0.0
+    read_before: int = 0
+    written_before: int = 0
+
+    @classmethod
+    def begin(cls, context: Context, index: int) -> EntryState:
+        """Return an entry of which nothing is known yet."""
+        layouts, store = context.layouts, context.store
+        fragment = index % len(layouts)
+        return cls(
+            index, fragment, layouts[fragment], context.clock(),
+            read_before=store.read_bytes, written_before=store.written_bytes,
+        )  # fmt: skip
+
+    @property
+    def unreadable_ranks(self) -> set[int]:
+        """Ranks whose contributions exist and are not what was written, whatever a later reading says."""
+        return {rank for rank, tries in self.misread.items() if tries >= READ_TRIES}
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """What one round was, and what it cost this replica."""
+
+    round: int
+    """The entry of the log: 0, 1, 2, … over all fragments."""
+    fragment: int
+    ranks: tuple[int, ...]
+    """Whose work is in the mean."""
+    counted: bool
+    """Whether this replica's is; if not, it goes with its next contribution."""
+    bytes_up: int
+    bytes_down: int
+    wait_s: float
+    """Waiting for others."""
+    move_s: float
+    """Packing, sending and reading."""
+    reduce_s: float
+    step_s: float
+
+    @classmethod
+    def sum_of(cls, reports: Sequence[RoundReport]) -> RoundReport:
+        """Return the last of some rounds that were gone through together, with what all of them cost."""
+        costs = ("bytes_up", "bytes_down", "wait_s", "move_s", "reduce_s", "step_s")
+        return replace(reports[-1], **{cost: sum(getattr(report, cost) for report in reports) for cost in costs})

@@ -1,0 +1,317 @@
+"""Deciding an entry, and reading what was decided.
+
+Any replica may look for contributions, judge them and create the seal that names those that count, at any time; before
+it has waited a while only one looks, so that the others need not. Whatever two of them would decide, the first seal
+created is the decision.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from diloco.errors import QuorumTimeoutError
+from diloco.rendezvous.frames import READ_TRIES, BadRecordError, Contribution, Member, Seal, digests_of, hash_order
+from diloco.rendezvous.patient_store import backoff
+from diloco.rendezvous.reduction import BadInputError, Input
+from diloco.rendezvous.round import Context, EntryState
+from diloco.rendezvous.training_state import Verdict
+
+LOOKS_PER_FRONTIER = 8
+"""How many looks for contributions go by until joiners are looked for again: a claim may be seen late."""
+GRACE_SPREADS, LEAST_GRACE, LEARNING_ROUNDS = 4.0, 0.25, 3
+"""The grace is four times the usual spread of arrivals, at least a quarter of `grace_s`; the first rounds have all."""
+LEAST_GRACE_PHASES, GRACE_PHASES = 0.1, 0.05
+"""Phases of half an hour that differ by a hundredth spread by 18 s: the grace is at least a twentieth of a phase, and
+a learned one, as far as `grace_s` allows, at least a tenth."""
+ANSWERS_PER_LOOK = 20
+"""A replica sees a seal after a pause of up to a quarter of `grace_s` and about so many answers of the store."""
+
+
+class SealLog:
+    """The seals of a rendezvous, as one replica reads them."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._misread: dict[int, int] = {}
+        self._newest: tuple[int, Seal] | None = None
+        """What was read last: it never changes."""
+
+    def seal(self, entry: int) -> Seal | None:
+        """Return the entry's seal; None: there is none, or none that can be read just now."""
+        if self._newest is not None and self._newest[0] == entry:
+            return self._newest[1]
+        context = self._context
+        data = context.store.peek(context.keys.seal(entry))
+        if data is None:
+            return None
+        try:
+            size_bytes = context.layouts[entry % len(context.layouts)].size_bytes
+            seal = Seal.parse(data, size_bytes=size_bytes, whole=not self.is_rotten(entry))
+        except BadRecordError:
+            self._misread[entry] = self._misread.get(entry, 0) + 1
+            return None
+        if seal.lost_mean is None:
+            self._newest = entry, seal
+        return seal
+
+    def is_rotten(self, entry: int) -> bool:
+        """Return whether the stored seal is not what was written, whatever a later reading says."""
+        return self._misread.get(entry, 0) >= READ_TRIES
+
+    def insist_on_seal(self, entry: int) -> Seal | None:
+        """Read a seal that is known to exist; None: it is rotten."""
+        context = self._context
+        began, pauses = context.clock(), backoff(context.rng)
+        while (seal := self.seal(entry)) is None:
+            if self.is_rotten(entry) and (seal := self.seal(entry)) is None:
+                return None
+            if context.clock() - began > context.limits.round_timeout_s:
+                return None
+            context.wait(next(pauses), ())
+        return seal
+
+    def verdict(self, seal: Seal) -> Verdict:
+        """Return what became of this process's work; a seal that gives it no weight has counted nothing."""
+        me = self._context.me
+        member = seal.members.get(me.rank)
+        if member is None or (member.nonce == me.nonce and not member.weight):
+            return Verdict.KEPT
+        return Verdict.COUNTED if member.nonce == me.nonce else Verdict.DROPPED
+
+    def verdicts(self, first: int, end: int) -> list[Verdict | None]:
+        """Return by fragment what became of this process's work in entries jumped over; None: there were none."""
+        n_fragments = len(self._context.layouts)
+        verdicts: list[Verdict | None] = [None] * n_fragments
+        for entry in range(first, end):
+            seal = self.insist_on_seal(entry)
+            verdict = Verdict.DROPPED if seal is None else self.verdict(seal)  # not known: never count it twice
+            if verdict is not Verdict.KEPT or verdicts[entry % n_fragments] is None:
+                verdicts[entry % n_fragments] = verdict
+        return verdicts
+
+
+class Sealer:
+    """Decides entries, one after another."""
+
+    def __init__(self, context: Context, reload: Callable[[], object]) -> None:
+        self._context = context
+        self._store = context.store
+        self._me = context.me
+        self._members = context.members
+        self._phase = context.phase
+        self._limits = context.limits
+        self._reload = reload
+        self._spread_s = 0.0
+        self._rounds_learned = 0
+
+    def try_seal(self, entry: EntryState, takeover_after_s: float) -> bool:
+        """Create the seal if the entry may be decided now; return whether that was tried."""
+        now = self._context.clock()
+        if entry.began_s is not None and now - entry.began_s < min(takeover_after_s, self._most_grace_s / 2):
+            if now < entry.turn_s:
+                return False
+            if not self._is_my_turn(entry):
+                entry.turn_s = now + self._context.ask_again_s
+                return False
+        if entry.looks % LOOKS_PER_FRONTIER == 0:
+            self._members.look_for_joiners()
+        entry.looks += 1
+        known = entry.seen.keys() | entry.unreadable_ranks
+        unseen = [rank for rank in self._ranks() if rank not in known]
+        list(self._context.map(lambda rank: self.look_at_contribution(entry, rank), unseen))
+        anchor = self._context.training.digest(entry.fragment)
+        votes = Counter(head.anchor for head, _ in entry.seen.values())
+        ours, theirs = votes.pop(anchor, 0), max(votes.values(), default=0)
+        if theirs and theirs >= ours and not entry.reloaded:
+            entry.reloaded = True
+            self._reload()
+            return True  # look again: also the position may be another one
+        unreadable = entry.unreadable_ranks
+        good = {r: head for r, (head, _) in entry.seen.items() if head.anchor == anchor and r not in unreadable}
+        expected = self._members.still_expected(good) - unreadable
+        # A replica whose anchor is the odd one out leaves the decision to the others for as long again.
+        is_over = self._is_over(entry, good, now, grace_factor=2 if theirs > ours else 1)
+        is_enough = self._is_enough(expected, good, is_over=is_over)
+        if not is_enough and is_over:
+            entry.misread.clear()  # perhaps it was the reading, after all: there is nothing left to lose
+        if not is_enough or not (expected <= good.keys() or is_over):
+            return False
+        return self._seal_with(entry, set(good), anchor)
+
+    def _is_over(self, entry: EntryState, good: Mapping[int, Contribution], now: float, *, grace_factor: int) -> bool:
+        """Return whether the wait for absent replicas is over.
+
+        The grace begins when an expected process is known to wait: this one, or one whose contribution was found. For
+        one that came early by its own account it begins so much later. While none of them is known to wait, they may
+        still be in the rest of a phase.
+        """
+        starts = [] if entry.grace_from_s is None else [entry.grace_from_s]
+        if self._members.names_me and entry.began_s is not None:
+            starts.append(entry.began_s + self._phase.head_start_s)
+        starts += [
+            now + head.head_start_s
+            for rank, head in good.items()
+            if self._members.names(rank, head.attempt, head.nonce)
+        ]
+        entry.grace_from_s = min(starts, default=None)
+        if entry.grace_from_s is not None:
+            return now - entry.grace_from_s >= self._grace_s(entry) * grace_factor + self._phase.slack_s(entry.index)
+        if self._members.seal is None and not self._phase.has_trained:
+            return False
+        since_s = entry.began_s if entry.published_s is None else entry.published_s
+        return since_s is not None and now - since_s >= self.lone_s
+
+    def _is_enough(self, expected: set[int], good: Mapping[int, Contribution], *, is_over: bool) -> bool:
+        """Return whether enough of those that could bring work have; where none can, whether enough are present."""
+        present = expected | good.keys()
+        working = {rank for rank, head in good.items() if head.weight > 0}
+        able = {rank for rank in present if rank in working or rank not in good}
+        quorum = self._context.min_quorum
+        if working or (able and not is_over):
+            return len(working) >= max(1, min(quorum, len(able)))
+        return len(good) >= max(1, min(quorum, len(present)))
+
+    @property
+    def lone_s(self) -> float:
+        """How long after sending something a replica that sees no expected process waits before it decides.
+
+        They may be in the midst of a phase, and a replica that presents itself early is not to decide alone. A seal's
+        word on how long a phase takes is not trusted for more than half of the time in which a round must come about,
+        unless this replica's own phase is as long.
+        """
+        most_s = 2 * self._phase_s + self._most_grace_s
+        if not self._phase.has_trained:
+            return most_s
+        return min(most_s, max(self._limits.round_timeout_s / 2, 2 * self._phase.seconds + self._most_grace_s))
+
+    def _ranks(self) -> Sequence[int]:
+        """Return every rank that may send something."""
+        return sorted({*range(self._members.frontier), *self._members.expected, self._me.rank})
+
+    def look_at_contribution(self, entry: EntryState, rank: int) -> bool:
+        """Read a contribution's head, of a small one everything; return whether it exists."""
+        layout = entry.layout
+        key = self._context.keys.contribution(entry.index, rank)
+        data = self._store.peek(key, size=None if layout.is_small else layout.head_bytes)
+        if data is None:
+            return False
+        with suppress(BadRecordError):
+            head, digest = Contribution.parse(data)
+            payload = data[layout.head_bytes :]
+            fits = head.rank == rank and head.size_bytes == (layout.size_bytes if head.weight else 0)
+            if fits and (not layout.is_small or _is_intact(head, payload, self._limits.block_bytes)):
+                entry.seen[rank], entry.payloads[rank] = (head, digest), payload
+                return True
+        entry.misread[rank] = entry.misread.get(rank, 0) + 1
+        return True
+
+    def _is_my_turn(self, entry: EntryState) -> bool:
+        """Return whether this replica is the first of the named processes, in the entry's hash order, that lives.
+
+        The first time it does not ask which of them live: usually all do.
+        """
+        for rank in hash_order(self._members.expected, "seal", entry.index):
+            if rank == self._me.rank and self._members.names_me:
+                return True
+            if not entry.turn_s or (rank != self._me.rank and self._members.lives(rank)):
+                return False
+        return True
+
+    def check_time(self, entry: EntryState) -> None:
+        """Raise QuorumTimeoutError when an entry takes too long; says whether it was not decided or cannot be read."""
+        since_s, timeout_s = entry.started_s, self._limits.round_timeout_s
+        if entry.published_s is not None and not self._members.names_me:  # the others may be in the midst of a phase
+            since_s = max(since_s, entry.published_s + self.lone_s)
+        if self._context.clock() - since_s <= timeout_s:
+            return
+        if self._store.exists(key := self._context.keys.seal(entry.index)):
+            raise QuorumTimeoutError(
+                f"Round {entry.index}: it was sealed, but its mean could not be had in {timeout_s:g} s. The seal "
+                f"({key}), or what the mean is made of, is missing or is not what was written, and there is no later "
+                "snapshot.",
+                round=entry.index,
+            )
+        ranks = self._ranks()
+        missing = [rank for rank in ranks if rank not in entry.seen]
+        raise QuorumTimeoutError(
+            f"Round {entry.index}: {len(ranks) - len(missing)} of {len(ranks)} contributions arrived in "
+            f"{timeout_s:g} s, min_quorum is {self._context.min_quorum}. "
+            f"Missing ranks: {', '.join(map(str, missing)) or 'none'}.",
+            round=entry.index,
+            missing=missing,
+        )
+
+    def learn(self, entry: EntryState, waited_s: float) -> None:
+        """Take note of how far apart the members of a round arrived."""
+        self._spread_s = max(0.8 * self._spread_s, waited_s, _spread_seen(entry))
+        self._rounds_learned += 1
+
+    @property
+    def _phase_s(self) -> float:
+        """How long the inner steps of an entry take, by the newest seal; before the first, by this replica."""
+        return self._phase.seconds if self._members.seal is None else self._members.seal.phase_s
+
+    @property
+    def _most_grace_s(self) -> float:
+        """What was asked for, or a twentieth of a phase; a seal's word is trusted for half the round's time."""
+        return max(self._limits.grace_s, min(self._phase_s * GRACE_PHASES, self._limits.round_timeout_s / 2))
+
+    def _grace_s(self, entry: EntryState) -> float:
+        """Return how long to wait for the rest: several times the usual spread, within bounds."""
+        most_s = self._most_grace_s
+        if self._rounds_learned < LEARNING_ROUNDS:
+            return most_s
+        looking_s = ANSWERS_PER_LOOK * min(self._store.answer_s, 1.0)
+        least_s = max(most_s * LEAST_GRACE + looking_s, self._phase_s * LEAST_GRACE_PHASES)
+        return min(most_s, max(GRACE_SPREADS * max(self._spread_s, _spread_seen(entry)), least_s))
+
+    def _seal_with(self, entry: EntryState, good: set[int], anchor: str) -> bool:
+        mean: memoryview | None = None
+        if entry.layout.is_small:
+            mean = self._small_mean(entry, good)
+            if mean is None:
+                return False
+        members = {
+            rank: Member(head.nonce, head.attempt, head.weight, digest, head.in_phase)
+            for rank, (head, digest) in sorted(entry.seen.items())
+            if rank in good
+        }
+        seal = Seal(members, anchor, 0, mean or b"", phase_s=max(entry.seen[rank][0].phase_s for rank in good))
+        if mean is None and seal.inputs:
+            seal = replace(seal, shards=entry.layout.n_shards(len(seal.owners)))
+        self._store.create(self._context.keys.seal(entry.index), seal.data())
+        return True
+
+    def _small_mean(self, entry: EntryState, good: set[int]) -> memoryview | None:
+        """Average whole contributions; None when one of them turns out to be bad: decide again without it."""
+        began, heads = self._context.clock(), {rank: entry.seen[rank][0] for rank in sorted(good)}
+        inputs = [
+            Input(rank, head.weight, entry.payloads[rank], head.blocks)
+            for rank, head in heads.items()
+            if head.weight > 0
+        ]
+        if not inputs:
+            return memoryview(b"")
+        out = np.empty(entry.layout.size_bytes, np.uint8).data
+        try:
+            self._context.reduce(inputs, out, block_bytes=self._limits.block_bytes)
+        except BadInputError as bad:
+            entry.misread[bad.rank] = READ_TRIES
+            return None
+        finally:
+            entry.reduce_s += self._context.clock() - began
+        return out
+
+
+def _spread_seen(entry: EntryState) -> float:
+    """Return the longest that one of those seen has waited for others in its last round, by its own clock."""
+    return max((head.waited_s for head, _ in entry.seen.values()), default=0.0)
+
+
+def _is_intact(head: Contribution, payload: memoryview, block_bytes: int) -> bool:
+    return len(payload) == head.size_bytes and digests_of(payload, block_bytes) == head.blocks

@@ -1,0 +1,156 @@
+"""The interface between the protocol and the model: what a rendezvous moves, and what all replicas must agree on.
+
+The rendezvous decides, the training state computes. `diloco.model_state.ModelState` is the real one, over torch; the
+simulation in the tests has one of a few integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from diloco.errors import ContributionError
+
+Array = npt.NDArray[Any]
+Arrays = Mapping[str, Array]
+Agreement = Mapping[str, Any]
+"""JSON. `tensors` maps each synchronised name to [shape, dtype, fragment]; the rest are settings."""
+
+
+class Verdict(StrEnum):
+    """What became of the local work of a fragment in an entry."""
+
+    COUNTED = "counted"
+    """The seal names this process: what it sent, if anything, is in the mean."""
+    KEPT = "kept"
+    """The seal does not name this rank: its work goes with its next contribution."""
+    DROPPED = "dropped"
+    """The seal names another copy of this rank: counting this one's work too would count it twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A payload as it is sent, or as it was."""
+
+    blocks: tuple[str, ...]
+    norms: tuple[float, ...]
+    kept: memoryview
+    """The part of it that is still in memory, writable, until the next one is packed."""
+    start: int = 0
+    """Where in the payload that part begins, in bytes."""
+
+    def part(self, start: int, size_bytes: int) -> memoryview | None:
+        """Return a range of the payload, or None where it was not kept."""
+        at = start - self.start
+        return self.kept[at : at + size_bytes] if at >= 0 and at + size_bytes <= len(self.kept) else None
+
+
+class TrainingState(Protocol):
+    """The anchor, the outer optimizer's state and the live work of one replica, by fragment."""
+
+    carries: bool
+    """Whether work that came too late for its round goes with the next one."""
+
+    def sizes(self) -> Sequence[int]:
+        """Return the payload bytes of each fragment."""
+
+    def agreement(self) -> Agreement:
+        """Return what every replica must have in common."""
+
+    def arrays(self) -> Arrays:
+        """Return the anchor and whatever outer state differs from the initial one."""
+
+    def load(self, arrays: Arrays) -> None:
+        """Replace anchor and outer state (by the initial one where `arrays` has none). Leaves live work alone."""
+
+    def digest(self, fragment: int) -> str:
+        """Digest anchor and outer state of a fragment."""
+
+    def capture(self) -> tuple[Arrays, tuple[str, ...]]:
+        """Return a copy of what `arrays` returns, and the digest of each fragment, made from memory as it is now.
+
+        Raises: TypeError: the outer optimizer's state is more than tensors and JSON.
+        """
+
+    def pack(
+        self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
+    ) -> Packed:
+        """Pack the pseudo-gradient of the entry's fragment, anchor - live: the work that is not yet in any mean.
+
+        Args:
+            write: is handed the payload in pieces, in order; a piece is valid during the call only.
+            keep: first byte, and the one after the last, of what is to stay in memory; None: all of it.
+
+        Raises: ContributionError: it is not finite, or a parameter has changed its shape.
+        """
+
+    def apply(
+        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, part: Sequence[memoryview] | None = None
+    ) -> None:
+        """Step the anchor by a mean, given as consecutive byte ranges, and merge it into the live parameters.
+
+        Args:
+            mean: empty: there is none, and the anchor stays.
+            part: the part of the live work that was counted or is to be dropped, as a payload in consecutive ranges,
+                where the rest is to stay; empty: none of it; None: all of it.
+        """
+
+    def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
+        """Step the anchor by a mean, unless that is empty, and leave the live parameters alone."""
+
+    def progress(self) -> Any:
+        """Return a copy of all live work, as distances from the anchor."""
+
+    def payload(self, entry: int) -> memoryview:
+        """Return a copy of what would be packed now."""
+
+    def restore(self, progress: Any, verdicts: Sequence[Verdict | None] = ()) -> None:
+        """Set the live parameters to the anchor less `progress`; None: to the anchor.
+
+        Args:
+            verdicts: by fragment, what became of that work in the entries which the anchor has jumped over; None:
+                there were none. Merges accordingly, as `apply` does.
+        """
+
+
+def check_agreement(mine: Agreement, agreed: Agreement, *, run_id: str, author: int) -> None:
+    """Refuse to join a run with another model or other settings.
+
+    Raises:
+        ContributionError: names the first difference.
+    """
+    difference = _tensor_difference(mine["tensors"], agreed.get("tensors", {})) or next(
+        (
+            f"{setting} is {agreed.get(setting)!r} there and {mine.get(setting)!r} here"
+            for setting in {**agreed, **mine}
+            if setting != "tensors" and mine.get(setting) != agreed.get(setting)
+        ),
+        None,
+    )
+    if difference is not None:
+        raise ContributionError(f"This replica does not fit run {run_id!r}, begun by rank {author}: {difference}.")
+
+
+def _tensor_difference(mine: Mapping[str, Any], agreed: Mapping[str, Any]) -> str | None:
+    for name, (shape, dtype, fragment) in agreed.items():
+        if name not in mine:
+            return f"{name!r} of shape {tuple(shape)} is missing in this model"
+        my_shape, my_dtype, my_fragment = mine[name]
+        if list(shape) != list(my_shape):
+            return shape_difference(name, tuple(shape), tuple(my_shape))
+        if dtype != my_dtype:
+            return f"{name!r} is {dtype}, this model has {my_dtype}"
+        if fragment != my_fragment:
+            return f"{name!r} belongs to fragment {fragment} there and to {my_fragment} here"
+    for name in mine:
+        if name not in agreed:
+            return f"{name!r} of shape {tuple(mine[name][0])} is only in this model"
+    return None if list(mine) == list(agreed) else "the parameters come in another order"
+
+
+def shape_difference(name: str, theirs: tuple[int, ...], mine: tuple[int, ...]) -> str:
+    return f"{name!r} has shape {theirs}, this model has {mine}"

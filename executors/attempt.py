@@ -1,0 +1,382 @@
+"""The small records of one attempt of one rank, typed: its claim, heartbeat, cancel marker, intent and handle."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
+
+from executors.errors import (
+    CorruptObjectError,
+    UnknownHandleError,
+)
+from executors.protocol import BY_USER, ENDED, REASONS, Outcome, Reason, ReplicaHandle, ReplicaStatus
+from executors.status import wait_until_terminal
+from executors.store import Store, store_at
+from executors.store.records import (
+    FAR_AHEAD,
+    LONG_AGO,
+    MAX_RECORD_BYTES,
+    Fields,
+    Parse,
+    Record,
+    anything,
+    checked,
+    exists,
+    find_record,
+    integer,
+    is_plain_number,
+    json_object,
+    nullable,
+    number,
+    one_of,
+    retry,
+    text,
+    to_bytes,
+)
+from executors.store.url import RUN_ID
+
+T = TypeVar("T")
+MAX_RANK = 10**6  # beyond those launched, replicas may join
+MAX_ATTEMPTS = 10_000
+PID = integer(1, 2**31 - 1)
+TICKS = integer(0, 2**63)
+OUTPUT_TAIL_BYTES = 64 * 1024
+MAX_OUTCOME_BYTES = 32 << 20
+MAX_ERROR = 1 << 20  # characters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim(Record):
+    """`started.json`: the process that has the attempt."""
+
+    nonce: str = checked(text(100))
+    pid: int | None = checked(nullable(PID), None)
+    """None: a replica that joined without being launched."""
+    pid_started: int | None = checked(nullable(TICKS), None)
+    host: str = checked(text(1000), "")
+
+
+@dataclass(frozen=True)
+class Beat:
+    """`heartbeat.json`: that a replica lived at a time, and what it reported last."""
+
+    at: float
+    reported: Mapping[str, float]
+
+    @classmethod
+    def parse(cls, data: Any, key: str = "heartbeat.json", url: str = "") -> Beat:
+        fields = Fields(data, key, url)
+        at = fields.take("at", number(LONG_AGO, FAR_AHEAD))
+        # Reports are for people only: one that is not a number to show is left out.
+        reported = {name: value for name, value in fields.values.items() if name != "at" and is_plain_number(value)}
+        return cls(at, reported)
+
+
+@dataclass(frozen=True)
+class CancelMarker(Record):
+    """`cancel.json`: somebody asked the attempt to end."""
+
+    why: str = checked(text(), "cancelled")
+
+
+@dataclass(frozen=True)
+class Intent(Record):
+    """`intent.json`: somebody is about to ask a service for a replica."""
+
+    nonce: str = checked(text(100))
+    by: str = checked(text(1000))
+    at: float = checked(number(LONG_AGO, FAR_AHEAD))
+
+
+def parse_handle(data: Any, key: str = "handle.json", url: str = "") -> ReplicaHandle:
+    """Read `handle.json`: what an executor needs to find a replica again.
+
+    Its metadata is the executor's own, which has to check what it takes from it.
+    """
+    fields = Fields(data, key, url)
+    return ReplicaHandle(
+        rank=fields.take("rank", integer(0, MAX_RANK)),
+        backend_name=fields.take("backend_name", text(100)),
+        metadata=fields.take("metadata", json_object),
+    )
+
+
+def parse_outcome(data: Any, key: str = "outcome.json", url: str = "") -> Outcome:
+    """Read `outcome.json`.
+
+    Raises:
+        CorruptObjectError: it is not an outcome; the message names what of it does not fit.
+    """
+    fields = Fields(data, key, url)
+    reason: Any = fields.take("reason", nullable(one_of(*REASONS)), None)
+    return Outcome(
+        rank=fields.take("rank", integer(0, MAX_RANK)),
+        attempt=fields.take("attempt", integer(0, MAX_ATTEMPTS)),
+        status=ReplicaStatus(fields.take("status", one_of(*ENDED))),
+        reason=reason,
+        exit_code=fields.take("exit_code", nullable(integer(-(2**31), 2**31)), None),
+        signal=fields.take("signal", nullable(text(100)), None),
+        error=fields.take("error", nullable(text(MAX_ERROR)), None),
+        error_line=fields.take("error_line", nullable(text(MAX_ERROR)), None),
+        result=fields.take("result", anything, None),
+        host=fields.take("host", text(1000), ""),
+        pid=fields.take("pid", nullable(PID), None),
+        started_at=fields.take("started_at", nullable(number(LONG_AGO, FAR_AHEAD)), None),
+        finished_at=fields.take("finished_at", number(LONG_AGO, FAR_AHEAD), 0.0),
+        output_tail=fields.take("output_tail", text(MAX_ERROR), ""),
+    )
+
+
+_known: set[tuple[str, str]] = set()
+"""Handles that were seen in their store, which is asked for each but once: they are never taken back."""
+
+
+def replica_key(run_id: str, rank: int, attempt: int, name: str) -> str:
+    """Name an object of one attempt of one rank: `<run>/replicas/0003/0/<name>`."""
+    return f"{run_id}/replicas/{rank:04d}/{attempt}/{name}"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of one rank of a run: its records in the run's store."""
+
+    store: Store
+    run_id: str
+    rank: int
+    number: int = 0
+
+    @classmethod
+    def of_handle(cls, handle: ReplicaHandle, backend: str) -> tuple[Attempt, ReplicaHandle]:
+        """Return the newest attempt of the replica that a handle names, and its newest handle.
+
+        The newest attempt is the handle's, or a later one that was launched or claimed since. The newest handle may be
+        of an earlier attempt, where a copy was started since, and may come from the store: whoever uses its metadata
+        checks it, but for `store_url`, `run_id` and `attempt`.
+
+        Raises:
+            UnknownHandleError: no such replica was ever launched by this backend.
+        """
+        try:
+            fields = Fields(handle.metadata, f"the handle of rank {handle.rank}")
+            url, run_id = fields.take("store_url", text()), fields.take("run_id", text(40, RUN_ID))
+            number, rank = fields.take("attempt", integer(0, MAX_ATTEMPTS)), integer(0, MAX_RANK)(handle.rank)
+        except (CorruptObjectError, ValueError) as error:
+            raise UnknownHandleError(
+                f"No replica: the handle of rank {handle.rank} was not made by the {backend} backend: {error}"
+            ) from None
+        launched = cls(store_at(url), run_id, rank, number)
+        seen = (url, launched.key("handle.json"))
+        if seen not in _known and not launched.has("handle.json"):
+            raise UnknownHandleError(f"No replica with run_id={run_id!r}, rank {rank} at {url}.")
+        _known.add(seen)
+        newest = launched.newest()
+        for later in range(newest.number, number, -1):
+            if found := newest.at(later).handle(backend):
+                place = newest.at(later).announced(backend).metadata  # also where the record has no place, or another
+                return newest, replace(found, metadata={**found.metadata, **place})
+        return newest, handle
+
+    @property
+    def place(self) -> str:
+        """A name that no other attempt of any run has."""
+        return f"{self.store.url} {self.key('')}"
+
+    def key(self, name: str) -> str:
+        """Name one of its objects: `<run>/replicas/0003/0/<name>`."""
+        return replica_key(self.run_id, self.rank, self.number, name)
+
+    def at(self, number: int) -> Attempt:
+        """Return another attempt of the same rank."""
+        return replace(self, number=number)
+
+    def newest(self) -> Attempt:
+        """Return the rank's newest attempt that was launched or claimed, from this one on.
+
+        Attempts are dense: launched ones have a handle, or on a cloud an intent at least; a second copy of a launched
+        one has a claim alone, and one whose launch was interrupted an outcome alone.
+        """
+        number = self.number
+        while any(self.at(number + 1).has(f"{name}.json") for name in ("started", "handle", "intent", "outcome")):
+            number += 1
+            if number > MAX_ATTEMPTS:
+                raise CorruptObjectError(
+                    f"Rank {self.rank} of run {self.run_id!r} has more than {MAX_ATTEMPTS} attempts."
+                )
+        return self.at(number)
+
+    def has(self, name: str) -> bool:
+        """Tell whether one of its objects exists."""
+        return exists(self.store, self.key(name))
+
+    def find(self, name: str, parse: Parse[T], max_bytes: int = MAX_RECORD_BYTES) -> T | None:
+        """Read one of its records; None when there is none."""
+        return find_record(self.store, self.key(name), parse, max_bytes)
+
+    def beat(self) -> Beat | None:
+        """Return its last heartbeat."""
+        return self.find("heartbeat.json", Beat.parse)
+
+    def handle(self, backend: str) -> ReplicaHandle | None:
+        """Return its handle; None when it left none.
+
+        Where the handle is found says which replica it is of, not what is written in it; the store may have moved, too.
+
+        Raises:
+            CorruptObjectError: it is not a handle, or one of another backend.
+        """
+        handle = self.find("handle.json", parse_handle)
+        if handle is None:
+            return None
+        if handle.backend_name != backend:
+            key, url = self.key("handle.json"), self.store.url
+            raise CorruptObjectError(
+                f"{key!r} in {url} is a handle of backend {handle.backend_name!r}; the run is on {backend!r}.",
+                key=key,
+                url=url,
+            )
+        here = self.announced(backend).metadata if "store_url" in handle.metadata else {}
+        return replace(handle, rank=self.rank, metadata={**handle.metadata, **here})
+
+    def announced(self, backend: str) -> ReplicaHandle:
+        """Return a handle that says no more than which attempt it is of."""
+        place = {"store_url": self.store.url, "run_id": self.run_id, "attempt": self.number}
+        return ReplicaHandle(self.rank, backend, place)
+
+    def outcome(self) -> Outcome | None:
+        """Return how it ended; None while it has no outcome."""
+        found = self.find("outcome.json", parse_outcome, MAX_OUTCOME_BYTES)
+        if found is not None and (found.rank, found.attempt) != (self.rank, self.number):
+            key, url = self.key("outcome.json"), self.store.url
+            whose = f"rank {found.rank}, attempt {found.attempt}"
+            raise CorruptObjectError(f"{key!r} in {url} is the outcome of {whose}.", key=key, url=url)
+        return found
+
+    def ended(self, status: ReplicaStatus, reason: Reason | None = None, **more: Any) -> Outcome:
+        """Return an outcome of this attempt, not yet recorded."""
+        return Outcome(self.rank, self.number, status, reason, **more)
+
+    def record(self, outcome: Outcome, *, retry_s: float = 0.0) -> Outcome:
+        """Write its outcome unless there is one, and return the one that counts: the first.
+
+        What ends after its cancel marker was written is `cancelled`, however it ended.
+
+        Args:
+            retry_s: tries again for so many seconds while the store fails.
+        """
+        if retry_s > 0:
+            return retry(lambda: self.record(outcome), retry_s)
+        marker = self.find("cancel.json", CancelMarker.parse)
+        if marker is not None:
+            reported = None if outcome.reason == "signal" else outcome.error  # the signal was the cancellation's
+            error = reported or f"Replica {outcome.rank} was ended: {marker.why.rstrip('.')}."
+            outcome = replace(outcome, status=ReplicaStatus.CANCELLED, reason="cancelled", result=None, error=error)
+        outcome = replace(
+            outcome, host=outcome.host or socket.gethostname(), finished_at=outcome.finished_at or time.time()
+        )
+        self.store.put_if_absent(self.key("outcome.json"), _encode(outcome))
+        return self.outcome() or outcome
+
+    def record_lost(self, who_says: str) -> Outcome:
+        """Write the outcome of a replica that vanished without one.
+
+        Args:
+            who_says: as in "its supervisor is gone" or "Modal reports it gone".
+        """
+        beat = self.beat()
+        age = f" Its last heartbeat was {time.time() - beat.at:.0f} s ago." if beat else " It never sent a heartbeat."
+        error = f"{self.title()} was lost: {who_says} and it left no outcome.{age}"
+        return self.record(self.ended(ReplicaStatus.FAILED, "lost", error=error))
+
+    def title(self) -> str:
+        """Return its name at the beginning of a sentence: `Replica 3 of 8 (attempt 1)`."""
+        n = find_record(self.store, f"{self.run_id}/run.json", _parse_world_size) or self.rank + 1
+        return f"Replica {self.rank} of {n} (attempt {self.number})"
+
+    def request_cancel(self, why: str = BY_USER) -> None:
+        """Leave its cancel marker, so that whatever ends it now is a cancellation. Idempotent."""
+        marker = {"by": f"{socket.gethostname()}:{os.getpid()}", "why": why, "at": time.time()}
+        self.store.put_if_absent(self.key("cancel.json"), to_bytes(marker))
+
+    def abandon(self, error: BaseException) -> None:
+        """Close an attempt whose launch failed: nobody waits for it, and its replica ends if it comes up late."""
+        why = f"The launch ended half-way: {str(error) or type(error).__name__}"
+        if self.outcome() is None:
+            if not self.has("handle.json"):
+                self.record(self.ended(ReplicaStatus.FAILED, "start_failed", error=why))
+            self.request_cancel(why)  # also where no handle is: its starter may live on
+
+
+ENDINGS = {
+    "timeout": "ran into its time limit of {limit_s:g} s.",
+    "oom": "was killed by the kernel (SIGKILL): out of memory.",
+    "signal": "was ended by signal {number} ({name}).",
+    "terminated": "was terminated by SIGTERM, not sent by `replicas`.",
+    "cancelled": "was terminated by SIGTERM, since it was cancelled.",
+    "orphaned": "was lost: its supervisor is gone (was it killed?). `replicas resume` brings it back.",
+    "no_result": "ended by itself with {code}, before its entrypoint returned a result.",
+    # as a service reports it
+    "killed": "was killed: {cause}.",
+    "preempted": "was preempted: {service} took its machine back.",
+    "cancelled_there": "was cancelled at {service}, not by `replicas`.",
+    "not_run": "could not run.",
+    "by_exit_code": "was ended by {name} ({code}).",
+    "not_reached": "ended with {code} before its entrypoint was reached.{why}",
+}
+"""How a replica ended, in the words that follow `Replica 3 of 8`."""
+
+
+def describe_end(ending: str, rank: int, world_size: int, **values: Any) -> str:
+    """Return a sentence, as in `Replica 3 of 8 ran into its time limit of 60 s.`"""
+    return f"Replica {rank} of {world_size} {ENDINGS[ending].format(**values)}"
+
+
+def _parse_world_size(data: Any, key: str, url: str) -> int:
+    return Fields(data, key, url).take("world_size", integer(1, MAX_RANK))
+
+
+def count_joined(store: Store, run_id: str, world_size: int) -> int:
+    """Return how many ranks beyond those that were launched have joined the run since; their numbers are dense."""
+    joined = 0
+    while joined < MAX_RANK and exists(store, replica_key(run_id, world_size + joined, 0, "started.json")):
+        joined += 1
+    return joined
+
+
+def _encode(outcome: Outcome) -> bytes:
+    """Encode an outcome within the bounds that its readers keep."""
+    if outcome.error is not None and len(outcome.error) > MAX_ERROR:
+        half = MAX_ERROR // 2 - 10  # of a traceback: where it came from, and what it says
+        outcome = replace(outcome, error=f"{outcome.error[:half]}\n…\n{outcome.error[-half:]}")
+    if outcome.error_line is not None and len(outcome.error_line) > MAX_ERROR:
+        outcome = replace(outcome, error_line=outcome.error_line[:MAX_ERROR])
+    data = to_bytes(asdict(outcome))
+    if len(data) <= MAX_OUTCOME_BYTES:
+        return data
+    error = (
+        f"The result has {len(data) >> 20} MiB as JSON, more than {MAX_OUTCOME_BYTES >> 20}. Keep it as a file with "
+        "current_replica().save_artifact(name, path)."
+    )
+    failed = replace(
+        outcome, status=ReplicaStatus.FAILED, reason="result_not_serializable", exit_code=1, error=error, result=None
+    )
+    return to_bytes(asdict(failed))
+
+
+def collect_rows(
+    poll: Callable[[ReplicaHandle], ReplicaStatus],
+    backend: str,
+    handles: Sequence[ReplicaHandle],
+    timeout: float | None,
+) -> list[dict[str, Any]]:
+    """Wait for the replicas' outcomes, at most `timeout` seconds; return what `collect` does, in the order given."""
+    wait_until_terminal(poll, handles, timeout)
+    rows = []
+    for handle in handles:
+        status = poll(handle)
+        attempt, _ = Attempt.of_handle(handle, backend)
+        rows.append((attempt.outcome() or attempt.ended(status)).to_row())
+    return rows

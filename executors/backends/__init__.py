@@ -1,0 +1,1 @@
+"""The executors that come with this package: local processes, and one file for each service that runs jobs."""

@@ -1,0 +1,226 @@
+"""JobService: seven calls to a service that runs jobs.
+
+A service's own file knows one SDK and nothing of runs, stores or outcomes; `executor.py` knows these and no SDK.
+`executors.testing.job_service_contract` is the executable form of this file.
+"""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
+
+import tenacity
+
+from executors.attempt import Attempt
+from executors.errors import BackendError
+from executors.protocol import Reason
+from executors.task.create import MASK
+
+JobId = dict[str, Any]
+"""What the service needs to find a job again: plain JSON, becomes part of the replica's handle."""
+TRIES = 6
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 8.0  # so about 20 s in all, besides what the requests take
+LONGEST_RETRY_AFTER_S = 60.0  # a service that asks for a longer pause is asked again all the same
+Kind = Literal["rejected", "unavailable", "unknown"]
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class JobKey:
+    """The identity of a job: which attempt of which rank it runs."""
+
+    store_url: str
+    """Two stores may both hold a run of one id."""
+    run_id: str
+    rank: int
+    attempt: int
+
+    @classmethod
+    def of(cls, attempt: Attempt) -> JobKey:
+        return cls(attempt.store.url, attempt.run_id, attempt.rank, attempt.number)
+
+    @property
+    def name(self) -> str:
+        """At most 64 of `[a-z0-9-]`: what every service takes as a name."""
+        return f"{self.run_id}-{self._place}-r{self.rank:04d}-a{self.attempt}"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The same as labels: names and values of `[A-Za-z0-9_-]`."""
+        return {
+            "replicas-run": self.run_id,
+            "replicas-store": self._place,
+            "replicas-rank": str(self.rank),
+            "replicas-attempt": str(self.attempt),
+        }
+
+    @property
+    def _place(self) -> str:
+        # Without the options behind the "?": the launcher's and another machine's may differ.
+        return hashlib.sha256(self.store_url.partition("?")[0].encode()).hexdigest()[:8]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One replica as a job: the same command at every service, in an image with Python."""
+
+    key: JobKey
+    command: tuple[str, ...] = field(repr=False)
+    requirements: tuple[str, ...]
+    """What the image should have installed; the command installs what is missing."""
+    env: Mapping[str, str] = field(repr=False)
+    credentials: Mapping[str, str] = field(repr=False)
+    """Variables that reach the replica through a secret object of the service, and are seen nowhere else."""
+    secret_names: tuple[str, ...] = ()
+    """Secrets of the user, by name."""
+    gpu: str | None = None
+    limit_s: int = 3600
+    """Seconds after which the service itself ends the job."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What a service reports of a job. Advisory: an outcome in the store wins."""
+
+    has_ended: bool
+    reason: Reason | None = None
+    """Why it ended, as far as the service knows. None: by itself, with `exit_code`."""
+    exit_code: int | None = None
+    message: str = ""
+    """What the service says, in its own words."""
+
+
+class JobServiceError(BackendError):
+    """The service refused or failed.
+
+    kind: "rejected": nothing was done, and asking again would not help. "unavailable": nothing was done; ask again
+        later. "unknown": it may have been done: the connection broke, or the service failed inside.
+    retry_after_s: the pause that the service asked for; 0: it asked for none.
+    """
+
+    def __init__(self, message: str, kind: Kind, *, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+
+class ForeignJobError(JobServiceError):
+    """A record names a job that does not run its replica."""
+
+    def __init__(self, service: str, key: JobKey) -> None:
+        super().__init__(
+            f"The handle of rank {key.rank} of run {key.run_id!r} names a job that {service} does not know as this "
+            "replica's. It is neither looked at nor ended: somebody else may have written that handle.",
+            "rejected",
+        )
+
+
+class CancelledWhileStartingError(JobServiceError):
+    """Somebody cancelled the replica before the service had started it."""
+
+    def __init__(self) -> None:
+        super().__init__("it was cancelled while it was being started.", "rejected")
+
+
+class JobService(abc.ABC):
+    """A service that runs jobs, through its SDK. Every call may come from several threads at once.
+
+    Every call raises JobServiceError, with the words of the service.
+    """
+
+    name: ClassVar[str]
+    """The service's name for people, as in "Modal"."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that make the same service in another process, as JSON: the fields of a dataclass."""
+        return {option.name: getattr(self, option.name) for option in fields(self)}  # type: ignore[arg-type]
+
+    @abc.abstractmethod
+    def check_account(self, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:
+        """Refuse what this service cannot do, and an account that cannot be used, before anything is started.
+
+        Raises:
+            BackendError: no credentials, an unknown GPU or secret.
+            ValueError: a value that the service does not take.
+        """
+
+    @abc.abstractmethod
+    def start(self, job: Job) -> JobId:
+        """Start a job, and return its id; may block until the job is scheduled."""
+
+    @abc.abstractmethod
+    def find(self, key: JobKey) -> list[JobId]:
+        """Return the jobs of one attempt of one rank that the service knows, oldest first, also those that ended."""
+
+    @abc.abstractmethod
+    def verify(self, job_id: JobId, key: JobKey) -> JobId:
+        """Return the id of a job that a record names, if it runs this attempt; one that is gone passes.
+
+        Without this, whoever can write to a store could have any job of this account shown or ended.
+
+        Raises:
+            ForeignJobError: it is another job, or not an id of this service.
+        """
+
+    @abc.abstractmethod
+    def state(self, job_id: JobId) -> JobState:
+        """Return the job's state without waiting. A job the service no longer knows counts as ended, `lost`."""
+
+    @abc.abstractmethod
+    def logs(self, job_id: JobId, n_lines: int) -> str:
+        """Return the last lines that a job wrote, without waiting for more. Empty for a job that is unknown."""
+
+    @abc.abstractmethod
+    def stop(self, job_id: JobId) -> None:
+        """End a job. One that has ended, or is unknown, is not an error."""
+
+    @abc.abstractmethod
+    def describe(self, job: Job) -> dict[str, Any]:
+        """Return the request that `start` would make as plain JSON, values of secrets and environment masked."""
+
+
+def masked(env: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with its values masked, but for our own variables, which are not secret."""
+    return {name: value if name.startswith("REPLICA_") else MASK for name, value in env.items()}
+
+
+def shortened(command: Sequence[str]) -> list[str]:
+    """Return a command as people see it: only the length of its last word, a script."""
+    *words, script = command
+    return [*words, f"<a script of {len(script)} characters>"]
+
+
+def retrying(sleep: Callable[[float], None] = time.sleep) -> tenacity.Retrying:
+    """Return a retry policy: a call is repeated while the service is unavailable, or its answer is lost.
+
+    For what may be done twice; `GangStart` looks for the job first. The last error is raised.
+    """
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(
+            lambda error: isinstance(error, JobServiceError) and error.kind != "rejected"
+        ),
+        wait=_RetryAfter() + tenacity.wait_random(0, FIRST_PAUSE_S),
+        stop=tenacity.stop_after_attempt(TRIES),
+        before_sleep=tenacity.before_sleep_log(log, logging.INFO),
+        sleep=sleep,
+        reraise=True,
+    )
+
+
+class _RetryAfter(tenacity.wait.wait_base):
+    """Exponential pauses, each at least as long as the service asked for."""
+
+    def __init__(self) -> None:
+        self._usual = tenacity.wait_exponential(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+
+    def __call__(self, retry_state: tenacity.RetryCallState) -> float:
+        error = retry_state.outcome.exception() if retry_state.outcome else None
+        asked_s = error.retry_after_s if isinstance(error, JobServiceError) else 0.0
+        return max(self._usual(retry_state), min(asked_s, LONGEST_RETRY_AFTER_S))

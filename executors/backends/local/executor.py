@@ -1,0 +1,331 @@
+"""Replicas as processes on this machine, forked from a clean zygote and watched over by a supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from executors.attempt import PID, TICKS, Attempt, Claim, collect_rows
+from executors.backends.local.request import LocalLaunch, log_file, surroundings
+from executors.backends.local.zygote_client import zygote
+from executors.entrypoint import check_entrypoint, split_rank_env
+from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError, StoreError
+from executors.logs import read_from, tail_lines
+from executors.process import is_alive, this_machine
+from executors.protocol import Recordable, ReplicaHandle, ReplicaStatus, RunSpec
+from executors.registry import describe_executor
+from executors.run_index import folder_of_run, local_store, new_run_id, remember, settle, state_dir, state_path
+from executors.status import wait_until_terminal
+from executors.store.records import Record, checked, number, text
+from executors.task.create import MASK, LaunchRequest, create_run
+from executors.worker.supervisor_lock import wake
+
+MACHINE = re.compile(r"\S+ \S+ \S+")  # as `this_machine` names one
+LONGEST_GRACE_S = 3600.0
+PRELOAD = ("torch", "torch._dynamo")
+
+
+class LocalProcessExecutor:
+    """Runs replicas as processes on this machine.
+
+    They inherit the launcher's working directory, `sys.path` and environment as they are at the launch. Runs go on
+    independently of each other; an attached run ends with its launcher, even when that is killed.
+
+    Args:
+        preload: modules that every replica finds imported already, because they are imported once, in the process
+            that all are forked from. `()` for work without torch.
+        max_parallel: how many replicas run at the same time; the others wait as `pending`. None: all.
+        term_grace_s: seconds between SIGTERM, which runs a replica's `finally`, and SIGKILL.
+        gpus: the GPUs to share out when `gpu=` is asked for, as in `CUDA_VISIBLE_DEVICES`. None: those of this machine.
+    """
+
+    backend_name = "local"
+    supports_inter_replica_network = True
+    needs_shared_rendezvous = False
+    default_timeout_s: float | None = None
+    recordable_options: ClassVar[Recordable] = {"max_parallel": int, "term_grace_s": float}
+
+    def __init__(
+        self,
+        *,
+        preload: Sequence[str] = PRELOAD,
+        max_parallel: int | None = None,
+        term_grace_s: float = 5.0,
+        gpus: Sequence[str] | None = None,
+    ) -> None:
+        if max_parallel is not None and max_parallel < 1:
+            raise ValueError(f"max_parallel must be at least 1, got max_parallel={max_parallel}.")
+        if not 0 <= term_grace_s <= LONGEST_GRACE_S:
+            raise ValueError(
+                f"term_grace_s must be at least 0 and at most {LONGEST_GRACE_S:g}, got term_grace_s={term_grace_s}."
+            )
+        self.preload = tuple(preload)
+        self.max_parallel = max_parallel
+        self.term_grace_s = term_grace_s
+        self.gpus = None if gpus is None else tuple(gpus)
+
+    def __repr__(self) -> str:
+        return f"LocalProcessExecutor(preload={self.preload}, max_parallel={self.max_parallel})"
+
+    @property
+    def options_to_keep(self) -> dict[str, Any]:
+        """What a run is resumed with: the parallelism, and so the threads, of its launch."""
+        options: dict[str, Any] = {"max_parallel": self.max_parallel, "term_grace_s": self.term_grace_s}
+        if self.gpus is not None:
+            options["gpus"] = list(self.gpus)
+        if self.preload != PRELOAD:
+            options["preload"] = list(self.preload)
+        return options
+
+    def warm_up(self) -> None:
+        """Let the process that forks replicas begin its imports, without waiting for it."""
+        if sys.platform == "linux":
+            zygote(self.preload).start()
+
+    def check_launch(
+        self,
+        n_replicas: int,
+        entrypoint: str | Callable[..., Any],
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: float | None = 3600,
+        secrets: Sequence[str] = (),
+    ) -> None:
+        """Refuse what cannot work, before anything is written or started; see `NativeExecutor.check_launch`.
+
+        An entrypoint given by name is imported and its arguments are bound in a throw-away process.
+        """
+        if sys.platform != "linux":
+            raise BackendError(f"The local backend needs Linux; this is {sys.platform}.")
+        if n_replicas < 1:
+            raise ValueError(f"n must be at least 1, got n={n_replicas}.")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout must be more than 0 seconds, got timeout={timeout}.")
+        if missing := [name for name in secrets if name not in os.environ]:
+            advice = "Local replicas inherit this environment: set it before the launch."
+            raise ValueError(f"The secret {missing[0]!r} is not set. {advice}")
+        self._gpu_slots(gpu, n_replicas)
+        self.warm_up()  # for a callable, its imports go on while the launch is written
+        if not isinstance(entrypoint, str):
+            return
+        args, _ = split_rank_env(entrypoint_args)
+        check_entrypoint(entrypoint, args)
+        question = {"do": "check", "entrypoint": entrypoint, "args": dict.fromkeys(args), **surroundings()}
+        answer = zygote(self.preload).request(question)
+        if answer and "kind" not in answer:
+            raise BackendError(f"Backend 'local' cannot fork replicas: {answer['error']}.")
+        if answer:
+            errors = {"arguments": EntrypointArgumentsError, "import": EntrypointImportError}
+            raise errors[answer["kind"]](answer["error"])
+
+    def package(self, entrypoint: str | Callable[..., Any]) -> None:
+        """Return None: the replicas see this machine's files."""
+
+    def launch_replicas(
+        self,
+        n_replicas: int,
+        entrypoint: str | Callable[..., Any],
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: float | None = 3600,
+        run: RunSpec | None = None,
+    ) -> list[ReplicaHandle]:
+        """Start the replicas and return their handles in rank order; see `NativeExecutor.launch_replicas`.
+
+        Args:
+            timeout: seconds; None for no limit.
+            run: None: a new one in the default store, attached.
+
+        Raises:
+            LaunchError: a replica could not be started; those before it were ended.
+            RunExistsError: this machine knows a run of the same id in another store.
+        """
+        if run is None:
+            self.check_launch(n_replicas, entrypoint, entrypoint_args, gpu=gpu, timeout=timeout)
+            request = LaunchRequest(entrypoint=entrypoint, n=n_replicas, args=entrypoint_args, gpu=gpu, timeout=timeout)
+            run = create_run(request, new_run_id(), local_store(), describe_executor(self))
+            remember(run.run_id, run.store_url, run.task_digest, self.options_to_keep)
+        settle(run.run_id, run.store_url, run.task_digest)
+        launch = self._local_launch(run, gpu, timeout, state_dir())
+        try:
+            answer = zygote(self.preload).request({"do": "launch", "launch": launch.to_json()})
+        except BaseException:  # it may have begun attempts that no caller has a handle of
+            with contextlib.suppress(StoreError):
+                self._take_back(launch)
+            raise
+        if "error" in answer:
+            rank = answer["rank"]
+            who = "the replicas" if rank is None else f"replica {rank} of {run.world_size}"
+            raise LaunchError(
+                f"Backend 'local' could not start {who}: {answer['error']}. Those already started were ended.",
+                rank=rank,
+            )
+        return [ReplicaHandle.from_json(text) for text in answer["handles"]]
+
+    def _take_back(self, launch: LocalLaunch) -> None:
+        """End what a launch that gave no answer has begun, and see that it begins no more.
+
+        Attempts of other launches are left alone. The supervisor may still be at work: what it has not begun is begun
+        here, in the name of a process that never existed, and ended.
+        """
+        for rank in launch.spec.ranks:
+            placeholder = launch.handle(rank, os.getpid(), 0)
+            found = launch.begin(placeholder)
+            if found.metadata.get("nonce") != launch.nonce:
+                continue
+            attempt = launch.attempt(rank)
+            attempt.request_cancel("the launch was interrupted")
+            if found == placeholder:
+                attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
+
+    def describe_launch(
+        self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = 3600, requirements: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Return what `launch_replicas` would send to the run's supervisor, with the environment's values masked."""
+        request = self._local_launch(run, gpu, timeout, state_path()).to_json()
+        request["environ"] = dict.fromkeys(request["environ"], MASK)
+        request["spec"]["env"] = dict.fromkeys(request["spec"]["env"], MASK)
+        del request["nonce"], request["by"]  # those of the launch to come are others
+        return {"preload": list(self.preload), **request}
+
+    def find_handle(self, handle: ReplicaHandle) -> None:
+        """Return None: an attempt begins with its whole handle."""
+
+    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
+        """Return the replica's status. The first to find a replica and its supervisor gone records it as lost.
+
+        Raises:
+            UnknownHandleError: no such replica was ever launched.
+        """
+        attempt, handle = Attempt.of_handle(handle, self.backend_name)
+        outcome = attempt.outcome()
+        if outcome is not None:
+            return outcome.status
+        claim = attempt.find("started.json", Claim.parse)
+        if _Watch.of(attempt, handle).is_gone(claim):
+            # Looked at again after its end: the supervisor's last act may have been to write the outcome.
+            return (attempt.outcome() or attempt.record_lost("its supervisor is gone")).status
+        return ReplicaStatus.PENDING if claim is None else ReplicaStatus.RUNNING
+
+    def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
+        """Return the last lines of the replica's output, at most 4 MiB; from another machine, what its outcome kept."""
+        attempt, handle = Attempt.of_handle(handle, self.backend_name)
+        log = _log_file(attempt, handle)
+        if log is not None and log.is_file():
+            return tail_lines(log, n_lines)[0].decode(errors="replace")
+        outcome = attempt.outcome()
+        return "".join(outcome.output_tail.splitlines(keepends=True)[-n_lines:]) if outcome else ""
+
+    def read_logs(self, handle: ReplicaHandle, *, offset: int | None = None, n_lines: int = 200) -> tuple[bytes, int]:
+        """Return at most 4 MiB of output, and the offset behind it; see `OffsetReader`."""
+        path = _log_file(*Attempt.of_handle(handle, self.backend_name))
+        if path is None:
+            return b"", offset or 0
+        return tail_lines(path, n_lines) if offset is None else read_from(path, offset)
+
+    def cancel(self, handle: ReplicaHandle) -> None:
+        """End a replica and everything it started: SIGTERM, `term_grace_s`, SIGKILL. Returns when it is gone."""
+        attempt, newest = Attempt.of_handle(handle, self.backend_name)
+        if attempt.outcome() is not None:
+            return
+        attempt.request_cancel()
+        folder = folder_of_run(attempt.run_id, attempt.store.url)
+        is_woken = folder is not None and wake(folder, attempt.rank, newest.metadata["attempt"])
+        # A supervisor that cannot be woken looks every second, and is not waited for.
+        grace_s = _Watch.of(attempt, newest).term_grace_s + 10.0 if is_woken else 0.0
+        wait_until_terminal(self.poll, [handle], timeout_s=grace_s)
+
+    def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """Wait for the replicas' outcomes, at most `timeout` seconds, and return them in the order of `handles`."""
+        return collect_rows(self.poll, self.backend_name, handles, timeout)
+
+    def _local_launch(self, run: RunSpec, gpu: str | None, timeout: float | None, state: Path) -> LocalLaunch:
+        return LocalLaunch(
+            spec=run,
+            state_dir=str(state),
+            timeout_s=timeout,
+            max_parallel=self.max_parallel,
+            term_grace_s=self.term_grace_s,
+            gpu_slots=self._gpu_slots(gpu, len(run.ranks)),
+            **surroundings(),
+        )
+
+    def _gpu_slots(self, gpu: str | None, n_replicas: int) -> list[str] | None:
+        """Share the GPUs out: `CUDA_VISIBLE_DEVICES` of each place that a replica can run in."""
+        if gpu is None:
+            return None
+        name, _, count = gpu.partition(":")
+        if not name or (count and not (count.isdigit() and int(count) > 0)):
+            raise ValueError(f"gpu is a name and perhaps a count, as in 'H100' or 'H100:2', got {gpu!r}.")
+        each = int(count or 1)
+        available = _gpus_of_this_machine() if self.gpus is None else list(self.gpus)
+        if not available:
+            _warn(f"gpu={gpu!r}: this machine has no GPU; the replicas run on the CPU.")
+            return None
+        places = min(self.max_parallel or n_replicas, n_replicas)
+        if places * each > len(available):
+            raise BackendError(
+                f"{places} replicas with {each} GPU each need {places * each} GPUs, this machine has {len(available)}. "
+                f"Launch fewer, or give max_parallel={max(1, len(available) // each)}."
+            )
+        return [",".join(available[place * each : (place + 1) * each]) for place in range(places)]
+
+
+def _log_file(attempt: Attempt, handle: ReplicaHandle) -> Path | None:
+    """Return where the log is, if this machine launched the run. The store has no say in which file is shown."""
+    folder = folder_of_run(attempt.run_id, attempt.store.url)
+    return None if folder is None else log_file(folder.parent, attempt.at(handle.metadata["attempt"]))
+
+
+@dataclass(frozen=True)
+class _Watch(Record):
+    """Who supervises a replica, as its handle says. Good for looking, and not for sending a signal there."""
+
+    machine: str = checked(text(1000, MACHINE))
+    supervisor_pid: int = checked(PID)
+    supervisor_started: int = checked(TICKS)
+    term_grace_s: float = checked(number(0.0, LONGEST_GRACE_S))
+
+    @classmethod
+    def of(cls, attempt: Attempt, handle: ReplicaHandle) -> _Watch:
+        where = f"the handle of rank {attempt.rank} of run {attempt.run_id!r}"
+        return cls.parse(handle.metadata, where, attempt.store.url)
+
+    def is_gone(self, claim: Claim | None) -> bool:
+        """Whether no process is left that could write the outcome, as far as this machine can see."""
+        here, there = this_machine(), self.machine
+        if here != there:
+            host, boot, _ = here.split(" ")
+            return there.split(" ")[0] == host and there.split(" ")[1] != boot  # this host was restarted since
+        if is_alive(self.supervisor_pid, self.supervisor_started):
+            return False
+        if claim is None or claim.pid is None or claim.pid_started is None:
+            return True
+        return not is_alive(claim.pid, claim.pid_started)
+
+
+def _gpus_of_this_machine() -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [device for device in visible.split(",") if device.strip() not in ("", "-1")]
+    try:
+        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
+@functools.cache  # once
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)

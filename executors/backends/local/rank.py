@@ -1,0 +1,173 @@
+"""From a forked process to a replica: one becomes the supervisor of a launch, and those it forks become its ranks.
+
+Whatever is the same for all ranks is done before the fork: what a child only reads costs it nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from executors.attempt import OUTPUT_TAIL_BYTES
+from executors.backends.local.request import LocalLaunch, adopt
+from executors.errors import LaunchError, ReplicasError
+from executors.logs import tail_text
+from executors.process import become_subreaper, fork, start_time
+from executors.protocol import ReplicaHandle
+from executors.store import store_at
+from executors.task.stored import StoredTask, read_task
+from executors.worker.main import Assignment, main
+from executors.worker.supervisor import Supervisor
+from executors.worker.supervisor_lock import hold, open_locks
+
+
+def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> NoReturn:
+    """Be the supervisor of a launch, in a process just forked by the zygote. Answers on `reply`, then watches."""
+    code = 1
+    try:
+        os.setsid()
+        become_subreaper()
+        try:
+            # First: the store may need the launcher's credentials.
+            adopt(launch.cwd, launch.sys_path, {**launch.environ, **launch.spec.env})
+            _unbuffer_streams()
+            ranks = LocalRanks(launch, [launcher_pidfd, reply])
+            supervisor = Supervisor(
+                launch.spec,
+                ranks,
+                places=launch.places,
+                timeout_s=launch.timeout_s,
+                term_grace_s=launch.term_grace_s,
+                launcher_pidfd=None if launch.spec.detach else launcher_pidfd,
+            )
+        except (OSError, ReplicasError, ValueError) as error:
+            os.write(reply, (json.dumps({"error": str(error), "rank": None}) + "\n").encode())
+            os._exit(code)
+        try:
+            answer: dict[str, Any] = {"handles": [ranks.handle(rank).to_json() for rank in supervisor.start()]}
+        except LaunchError as error:
+            answer = {"error": str(error), "rank": error.rank}
+        with contextlib.suppress(BrokenPipeError), os.fdopen(reply, "w") as pipe:
+            pipe.write(json.dumps(answer) + "\n")
+        ranks.private.remove(reply)
+        ranks.task = None  # a rank that had to wait reads it again
+        supervisor.run()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _unbuffer_streams() -> None:
+    """Write at once, as under `python -u`: what a rank printed before a SIGKILL is in its log."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        raw = io.FileIO(descriptor, "w", closefd=False)
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+class LocalRanks:
+    """The ranks of a launch, as their supervisor starts them on this machine.
+
+    Args:
+        private: the supervisor's descriptors, which its ranks must not keep.
+    """
+
+    def __init__(self, launch: LocalLaunch, private: list[int]) -> None:
+        self._launch = launch
+        self.private = private
+        self._torch_threads = launch.torch_threads(cores=len(os.sched_getaffinity(0)))
+        self._pid, self._started = os.getpid(), start_time(os.getpid())
+        self._lock: int | None = None
+
+    @functools.cached_property
+    def task(self) -> StoredTask | None:
+        """The run's task, read once for all ranks. None when it cannot be read: each rank tries again, and says why."""
+        spec = self._launch.spec
+        try:
+            task = read_task(store_at(spec.store_url), spec.run_id, spec.task_digest)
+            task.prepare()
+        except (ReplicasError, ValueError):
+            return None
+        return task
+
+    def handle(self, rank: int) -> ReplicaHandle:
+        """Make the handle of a rank."""
+        return self._launch.handle(rank, self._pid, self._started)
+
+    def prepare(self, rank: int) -> None:
+        """Make the folders of a rank, and open the locks."""
+        if self._lock is None:
+            folder = self._launch.log_folder
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = open_locks(folder)
+            self.private.append(self._lock)
+        os.makedirs(self._launch.log_file(rank).parent, exist_ok=True, mode=0o700)
+
+    def begin(self, rank: int) -> bool:
+        """Begin a rank's attempt, or find that this process has; False if it is another process's."""
+        handle = self.handle(rank)
+        if self._launch.begin(handle) != handle:
+            return False
+        if self._lock is not None:
+            hold(self._lock, rank, self._launch.spec.attempt)
+        return True
+
+    def start(self, rank: int, place: int, close: Iterable[int]) -> int:
+        """Fork a rank's process; return its pid."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        output = os.open(self._launch.log_file(rank), flags, 0o600)
+        task = self.task  # before the first fork
+        try:
+            gc.freeze()  # the rank's collector finds nothing of the supervisor's to look at, and so to copy
+            pid = fork()
+            if pid == 0:
+                self._become_rank(rank, place, task, output, [*close, *self.private])
+        finally:
+            os.close(output)
+        return pid
+
+    def output_tail(self, rank: int) -> str:
+        """Return the end of a rank's log."""
+        return tail_text(self._launch.log_file(rank), OUTPUT_TAIL_BYTES)
+
+    def _become_rank(
+        self, rank: int, place: int, task: StoredTask | None, output: int, close: Iterable[int]
+    ) -> NoReturn:
+        """Be a replica: nothing of the supervisor's is left but the watch on it."""
+        try:
+            os.setsid()
+            become_subreaper()
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for descriptor in close:
+                os.close(descriptor)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.close(output)
+            gc.enable()
+            if self._launch.gpu_slots is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = self._launch.gpu_slots[place]
+            assignment = Assignment(
+                self._launch.spec,
+                rank,
+                task=task,
+                supervisor_pid=self._pid,
+                output_tail=functools.partial(self.output_tail, rank),
+                term_grace_s=self._launch.term_grace_s,
+                torch_threads=self._torch_threads,
+            )
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)  # a forked child must never return into the supervisor
+        main(assignment)

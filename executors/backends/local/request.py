@@ -1,0 +1,143 @@
+"""What a launcher sends to a supervisor about one local run, and how both sides talk."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from executors.attempt import Attempt, parse_handle
+from executors.process import this_machine
+from executors.protocol import ReplicaHandle, RunSpec
+from executors.store import store_at
+from executors.store.records import read_record
+
+
+def surroundings() -> dict[str, Any]:
+    """Return what a replica inherits of its launcher: as it is now, not as it was when the zygote started."""
+    paths = [os.path.abspath(path) for path in sys.path]
+    return {"cwd": os.getcwd(), "sys_path": paths, "environ": dict(os.environ)}
+
+
+def adopt(cwd: str, sys_path: list[str], environ: Mapping[str, str]) -> None:
+    """Take over a launcher's surroundings.
+
+    Raises:
+        OSError: the launcher's directory is gone.
+    """
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    for name, value in environ.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+    sys.path[:] = sys_path
+    os.chdir(cwd)
+
+
+@dataclass(frozen=True)
+class LocalLaunch:
+    """A run, and how to run it on this machine. Plain JSON, sent to the supervisor and never stored."""
+
+    spec: RunSpec
+    state_dir: str
+    cwd: str
+    sys_path: list[str]
+    environ: Mapping[str, str]
+    timeout_s: float | None = None
+    max_parallel: int | None = None
+    term_grace_s: float = 5.0
+    gpu_slots: list[str] | None = None
+    """`CUDA_VISIBLE_DEVICES` of each place that a replica can run in; None leaves it alone."""
+    nonce: str = field(default_factory=lambda: os.urandom(16).hex())
+    """Tells this launch from any other that asks for the same attempts."""
+    by: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
+    """The launcher, for people."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> LocalLaunch:
+        spec = record["spec"]
+        tuples = {name: tuple(spec[name]) for name in ("ranks", "secret_names", "chaos")}
+        return cls(**{**record, "spec": RunSpec(**{**spec, **tuples})})
+
+    @property
+    def places(self) -> int:
+        """How many replicas of this launch run at the same time."""
+        return min(self.max_parallel or len(self.spec.ranks), len(self.spec.ranks))
+
+    def torch_threads(self, cores: int) -> int:
+        """Return each replica's share of the cores.
+
+        It is counted over the run, not over this launch: the others still run beside a rank that is resumed alone.
+        """
+        return max(1, cores // min(self.max_parallel or self.spec.world_size, self.spec.world_size))
+
+    @property
+    def log_folder(self) -> Path:
+        """What this machine keeps of the run."""
+        return Path(self.state_dir) / self.spec.run_id
+
+    def log_file(self, rank: int) -> Path:
+        return log_file(Path(self.state_dir), self.attempt(rank))
+
+    def attempt(self, rank: int) -> Attempt:
+        """Return the attempt of a rank that is asked for."""
+        return Attempt(store_at(self.spec.store_url), self.spec.run_id, rank, self.spec.attempt)
+
+    def handle(self, rank: int, supervisor_pid: int, supervisor_started: int | None) -> ReplicaHandle:
+        """Make the handle of a rank; the supervisor is named by its pid and when it started, in clock ticks."""
+        metadata = {
+            "run_id": self.spec.run_id,
+            "store_url": self.spec.store_url,
+            "attempt": self.spec.attempt,
+            "nonce": self.nonce,
+            "by": self.by,
+            "machine": this_machine(),
+            "supervisor_pid": supervisor_pid,
+            "supervisor_started": supervisor_started,
+            "term_grace_s": self.term_grace_s,
+        }
+        return ReplicaHandle(rank, "local", metadata)
+
+    def begin(self, handle: ReplicaHandle) -> ReplicaHandle:
+        """Begin an attempt by creating its handle, unless one exists; return the handle that exists.
+
+        Of several processes that would start an attempt, the one whose handle exists may.
+        """
+        attempt = self.attempt(handle.rank)
+        if attempt.store.put_if_absent(attempt.key("handle.json"), handle.to_json().encode()):
+            return handle
+        # Perhaps the same one, by a create whose reply was lost.
+        return read_record(attempt.store, attempt.key("handle.json"), parse_handle)
+
+
+def log_file(state_dir: Path, attempt: Attempt) -> Path:
+    """Return where a local replica's output is. Always on this machine, whatever the run's store."""
+    return state_dir / attempt.key("output.log")
+
+
+def send(connection: socket.socket, message: Any) -> None:
+    """Send one message, a line of JSON."""
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def receive(connection: socket.socket) -> Any:
+    """Receive one message; the other side sends no second one before it has an answer.
+
+    Raises:
+        EOFError: the other side is gone.
+    """
+    received = bytearray()
+    while not received.endswith(b"\n"):
+        part = connection.recv(1 << 20)
+        if not part:
+            raise EOFError("The other side closed the connection.")
+        received += part
+    return json.loads(received)

@@ -1,0 +1,134 @@
+"""A clean process that imports what replicas need once, and forks it for every run.
+
+Forking from the launcher itself is not safe: if it ever ran a multi-threaded torch operation, the child's first one
+hangs for ever. So one child per launcher imports the preload list, nothing else, runs no user code, stays
+single-threaded, and forks: a supervisor for each launch, and a throw-away child for each check of an entrypoint.
+
+It keeps none of the launcher's descriptors but one socket, and ends with its launcher, which it watches by pidfd:
+the socket's end would be hidden by any helper that the launcher forked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from executors.backends.local.rank import become_supervisor
+from executors.backends.local.request import LocalLaunch, adopt, receive, send
+from executors.entrypoint import check_call, load_entrypoint
+from executors.errors import EntrypointArgumentsError, EntrypointError
+from executors.process import die_with_parent, fork
+
+
+def serve(descriptor: int, launcher: int, preload: list[str]) -> None:
+    """Be the zygote: import, then answer requests until the launcher is gone."""
+    connection = socket.socket(fileno=descriptor)
+    launcher_pidfd = os.pidfd_open(launcher)
+    if os.getppid() != launcher:
+        return  # it ended before we could watch it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the launcher's business
+    wakeup, wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    problem = _import_all(preload)
+    gc.freeze()  # what is shared with the children stays shared: their collector does not touch it
+    private = [connection.fileno(), wakeup, wakeup_writer]
+    poller = select.poll()
+    for watched in (connection.fileno(), launcher_pidfd, wakeup):
+        poller.register(watched, select.POLLIN)
+    while True:
+        ready = {number for number, _ in poller.poll()}
+        if wakeup in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wakeup, 4096)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+        if launcher_pidfd in ready:
+            return
+        if connection.fileno() in ready:
+            try:
+                request = receive(connection)
+                if problem is not None:
+                    send(connection, {"error": problem, "rank": None})
+                elif request["do"] == "launch":
+                    send(connection, _launch(request["launch"], launcher_pidfd, private))
+                elif request["do"] == "check":
+                    send(connection, _check(request, [*private, launcher_pidfd]))
+                else:
+                    send(connection, {})
+            except (EOFError, ConnectionError):
+                return
+
+
+def _import_all(preload: list[str]) -> str | None:
+    """Import the preload list; return what went wrong, for the launcher to say."""
+    for module in preload:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            return f"preload: cannot import {module!r}: {error}"
+    return None
+
+
+def _launch(record: dict[str, Any], launcher_pidfd: int, private: list[int]) -> Any:
+    def be(reply: int) -> NoReturn:
+        become_supervisor(LocalLaunch.from_json(record), launcher_pidfd, reply)
+
+    _, answer = _fork_and_hear(be, private)
+    return answer or {"error": "its supervisor ended before it could start it", "rank": None}
+
+
+def _check(request: dict[str, Any], private: list[int]) -> Any:
+    """Load an entrypoint and bind its arguments in a child that is thrown away with all that it started."""
+    pid, answer = _fork_and_hear(lambda reply: _be_check(request, reply), private)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    ended = f"Entrypoint {request['entrypoint']!r}: the process that imported it ended."
+    return {"kind": "import", "error": ended} if answer is None else answer
+
+
+def _fork_and_hear(be: Callable[[int], NoReturn], private: list[int]) -> tuple[int, Any]:
+    """Fork a child that answers with one line of JSON; return its pid and the answer, None if it ended without one."""
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    pid = fork()
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        for descriptor in (*private, reader):
+            os.close(descriptor)
+        be(writer)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        line = pipe.readline()  # and not all: what a user's module started may hold the other side open
+    return pid, json.loads(line) if line else None
+
+
+def _be_check(request: dict[str, Any], reply: int) -> NoReturn:
+    name = f"Entrypoint {request['entrypoint']!r}"
+    answer: dict[str, str] = {}
+    try:
+        os.setsid()
+        die_with_parent()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        adopt(request["cwd"], request["sys_path"], request["environ"])
+        check_call(load_entrypoint(request["entrypoint"]), request["args"], name)
+    except EntrypointArgumentsError as error:
+        answer = {"kind": "arguments", "error": str(error)}
+    except EntrypointError as error:
+        answer = {"kind": "import", "error": str(error)}
+    except BaseException as error:
+        import traceback
+
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        answer = {"kind": "import", "error": f"{name} cannot be loaded. {trace}"}
+    finally:
+        os.write(reply, (json.dumps(answer) + "\n").encode())
+        os._exit(0)

@@ -1,0 +1,113 @@
+"""The launcher's side of the zygote: starting it, asking it, and replacing one that died."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from executors.backends.local.request import receive, send
+from executors.errors import BackendError
+
+_START = """
+import gc
+gc.disable()  # importing torch makes a million objects and no garbage: collecting takes a quarter of the time
+import json, sys
+descriptor, launcher, sys.path[:], preload = json.loads(sys.argv[1])
+from executors.backends.local.zygote import serve
+serve(descriptor, launcher, preload)
+"""
+
+
+class ZygoteClient:
+    """A connection to one zygote, started when it is first needed. Safe to use from several threads."""
+
+    def __init__(self, preload: tuple[str, ...]) -> None:
+        self._preload = preload
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+
+    def start(self) -> None:
+        """Let the zygote begin its imports, without waiting for it."""
+        with self._lock:
+            self._connected()
+
+    def request(self, message: dict[str, Any]) -> Any:
+        """Ask, and wait for the answer.
+
+        Raises:
+            BackendError: the zygote ended, twice in a row.
+        """
+        with self._lock:
+            if message["do"] == "launch":
+                # A launch that was sent may have begun, and is never sent twice. So a zygote that was just killed, and
+                # perhaps still takes messages, is found out by a question that may be sent twice.
+                self._ask({"do": "answer"}, tries=2)
+                return self._ask(message, tries=1)
+            return self._ask(message, tries=2)
+
+    def _ask(self, message: dict[str, Any], tries: int) -> Any:
+        connection = self._connected()
+        try:
+            send(connection, message)
+            return receive(connection)
+        except (EOFError, ConnectionError) as error:
+            self._drop()
+            if tries > 1:
+                return self._ask(message, tries - 1)
+            raise BackendError(f"The process that forks replicas ended: {error!r}.") from error
+        except BaseException:
+            self._drop()  # Ctrl-C in the middle of an answer: the next request must not read its rest
+            raise
+
+    def _connected(self) -> socket.socket:
+        forked = self._owner != os.getpid()  # our own fork shares the parent's socket, and must not use it
+        dead = self._process is None or (not forked and self._process.poll() is not None)
+        if self._connection is None or forked or dead:
+            self._drop()
+            self._spawn()
+        assert self._connection is not None
+        return self._connection
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            paths = [os.path.abspath(path) for path in sys.path]  # '' means this directory, as of now
+            argument = json.dumps([theirs.fileno(), os.getpid(), paths, list(self._preload)])
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _START, argument],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._connection = ours
+        self._owner = os.getpid()
+        atexit.register(self._drop)
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None and self._owner == os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            self._process.wait()
+        self._connection = self._process = None
+
+
+_clients: dict[tuple[str, ...], ZygoteClient] = {}
+_clients_lock = threading.Lock()
+
+
+def zygote(preload: tuple[str, ...]) -> ZygoteClient:
+    """Return this process's one zygote with that preload list."""
+    with _clients_lock:
+        return _clients.setdefault(preload, ZygoteClient(preload))

@@ -1,0 +1,247 @@
+"""Watching a run to its end: a live table on a terminal, plain lines elsewhere; and what Ctrl-C does."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from executors.cli.output import CANCELLED, Output, inert, name_duration, name_ranks, one_line
+from executors.cli.summary import reference
+from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError
+from executors.protocol import ReplicaStatus
+from executors.run import Run
+from executors.status import RunStatus
+
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 0.5
+PROGRESS_EVERY_S = 10.0  # between two plain lines of progress
+PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
+SHOW_CURSOR = b"\x1b[?25h"
+
+
+class Interrupts:
+    """Counts Ctrl-C, and SIGTERM like one, within the block.
+
+    Until `count_on` each raises `KeyboardInterrupt`, as usual. After it the first is only counted, and the second ends
+    the process.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._run_id: str | None = None
+        self._old: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._old_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._old[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_wakeup)
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def count_on(self, run_id: str) -> None:
+        """Stop raising: from now on the first interrupt asks for a cancellation."""
+        self._run_id = run_id
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep; an interrupt ends the sleep."""
+        if select.select([self._reader], [], [], seconds)[0]:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._reader, 4096)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self._run_id is None:
+            raise KeyboardInterrupt
+        if self.count > 1:
+            text = f"\nExiting now. Replicas of {self._run_id} that still run are killed.\n".encode()
+            with contextlib.suppress(OSError):
+                os.write(2, (SHOW_CURSOR if os.isatty(2) else b"") + text)
+            os._exit(CANCELLED)
+
+
+def watch(run: Run, output: Output, *, interrupts: Interrupts | None = None, timeout_s: float | None = None) -> bool:
+    """Show a run until every replica has ended; False if the time was over first. Raises what `follow` raises.
+
+    Args:
+        interrupts: the first one cancels the run, whose end is then shown as well. None: Ctrl-C leaves the run alone.
+    """
+    hint = "Ctrl-C stops watching; the run continues." if interrupts is None else "Ctrl-C cancels the run."
+    view = LiveView(output, run, hint) if output.is_live else PlainView(output, run)
+    note = ""
+    try:
+        if interrupts is not None:
+            _follow_and_cancel(run, view, interrupts)
+        elif not follow(run, view, timeout_s=timeout_s):
+            note = f"Not finished after {timeout_s:g} s."
+    except KeyboardInterrupt:
+        note = "Stopped watching."
+        raise
+    finally:
+        view.close()
+        if note:
+            output.say(f"{note} The run continues: replicas wait {reference(run)}", "yellow")
+    return not note
+
+
+def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> None:
+    """Show a run until its end; at the first interrupt, cancel it in a thread."""
+    canceller: threading.Thread | None = None
+
+    def cancel() -> None:
+        try:
+            run.cancel()
+        except ReplicasError as error:
+            view.say(f"Cancelling failed: {error} Press Ctrl-C again to exit now.", "red")
+
+    def check_interrupts() -> None:
+        nonlocal canceller
+        if interrupts.count and canceller is None:
+            # Cancel markers first: if a second Ctrl-C ends us now, the replicas still count as cancelled.
+            with contextlib.suppress(StoreError):
+                run.request_cancel()
+            view.say("Cancelling; waiting for the replicas to end. Press Ctrl-C again to exit now.", "yellow")
+            canceller = threading.Thread(target=cancel, name="replicas-cancel", daemon=True)
+            canceller.start()
+
+    follow(run, view, sleep=interrupts.sleep, after_each=check_interrupts)
+    if canceller is not None:
+        canceller.join()
+
+
+def follow(
+    run: Run,
+    view: PlainView,
+    *,
+    timeout_s: float | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+    after_each: Callable[[], None] = lambda: None,
+) -> bool:
+    """Show a run until every replica has ended; False if the time was over first. Calls `after_each` in between.
+
+    Raises:
+        StoreError: the store could not be read for a minute.
+        BackendError: the backend could not be asked for a minute, or the first time.
+    """
+    end = math.inf if timeout_s is None else clock() + timeout_s
+    pause_s = FIRST_PAUSE_S
+    was_read = False
+    failing_since: dict[str, float] = {}
+    failed_at = -math.inf
+    while True:
+        try:
+            status = run.status()
+        except (StoreError, BackendError) as error:
+            what = "store" if isinstance(error, StoreError) else "backend"
+            if not was_read and (what == "backend" or isinstance(error, CorruptObjectError)):
+                raise  # a missing SDK or account, or unreadable records: waiting does not help
+            failed_at = clock()
+            if what not in failing_since:
+                failing_since[what] = failed_at
+                view.say(f"The {what} fails; retrying: {error}", "yellow")
+            elif failed_at - failing_since[what] > PATIENCE_S:
+                raise
+        else:
+            was_read = True
+            failing_since.pop("store", None)
+            if clock() - failed_at > PATIENCE_S:  # most readings of a status ask the store alone
+                failing_since.pop("backend", None)
+            view.update(status)
+            if status.is_terminal:
+                return True
+        after_each()
+        left_s = end - clock()
+        if left_s <= 0:
+            return False
+        sleep(min(pause_s, left_s))
+        pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
+
+
+class PlainView:
+    """A line for each change of status, and every ten seconds one of progress."""
+
+    def __init__(self, output: Output, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
+        self._output = output
+        self._clock = clock
+        self._created_at = run.record.created_at
+        self._seen: dict[int, ReplicaStatus] = {}
+        self._progress = ""
+        self._progress_at = clock()
+
+    def update(self, status: RunStatus) -> None:
+        elapsed = f"[{name_duration(status.at - self._created_at):>6}]"
+        changed: dict[tuple[ReplicaStatus, str], list[int]] = {}
+        for replica in status.replicas:
+            if self._seen.get(replica.rank) is not replica.status:
+                self._seen[replica.rank] = replica.status
+                changed.setdefault((replica.status, one_line(replica.note)), []).append(replica.rank)
+        for (state, note), ranks in changed.items():
+            self.say(f"{elapsed} {name_ranks(ranks)} {state}" + (f" ({note})" if note else ""))
+        progress = progress_line(status)
+        is_due = self._clock() - self._progress_at >= PROGRESS_EVERY_S
+        if not changed and is_due and progress != self._progress:
+            self._progress, self._progress_at = progress, self._clock()
+            self.say(f"{elapsed} {progress}")
+
+    def say(self, text: str, style: str | None = None) -> None:
+        self._output.say(text, style)
+        self.close()
+
+    def close(self) -> None:
+        self._output.console.file.flush()
+
+
+class LiveView(PlainView):
+    """A table that is redrawn in place."""
+
+    def __init__(self, output: Output, run: Run, hint: str) -> None:
+        from rich.live import Live
+
+        super().__init__(output, run)
+        self._hint = hint
+        self._live = Live(console=output.console, auto_refresh=False, vertical_overflow="crop")
+        self._live.start()
+
+    def update(self, status: RunStatus) -> None:
+        from rich.console import Group
+        from rich.text import Text
+
+        from executors.cli.table import LINES_AROUND, replica_table, title
+
+        max_rows = None if status.is_terminal else self._output.console.height - LINES_AROUND
+        hint = [Text(self._hint, style="dim")] if self._hint and not status.is_terminal else []
+        head = title(status, status.at - self._created_at)
+        self._live.update(Group(head, replica_table(status, max_rows), *hint), refresh=True)
+
+    def say(self, text: str, style: str | None = None) -> None:
+        self._hint = ""
+        self._output.console.print(inert(text), style=style)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def progress_line(status: RunStatus) -> str:
+    """Return the progress of a run in one line: `3 running, 1 failed: round 4, step 120-130, loss 2.31`."""
+    parts = []
+    for column in ("round", "step", "loss"):
+        having = [replica for replica in status.replicas if replica.reported.get(column) is not None]
+        if having:
+            ends = [choose(having, key=lambda r: float(r.reported[column])).cell(column) for choose in (min, max)]
+            parts.append(f"{column} {'-'.join(dict.fromkeys(ends))}")
+    return status.counts + (f": {', '.join(parts)}" if parts else "")

@@ -1,0 +1,315 @@
+"""`launch()`: check everything, write the run, start its replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from executors.attempt import Attempt
+from executors.entrypoint import check_entrypoint, describe, split_rank_env
+from executors.errors import RunExistsError, StoreError
+from executors.protocol import KeepsOptions, NativeExecutor, Package, ReplicaHandle, ServerlessExecutor
+from executors.registry import check_executor, describe_executor, get_executor, import_path
+from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED
+from executors.run_index import NOTE, local_store, locate, new_run_id, remember, state_path
+from executors.store import Store, open_store
+from executors.store.records import exists
+from executors.store.url import address_of, directory_of, shared_rendezvous
+from executors.task.create import LaunchRequest, create_run, plan_run
+from executors.task.stored import StoredTask
+
+if TYPE_CHECKING:
+    from executors.run import Run
+
+PLAIN_TIMEOUT_S = 3600  # the protocol's default, for executors that cannot be told "no limit"
+PLAIN_ENTRYPOINT = "executors.worker.call"  # what an executor that has the five verbs alone is given to call
+NEEDED_SOON = ("executors.run", "executors.store.file", "platformdirs")
+
+
+def launch(
+    executor: str | ServerlessExecutor,
+    entrypoint: str | Callable[..., Any],
+    n: int,
+    *,
+    args: Mapping[str, Any] | None = None,
+    rendezvous: str | Path | None = None,
+    run_id: str | None = None,
+    gpu: str | None = None,
+    timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
+    secrets: Sequence[str] = (),
+    seed: int | None = None,
+    detach: bool = False,
+    resume: bool = False,
+    task_digest: str | None = None,
+    trust_bucket: bool = False,
+    chaos: Sequence[str] = (),
+) -> Run:
+    """Start `n` ranked replicas of an entrypoint.
+
+    Everything is checked before anything is written or started.
+
+    Args:
+        executor: a backend's name, or any object with the five verbs.
+        entrypoint: a callable, or `pkg.mod:f`, `pkg.mod.f`, `path/file.py:f`, `path/file.py` (its `main`).
+        n: how many replicas.
+        args: keyword arguments of the entrypoint; JSON values when it is given by name.
+        rendezvous: the url of the store in which the run lives. None: a directory of this user.
+        run_id: a name of your choice for the run. None: two words and four hex digits.
+        gpu: a GPU per replica, as in "H100" or "H100:2".
+        timeout: seconds each replica may run. None: no limit locally, one hour elsewhere.
+        env: more environment variables of the replicas. Their values are never recorded.
+        secrets: names of secrets that the backend hands to the replicas.
+        seed: the replicas' generators are seeded from this and their rank. None: from the run id and their rank.
+        detach: go on when this process ends. Otherwise the run ends with it.
+        resume: bring back what ended of the run `run_id`, with the task it was launched with; see `resume.resume`.
+        task_digest, trust_bucket: who vouches for that task where another machine launched it; see `resume.resume`.
+        chaos: faults that the replicas are to suffer, as in "kill:rank=1,round=3"; local backend only, see `chaos`.
+
+    Raises:
+        ValueError, TypeError: a bad argument.
+        BackendError: the backend cannot be used; `LaunchError` when it refused a replica.
+        EntrypointError: the entrypoint cannot be found, imported, called with `args`, or shipped.
+        RunExistsError: the run id is taken.
+        StoreError: the rendezvous cannot be used.
+    """
+    request = LaunchRequest(
+        entrypoint=entrypoint,
+        n=n,
+        args=args,
+        rendezvous=rendezvous,
+        run_id=run_id,
+        gpu=gpu,
+        timeout=timeout,
+        env=env,
+        secrets=secrets,
+        seed=seed,
+        detach=detach,
+        chaos=chaos,
+    )
+    if resume:
+        return _bring_back(request, executor, task_digest, trust_bucket)
+    if task_digest is not None or trust_bucket:
+        raise ValueError("task_digest= and trust_bucket= go with resume=True: a new run's task is the one given.")
+    return plan_launch(request, executor).start()
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A launch that was checked, and has neither written nor started anything."""
+
+    request: LaunchRequest
+    """With everything that was left to the executor or to us filled in, but for `run_id`."""
+    executor: ServerlessExecutor
+    run_id: str
+    package: Package | None
+
+    def start(self) -> Run:
+        """Write the run and start its replicas. If that fails half-way, the run is left cancelled, not waiting."""
+        from executors.run import Run
+
+        request, executor = self.request, self.executor
+        store = local_store() if request.rendezvous is None else open_store(request.rendezvous)
+        if request.run_id is not None and (known := locate(self.run_id)) not in (None, store.url):
+            raise RunExistsError(
+                f"Run {self.run_id!r} exists at {known}. Choose another run id, or `replicas rm {self.run_id}`."
+            )
+        spec = create_run(request, self.run_id, store, describe_executor(executor), self.package)
+        try:
+            options = executor.options_to_keep if isinstance(executor, KeepsOptions) else {}
+            remember(self.run_id, store.url, spec.task_digest, options, request.secrets)
+            handles: Sequence[Any]
+            if isinstance(executor, NativeExecutor):
+                limits: Any = {"gpu": request.gpu, "timeout": request.timeout}
+                args = request.args or {}
+                handles = executor.launch_replicas(request.n, request.entrypoint, args, **limits, run=spec)
+            else:
+                handles = self._start_plainly(store)
+        except BaseException as error:
+            with contextlib.suppress(StoreError):
+                for rank in range(request.n):
+                    Attempt(store, self.run_id, rank).abandon(error)
+            raise
+        return Run(store, self.run_id, executor=executor, handles=handles)
+
+    def _start_plainly(self, store: Store) -> Sequence[Any]:
+        """Start the replicas on an executor that has the five verbs alone."""
+        if self.request.rendezvous is None:
+            name = self.executor.backend_name
+            print(f"replicas: the replicas of backend {name!r} must see {store.url}", file=sys.stderr)
+        handles = self.executor.launch_replicas(**self._plain_call(store.url))
+        for rank, handle in enumerate(handles):
+            if isinstance(handle, ReplicaHandle):
+                store.put(Attempt(store, self.run_id, rank).key("handle.json"), handle.to_json().encode())
+        return handles
+
+    def _plain_call(self, store_url: str) -> dict[str, Any]:
+        """Return what an executor that has the five verbs alone is asked for: our worker as its entrypoint."""
+        timeout = self.request.timeout
+        return {
+            "n_replicas": self.request.n,
+            "entrypoint": PLAIN_ENTRYPOINT,
+            "entrypoint_args": {"run": address_of(store_url, self.run_id)},
+            "gpu": self.request.gpu,
+            "timeout": PLAIN_TIMEOUT_S if timeout is None else int(max(1, timeout)),
+        }
+
+    def dry_run(self) -> dict[str, Any]:
+        """Check what `start` would still check, and return as JSON what it would write and ask for.
+
+        Values of environment variables are masked.
+
+        Raises:
+            RunExistsError: the chosen run id is taken.
+            StoreError: the rendezvous cannot be used.
+            EntrypointError: the task cannot travel.
+        """
+        request, executor, url = self.request, self.executor, self._check_store()
+        new = plan_run(request, self.run_id, url, describe_executor(executor), self.package)
+        if isinstance(executor, NativeExecutor):
+            requirements = () if self.package is None else self.package.requirements
+            asked = executor.describe_launch(
+                new.spec, gpu=request.gpu, timeout=request.timeout, requirements=requirements
+            )
+        else:
+            asked = self._plain_call(url)
+        return {
+            "dry_run": True,
+            "run_id": self.run_id,
+            "url": address_of(url, self.run_id),
+            "executor": import_path(executor),
+            "timeout_s": request.timeout,
+            "run.json": new.record,
+            "task/task.json": json.loads(new.task),
+            "request": asked,
+        }
+
+    def _check_store(self) -> str:
+        """Check the rendezvous and the run id, leaving a directory as it is; return the url."""
+        known_here = state_path() / self.run_id
+        if (known_here / "run.json").is_file() or (known_here / NOTE).is_file():
+            raise RunExistsError(f"Run {self.run_id!r} exists. Choose another run id, or `replicas rm {self.run_id}`.")
+        rendezvous = state_path() if self.request.rendezvous is None else self.request.rendezvous
+        directory = directory_of(rendezvous)
+        if directory is None:
+            store = open_store(rendezvous)
+            taken, url = exists(store, f"{self.run_id}/run.json"), store.url
+        else:
+            _check_directory(directory.absolute())
+            taken, url = (directory / self.run_id / "run.json").is_file(), directory.absolute().as_uri()
+        if taken:
+            raise RunExistsError(f"Run {self.run_id!r} exists at {url}. Choose another run id.")
+        return url
+
+
+def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> LaunchPlan:
+    """Check everything about a launch but its store. Raises what `launch` does."""
+    executor = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
+    native = executor if isinstance(executor, NativeExecutor) else None
+    rendezvous, timeout = request.rendezvous, request.timeout
+    if native is not None and native.needs_shared_rendezvous:
+        rendezvous = shared_rendezvous(native.backend_name, rendezvous, request.entrypoint, request.n)
+    if timeout is None:
+        timeout = PLAIN_TIMEOUT_S if native is None else native.default_timeout_s
+    _check_environment(executor, request)
+    chaos = _check_chaos(executor, request) if request.chaos else ()
+    request = replace(request, rendezvous=rendezvous, timeout=timeout, chaos=chaos)
+    package = None
+    args = request.args or {}
+    if native is not None:
+        native.warm_up()
+        for module in NEEDED_SOON:  # meanwhile another process warms up
+            importlib.import_module(module)
+        native.check_launch(
+            request.n, request.entrypoint, args, gpu=request.gpu, timeout=timeout, secrets=request.secrets
+        )
+        package = native.package(request.entrypoint)
+    elif isinstance(request.entrypoint, str):
+        check_entrypoint(request.entrypoint, split_rank_env(args)[0])
+    return LaunchPlan(request, executor, request.run_id or new_run_id(), package)
+
+
+def _bring_back(
+    request: LaunchRequest, executor: str | ServerlessExecutor, task_digest: str | None, trust_bucket: bool
+) -> Run:
+    """Resume a run as `launch(resume=True)` does."""
+    if request.chaos:
+        raise ValueError("A resumed run keeps the chaos it was launched with: leave chaos= away.")
+    if request.run_id is None:
+        raise ValueError("resume=True needs the run_id of the run to bring back.")
+    from executors.resume import resume, vouched_task
+    from executors.run import attach
+
+    run = attach(request.run_id, rendezvous=request.rendezvous, executor=executor)
+    task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
+    _check_same(request, task)
+    _check_environment(run.executor, request)
+    return resume(
+        run,
+        gpu=request.gpu,
+        timeout=request.timeout,
+        env=request.env,
+        secrets=request.secrets,
+        detach=request.detach,
+        task_digest=task.digest,
+    )
+
+
+def _check_same(request: LaunchRequest, task: StoredTask) -> None:
+    """Refuse to go on with something else than what is asked for now; what was pickled is not looked into."""
+    n, entrypoint = task.launched_with.world_size, task.launched_with.entrypoint
+    if request.n != n or describe(request.entrypoint) != entrypoint:
+        raise ValueError(
+            f"Run {task.run_id!r} has {n} replicas of {entrypoint}; it cannot be resumed as {request.n} of "
+            f"{describe(request.entrypoint)}."
+        )
+    differing = [] if request.seed in (None, task.record.seed) else ["seed"]
+    if request.args is not None and isinstance(request.entrypoint, str):
+        launched = task.record.args or {}
+        given = json.loads(json.dumps(split_rank_env(request.args)[0]))
+        differing += [name for name in {**launched, **given} if launched.get(name) != given.get(name)]
+    if differing:
+        raise ValueError(
+            f"Run {task.run_id!r} goes on with what it was launched with, and {differing[0]!r} is another now. "
+            "Leave args= and seed= away, or launch a new run."
+        )
+
+
+def _check_environment(executor: ServerlessExecutor, request: LaunchRequest) -> None:
+    if not isinstance(executor, NativeExecutor) and (request.env or request.secrets):
+        raise ValueError(
+            f"Backend {executor.backend_name!r} takes no env= and no secrets=: values are never recorded, and its five "
+            "verbs carry none. Set them where its replicas run."
+        )
+    for name in request.env or {}:
+        if name in (*TORCH_DISTRIBUTED, *CONTRACT, *FOR_THE_WORKER):
+            raise ValueError(f"env cannot set {name!r}: replicas get or lose it themselves, see the README.")
+
+
+def _check_chaos(executor: ServerlessExecutor, request: LaunchRequest) -> Sequence[str]:
+    from executors.chaos import check_chaos
+
+    if executor.backend_name != "local":
+        raise ValueError(
+            f"Backend {executor.backend_name!r} takes no chaos: faults are injected into local replicas only. "
+            "Try it with --backend local."
+        )
+    return check_chaos(request.chaos, request.n)
+
+
+def _check_directory(directory: Path) -> None:
+    """Prove in a folder beside, gone afterwards, that a store could be made here and creates exclusively."""
+    nearest = next(path for path in (directory, *directory.parents) if path.exists())
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=nearest, prefix=".replicas-dry-run-"))
+        except OSError as error:
+            raise StoreError(f"Cannot use {directory.as_uri()}: {error.strerror}.", url=directory.as_uri()) from error
+        open_store(Path(folder))

@@ -1,0 +1,253 @@
+"""Bringing back replicas of a run that have ended: the same task, the same store, new attempts.
+
+What a replica finds there again is its own affair: `diloco` catches up with the log of its run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from executors.attempt import Attempt, Intent
+from executors.errors import (
+    AlreadyResumedError,
+    BackendError,
+    CorruptObjectError,
+    RunNotFoundError,
+    StoreError,
+    UntrustedTaskError,
+)
+from executors.protocol import NativeExecutor, ReplicaStatus, RunSpec
+from executors.run import Run
+from executors.store.records import SHA256, exists
+from executors.task.stored import StoredTask, read_task
+
+if TYPE_CHECKING:
+    from executors.run import Run
+
+MAX_NAME = 200  # characters of the name that a record gives somebody
+MAX_SHOWN = 100  # characters of what a store says that nobody vouches for
+
+
+def resume(
+    run: Run,
+    *,
+    ranks: Sequence[int] | None = None,
+    gpu: str | None = None,
+    timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
+    secrets: Sequence[str] = (),
+    detach: bool = False,
+    task_digest: str | None = None,
+    trust_bucket: bool = False,
+) -> Run:
+    """Start a new attempt of every rank that ended without succeeding.
+
+    Args:
+        run: the run; those of its replicas that still run go on undisturbed.
+        ranks: start these instead; each must have ended.
+        gpu, timeout: None: as the run was launched.
+        env, secrets: as for `launch`. Values are not recorded, so those of the launch have to be given again.
+        detach: go on when this process ends.
+        task_digest: the sha256 of the task, for a run that another machine launched: `Run.task_digest` there.
+        trust_bucket: start instead whatever the run's store holds, with the credentials of this machine.
+
+    Returns: the run, with the handles of the new attempts.
+
+    Raises:
+        ValueError: no rank can be resumed, one of `ranks` still runs, or a value of the environment is missing, or a
+            secret or option that is not taken from a record.
+        UntrustedTaskError: another machine launched the run, and nobody vouches for its task.
+        BackendError: the backend cannot start single ranks.
+        AlreadyResumedError: another process is resuming the same ranks. When it is some of them, the others are
+            resumed, and those are named on stderr.
+        StoreError: the run was aborted, which is final for its id; or its task is not the one that was launched.
+    """
+    task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
+    launched, executor = task.launched_with, run.executor
+    if not isinstance(executor, NativeExecutor):
+        raise BackendError(f"Backend {run.backend!r} starts all ranks or none; it cannot resume some of a run.")
+    if exists(run.store, f"{run.run_id}/abort.json"):
+        raise StoreError(f"Run {run.run_id!r} was aborted, which is final. Launch a new one.", url=run.store.url)
+    missing = sorted(set(launched.env) - set(env or {}))
+    if missing:
+        raise ValueError(
+            f"Run {run.run_id!r} was launched with the variable {missing[0]!r}, whose value is not recorded. "
+            f"Give it again: --env {missing[0]}=… or env={{{missing[0]!r}: …}}."
+        )
+    secret_names = _secrets_to_give(run, task, secrets)
+    next_attempts = _next_attempts(run, ranks)
+    by_attempt: dict[int, list[int]] = {}
+    for rank, attempt in next_attempts.items():
+        by_attempt.setdefault(attempt, []).append(rank)
+    begun: set[int] = set()
+    for attempt, group in sorted(by_attempt.items()):
+        spec = RunSpec(
+            run_id=run.run_id,
+            store_url=run.store.url,
+            task_digest=task.digest,
+            world_size=run.world_size,
+            ranks=tuple(group),
+            attempt=attempt,
+            env=dict(env or {}),
+            secret_names=secret_names,
+            detach=detach,
+            chaos=launched.chaos,
+        )
+        handles = executor.launch_replicas(
+            len(group),
+            launched.entrypoint,
+            {},
+            gpu=gpu if gpu is not None else launched.gpu,
+            timeout=timeout if timeout is not None else launched.timeout_s,
+            run=spec,
+        )
+        begun.update(handle.rank for handle in handles)
+    if overtaken := {rank: attempt for rank, attempt in next_attempts.items() if rank not in begun}:
+        by_others = _who_resumes(run, overtaken)
+        if not begun:
+            raise AlreadyResumedError(f"{by_others} Follow it: `replicas wait {shlex.quote(run.url)}`.")
+        print(f"replicas: {by_others}", file=sys.stderr)
+    return Run(run.store, run.run_id, executor=executor)
+
+
+def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the secrets that the replicas get, after checking that a person named them here.
+
+    The machine that launched this very task has noted them, and the options of its executor. Nothing of this is taken
+    from a record.
+    """
+    if run.noted is not None:
+        return tuple(secrets or run.noted.secrets)
+    launched = task.launched_with
+    if missing := sorted(set(launched.secrets) - set(secrets)):
+        raise ValueError(
+            f"Run {run.run_id!r} was launched with the secret {missing[0]!r}, and this machine gives no secret away "
+            f"because a record names it. Name it again: --secret {missing[0]} or secrets=[{missing[0]!r}]."
+        )
+    if launched.unrecorded_options and not run.has_given_options:
+        option, backend = launched.unrecorded_options[0], run.backend
+        raise ValueError(
+            f"Run {run.run_id!r} was launched with the option {option!r} of backend {backend!r}, which is not taken "
+            f"from a record. Give it again: --backend {backend} --option {option}=…, or attach(…, executor=…)."
+        )
+    return tuple(secrets)
+
+
+def _next_attempts(run: Run, ranks: Sequence[int] | None) -> dict[int, int]:
+    """Choose the ranks to resume, and number their next attempts: each follows the one whose end was seen.
+
+    Were the numbers asked for later, two who resume at the same time would each have one, and start two copies.
+    """
+    states = run.status().replicas
+    if ranks is None:
+        ended = [s for s in states if s.status.is_terminal and s.status is not ReplicaStatus.SUCCEEDED]
+        if not ended:
+            raise ValueError(f"Run {run.run_id!r} has no replica to resume: {run.status().counts}.")
+        return {state.rank: state.attempt + 1 for state in ended}
+    for rank in ranks:
+        if not 0 <= rank < run.world_size:
+            raise RunNotFoundError(f"Run {run.run_id!r} has the ranks 0 to {run.world_size - 1}, got rank {rank}.")
+        if not states[rank].status.is_terminal:
+            raise ValueError(f"Rank {rank} of run {run.run_id!r} is {states[rank].status}; only what ended is resumed.")
+    return {rank: states[rank].attempt + 1 for rank in ranks}
+
+
+def _who_resumes(run: Run, overtaken: Mapping[int, int]) -> str:
+    """Say by whom attempts were begun that this process was to begin."""
+    by_whom: dict[tuple[int, str], list[str]] = {}
+    for rank, attempt in overtaken.items():
+        by_whom.setdefault((attempt, _begun_by(run, Attempt(run.store, run.run_id, rank, attempt))), []).append(
+            str(rank)
+        )
+    sentences = []
+    for (attempt, who), ranks in by_whom.items():
+        subject = f"Rank {ranks[0]} of run {run.run_id!r} is"
+        if len(ranks) > 1:
+            subject = f"Ranks {', '.join(ranks)} of run {run.run_id!r} are"
+        sentences.append(f"{subject} being resumed by another process (attempt {attempt}, begun by {who}).")
+    return " ".join(sentences)
+
+
+def _begun_by(run: Run, begun: Attempt) -> str:
+    """Name the process that began an attempt, as its first record does."""
+    by: Any = None
+    with contextlib.suppress(CorruptObjectError):
+        if intent := begun.find("intent.json", Intent.parse):
+            by = intent.by
+        elif handle := begun.handle(run.backend):
+            by = handle.metadata.get("by")
+    if not isinstance(by, str) or len(by) > MAX_NAME:
+        return "an unnamed process"
+    return by if by.isprintable() else repr(by)
+
+
+def vouched_task(run: Run, *, task_digest: str | None = None, trust_bucket: bool = False) -> StoredTask:
+    """Read the task that a resumed run starts again, after somebody vouched for it. Writes and starts nothing.
+
+    Args:
+        task_digest: the sha256 of the task, which a person brings along. None: what this machine kept at the launch.
+        trust_bucket: take the store's own word for it, and say on stderr what that is.
+
+    Raises:
+        ValueError: `task_digest` is not a sha256, or both are given.
+        UntrustedTaskError: this machine did not launch the run, and nobody vouches for its task.
+        StoreError: the run's task, or its record, is not what was launched.
+    """
+    kept = run.task_digest
+    if task_digest is not None:
+        if trust_bucket:
+            raise ValueError("Give task_digest= or trust_bucket=True, not both: the first needs no trust.")
+        digest = _check_digest(task_digest)
+    elif trust_bucket:
+        digest = run.record.task_digest
+    elif kept is not None:
+        digest = kept
+    else:
+        raise UntrustedTaskError(
+            f"Run {run.run_id!r} was not launched from here, at least not under this address, so only its store says "
+            f"what it is. {_what_would_run(run)} To resume it, give the digest that `replicas status {run.run_id} "
+            "--json` says as task_digest on the machine that launched it: "
+            f"replicas resume {shlex.quote(run.url)} --task-digest SHA256, or task_digest=. "
+            "Or trust whoever can write to that store: --trust-bucket, or trust_bucket=True."
+        )
+    task = read_task(run.store, run.run_id, digest)
+    launched_with = {**vars(task.launched_with), "task_digest": digest}
+    for name, launched in launched_with.items():
+        if (said := getattr(run.record, name)) != launched:
+            key = f"{run.run_id}/run.json"
+            raise StoreError(
+                f"{key!r} in {run.store.url} is not what was launched: its {name} is {_shown(said)}, the launch's "
+                f"{_shown(launched)}.",
+                key=key,
+                url=run.store.url,
+            )
+    if trust_bucket:
+        other = "" if kept in (None, digest) else f" This machine launched another task there: its digest is {kept}."
+        print(f"replicas: trusting {run.store.url}. {_what_would_run(run)}{other}", file=sys.stderr)
+    return task
+
+
+def _check_digest(text: str) -> str:
+    if not SHA256.fullmatch(text.lower()):
+        raise ValueError(f"A task's digest is not a sha256: 64 hexadecimal digits, got {text!r}.")
+    return text.lower()
+
+
+def _what_would_run(run: Run) -> str:
+    """Say what the store says of a run: nobody vouches for any of it."""
+    record = run.record
+    entrypoint, by, digest = (_shown(value) for value in (record.entrypoint, record.created_by, record.task_digest))
+    return (
+        f"Resuming {run.url} runs code with the credentials of this machine: {entrypoint}, launched by {by}, with the "
+        f"task digest {digest}, as the store says."
+    )
+
+
+def _shown(value: Any) -> str:
+    """Return what a store says on one line, without control characters."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

@@ -1,0 +1,203 @@
+"""What this machine knows of runs: the directory of local runs, which is also the index of those elsewhere.
+
+<state>/<run_id>/run.json             a run whose store is this directory
+<state>/<run_id>/launched.json        where a run is that this machine launched, the digest of its task, and what it was
+                                      launched with; of one that was brought back here, only where it is
+<state>/<run_id>/replicas/…/output.log   what local replicas print, whatever the run's store
+<state>/<run_id>/supervisors.lock     locked by those who watch over local replicas
+
+Two stores may both hold a run of one id. The folder of an id is of the one run that this machine launched: what it
+keeps there is neither shown nor deleted for another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from executors.errors import RunExistsError, StoreError
+from executors.store import Store, store_at
+from executors.store.records import (
+    SHA256,
+    Record,
+    checked,
+    find_record,
+    json_object,
+    list_of,
+    nullable,
+    text,
+    to_bytes,
+)
+from executors.store.url import directory_of
+
+NOTE = "launched.json"
+ADJECTIVES = (
+    "able amber ample brave bright brisk calm candid clear clever cosy crisp daring eager early fair fleet fond "
+    "frank fresh gentle glad golden grand happy hardy honest humble jolly keen kind lively lucid lucky mellow merry "
+    "mild neat nimble noble patient plain polite proud quick quiet ready robust rosy sharp silent silver smart snug "
+    "solid spry steady stout sunny swift tidy warm wise witty"
+)
+ANIMALS = (
+    "badger bear beaver bison bittern crane curlew deer dolphin dove eagle egret falcon ferret finch fox gecko goose "
+    "grouse hare hawk heron ibex ibis jackdaw jay kestrel kite lark lemur linnet lynx marten mole moose newt orca "
+    "oriole osprey otter owl panda pika plover puffin quail raven robin seal shrew sparrow starling stoat stork swan "
+    "swift tern thrush toad trout turtle viper vole walrus weasel whale wombat wren yak"
+)
+
+
+def state_path() -> Path:
+    """Return where this user's directory of runs is, or would be."""
+    import platformdirs
+
+    return Path(platformdirs.user_state_path("replicas"))
+
+
+def state_dir() -> Path:
+    """Return this user's directory of runs, made for this user alone when it is missing."""
+    path = state_path()
+    if not path.is_dir():
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            path.chmod(0o700)
+        except OSError as error:
+            raise StoreError(
+                f"Cannot keep runs in {path}: {error.strerror}. Set XDG_STATE_HOME to a directory of yours.",
+                url=path.as_uri(),
+            ) from error
+    return path
+
+
+def local_store() -> Store:
+    """Open the default rendezvous: the state directory."""
+    return store_at(state_dir())
+
+
+@dataclass(frozen=True)
+class Note(Record):
+    """What this machine noted of a run. Unlike the run's records, nobody else could write it."""
+
+    rendezvous: str | None = checked(nullable(text()))
+    """The url of its store. None: the state directory, which may be moved."""
+    task_digest: str | None = checked(nullable(text(64, SHA256)), None)
+    """The sha256 of the task that was launched. None: it was launched elsewhere, and brought back here."""
+    executor_options: Mapping[str, Any] = checked(json_object, {})
+    """What its executor was made with."""
+    secrets: tuple[str, ...] = checked(list_of(text()), ())
+
+    @property
+    def store_url(self) -> str:
+        return local_store().url if self.rendezvous is None else self.rendezvous
+
+
+def remember(
+    run_id: str,
+    store_url: str,
+    task_digest: str | None = None,
+    executor_options: Mapping[str, Any] | None = None,
+    secrets: Sequence[str] = (),
+) -> None:
+    """Note where a run is, so that its id alone finds it again on this machine, and what was launched, and with what.
+
+    For this user alone: the file names secrets and may hold an option that is one.
+    """
+    store = local_store()
+    note = Note(store_url if store_url != store.url else None, task_digest, executor_options or {}, tuple(secrets))
+    key = f"{run_id}/{NOTE}"
+    store.put(key, to_bytes(asdict(note)))
+    with contextlib.suppress(OSError):  # a file system without modes
+        (state_dir() / key).chmod(0o600)
+
+
+def _find_note(run_id: str) -> Note | None:
+    return find_record(local_store(), f"{run_id}/{NOTE}", Note.parse)
+
+
+def noted_at_launch(run_id: str, store_url: str) -> Note | None:
+    """Return what this machine noted when it launched that run at that store; None: it did not."""
+    note = _find_note(run_id)
+    if note is None or note.task_digest is None:
+        return None
+    return note if _is_same_place(note.store_url, store_url) else None
+
+
+def locate(run_id: str) -> str | None:
+    """Return the url of the store that holds a run, as far as this machine knows."""
+    store = local_store()
+    note = _find_note(run_id)
+    if note is not None and note.rendezvous is not None:
+        return note.rendezvous
+    return store.url if (state_dir() / run_id / "run.json").is_file() else None
+
+
+def folder_of_run(run_id: str, store_url: str) -> Path | None:
+    """Return the folder that this machine has of a run; None when it has none, or one of another run of this id."""
+    known = locate(run_id)
+    return state_dir() / run_id if known is not None and _is_same_place(known, store_url) else None
+
+
+def settle(run_id: str, store_url: str, task_digest: str) -> None:
+    """Make sure that this machine's folder of a run id is of the run in this store.
+
+    Raises:
+        RunExistsError: it is of another run.
+    """
+    known = locate(run_id)
+    if known is not None and _is_same_place(known, store_url):
+        return
+    note = None
+    if known is not None:
+        directory = directory_of(known)
+        if directory is None or (directory / run_id / "run.json").exists():
+            raise RunExistsError(
+                f"This machine knows another run {run_id!r}, at {known}, and keeps its logs under that id. "
+                f"Remove it first: `replicas rm {run_id}`."
+            )
+        note = _find_note(run_id)
+    if note is not None and note.task_digest == task_digest:  # its store has moved since
+        remember(run_id, store_url, task_digest, note.executor_options, note.secrets)
+    else:
+        remember(run_id, store_url)
+
+
+def forget(folder: Path | None) -> None:
+    """Delete what this machine keeps of a run: its logs and its place.
+
+    Args:
+        folder: as `folder_of_run` said before the run was deleted.
+    """
+    import shutil
+
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_same_place(url: str, other: str) -> bool:
+    if url == other:
+        return True
+    here, there = directory_of(url), directory_of(other)
+    with contextlib.suppress(OSError):  # one of them is not there
+        return here is not None and there is not None and os.path.samefile(here, there)
+    return False
+
+
+def known_run_ids() -> list[str]:
+    """List the runs that this machine knows of, oldest first."""
+    found = [path for path in state_dir().iterdir() if path.is_dir() and not path.name.startswith(".")]
+    runs = [path for path in found if (path / "run.json").is_file() or (path / NOTE).is_file()]
+    return [path.name for path in sorted(runs, key=lambda path: path.stat().st_mtime)]
+
+
+def random_words() -> str:
+    """Return an adjective and an animal, as in `brave-otter`."""
+    return f"{secrets.choice(ADJECTIVES.split())}-{secrets.choice(ANIMALS.split())}"
+
+
+def new_run_id() -> str:
+    """Make a run id that people can tell apart: two words and four hex digits."""
+
+    return f"{random_words()}-{os.urandom(2).hex()}"

@@ -1,0 +1,1 @@
+"""How the code of a run reaches another machine."""

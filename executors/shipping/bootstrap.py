@@ -1,0 +1,169 @@
+"""Starts a replica from its run's store: fetches the task and the code, installs what is missing, becomes the worker.
+
+This text is the command of a container (`shipping.bootstrap_command`), so it stands alone: the standard library, and
+boto3, which it installs when it is missing. It runs nothing but what was launched: the digest of task.json came with
+the launch, and task.json has the digest of the code. What prevents a start is told in one line on stderr, and by exit
+code 78 (EX_CONFIG of sysexits.h).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import json
+import os
+import pathlib
+import random
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from importlib import metadata
+from typing import Any, Callable, NoReturn  # noqa: UP035 - Python 3.8 gets as far as to hear that it is too old
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+CANNOT_START = 78
+N_TRIES = 6  # 8 s, besides what the requests take
+COST_OF_A_WRONG_OBJECT = 2  # of the tries: a torn reply passes, a replaced object stays
+FIRST_WAIT_S = 0.25
+PASSING_STATUSES = (408, 409, 429)  # and all from 500 on
+AWS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
+
+
+class WrongObject(Exception):
+    """What came is not what was launched."""
+
+
+def main() -> None:
+    began = time.monotonic()
+    sys.path[:] = [path for path in sys.path if path]  # the current directory has no say in what is imported
+    if sys.version_info < (3, 11) or not hasattr(tarfile, "data_filter"):
+        refuse(f"it needs Python 3.11.4 or later, this is {sys.version.split()[0]}. Use another image.")
+    for name in ("REPLICA_RENDEZVOUS", "REPLICA_RUN_ID", "REPLICA_TASK_DIGEST"):
+        if not os.environ.get(name):
+            refuse(f"{name} is not set.")
+    fetch = open_task(os.environ["REPLICA_RENDEZVOUS"], os.environ["REPLICA_RUN_ID"])
+    task = json.loads(fetched(fetch, "task.json", os.environ["REPLICA_TASK_DIGEST"]))
+    if "code_sha256" not in task:
+        refuse("the run was launched without its code.")
+    code = fetched(fetch, "code.tar.gz", task["code_sha256"])
+    here = os.getcwd()
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="replica-", dir=here if os.access(here, os.W_OK) else None))
+    unpack(code, folder)
+    workspace = folder / "workspace"
+    workspace.mkdir(exist_ok=True)
+    os.chdir(workspace)  # where the entrypoint's file and requirements that are paths start from
+    if not all(is_satisfied(requirement) for requirement in task["requirements"]):
+        install(task["requirements"])
+    paths = [folder / "packages", workspace, *(workspace / path for path in task["paths"])]
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *([before] if before else [])])
+    os.environ["REPLICA_BOOTSTRAP_S"] = f"{time.monotonic() - began:.3f}"
+    # -P: else the workspace came first, where a module may be called as one of ours or of the standard library.
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "executors.worker"], os.environ)
+
+
+def refuse(why: str) -> NoReturn:
+    for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID"):
+        why = why.replace(os.environ.get(name) or "\0", "***")
+    who = f"replica {os.environ.get('REPLICA_RANK', '?')} of run {os.environ.get('REPLICA_RUN_ID', '?')}"
+    print(f"replicas: {who} cannot start: {' '.join(why.split())}", file=sys.stderr, flush=True)
+    sys.exit(CANNOT_START)
+
+
+def open_task(url: str, run_id: str) -> Callable[[str], bytes]:
+    """Return a function from the name of one of the task's objects to its bytes."""
+    parts = urlsplit(url)
+    path = unquote(parts.path)
+    if parts.scheme == "file":
+        return lambda name: (pathlib.Path(path) / run_id / "task" / name).read_bytes()
+    if parts.scheme != "s3":
+        refuse(f"it cannot read a rendezvous that is {parts.scheme}://.")
+    try:
+        import boto3
+    except ImportError:
+        install(["boto3"])
+        importlib.invalidate_caches()
+        import boto3
+    from botocore.config import Config
+
+    options = dict(parse_qsl(parts.query))
+
+    def connect(addressing_style: str) -> Any:
+        config = Config(  # as executors/store/s3/client.py has it
+            retries={"mode": "standard", "total_max_attempts": 1},
+            connect_timeout=5,
+            read_timeout=60,
+            tcp_keepalive=True,
+            s3={"addressing_style": addressing_style},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        )
+        session = boto3.Session(region_name=options.get("region"))
+        return session.client("s3", endpoint_url=options.get("endpoint_url"), config=config)
+
+    client = connect("auto")
+    if "endpoint_url" in options or not (urlsplit(client.meta.endpoint_url).hostname or "").endswith(AWS):
+        client = connect("path")
+    prefix = "/".join(part for part in (path.strip("/"), run_id, "task") if part)
+    return lambda name: client.get_object(Bucket=parts.netloc, Key=f"{prefix}/{name}")["Body"].read()
+
+
+def fetched(fetch: Callable[[str], bytes], name: str, sha256: str) -> bytes:
+    """Return an object, having tried again while that may help."""
+    tries_left, wait_s = N_TRIES, FIRST_WAIT_S
+    while True:
+        try:
+            data = fetch(name)
+            if hashlib.sha256(data).hexdigest() == sha256:
+                return data
+            raise WrongObject(f"it is not what was launched: its sha256 is not {sha256}")
+        except Exception as error:  # noqa: BLE001 - boto3's, which may not be there to be named
+            tries_left -= COST_OF_A_WRONG_OBJECT if isinstance(error, WrongObject) else 1
+            if tries_left <= 0 or not may_pass(error):
+                refuse(f"cannot read task/{name} from {os.environ['REPLICA_RENDEZVOUS']}: {error}")
+        time.sleep(wait_s * random.uniform(0.5, 1.5))
+        wait_s *= 2
+
+
+def may_pass(error: Exception) -> bool:
+    reply = getattr(error, "response", None)  # of an error that the server sent
+    status = reply["ResponseMetadata"]["HTTPStatusCode"] if reply else 500
+    return (status >= 500 or status in PASSING_STATUSES) and not isinstance(error, FileNotFoundError)
+
+
+def unpack(code: bytes, folder: pathlib.Path) -> None:
+    """Unpack an archive that holds plain files alone, all of them below the folder."""
+    with tarfile.open(fileobj=io.BytesIO(code), mode="r:gz") as archive:
+        for member in archive.getmembers():
+            path = pathlib.PurePosixPath(member.name)
+            if not member.isreg() or path.is_absolute() or ".." in path.parts:
+                refuse(f"its code holds {member.name!r}, which is not a plain file below its folder.")
+        archive.extractall(folder, filter="data")
+
+
+def is_satisfied(requirement: str) -> bool:
+    """Tell whether a requirement is an exact pin, and its version is installed (`2.13.0+cpu` is a 2.13.0)."""
+    pin = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.+!_-]+)", requirement)
+    try:
+        installed = metadata.version(pin[1]) if pin else ""
+    except metadata.PackageNotFoundError:
+        return False
+    return pin is not None and pin[2] in (installed, installed.partition("+")[0])
+
+
+def install(requirements: list[str]) -> None:
+    missing = [requirement for requirement in requirements if not is_satisfied(requirement)]
+    print(f"replicas: installing {', '.join(missing)}", file=sys.stderr, flush=True)
+    options = ("--quiet", "--disable-pip-version-check", "--no-input", "--root-user-action=ignore")
+    command = [sys.executable, "-P", "-m", "pip", "install", *options, *requirements]
+    code = subprocess.run(command, check=False).returncode
+    if code != 0:
+        refuse(f"pip could not install what it needs (exit code {code}); what pip says is above.")
+
+
+if __name__ == "__main__":
+    main()

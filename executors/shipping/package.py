@@ -1,0 +1,127 @@
+"""What reaches a replica on another machine: a package in the store, a short script that fetches it, an environment.
+
+A service is asked to run `bootstrap_command()` with `replica_environment(run, rank, timeout_s)` and the credentials of
+the store as its secrets. The image needs nothing but Python 3.11 or later and pip.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from executors import replica as environment
+from executors.entrypoint import describe, parse_entrypoint
+from executors.errors import EntrypointError
+from executors.protocol import Package, RunSpec
+from executors.shipping.requirements import requirements_of
+from executors.shipping.workspace import LIMIT_BYTES, OURS, snapshot_workspace
+
+
+def make_package(
+    entrypoint: str | Callable[..., Any],
+    *,
+    root: Path | None = None,
+    pip: Sequence[str] = (),
+    limit_bytes: int = LIMIT_BYTES,
+) -> Package:
+    """Pack the workspace for replicas that run this entrypoint. Names on stderr, in one line, what it leaves out.
+
+    Args:
+        root: the workspace. None: the current directory.
+        pip: requirements; when empty, those that the workspace's files name.
+
+    Raises:
+        EntrypointError: the workspace is too large or cannot be read, or the entrypoint's file does not travel.
+    """
+    root = (root or Path.cwd()).resolve()
+    package = snapshot_workspace(root, limit_bytes=limit_bytes)
+    _check_shipped(entrypoint, root, package.files)
+    if package.left_out:
+        print(f"replicas: not shipped to the replicas: {', '.join(package.left_out)}", file=sys.stderr)
+    return replace(package, requirements=requirements_of(pip, root), paths=_paths(root, package.files))
+
+
+def _check_shipped(entrypoint: str | Callable[..., Any], root: Path, files: Sequence[str]) -> None:
+    """Check that the file of an entrypoint is one of those that travel, where there is one.
+
+    A callable is looked for where its module lies, unless it is pickled by value: one of `__main__`, a local function.
+
+    Raises:
+        EntrypointError: it does not travel; the message says why, and what to do.
+    """
+    what = describe(entrypoint)
+    named = None if callable(entrypoint) else parse_entrypoint(entrypoint)
+    file = named.file if named else _file_of(entrypoint)
+    if file is None:
+        return
+    inside = Path(os.path.normpath(root / file))
+    if not inside.is_relative_to(root):
+        raise EntrypointError(
+            f"Entrypoint {what!r} lies outside the workspace {str(root)!r}, which is what replicas get: in "
+            f"{str(inside)!r}. Launch from a folder that holds it."
+        )
+    relative = inside.relative_to(root).as_posix()
+    if named is not None and file.is_absolute():
+        raise EntrypointError(
+            f"Entrypoint {what!r}: replicas find files by their path in the workspace. Use {relative}:{named.function}"
+        )
+    if relative not in files:
+        raise EntrypointError(
+            f"Entrypoint {what!r} is not shipped to replicas: git ignores {relative!r}. Take it out of .gitignore, or "
+            "move it."
+        )
+
+
+def _file_of(function: object) -> Path | None:
+    """Return the file from which a replica would have to import a callable; None when it needs none of the user's."""
+    module = sys.modules.get(str(getattr(function, "__module__", None)))
+    file = getattr(module, "__file__", None)
+    by_value = "<" in getattr(function, "__qualname__", "<")  # cloudpickle, for <locals> and <lambda>
+    if module is None or file is None or module.__name__ == "__main__" or by_value:
+        return None
+    path = Path(file).resolve()
+    ours = Path(__file__).resolve().parents[2]
+    installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed += [ours / package for package in OURS]
+    return None if any(path.is_relative_to(folder) for folder in installed) else path
+
+
+def replica_environment(run: RunSpec, rank: int, timeout_s: float | None = None) -> dict[str, str]:
+    """Return the variables that a replica starts with, besides `run.env` and credentials.
+
+    The rendezvous is the launcher's url: an adapter replaces it by the one that `remote_access` returns.
+    """
+    found = {
+        environment.RANK: str(rank),
+        environment.WORLD_SIZE: str(run.world_size),
+        environment.RUN_ID: run.run_id,
+        environment.ATTEMPT: str(run.attempt),
+        environment.RENDEZVOUS: run.store_url,
+        environment.TASK_DIGEST: run.task_digest,
+    }
+    return found if timeout_s is None else {**found, environment.TIMEOUT_S: str(timeout_s)}
+
+
+def bootstrap_command() -> tuple[str, ...]:
+    """Return the command that starts a replica from the store, wherever there is a Python 3.11 and pip.
+
+    It carries no secret and is the same for every run: what differs is in its environment.
+    """
+    return ("python", "-c", Path(__file__).with_name("bootstrap.py").read_text(encoding="utf-8"))
+
+
+def _paths(root: Path, files: Sequence[str]) -> tuple[str, ...]:
+    """Return the folders on `sys.path` that lie in the workspace, below its root, and travel."""
+    found: dict[str, None] = {}  # a set that keeps the order
+    for entry in sys.path:
+        path = Path(os.path.abspath(entry))
+        if path != root and path.is_relative_to(root):
+            relative = path.relative_to(root).as_posix()
+            if any(name.startswith(f"{relative}/") for name in files):
+                found[relative] = None
+    return tuple(found)

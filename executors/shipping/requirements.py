@@ -1,0 +1,110 @@
+"""What a replica on another machine needs to have installed: our own dependencies as they are here, and the user's.
+
+The user's are those given by hand, else those of the workspace's `requirements.txt`, else those of its
+`pyproject.toml`. Whatever the user names replaces our pin of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from executors.errors import EntrypointError
+from executors.task.stored import installed_version
+
+# What `executors.worker` and `diloco` import inside a replica; a launcher needs more.
+OURS = ("torch", "numpy", "xxhash", "tenacity", "cloudpickle", "inotify_simple", "boto3")
+DISTRIBUTION = "serverless-replicas"  # travels with the code, as it is here
+INCLUDE = re.compile(r"(?:-r|--requirement)(?:\s*=\s*|\s+|(?<=-r))(?P<file>\S+)")
+
+
+def requirements_of(pip: Sequence[str], root: Path) -> tuple[str, ...]:
+    """Return what pip is asked to install in a replica, ours pinned to the versions installed here.
+
+    Args:
+        pip: the user's requirements; when empty, those that the workspace's files name.
+        root: the workspace.
+
+    Raises:
+        EntrypointError: a file cannot be read, or holds an option that is not taken.
+    """
+    project = _project(root)
+    if pip:
+        users = [_check(line, "pip=") for line in pip]
+    elif (root / "requirements.txt").is_file():
+        users = _read(root / "requirements.txt")
+    else:
+        is_ours = canonicalize_name(str(project.get("name", ""))) == DISTRIBUTION  # and what it names is a launcher's
+        users = [] if is_ours else [_check(line, "pyproject.toml") for line in project.get("dependencies", [])]
+    pins = {canonicalize_name(name): f"{name}=={version}" for name in OURS if (version := installed_version(name))}
+    users = [line for line in dict.fromkeys(users) if name_of(line) != DISTRIBUTION]
+    named = {name_of(line) for line in users}
+    return (*(pin for name, pin in pins.items() if name not in named), *users)
+
+
+def name_of(requirement: str) -> str | None:
+    """Return the normalised name of the package that a requirement asks for; None for a path or a bare url."""
+    try:
+        return canonicalize_name(Requirement(requirement).name)
+    except InvalidRequirement:
+        return None
+
+
+def _project(root: Path) -> dict[str, Any]:
+    """Return the table [project] of the workspace's pyproject.toml; empty without one."""
+    path = root / "pyproject.toml"
+    if not path.is_file():
+        return {}
+    import tomllib
+
+    try:
+        return dict(tomllib.loads(path.read_text(encoding="utf-8")).get("project", {}))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise EntrypointError(f"{path} cannot be read: {error}. Correct it, or give pip=.") from error
+
+
+def _read(path: Path, *including: Path) -> list[str]:
+    """Read a requirements file and those it includes."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EntrypointError(f"{path} cannot be read: {error}.") from error
+    found: list[str] = []
+    for line in re.sub(r"\\\r?\n", "", text).splitlines():
+        line = re.sub(r"(^|\s)#.*", "", line).strip()
+        if not line:
+            continue
+        if include := INCLUDE.fullmatch(line):
+            file = (path.parent / include["file"]).resolve()
+            if file in (*including, path.resolve()):
+                raise EntrypointError(f"{path} includes itself: {line!r}.")
+            found += _read(file, *including, path.resolve())
+        else:
+            found.append(_check(line, path.name))
+    return found
+
+
+def _check(line: str, place: str) -> str:
+    """Return a requirement.
+
+    Raises:
+        EntrypointError: it is an option of pip's, or would show credentials.
+    """
+    line = line.strip()
+    option = line if line.startswith("-") else next(iter(re.findall(r"\s(--?[A-Za-z].*)", line)), "")
+    if option or not line:
+        raise EntrypointError(
+            f"{place}: the option {option!r} is not taken to replicas, only requirements and '-r FILE' are. Install "
+            "such packages in the image that the replicas start from, or give pip= without them."
+        )
+    if re.search(r"https?://[^/\s]*@", line):
+        raise EntrypointError(
+            f"{place}: the requirement {name_of(line) or 'of a url'!r} holds credentials. Requirements are stored with "
+            "the run: install such a package in the image that the replicas start from."
+        )
+    return line

@@ -1,0 +1,204 @@
+"""A snapshot of the user's workspace, and of these packages: what a replica on another machine runs.
+
+    workspace/…   the files that git knows or would take in: tracked, and untracked but not ignored
+    packages/…    `executors` and `diloco`, as they are installed here
+
+Without git or a repository it is every file but hidden ones, `__pycache__`, `node_modules` and virtual environments.
+The archive holds plain files alone. A link to a file or folder of the workspace travels as what it points to. Left
+out, and named in `Package.left_out`: links that lead outside or nowhere, submodules that are not checked out, and
+what may hold secrets: by its name (`.env`, `.netrc`, `id_ed25519`, `*.p12`, …), or as a `*.pem` or `*.key` with a
+private key in it.
+
+Equal files give an equal archive, and so an equal digest: names are sorted, owners and times are zero.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import gzip
+import hashlib
+import io
+import os
+import stat
+import subprocess
+import tarfile
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from executors.errors import EntrypointError
+from executors.protocol import Package
+
+WORKSPACE, PACKAGES = "workspace", "packages"  # the archive's two folders
+LIMIT_BYTES = 64 << 20
+OURS = ("executors", "diloco")
+SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
+SECRET_NAMES = (
+    ".env", ".env.*", ".netrc", "_netrc", ".pypirc", ".git-credentials", ".htpasswd",
+    "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*.p12", "*.pfx", "*.jks", "*.kdbx",
+)  # fmt: skip
+EXAMPLES_OF_SECRETS = (".env.example", ".env.sample", ".env.template", ".env.dist")
+KEY_FILES = ("*.pem", "*.key")  # certificates are called so, too, and may be needed
+LARGEST_KEY_BYTES = 1 << 20
+KEY_MARK = b"PRIVATE KEY-----"
+LIST = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
+
+
+def snapshot_workspace(root: Path, *, limit_bytes: int = LIMIT_BYTES) -> Package:
+    """Pack the workspace `root` and our packages.
+
+    Args:
+        limit_bytes: how much the user's files may hold together.
+
+    Raises:
+        EntrypointError: they hold more, a file cannot be read, or git refuses to tell.
+    """
+    root = root.resolve()
+    left_out: list[str] = []
+    listed = _git(root, *LIST)
+    files = dict(sorted(_choose(root, listed, left_out)))
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    if (size_bytes := sum(sizes.values())) > limit_bytes:
+        largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
+        raise EntrypointError(
+            f"The workspace holds {_mib(size_bytes)}, more than the {_mib(limit_bytes)} that are shipped to replicas. "
+            f"Largest: {', '.join(f'{name} ({_mib(sizes[name])})' for name in largest)}. Name what replicas do not "
+            "need in .gitignore; let them read data from where it lies."
+        )
+    contents = [(f"{WORKSPACE}/{name}", path) for name, path in files.items()]
+    contents += [(f"{PACKAGES}/{name}", path) for name, path in _our_files()]
+    try:
+        archive = _pack(contents)
+    except OSError as error:
+        raise EntrypointError(
+            f"The workspace {str(root)!r} cannot be packed: {error}. Make the file readable, or name it in .gitignore."
+        ) from error
+    commit = _git(root, "rev-parse", "--verify", "--quiet", "HEAD") if listed else None
+    dirty = None if commit is None else bool(_git(root, "status", "--porcelain", "--", "."))
+    return Package(
+        archive,
+        hashlib.sha256(archive).hexdigest(),
+        n_files=len(files),
+        size_bytes=size_bytes,
+        commit=None if commit is None else commit.decode().strip(),
+        dirty=dirty,
+        files=tuple(files),
+        left_out=tuple(sorted(left_out)),
+    )
+
+
+def _choose(root: Path, listed: bytes | None, left_out: list[str]) -> Iterator[tuple[str, Path]]:
+    """Yield the files that travel, each with its name in the workspace."""
+    paths = {name: root / name for name in _names(root, listed, left_out)}
+    links = {name: path for name, path in paths.items() if path.is_symlink()}
+    # What is deleted, git still tracks.
+    plain = {name: path for name, path in paths.items() if name not in links and path.is_file()}
+    for name, path in sorted(links.items()):  # in one order, for a link may lead to a folder with others
+        target = path.resolve()
+        if not target.is_relative_to(root) or not target.exists():
+            left_out.append(f"{name} (a link to {os.readlink(path)})")
+        elif target.is_file():
+            plain.setdefault(name, target)
+        else:
+            inside = target.relative_to(root).as_posix()
+            below = "" if inside == "." else f"{inside}/"
+            for other in [other for other in plain if other.startswith(below) and not other.startswith(f"{name}/")]:
+                plain.setdefault(f"{name}/{other.removeprefix(below)}", plain[other])
+    for name, path in plain.items():
+        if _is_secret(name, path):
+            left_out.append(f"{name} (it may hold a secret)")
+        else:
+            yield name, path
+
+
+def _names(root: Path, listed: bytes | None, left_out: list[str]) -> Iterator[str]:
+    """Yield the names of the files and links below `root` that belong to it."""
+    if not listed:  # no repository, or one that ignores this folder as a whole, such as one around the home directory
+        yield from _walk(root)
+        return
+    for name in {os.fsdecode(name) for name in listed.split(b"\0") if name}:
+        path = root / name
+        if path.is_symlink() or not path.is_dir():
+            yield name
+        elif (path / ".git").exists():  # a submodule, or a repository within this one
+            yield from (f"{name.rstrip('/')}/{inner}" for inner in _names(path, _git(path, *LIST), left_out))
+        else:
+            left_out.append(f"{name} (a submodule that is not checked out)")
+
+
+def _walk(root: Path) -> Iterator[str]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name not in SKIPPED_FOLDERS
+            and not os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
+        ]
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        for name in (*names, *links):
+            if not name.startswith("."):
+                yield os.path.relpath(os.path.join(folder, name), root)
+
+
+def _git(root: Path, *command: str) -> bytes | None:
+    """Return what git says; None without git or a repository, or where there is no commit yet.
+
+    Raises:
+        EntrypointError: there is a repository, and git refuses: it belongs to somebody else, or is broken.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in GIT_VARIABLES}
+    environment.update(LC_ALL="C", GIT_OPTIONAL_LOCKS="0")
+    try:
+        done = subprocess.run(["git", *command], cwd=root, env=environment, capture_output=True, check=False)
+    except OSError:  # there is no git
+        return None
+    said = done.stderr.decode(errors="replace").strip()
+    if done.returncode == 0:
+        return done.stdout
+    if not said or "not a git repository" in said:
+        return None
+    raise EntrypointError(f"The workspace {str(root)!r} cannot be listed: git says: {said}")
+
+
+def _is_secret(name: str, path: Path) -> bool:
+    for called in (Path(name).name.lower(), path.name.lower()):  # a link may be called otherwise than its file
+        if any(fnmatch.fnmatchcase(called, pattern) for pattern in SECRET_NAMES) and called not in EXAMPLES_OF_SECRETS:
+            return True
+        if any(fnmatch.fnmatchcase(called, pattern) for pattern in KEY_FILES):
+            with open(path, "rb") as file:
+                return KEY_MARK in file.read(LARGEST_KEY_BYTES)
+    return False
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):.1f} MiB"
+
+
+def _our_files() -> Iterator[tuple[str, Path]]:
+    """Yield the files of our packages, as they are installed."""
+    for package in OURS:
+        spec = find_spec(package)
+        assert spec is not None
+        assert spec.origin is not None
+        folder = Path(spec.origin).parent
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder.parent)
+            if path.is_file() and not SKIPPED_FOLDERS.intersection(name.parts) and path.suffix != ".pyc":
+                yield name.as_posix(), path
+
+
+def _pack(contents: Iterable[tuple[str, Path]]) -> bytes:
+    packed = io.BytesIO()
+    with (
+        gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=packed, mtime=0) as compressed,
+        tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        for name, path in contents:
+            data = path.read_bytes()
+            member = tarfile.TarInfo(name)  # time, owner and group are zero
+            member.size = len(data)
+            member.mode = 0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644
+            tar.addfile(member, io.BytesIO(data))
+    return packed.getvalue()

@@ -1,0 +1,78 @@
+"""The files that a replica kept with `save_artifact`, seen from outside.
+
+Anybody who can write to a store chooses the names there, so a name does not say where a file may be written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from executors.store.protocol import MAX_KEY_BYTES, MAX_SEGMENT_BYTES, Store
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A file that a replica kept with `save_artifact`."""
+
+    rank: int
+    name: str
+    size_bytes: int
+    store: Store
+    key: str
+
+    @cached_property
+    def problem(self) -> str | None:
+        """Why the name cannot be a path below a folder; None if it can."""
+        segments = self.name.split("/")
+        encoded = [segment.encode(errors="surrogatepass") for segment in segments]
+        if not self.name:
+            return "it has no name"
+        if any(segment in ("", ".", "..") for segment in segments):
+            return "its name has an empty, '.' or '..' part"
+        if not self.name.isprintable():
+            return "its name has characters that cannot be shown"
+        if max(map(len, encoded)) > MAX_SEGMENT_BYTES or sum(map(len, encoded)) > MAX_KEY_BYTES:
+            return "its name is too long"
+        return None
+
+    def read(self) -> memoryview:
+        """Return the file's content."""
+        return self.store.get(self.key)
+
+    def save(self, path: str | Path) -> None:
+        """Write the content to a file, and make its folders."""
+        data = self.read()  # first: nothing is made for what cannot be read
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(data)
+
+    def save_below(self, folder: Path) -> Path:
+        """Write the content under its name below a folder, and nowhere else; return where.
+
+        Raises:
+            OSError: the name cannot be a path, or something is in the way.
+            StoreError: the content cannot be read.
+        """
+        if self.problem is not None:
+            raise OSError(self.problem)
+        path = folder / self.name
+        data = self.read()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.parent.resolve().is_relative_to(folder.resolve()):
+            raise OSError("a symbolic link on the way leads out of the folder")
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()  # and not through it, if it is a link
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
+            file.write(data)
+        return path
+
+
+def find_artifacts(store: Store, rank: int, prefix: str) -> list[Artifact]:
+    """Return the files that an attempt kept under a prefix, whatever their names."""
+    return [
+        Artifact(rank, entry.key.removeprefix(prefix), entry.size_bytes, store, entry.key)
+        for entry in store.list(prefix)
+    ]

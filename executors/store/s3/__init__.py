@@ -1,0 +1,1 @@
+"""A store in a bucket, over boto3."""

@@ -1,0 +1,130 @@
+"""The boto3 client of an S3 store, its credentials for other machines, and the risky settings of its bucket."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from executors.errors import MissingDependencyError
+from executors.store.s3.address import S3Address
+from executors.store.s3.errors import explain, failures, status_of
+
+CONNECT_TIMEOUT_S = 5
+READ_TIMEOUT_S = 60
+Problem = tuple[str, str, str]
+"""A setting, what is wrong with it, and what to do."""
+
+
+def connect(address: S3Address, n_connections: int) -> tuple[Any, tuple[str, ...]]:
+    """Return a client, and the parts of its credentials that must never be shown.
+
+    Raises:
+        MissingDependencyError: boto3 is not installed.
+        StoreError: the profile is unknown, or the endpoint is not a url.
+    """
+    try:
+        import boto3
+        from botocore.config import Config
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"Store {address.url!r} needs boto3. Install it with: pip install 'serverless-replicas[s3]'"
+        ) from error
+
+    def client(addressing_style: str) -> Any:
+        config = Config(
+            retries={"mode": "standard", "total_max_attempts": 1},  # `retried` repeats requests, and so knows of it
+            max_pool_connections=n_connections,
+            connect_timeout=CONNECT_TIMEOUT_S,
+            read_timeout=READ_TIMEOUT_S,
+            tcp_keepalive=True,
+            s3={"addressing_style": addressing_style},
+            # The trailing checksums that boto3 adds by itself break servers that do not parse them. Requests are
+            # signed with the SHA-256 of their bodies instead, and objects carry digests of their own.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        )
+        made = session.client("s3", endpoint_url=address.endpoint_url, config=config)
+        made.meta.events.register_last("before-call.s3", _send_small_bodies_at_once)
+        return made
+
+    try:
+        session = boto3.Session(profile_name=address.profile, region_name=address.region)
+        found = client("auto" if address.endpoint_url is None else "path")
+        if address.endpoint_url is None and not _is_aws(found):  # from AWS_ENDPOINT_URL or a profile
+            found = client("path")
+        return found, tuple(value for value in _credentials(session).values() if value)
+    except failures() as error:
+        raise explain(error, address, None, "use") from error
+
+
+def remote_access(address: S3Address, client: Any) -> tuple[str, dict[str, str]]:
+    """Return a url without a profile of this machine, and the variables in which boto3 finds the credentials.
+
+    Args:
+        client: made by `connect` for the address: it knows the endpoint and the region.
+
+    Raises:
+        NoCredentialsError: of botocore.
+    """
+    import boto3
+    from botocore.exceptions import NoCredentialsError
+
+    credentials = _credentials(boto3.Session(profile_name=address.profile))
+    if not credentials:
+        raise NoCredentialsError
+    there = replace(
+        address,
+        profile=None,
+        region=address.region or client.meta.region_name,
+        endpoint_url=address.endpoint_url or (None if _is_aws(client) else client.meta.endpoint_url),
+    )
+    return there.url, {name: value for name, value in credentials.items() if value}
+
+
+def risky_settings(client: Any, address: S3Address) -> Iterator[Problem]:
+    """Yield what is wrong with a bucket. A setting that may not be read, or that the server lacks, passes."""
+    bucket = {"Bucket": address.bucket}
+    refused = client.exceptions.ClientError
+    try:
+        client.list_objects_v2(**bucket, Prefix=address.prefix, MaxKeys=1)
+    except refused as error:
+        if status_of(error) == 403:
+            advice = "Allow s3:ListBucket; without it a missing key is answered as a forbidden one, and runs end."
+            yield "listing", "the credentials may not list the bucket", advice
+    with contextlib.suppress(refused):
+        if client.get_bucket_versioning(**bucket).get("Status") == "Enabled":
+            advice = "Suspend it, or let old versions expire: contributions of every round are kept and paid for."
+            yield "versioning", "on, so deleted objects stay", advice
+    with contextlib.suppress(refused):
+        for rule in client.get_bucket_lifecycle_configuration(**bucket).get("Rules", ()):
+            scope = rule.get("Filter", {})
+            covered = str(rule.get("Prefix") or scope.get("Prefix") or scope.get("And", {}).get("Prefix") or "")
+            is_here = address.prefix.startswith(covered) or covered.startswith(address.prefix)
+            if is_here and rule.get("Status") == "Enabled" and "Expiration" in rule:
+                name = rule.get("ID") or "without a name"
+                advice = "Exempt the prefix: the seals of a run must stay for as long as it may be resumed."
+                yield "lifecycle", f"rule {name!r} lets objects here expire", advice
+
+
+def _send_small_bodies_at_once(params: dict[str, Any], **_: Any) -> None:
+    """Do not ask before sending a body that arrives as bytes: it would double the time of every small write."""
+    if isinstance(params["body"], (bytes, io.BytesIO)):
+        params["headers"].pop("Expect", None)
+
+
+def _is_aws(client: Any) -> bool:
+    host = urlsplit(client.meta.endpoint_url).hostname or ""
+    return host.endswith((".amazonaws.com", ".amazonaws.com.cn", ".api.aws"))
+
+
+def _credentials(session: Any) -> dict[str, str | None]:
+    """Return credentials by the variable that boto3 reads each from; empty when there are none."""
+    credentials = session.get_credentials()
+    if credentials is None:
+        return {}
+    key, secret, token, *_ = credentials.get_frozen_credentials()
+    return {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret, "AWS_SESSION_TOKEN": token}

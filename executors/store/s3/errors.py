@@ -1,0 +1,134 @@
+"""Errors of an S3 server or client: whether to try again, and in words that help."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TypeVar
+
+from executors.errors import KeyNotFoundError, StoreError
+from executors.store.s3.address import S3Address
+
+T = TypeVar("T")
+
+FIRST_WAIT_S = 0.1
+LONGEST_WAIT_S = 5.0
+
+# Not 5xx, and yet over soon. ConditionalRequestConflict: another writer is creating the key right now.
+PASSING_CODES = {
+    "ConditionalRequestConflict", "OperationAborted", "RequestTimeout", "SlowDown", "Throttling",
+    "ThrottlingException", "TooManyRequests", "TooManyRequestsException", "RequestLimitExceeded",
+}  # fmt: skip
+PASSING_STATUSES = {408, 409, 429, 500, 502, 503, 504}
+
+ADVICE = {
+    "NoSuchBucket": "There is no bucket {bucket!r} there. Create it, or correct the url.",
+    "InvalidBucketName": "Correct the bucket in the url.",
+    "PermanentRedirect": "The bucket is in another region; name it with ?region=.",
+    "AuthorizationHeaderMalformed": "The region is probably wrong; name it with ?region=.",
+    "InvalidAccessKeyId": "The server does not know this access key. Check AWS_ACCESS_KEY_ID, or ?profile=.",
+    "SignatureDoesNotMatch": "The secret key does not fit the access key. Check AWS_SECRET_ACCESS_KEY.",
+    "ExpiredToken": "The session token has expired. Get new credentials.",
+    "RequestTimeTooSkewed": "This machine's clock is wrong. Set it, or run a time service.",
+    "EntityTooLarge": "Write the object in parts, under keys of their own.",
+    # Errors of botocore, by class:
+    "NoCredentialsError": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a profile: ?profile=NAME.",
+    "PartialCredentialsError": "Set both AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.",
+    "ProfileNotFound": "Correct ?profile=, or add the profile to ~/.aws/config.",
+    "SSLError": "If the server has a certificate of your own, name its authority in AWS_CA_BUNDLE.",
+    "ConnectTimeoutError": "Check endpoint_url and that the network lets this machine reach it.",
+    "EndpointConnectionError": "Check endpoint_url (its host and port) and that the server runs.",
+}
+NEEDED_PERMISSIONS = {"read": "s3:GetObject", "list": "s3:ListBucket", "delete": "s3:DeleteObject"}
+
+_dice = random.SystemRandom()  # not the global generator: a user who seeded it must find it as it was
+
+
+class TornReplyError(Exception):
+    """A reply ended early, or its parts belong to different objects."""
+
+
+def code_of(error: BaseException) -> str:
+    """Return the S3 code of an error that the server sent ("" for others); for a HEAD it is the status."""
+    return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))
+
+
+def status_of(error: BaseException) -> int:
+    """Return the HTTP status of an error that the server sent; 0 for others."""
+    return int(getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """Return the errors of a boto3 client, and `TornReplyError`."""
+    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
+
+    return (ClientError, BotoCoreError, ResponseParserError, TornReplyError)
+
+
+def will_pass(error: BaseException) -> bool:
+    """Return whether the same request may succeed a little later."""
+    import botocore.exceptions as raised
+    from botocore.parsers import ResponseParserError
+
+    if isinstance(error, raised.ClientError):
+        return code_of(error) in PASSING_CODES or status_of(error) in PASSING_STATUSES
+    if isinstance(error, raised.SSLError):
+        return "CERTIFICATE" not in str(error).upper()
+    passing = (
+        TornReplyError,
+        ResponseParserError,  # a listing that was cut off
+        raised.IncompleteReadError,
+        raised.HTTPClientError,
+        raised.ConnectionError,
+    )
+    return isinstance(error, passing)
+
+
+def retried(
+    act: Callable[[], T], *, deadline_s: float, sleep: Callable[[float], None], clock: Callable[[], float]
+) -> T:
+    """Act until it succeeds, fails for good, or the deadline is near; wait longer and longer, at random, in between."""
+    started, longest_s = clock(), FIRST_WAIT_S
+    while True:
+        try:
+            return act()
+        except Exception as error:
+            longest_s = min(LONGEST_WAIT_S, 2 * longest_s)
+            wait_s = _dice.uniform(0, longest_s)
+            if not will_pass(error) or clock() + wait_s - started >= deadline_s:
+                raise
+        sleep(wait_s)
+
+
+def explain(
+    error: Exception, address: S3Address, key: str | None, verb: str, secrets: tuple[str, ...] = ()
+) -> StoreError:
+    """Return an error in words: what happened, where, and what to do about it; without the secrets."""
+    url, code, status = address.url, code_of(error), status_of(error)
+    is_missing = code in ("NoSuchKey", "404") or (status == 404 and code != "NoSuchBucket")
+    if key is not None and verb == "read" and is_missing:
+        return KeyNotFoundError(f"No object {key!r} in {url}.", key=key, url=url)
+    said = str(error)
+    if status:
+        message = getattr(error, "response", {}).get("Error", {}).get("Message")  # Ceph sends none
+        said = f"{code}{': ' if message else ''}{(message or '').rstrip('.')} (HTTP {status})"
+    for secret in secrets:
+        said = said.replace(secret, "***")
+    where = f"{key!r} in {url}" if key is not None else url
+    hint = _advice(error, verb).format(bucket=address.bucket)
+    return StoreError(f"Cannot {verb} {where}: {said.rstrip('.')}.{hint and ' '}{hint}", key=key, url=url)
+
+
+def _advice(error: Exception, verb: str) -> str:
+    for name in (code_of(error), *(each.__name__ for each in type(error).__mro__)):
+        if name in ADVICE:
+            return ADVICE[name]
+    if status_of(error) in (401, 403):
+        hint = f"The credentials must allow {NEEDED_PERMISSIONS.get(verb, 's3:PutObject')} there."
+        if verb == "read":
+            hint += " Allow s3:ListBucket, too: without it the server answers so for a key that is only missing."
+        return hint
+    if will_pass(error) and status_of(error):
+        return "The server refused for as long as we tried. Try again later, or with fewer requests at once."
+    return ""

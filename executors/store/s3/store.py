@@ -1,0 +1,256 @@
+"""A bucket as a store, over boto3: AWS, Cloudflare R2, Ceph, Hugging Face's gateway, or any server that honours
+`If-None-Match: *` on a PUT.
+
+An object is one plain `put_object`, which appears whole or not at all; creation is exclusive by that condition, and
+opening checks it. Large objects are read as ranges in parallel, all of one version of the object.
+
+Requests are repeated here, with jitter and a deadline, and not inside boto3: so it is known when a reply was lost, and
+a "taken" that follows is compared with what was sent, because this store may have created the object itself.
+
+What is not covered: two writers who create the same key with the same bytes, both losing a reply, may both get True.
+Callers who need to know put a nonce into the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from executors.errors import StoreError, UnsafeStoreError
+from executors.store.protocol import MAX_KEY_BYTES, Data, Entry, buffers_of, check_key, check_range, check_size
+from executors.store.s3.address import S3Address
+from executors.store.s3.client import Problem, connect, remote_access, risky_settings
+from executors.store.s3.errors import code_of, explain, failures, retried, status_of
+from executors.store.s3.transfer import BufferBody, RangeReader, is_made_of
+
+PROBES = ".probe~"  # the one reserved name at the top: what opening leaves for a moment
+MAX_PUT_BYTES = 5 << 30  # S3's limit for an object in one request
+JOIN_BELOW_BYTES = 64 * 1024  # a body below this is copied, and sent as one piece
+OPEN_DEADLINE_S = 10.0  # a wrong address should be reported soon
+
+T = TypeVar("T")
+
+
+class S3Store:
+    """The store that `open_store("s3://bucket/prefix?endpoint_url=&region=&profile=")` opens.
+
+    Credentials come from where boto3 finds them: variables, profiles, roles. Never from the url.
+
+    Args:
+        url: bucket, prefix, and how to reach them. An endpoint other than AWS is addressed in path style.
+        range_bytes: objects larger than this are read as ranges of this size.
+        parallel_ranges: how many of them at once, besides the first.
+        retry_deadline_s: how long a request is repeated before its error is raised.
+        sleep, clock: what the repetitions wait and measure with.
+
+    Raises:
+        ValueError: the url is wrong, or holds credentials.
+        MissingDependencyError: boto3 is not installed.
+        UnsafeStoreError: the server does not honour the condition of a create.
+        StoreError: the bucket cannot be used; the message says why, and what to do.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        range_bytes: int = 16 << 20,
+        parallel_ranges: int = 8,
+        retry_deadline_s: float = 120.0,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if range_bytes < 1 or parallel_ranges < 1:
+            raise ValueError(
+                f"range_bytes and parallel_ranges must be at least 1, got {range_bytes} and {parallel_ranges}."
+            )
+        self.address = S3Address.parse(url)
+        self._range_bytes = range_bytes
+        self._parallel_ranges = parallel_ranges
+        self._retry_deadline_s = retry_deadline_s
+        self._sleep = sleep
+        self._clock = clock
+        self._clients: dict[int, tuple[Any, tuple[str, ...]]] = {}
+        self._check_exclusive_creation()
+
+    def __repr__(self) -> str:
+        return f"<S3Store {self.url!r}>"
+
+    @property
+    def url(self) -> str:
+        return self.address.url
+
+    def put_if_absent(self, key: str, data: Data) -> bool:
+        return self._create(key, self._name(key), data, self._retry_deadline_s)
+
+    def put(self, key: str, data: Data) -> None:
+        name, buffers = self._name(key), self._buffers(key, data)
+        self._request("write", key, lambda: self._client.put_object(**name, Body=_body(buffers)))
+
+    def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+        if start < 0 or (size is not None and size < 0):
+            check_range(key, self.url, 0, start, size)  # raises
+        return self._read(key, start, size, lambda total: check_range(key, self.url, total, start, size))
+
+    def get_at_most(self, key: str, max_bytes: int) -> memoryview:
+        return self._read(key, 0, max_bytes, lambda total: check_size(key, self.url, total, max_bytes))
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        root = self.address.prefix
+        request = {"Bucket": self.address.bucket, "Prefix": root + prefix}
+        found: list[Entry] = []
+        while True:
+            page = self._request("list", None, lambda: self._client.list_objects_v2(**request))
+            for row in page.get("Contents", ()):
+                key = row["Key"].removeprefix(root)
+                # Hide probes, and the empty `folder/` that some consoles create, which cannot be a key.
+                if key and not key.endswith("/") and not key.startswith(f"{PROBES}/"):
+                    found.append(Entry(key, row["Size"], row["LastModified"].timestamp()))
+            if not page.get("IsTruncated"):
+                return iter(sorted(found, key=lambda entry: entry.key))  # AWS sorts; not every server does
+            request["ContinuationToken"] = page["NextContinuationToken"]
+
+    def delete(self, key: str) -> None:
+        self._delete(key, self._name(key))
+
+    def remote_access(self) -> tuple[str, dict[str, str]]:
+        """Return a url without a profile of this machine, and the variables in which boto3 finds the credentials.
+
+        Temporary credentials expire for the replicas as well.
+        """
+        return self._request("use", None, lambda: remote_access(self.address, self._client), deadline_s=0.0)
+
+    def risky_settings(self) -> Sequence[Problem]:
+        """Return the settings of the bucket that would hurt a run, as far as these credentials may read them."""
+        return self._request("use", None, lambda: [*risky_settings(self._client, self.address)], deadline_s=0.0)
+
+    def _create(self, key: str, name: Mapping[str, str], data: Data, deadline_s: float) -> bool:
+        buffers = self._buffers(key, data)
+        n_sent = 0
+
+        def create() -> bool | None:
+            nonlocal n_sent
+            n_sent += 1
+            try:
+                self._client.put_object(**name, Body=_body(buffers), IfNoneMatch="*")
+            except self._client.exceptions.ClientError as error:
+                if status_of(error) != 412:
+                    raise
+                sent_before = n_sent > 1 or error.response["ResponseMetadata"].get("RetryAttempts", 0) > 0
+                return None if sent_before else False
+            return True
+
+        created = self._request("create", key, create, deadline_s)
+        # None: taken, and an earlier reply was lost. The object itself says who created it.
+        return self._request("create", key, lambda: self._holds(name, buffers)) if created is None else created
+
+    def _holds(self, name: Mapping[str, str], buffers: Sequence[memoryview]) -> bool:
+        """Return whether the object is what was sent."""
+        reader, size = self._reader(), sum(map(len, buffers))
+        try:
+            return reader.size_of(name) == size and is_made_of(reader.read(name, 0, None, int), buffers)
+        except self._client.exceptions.ClientError as error:
+            if status_of(error) != 404:
+                raise
+            return False  # deleted meanwhile: it had been created, and must not come back
+
+    def _read(self, key: str, start: int, size: int | None, end_of: Callable[[int], int]) -> memoryview:
+        name = self._name(key)
+        return self._request("read", key, lambda: self._reader().read(name, start, size, end_of))
+
+    def _delete(self, key: str, name: Mapping[str, str]) -> None:
+        def delete() -> None:
+            try:
+                self._client.delete_object(**name)
+            except self._client.exceptions.ClientError as error:
+                if code_of(error) != "NoSuchKey":
+                    raise
+
+        self._request("delete", key, delete)
+
+    def _check_exclusive_creation(self) -> None:
+        """Create one key twice: the second must be refused. A bucket that can only be read passes; a write will say so.
+
+        Raises:
+            UnsafeStoreError: the server created the key twice, or refused the condition.
+        """
+        key = f"{PROBES}/{secrets.token_hex(12)}"
+        name = {"Bucket": self.address.bucket, "Key": self.address.prefix + key}
+        try:
+            created = [self._create(key, name, data, OPEN_DEADLINE_S) for data in (b"first", b"second")]
+        except StoreError as error:
+            said = code_of(error.__cause__) if error.__cause__ else ""
+            if said in ("AccessDenied", "403"):
+                return
+            if said == "NotImplemented":
+                raise self._unsafe("does not know") from error
+            raise
+        with contextlib.suppress(StoreError):  # deleting may be forbidden; the key is hidden anyway
+            self._delete(key, name)
+        if created != [True, False]:
+            raise self._unsafe("ignores")
+
+    def _unsafe(self, what: str) -> UnsafeStoreError:
+        return UnsafeStoreError(
+            f"{self.url}: this server {what} 'If-None-Match: *', so a key can be created twice and replicas "
+            "there could not agree on anything. Use a newer version of it, or another server: AWS S3, Cloudflare R2, "
+            "Ceph and Hugging Face's S3 gateway honour it.",
+            url=self.url,
+        )
+
+    @property
+    def _client(self) -> Any:
+        return self._connection[0]
+
+    @property
+    def _connection(self) -> tuple[Any, tuple[str, ...]]:
+        """This process's client: a fork must not go on with its parent's connections."""
+        pid = os.getpid()
+        if pid not in self._clients:  # without a lock, which a fork could find taken
+            self._clients.setdefault(pid, connect(self.address, 4 * self._parallel_ranges))
+        return self._clients[pid]
+
+    def _reader(self) -> RangeReader:
+        return RangeReader(self._client, self._range_bytes, self._parallel_ranges, self._retried)
+
+    def _retried(self, act: Callable[[], T], deadline_s: float | None = None) -> T:
+        deadline_s = self._retry_deadline_s if deadline_s is None else deadline_s
+        return retried(act, deadline_s=deadline_s, sleep=self._sleep, clock=self._clock)
+
+    def _request(self, verb: str, key: str | None, act: Callable[[], T], deadline_s: float | None = None) -> T:
+        """Act, again while it fails for a while, and turn what boto3 raises into the errors of a store."""
+        _, credentials = self._connection
+        try:
+            return self._retried(act, deadline_s)
+        except failures() as error:
+            clean = not any(secret in str(error) for secret in credentials)
+            raise explain(error, self.address, key, verb, credentials) from (error if clean else None)
+
+    def _name(self, key: str) -> dict[str, str]:
+        check_key(key, self.url)
+        name = self.address.prefix + key
+        if len(name.encode()) > MAX_KEY_BYTES:
+            raise ValueError(f"Bad key {key!r} for {self.url}: with the prefix it has more than {MAX_KEY_BYTES} bytes.")
+        if key.split("/", 1)[0] == PROBES:
+            raise ValueError(f"Bad key {key!r} for {self.url}: the name {PROBES!r} is reserved.")
+        return {"Bucket": self.address.bucket, "Key": name}
+
+    def _buffers(self, key: str, data: Data) -> Sequence[memoryview]:
+        buffers = buffers_of(data)
+        size = sum(map(len, buffers))
+        if size > MAX_PUT_BYTES:
+            raise StoreError(
+                f"Cannot write {key!r} in {self.url}: it has {size} bytes, and S3 takes {MAX_PUT_BYTES} in one "
+                "request. Write it in parts, under keys of their own (with DiLoCo: use more fragments).",
+                key=key,
+                url=self.url,
+            )
+        return buffers
+
+
+def _body(buffers: Sequence[memoryview]) -> bytes | BufferBody:
+    return b"".join(buffers) if sum(map(len, buffers)) < JOIN_BELOW_BYTES else BufferBody(buffers)

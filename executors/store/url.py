@@ -1,0 +1,157 @@
+"""The urls of stores, and the addresses of runs in them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from executors.errors import BackendError, RunNotFoundError
+from executors.store.protocol import Store
+
+KNOWN_SCHEMES = ("file", "memory", "s3")
+RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+
+
+def open_store(url: str | Path) -> Store:
+    """Open the store at `url`.
+
+    That is `file:///path` or a plain path, `s3://bucket/prefix?endpoint_url=&region=&profile=` (needs the extra `s3`),
+    or `memory://name` (this process only). Opening a directory creates it when it is missing.
+
+    Opening a directory or a bucket is the check that it creates exclusively: one name is created there twice, and the
+    second must fail. Where nothing may be written the store opens all the same, and a write will say so.
+
+    Raises:
+        ValueError: the url has an unknown scheme, or is wrong for its scheme.
+        MissingDependencyError: the store's extra is not installed.
+        UnsafeStoreError: the file system or server does not create exclusively.
+        StoreError: the directory or bucket cannot be created or used.
+    """
+    directory = directory_of(url)
+    if directory is not None:
+        from executors.store.file import FileStore
+
+        return FileStore(directory)
+    text = str(url)
+    parts = urlsplit(text)
+    if parts.scheme == "memory":
+        from executors.store.memory import MemoryStore
+
+        return MemoryStore.named(parts.netloc + parts.path)
+    if parts.scheme == "s3":
+        from executors.store.s3.store import S3Store
+
+        return S3Store(text)
+    shown = "" if "@" in text else f" (in {text!r})"  # the text before an '@' may be a password
+    raise ValueError(
+        f"No store serves {parts.scheme!r}{shown}. Known schemes: {', '.join(KNOWN_SCHEMES)}; "
+        "a plain path is a directory."
+    )
+
+
+def store_at(url: str | Path) -> Store:
+    """Return the open store at `url`: opened once for this process and those it forks, so that it is checked once."""
+    text = str(url)
+    return _opened(text if "://" in text or not text else Path(text).absolute().as_uri())
+
+
+_opened = functools.cache(open_store)
+
+
+def existing_store(url: str | Path) -> Store:
+    """Return the open store at `url`, as `store_at` does, but never make its directory.
+
+    Raises:
+        RunNotFoundError: there is no such directory.
+    """
+    directory = directory_of(url)
+    if directory is not None and not directory.is_dir():
+        raise RunNotFoundError(f"No runs at {directory.absolute()}: there is no such directory.")
+    return store_at(url)
+
+
+def directory_of(url: str | Path) -> Path | None:
+    """Return the directory that a url names; None when it names a store of another kind.
+
+    Raises:
+        ValueError: the url is empty, or a `file:` url without an absolute path.
+    """
+    text = str(url)
+    if not text:
+        raise ValueError("The url of a store is empty. Give a directory, or a url such as 'file:///data/runs'.")
+    if isinstance(url, Path) or "://" not in text:
+        return Path(text)
+    parts = urlsplit(text)
+    if parts.scheme != "file":
+        return None
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise ValueError(f"A file url needs an absolute path, as in 'file:///data/runs', got {text!r}.")
+    return Path(unquote(parts.path))
+
+
+def remote_access(store: Store) -> tuple[str, dict[str, str]]:
+    """Return how another machine opens a store: a url that needs nothing of this machine, and variables.
+
+    The variables hold credentials: they may travel as a secret of a service, and nowhere else.
+
+    Raises:
+        StoreError: this machine has no credentials to give.
+    """
+    of_store = getattr(store, "remote_access", None)
+    return of_store() if of_store is not None else (store.url, {})
+
+
+def shared_rendezvous(backend: str, rendezvous: str | Path | None, entrypoint: str | Callable[..., Any], n: int) -> str:
+    """Choose the rendezvous of replicas on other machines: the one given, else `$REPLICAS_RENDEZVOUS`.
+
+    Args:
+        backend, entrypoint, n: of the launch, for the command that the error suggests.
+
+    Raises:
+        BackendError: there is none, or it is a directory of this machine.
+    """
+    chosen = rendezvous if rendezvous is not None else os.environ.get("REPLICAS_RENDEZVOUS")
+    if chosen and directory_of(chosen) is None:
+        return str(chosen)
+    why = f" {str(chosen)!r} is a directory of this machine." if chosen else ""
+    name = entrypoint if isinstance(entrypoint, str) else "train.py:main"
+    raise BackendError(
+        f"Backend {backend!r} needs a rendezvous that both sides reach.{why} Try: replicas launch {name} "
+        f"--backend {backend} --n {n} --rendezvous s3://BUCKET/PREFIX (or set REPLICAS_RENDEZVOUS)."
+    )
+
+
+def check_run_id(run_id: str) -> str:
+    """Return the run id.
+
+    Raises:
+        ValueError: it cannot be a name everywhere (paths, labels, buckets).
+    """
+    if not RUN_ID.fullmatch(run_id):
+        raise ValueError(
+            f"Bad run id {run_id!r}: use 1 to 40 lower-case letters, digits and hyphens, not a hyphen first, "
+            "as in 'my-run-1'."
+        )
+    return run_id
+
+
+def address_of(store_url: str, run_id: str) -> str:
+    """Return the address of a run: its id after the store's path, before the options that a url may have."""
+    path, question_mark, options = _without_options(store_url)
+    return f"{path.rstrip('/')}/{run_id}{question_mark}{options}"
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """Return the url of the store and the run id in an address, which `address_of` or a person wrote."""
+    path, question_mark, options = _without_options(address)
+    store_url, _, run_id = path.rstrip("/").rpartition("/")
+    return f"{store_url}{question_mark}{options}", run_id
+
+
+def _without_options(url: str) -> tuple[str, str, str]:
+    return url.partition("?") if url.startswith("s3:") else (url, "", "")

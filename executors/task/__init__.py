@@ -1,0 +1,1 @@
+"""What a run is about: its task and its record, as they are stored with it."""

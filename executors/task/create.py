@@ -1,0 +1,227 @@
+"""A task: an entrypoint and its arguments, as they are stored with a run and read back by its replicas.
+
+    <run>/run.json            who, what, when, backend; environment and secrets by name only
+    <run>/task/task.json      the entrypoint, its arguments, the sha256 of the pickle
+    <run>/task/callable.pkl   a function and its arguments, by cloudpickle
+    <run>/task/code.tar.gz    the user's workspace and our packages, for replicas on other machines
+
+`REPLICA_TASK_DIGEST`, the sha256 of task.json, reaches a replica with its launch and not through the store, so what
+is unpickled is what was launched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from executors.entrypoint import check_call, describe, split_rank_env
+from executors.errors import CorruptObjectError, EntrypointArgumentsError, EntrypointError, RunExistsError
+from executors.protocol import Package, RunSpec
+from executors.store import Store
+from executors.store.records import MAX_DEPTH, is_deeper_than, to_bytes
+from executors.store.url import address_of, check_run_id
+from executors.task.record import MAX_WORLD_SIZE, LaunchedWith, RunRecord
+from executors.task.stored import PYTHON
+
+MASK = "***"  # shown instead of a value of the environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """What somebody asks of a launch. Its values are checked when it is made; `launch` says what they mean.
+
+    Raises:
+        TypeError, ValueError: a value cannot be asked for.
+    """
+
+    entrypoint: str | Callable[..., Any]
+    n: int
+    args: Mapping[str, Any] | None = None
+    rendezvous: str | Path | None = None
+    run_id: str | None = None
+    gpu: str | None = None
+    timeout: float | None = None
+    env: Mapping[str, str] | None = None
+    secrets: Sequence[str] = ()
+    seed: int | None = None
+    detach: bool = False
+    chaos: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.n, bool) or not isinstance(self.n, int):
+            raise TypeError(f"n is an integer, got n={self.n!r}.")
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, got n={self.n!r}.")
+        if self.n > MAX_WORLD_SIZE:
+            raise ValueError(f"n must be at most {MAX_WORLD_SIZE}, got n={self.n!r}.")
+        if not isinstance(self.entrypoint, str) and not callable(self.entrypoint):
+            raise TypeError(
+                f"entrypoint is a callable or the name of one, as in 'train.py:main', got {self.entrypoint!r}."
+            )
+        if not isinstance(self.args, Mapping | None):
+            raise TypeError(f"args maps names to values, as in {{'steps': 100}}, got {self.args!r}.")
+        if self.timeout is not None and not isinstance(self.timeout, int | float):
+            raise TypeError(f"timeout is a number of seconds, got {self.timeout!r}.")
+        if str(self.rendezvous).startswith("memory:"):
+            raise ValueError(
+                f"rendezvous={str(self.rendezvous)!r} lives in this process alone; replicas could not see it."
+            )
+        for name, value in (self.env or {}).items():
+            if not isinstance(value, str) or not name or "=" in name or "\0" in name + value:
+                raise ValueError(f"env maps names to strings, got {name!r}: {type(value).__name__}.")
+        if isinstance(self.chaos, str):
+            raise TypeError(f"chaos is a list of specs, as in [{self.chaos!r}], got a string.")
+        if self.run_id is not None:
+            check_run_id(self.run_id)
+
+
+@dataclass(frozen=True)
+class NewRun:
+    """A run that is not written yet: its objects, and what its executor gets."""
+
+    spec: RunSpec
+    record: dict[str, Any]
+    task: bytes
+    callable_pickle: bytes | None
+    code: bytes | None = None
+
+
+def plan_run(
+    request: LaunchRequest, run_id: str, store_url: str, executor: Mapping[str, Any], package: Package | None = None
+) -> NewRun:
+    """Compose a new run and its task, writing nothing.
+
+    Args:
+        executor: what its record says of the executor: at least the name of its `backend`.
+        package: the code, for replicas on other machines.
+
+    Raises:
+        EntrypointError: the task cannot travel.
+    """
+    launched_with = LaunchedWith(
+        **executor,
+        world_size=request.n,
+        entrypoint=describe(request.entrypoint),
+        env=tuple(sorted(request.env or {})),
+        secrets=tuple(sorted(request.secrets)),
+        chaos=tuple(request.chaos),
+        gpu=request.gpu,
+        timeout_s=request.timeout,
+    )
+    task, pickled = _pack_task(request, launched_with, package)
+    record = RunRecord(
+        **vars(launched_with),
+        task_digest=hashlib.sha256(task).hexdigest(),
+        created_at=time.time(),
+        created_by=f"{_user()}@{socket.gethostname()}",
+        launcher_pid=os.getpid(),
+        cwd=os.getcwd(),
+        python=sys.version.split()[0],
+        detach=request.detach,
+        seed=request.seed,
+        code=None if package is None else package.about,
+    )
+    written = {"run_id": check_run_id(run_id), **asdict(record)}
+    try:
+        RunRecord.parse(to_bytes(written))  # what nobody could read is not written
+    except CorruptObjectError as error:
+        raise ValueError(f"This run cannot be recorded: {error}") from None
+    spec = RunSpec(
+        run_id=run_id,
+        store_url=store_url,
+        task_digest=record.task_digest,
+        world_size=request.n,
+        ranks=tuple(range(request.n)),
+        env=dict(request.env or {}),
+        secret_names=tuple(request.secrets),
+        detach=request.detach,
+        chaos=tuple(request.chaos),
+    )
+    return NewRun(spec, written, task, pickled, None if package is None else package.archive)
+
+
+def create_run(
+    request: LaunchRequest, run_id: str, store: Store, executor: Mapping[str, Any], package: Package | None = None
+) -> RunSpec:
+    """Write a new run and its task into the store. Takes what `plan_run` takes.
+
+    Raises:
+        RunExistsError: the id is taken; nothing was changed.
+        EntrypointError: the task cannot travel; nothing was written.
+    """
+    new = plan_run(request, run_id, store.url, executor, package)
+    if not store.put_if_absent(f"{run_id}/run.json", to_bytes(new.record)):
+        name = address_of(store.url, run_id)  # another machine may have launched it, and this one not know its id
+        raise RunExistsError(
+            f"Run {run_id!r} exists at {store.url}. Look at it with executors.attach({name!r}) or "
+            f"`replicas status {shlex.quote(name)}`, or choose another run id."
+        )
+    if new.callable_pickle is not None:
+        store.put(f"{run_id}/task/callable.pkl", new.callable_pickle)
+    if new.code is not None:
+        store.put(f"{run_id}/task/code.tar.gz", new.code)
+    store.put(f"{run_id}/task/task.json", new.task)  # last: who finds it finds the rest
+    return new.spec
+
+
+def _pack_task(
+    request: LaunchRequest, launched_with: LaunchedWith, package: Package | None
+) -> tuple[bytes, bytes | None]:
+    """Return task.json and, of a callable, callable.pkl, having checked that they can travel.
+
+    Raises:
+        EntrypointArgumentsError: an argument is not a JSON value (entrypoint by name), or does not fit the callable.
+        EntrypointError: the callable cannot be pickled.
+    """
+    entrypoint, (kwargs, rank_env) = request.entrypoint, split_rank_env(request.args or {})
+    record: dict[str, Any] = {"python": PYTHON, "rank_env": rank_env, "seed": request.seed}
+    record["launched_with"] = asdict(launched_with)  # so that it cannot be exchanged either
+    if package is not None:
+        from executors.task.stored import versions_here
+
+        record |= {
+            **versions_here(),
+            "code_sha256": package.sha256,
+            "requirements": list(package.requirements),
+            "paths": list(package.paths),
+        }
+    if isinstance(entrypoint, str):
+        try:
+            json.dumps(kwargs)
+        except (TypeError, ValueError) as error:
+            raise EntrypointArgumentsError(
+                f"The arguments of {entrypoint!r} travel as JSON: {error}. Pass JSON values, or a callable."
+            ) from None
+        if is_deeper_than(kwargs, MAX_DEPTH - 1):
+            raise EntrypointArgumentsError(f"The arguments of {entrypoint!r} are nested deeper than {MAX_DEPTH - 1}.")
+        return to_bytes({**record, "entrypoint": entrypoint, "args": kwargs}), None
+    check_call(entrypoint, kwargs, describe(entrypoint))
+    import cloudpickle
+
+    try:
+        pickled: bytes = cloudpickle.dumps((entrypoint, kwargs))
+    except Exception as error:
+        raise EntrypointError(
+            f"{describe(entrypoint)} and its arguments cannot be pickled: {error}. Create such objects inside the "
+            "function, or give an importable entrypoint such as 'train.py:main'."
+        ) from error
+    digest = hashlib.sha256(pickled).hexdigest()
+    return to_bytes({**record, "entrypoint": None, "name": describe(entrypoint), "callable_sha256": digest}), pickled
+
+
+def _user() -> str:
+    try:
+        import getpass
+
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())

@@ -1,0 +1,113 @@
+"""`run.json`: who launched what, when, and on which backend.
+
+It names a backend, and never code: see `registry.executor_of_record`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from executors.store import Store
+from executors.store.records import (
+    FAR_AHEAD,
+    LONG_AGO,
+    SHA256,
+    Fields,
+    Record,
+    checked,
+    find_record,
+    flag,
+    integer,
+    json_object,
+    list_of,
+    nested,
+    nullable,
+    number,
+    text,
+)
+
+MAX_WORLD_SIZE = 10_000
+BACKEND_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+CLASS_PATH = re.compile(r"[\w.]{1,200}:[\w.<>]{1,200}")  # <locals> is part of a name, too
+OPTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+ANY_SEED = 10**100  # more than anybody's generator takes
+
+
+NAMES = list_of(text(1000))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchedWith(Record):
+    """What decides what runs where. `task.json` says it, too, so that the task's digest vouches for it."""
+
+    backend: str = checked(text(64, BACKEND_NAME))
+    world_size: int = checked(integer(1, MAX_WORLD_SIZE))
+    entrypoint: str = checked(text())
+    executor: str | None = checked(nullable(text(400, CLASS_PATH)), None)
+    """The class of an executor that no installed package registers, as `module:Class`: for people, never imported."""
+    executor_options: Mapping[str, Any] = checked(json_object, {})
+    """What its executor was made with, as far as a reader takes it from a record."""
+    unrecorded_options: tuple[str, ...] = checked(NAMES, ())
+    """The names of its other options: who resumes the run on another machine gives their values again."""
+    env: tuple[str, ...] = checked(NAMES, ())
+    secrets: tuple[str, ...] = checked(NAMES, ())
+    chaos: tuple[str, ...] = checked(NAMES, ())
+    gpu: str | None = checked(nullable(text(100)), None)
+    timeout_s: float | None = checked(nullable(number(0.0, FAR_AHEAD)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord(LaunchedWith):
+    """What `run.json` says of a run."""
+
+    task_digest: str = checked(text(64, SHA256))
+    created_at: float = checked(number(LONG_AGO, FAR_AHEAD))
+    created_by: str = checked(text(), "")
+    launcher_pid: int | None = checked(nullable(integer(0, 2**31)), None)
+    cwd: str = checked(text(), "")
+    python: str = checked(text(100), "")
+    detach: bool = checked(flag, False)
+    seed: int | None = checked(nullable(integer(-ANY_SEED, ANY_SEED)), None)
+    code: Mapping[str, Any] | None = checked(nullable(json_object), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRecord(Record):
+    """What `task.json` says: what to call, and with what."""
+
+    python: str = checked(text(100))
+    """The minor version that a pickle is of."""
+    entrypoint: str | None = checked(nullable(text()), None)
+    """None: the pickled callable."""
+    args: Mapping[str, Any] | None = checked(nullable(json_object), None)
+    callable_sha256: str | None = checked(nullable(text(64, SHA256)), None)
+    rank_env: str | None = checked(nullable(text(1000)), None)
+    """The name of one more environment variable for the rank."""
+    seed: int | None = checked(nullable(integer(-ANY_SEED, ANY_SEED)), None)
+    """What the replicas' generators are seeded from; None: the run id."""
+    requirements: tuple[str, ...] = checked(list_of(text()), ())
+    python_version: str | None = checked(nullable(text(100)), None)
+    """The launcher's; None: the replicas have the launcher's Python."""
+    torch: str | None = checked(nullable(text(100)), None)
+    launched_with: LaunchedWith | None = checked(nullable(nested(LaunchedWith)), None)
+    """What else decides what runs where. None: a task of no launch, which is not resumed."""
+
+    @classmethod
+    def parse(cls, data: Any, key: str = "task.json", url: str = "") -> TaskRecord:
+        """Parse what the store holds under the key; it has to name an entrypoint, or a callable."""
+        task = super().parse(data, key, url)
+        if task.entrypoint is None and task.callable_sha256 is None:
+            raise Fields({}, key, url).refusal("it names neither an entrypoint nor a callable")
+        return task
+
+
+def find_run_record(store: Store, run_id: str) -> RunRecord | None:
+    """Read the record of a run; None when there is none.
+
+    Raises:
+        CorruptObjectError: it is not a record of a run.
+    """
+    return find_record(store, f"{run_id}/run.json", RunRecord.parse)

@@ -1,0 +1,125 @@
+"""Versions of Python and torch, here and where a run was launched."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from executors.entrypoint import load_entrypoint, prepare_entrypoint
+from executors.errors import CorruptObjectError, EntrypointError, StoreError
+from executors.store import Store
+from executors.store.records import get_at_most, retry
+from executors.task.record import LaunchedWith, TaskRecord
+
+READ_TRIES = 3
+MAX_TASK_BYTES = 1 << 30  # of each of its objects
+PYTHON = "{}.{}".format(*sys.version_info)
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the public part of an installed version (`2.13.0` of `2.13.0+cpu`); None when it is not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution).partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions_here() -> dict[str, str | None]:
+    """Return the versions of this process, as a task records them of its launcher."""
+    return {"python_version": sys.version.split()[0], "torch": installed_version("torch")}
+
+
+def difference(python_version: str, torch: str | None) -> str | None:
+    """Say how this replica's versions differ from its launcher's; None when they do not."""
+    here = _in_words(versions_here())
+    there = _in_words({"python_version": python_version, "torch": torch})
+    return None if here == there else f"replicas: this replica runs {here}, the launcher {there}."
+
+
+def _in_words(versions: Mapping[str, str | None]) -> str:
+    minor = ".".join(str(versions["python_version"]).split(".")[:2])
+    return f"Python {minor} and {'torch ' + versions['torch'] if versions['torch'] else 'no torch'}"
+
+
+@dataclass(frozen=True)
+class StoredTask:
+    """A task as it was read from the store: nothing of the user's was imported or unpickled yet."""
+
+    store: Store
+    run_id: str
+    record: TaskRecord
+    digest: str
+    """The sha256 of task.json."""
+
+    @property
+    def launched_with(self) -> LaunchedWith:
+        """What `run.json` says of how the run was launched, vouched for by this task's digest as well.
+
+        Raises:
+            CorruptObjectError: the task does not say it.
+        """
+        if self.record.launched_with is None:
+            key = f"{self.run_id}/task/task.json"
+            raise CorruptObjectError(
+                f"{key!r} in {self.store.url} does not say how the run was launched.", key=key, url=self.store.url
+            )
+        return self.record.launched_with
+
+    def prepare(self) -> None:
+        """Compile the entrypoint's file, if it is one, for this process and those it forks. Runs nothing of it."""
+        if self.record.entrypoint is not None:
+            prepare_entrypoint(self.record.entrypoint)
+
+    def load(self) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+        """Import or unpickle the entrypoint, and return it with its arguments.
+
+        Raises:
+            StoreError: the pickle is not what was launched.
+            EntrypointError: the entrypoint cannot be loaded here. What the user's module raises is passed on.
+        """
+        if self.record.entrypoint is not None:
+            return load_entrypoint(self.record.entrypoint), self.record.args or {}
+        if self.record.python != PYTHON:
+            raise EntrypointError(
+                f"The callable was pickled by Python {self.record.python}, this replica runs {PYTHON}. "
+                "Use the same version, or an importable entrypoint."
+            )
+        key = f"{self.run_id}/task/callable.pkl"
+        pickled = _get_checked(self.store, key, self.record.callable_sha256)
+        import cloudpickle
+
+        function, args = cloudpickle.loads(pickled)
+        return function, args
+
+
+def read_task(store: Store, run_id: str, digest: str | None = None) -> StoredTask:
+    """Read a run's task, checking that it is the one that was launched.
+
+    Args:
+        digest: the sha256 of task.json that came with the launch; None where a launch cannot carry one.
+
+    Raises:
+        StoreError: what the store holds is not what was launched.
+    """
+    key = f"{run_id}/task/task.json"
+    data = _get_checked(store, key, digest)
+    return StoredTask(store, run_id, TaskRecord.parse(data, key, store.url), hashlib.sha256(data).hexdigest())
+
+
+def _get_checked(store: Store, key: str, digest: str | None) -> memoryview:
+    """Read what was launched; a failing store, or a reading that is not it, is worth another try."""
+    for _ in range(READ_TRIES):
+        data = retry(lambda: get_at_most(store, key, MAX_TASK_BYTES))
+        found = hashlib.sha256(data).hexdigest()
+        if digest in (None, found):
+            return data
+    raise StoreError(
+        f"{key!r} in {store.url} is not what was launched: its sha256 is {found}, the launch's {digest}.",
+        key=key,
+        url=store.url,
+    )

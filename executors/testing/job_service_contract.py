@@ -1,0 +1,168 @@
+"""What every service that runs jobs has to keep. Subclass it, supply three hooks, and inherit the tests.
+
+class TestMyJobs(JobServiceContract):
+    @pytest.fixture
+    def service(self):
+        return MyJobs()
+
+    def another(self, service):
+        return MyJobs(**service.options)
+
+    def unknown(self, service):
+        return {"id": "never-was"}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+
+from executors.backends.jobs.service import ForeignJobError, Job, JobId, JobKey, JobService, JobServiceError, JobState
+from executors.errors import BackendError
+from executors.testing.helpers import KnownGaps, eventually
+
+OTHERS: list[dict[str, Any]] = [{"rank": 4}, {"attempt": 2}, {"run_id": "another"}, {"store_url": "s3://bucket/other"}]
+HANG = "print('hanging', flush=True); import time; time.sleep(600)"
+
+
+class JobServiceContract(KnownGaps):
+    """The seven calls, each against a service that works; how its errors are translated is tested beside each file."""
+
+    gpu: ClassVar[str | None] = None
+    """What each job asks for."""
+    patience_s: ClassVar[float] = 60.0
+    """How long a job may take until it runs, and until its end is reported."""
+
+    @pytest.fixture
+    def service(self) -> JobService:
+        """The service under test."""
+        raise NotImplementedError("Supply a `service` fixture.")
+
+    def another(self, service: JobService) -> JobService:
+        """Return the service as another process would make it."""
+        raise NotImplementedError
+
+    def unknown(self, service: JobService) -> JobId:
+        """Return the id of a job that the service does not have."""
+        raise NotImplementedError
+
+    def job(self, code: str, **changes: Any) -> Job:
+        """Return a job that runs Python code."""
+        key = JobKey("s3://bucket/contract", f"contract-{secrets.token_hex(4)}", 3, 1)
+        made = Job(key, ("python", "-u", "-c", code), (), {}, {}, gpu=self.gpu, limit_s=300)
+        return replace(made, **changes)
+
+    def ended(self, service: JobService, job_id: JobId) -> JobState:
+        eventually(lambda: service.state(job_id).has_ended, "the job has ended", within_s=self.patience_s)
+        return service.state(job_id)
+
+    def started(self, service: JobService, job: Job, line: str = "hanging") -> JobId:
+        """Start a job, and wait until it says a line."""
+        job_id = service.start(job)
+        eventually(lambda: line in service.logs(job_id, 10), f"the job says {line!r}", within_s=self.patience_s)
+        return job_id
+
+    def test_the_account_can_be_used_and_a_secret_that_is_not_there_is_refused_by_name(
+        self, service: JobService
+    ) -> None:
+        service.check_account(self.gpu, 60, ())
+        with pytest.raises(BackendError, match="'NOT_THERE'"):
+            service.check_account(self.gpu, 60, ["NOT_THERE"])
+
+    def test_a_job_runs_its_command_with_its_environment_and_credentials(self, service: JobService) -> None:
+        code = "import os; print(os.environ['PLAIN'], os.environ['SECRET'])"
+        value = "ä 'quoted' \"twice\" $HOME"
+        job_id = service.start(self.job(code, env={"PLAIN": value}, credentials={"SECRET": "hush"}))
+        state = self.ended(service, job_id)
+        assert (state.reason, state.exit_code) == (None, 0)
+        eventually(lambda: service.logs(job_id, 10) == f"{value} hush\n", within_s=self.patience_s)
+
+    def test_a_job_that_runs_into_its_limit_is_ended(self, service: JobService) -> None:
+        state = self.ended(service, service.start(self.job(HANG, limit_s=1)))
+        assert state.reason == "timeout"
+
+    def test_a_job_runs_until_it_is_stopped_and_stopping_it_again_is_not_an_error(self, service: JobService) -> None:
+        job_id = self.started(service, self.job(HANG))
+        assert not service.state(job_id).has_ended
+        service.stop(job_id)
+        assert self.ended(service, job_id).exit_code != 0
+        service.stop(job_id)
+        assert "hanging" in service.logs(job_id, 10), "the log outlives the job"
+
+    def test_the_last_lines_of_a_log_are_read(self, service: JobService) -> None:
+        job_id = service.start(self.job("for n in range(300): print('line', n)"))
+        self.ended(service, job_id)
+        eventually(lambda: service.logs(job_id, 2) == "line 298\nline 299\n", within_s=self.patience_s)
+        assert len(service.logs(job_id, 200).splitlines()) == 200
+        assert service.logs(job_id, 0) == ""
+
+    def test_a_job_that_has_ended_is_found(self, service: JobService) -> None:
+        job = self.job("pass")
+        job_id = service.start(job)
+        self.ended(service, job_id)
+        assert service.find(job.key) == [job_id]
+
+    def test_a_job_is_found_by_its_key_alone(self, service: JobService) -> None:
+        job = self.job(HANG)
+        assert service.find(job.key) == []
+        job_id = service.start(job)
+        assert eventually(lambda: service.find(job.key), within_s=self.patience_s) == [job_id]
+        for other in OTHERS:
+            assert service.find(replace(job.key, **other)) == [], other
+        service.stop(job_id)
+
+    def test_of_two_jobs_of_a_key_the_older_comes_first_or_the_second_is_not_started(self, service: JobService) -> None:
+        job = self.job(HANG)
+        expected = [self.started(service, job)]
+        with contextlib.suppress(JobServiceError):
+            expected.append(service.start(job))
+        eventually(lambda: service.find(job.key) == expected, within_s=self.patience_s)
+        for job_id in expected:
+            service.stop(job_id)
+
+    def test_a_job_is_verified_for_its_own_key_alone(self, service: JobService) -> None:
+        job = self.job("pass")
+        job_id = service.start(job)
+        assert service.verify(job_id, job.key) == job_id
+        for other in OTHERS:
+            with pytest.raises(ForeignJobError, match="names a job that"):
+                service.verify(job_id, replace(job.key, **other))
+        for hostile in ({}, dict.fromkeys(job_id, 5), dict.fromkeys(job_id, "../x"), dict.fromkeys(job_id, "x" * 500)):
+            with pytest.raises(ForeignJobError):
+                service.verify(hostile, job.key)
+        self.ended(service, job_id)
+
+    def test_a_job_that_is_gone_is_lost_and_nothing_about_it_is_an_error(self, service: JobService) -> None:
+        job_id = self.unknown(service)
+        assert service.state(job_id) == JobState(True, "lost")
+        assert service.logs(job_id, 10) == ""
+        service.stop(job_id)
+        assert service.verify(job_id, self.job("pass").key) == job_id
+
+    def test_another_process_can_use_an_id_that_travelled_as_json(self, service: JobService) -> None:
+        job = self.job(HANG)
+        job_id = json.loads(json.dumps(self.started(service, job)))
+        other = self.another(service)
+        assert other.find(job.key) == [job_id]
+        assert other.verify(job_id, job.key) == job_id
+        eventually(lambda: other.logs(job_id, 10) == "hanging\n", within_s=self.patience_s)
+        other.stop(job_id)
+        assert self.ended(service, job_id).has_ended
+
+    def test_threads_start_jobs_and_read_their_exit_codes(self, service: JobService) -> None:
+        jobs = [self.job(f"import sys; sys.exit({code})") for code in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            states = list(pool.map(lambda job: self.ended(service, service.start(job)), jobs))
+        assert [(state.reason, state.exit_code) for state in states] == [(None, code) for code in range(4)]
+
+    def test_the_description_of_a_job_is_json_and_shows_no_secret(self, service: JobService) -> None:
+        job = self.job("pass", env={"MINE": "my-own-value"}, credentials={"SECRET": "hush"})
+        text = json.dumps(service.describe(job))
+        assert all(word in text for word in ("MINE", "SECRET", job.key.name))
+        assert not any(value in text + repr(job) + repr(service) for value in ("my-own-value", "hush"))

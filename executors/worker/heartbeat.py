@@ -1,0 +1,132 @@
+"""The threads beside an entrypoint: the heartbeat, which also notices a dead supervisor, and the time limit.
+
+They are not of `threading`: its `Thread.start()` waits for the thread's first turn, which is long among 256 new
+processes. So they must import nothing: `threading` takes the thread that imports it first for the main thread.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from executors.errors import StoreError
+from executors.process import kill_descendants
+from executors.replica import Replica
+from executors.store.records import to_bytes
+
+LOOK_S = 1.0  # how often new reports are looked for, and so the least time between two heartbeats
+BEAT_S = 10.0  # how often it beats with nothing new
+
+
+class Heartbeat:
+    """Beats while its replica runs: `heartbeat.json`, the only object of a run that is overwritten."""
+
+    def __init__(self, replica: Replica, *, supervisor_pid: int | None = None, grace_s: float = 5.0) -> None:
+        self._replica = replica
+        self._supervisor_pid = supervisor_pid
+        self._grace_s = grace_s
+        self._key = replica.key("heartbeat.json")
+        self._written: dict[str, float] = {}
+        self._writing = _thread.allocate_lock()
+        self._is_stopped = False
+        self._stop = _thread.allocate_lock()  # held until the thread is to end
+        self._stop.acquire()
+        self._has_complained = False
+
+    @property
+    def supervisor_is_gone(self) -> bool:
+        """Whether the process that supervised this one has ended."""
+        # Not by a descriptor: daemon-style libraries close all they find. A process whose parent ends gets another.
+        return self._supervisor_pid is not None and os.getppid() != self._supervisor_pid
+
+    def start(self) -> None:
+        """Begin to beat."""
+        _thread.start_new_thread(self._run, ())
+
+    def _run(self) -> None:
+        beaten_at = -BEAT_S
+        while not self._stop.acquire(timeout=LOOK_S):
+            if self.supervisor_is_gone:
+                self._end_process()
+            now = time.monotonic()
+            if self._replica.reported != self._written or now - beaten_at >= BEAT_S:
+                self.beat()
+                beaten_at = now
+
+    def beat(self) -> None:
+        """Write the heartbeat now, unless stopped. A store that fails does not end the training."""
+        with self._writing:
+            if not self._is_stopped:
+                self._write()
+
+    def stop(self) -> None:
+        """Write what was reported since the last beat, and end: nothing is written after this returns.
+
+        Else a late beat would make the folder of a run again that somebody deletes once it has ended.
+        """
+        with self._writing:
+            if not self._is_stopped:
+                self._is_stopped = True
+                self._stop.release()
+            if self._replica.reported != self._written:
+                self._write()
+
+    def _write(self) -> None:
+        reported = dict(self._replica.reported)
+        try:
+            self._replica.store.put(self._key, to_bytes({"at": time.time(), **reported}))
+        except StoreError as error:
+            if not self._has_complained:
+                self._has_complained = True
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # the disk is full; closed by the user
+                    sys.stderr.write(f"replicas: rank {self._replica.rank}: no heartbeat: {error}\n")
+        self._written = reported
+
+    def _end_process(self) -> None:
+        """End this replica in its supervisor's place: let it clean up, then kill it and all it started."""
+        os.kill(os.getpid(), signal.SIGTERM)
+        self._stop.acquire(timeout=self._grace_s)
+        kill_descendants(os.getpid())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Deadline:
+    """The time limit of a replica without a supervisor: sends SIGTERM to its own process, then ends it.
+
+    Args:
+        left_s: seconds from the start on.
+        grace_s: seconds between SIGTERM, which runs the entrypoint's `finally`, and the end.
+        end: called in this thread when SIGTERM had no effect; ends the process.
+    """
+
+    def __init__(self, left_s: float, grace_s: float, end: Callable[[], None]) -> None:
+        self._left_s = max(0.0, left_s)
+        self._grace_s = grace_s
+        self._end = end
+        self._stop = _thread.allocate_lock()  # held until the thread is to end
+        self._stop.acquire()
+        self.has_passed = False
+
+    def start(self) -> None:
+        """Begin to count."""
+        import threading  # noqa: F401 - `end` may be the first to need it, and is not in the main thread
+
+        _thread.start_new_thread(self._run, ())
+
+    def _run(self) -> None:
+        if self._stop.acquire(timeout=self._left_s):
+            return
+        self.has_passed = True
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else the user's code put it back: no outcome
+            os.kill(os.getpid(), signal.SIGTERM)
+        if not self._stop.acquire(timeout=self._grace_s):
+            self._end()
+
+    def stop(self) -> None:
+        """Let the process go on: its entrypoint has ended."""
+        self._stop.release()

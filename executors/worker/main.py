@@ -1,0 +1,344 @@
+"""What every replica runs, on every backend: claim the attempt, call the entrypoint, leave one outcome.
+
+`main()` owns its process: a forked child locally, `python -m executors.worker` elsewhere. `call()` does the same inside
+a process of a third party, and so touches neither its descriptors nor its signals.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import hashlib
+import itertools
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any, NoReturn
+
+from executors import replica as environment
+from executors.attempt import Attempt, Claim, describe_end
+from executors.errors import ReplicasError, ResultError, StoreError
+from executors.process import children, flush_c_streams, kill_descendants, start_time
+from executors.protocol import Outcome, Reason, ReplicaStatus, RunSpec
+from executors.replica import Replica, set_current_replica
+from executors.store import store_at
+from executors.store.records import RETRY_S, read_record, retry, to_bytes
+from executors.store.url import split_address
+from executors.task.record import RunRecord
+from executors.task.stored import StoredTask, read_task
+from executors.worker.heartbeat import Deadline, Heartbeat
+from executors.worker.result import to_json_value
+
+TERMINATED = 143  # 128 + SIGTERM, as a shell says it
+TIMED_OUT = 124  # as the command `timeout` leaves
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a replica's process is given by its parent, or by the command that started it."""
+
+    spec: RunSpec
+    """The run. The replica claims the attempt of the spec, or the next that is free."""
+    rank: int
+    task: StoredTask | None = None
+    """The task, if the parent has read it."""
+    supervisor_pid: int | None = None
+    """The parent that supervises this process; it ends with it. None: no supervisor."""
+    output_tail: Callable[[], str] = str
+    """Returns the end of the output, for the outcome."""
+    term_grace_s: float = 5.0
+    torch_threads: int | None = None
+    timeout_s: float | None = None
+    """The time limit, where this process has to end itself."""
+    spent_s: float = 0.0
+    """How much of the limit was gone when this process started."""
+
+
+class CancelledBeforeStart(ReplicasError):
+    """The attempt was cancelled before its process came up."""
+
+
+def main(assignment: Assignment) -> NoReturn:
+    """Run one replica in a process of its own, and leave it."""
+    global _at_second_sigterm
+    faulthandler.enable()  # a segfault leaves its Python stack
+    if assignment.supervisor_pid is None:
+        _at_second_sigterm = signal.SIG_IGN  # no other process would write the outcome; SIGKILL is left
+    signal.signal(signal.SIGTERM, _terminate)
+    os.register_at_fork(after_in_child=_forget_terminate)
+    code = 1
+    try:
+        code = _Worker(assignment).run()
+    except (CancelledBeforeStart, SystemExit):
+        code = TERMINATED
+    except BaseException:
+        traceback.print_exc()
+    _leave(code)
+
+
+def call(run: str) -> Any:
+    """Run one replica inside a process of a third-party executor, which has this as its entrypoint.
+
+    Args:
+        run: `<store url>/<run id>`. The rank comes from `REPLICA_RANK`.
+
+    Returns: what the user's entrypoint returned, as a JSON value. Its exceptions are passed on.
+    """
+    store_url, run_id = split_address(run)
+    world_size = read_record(store_at(store_url), f"{run_id}/run.json", RunRecord.parse).world_size
+    rank = int(os.environ[environment.RANK])
+    worker = _Worker(Assignment(RunSpec(run_id, store_url, "", world_size, (rank,)), rank))
+    _set_environment(worker.replica, None)
+    worker.heartbeat.start()
+    try:
+        task = _load(worker.replica, read_task(worker.attempt.store, run_id))
+        outcome = worker.succeeded(task())
+        error: BaseException | None = None
+    except BaseException as raised:
+        outcome, error = worker.raised(raised), raised
+    worker.heartbeat.stop()
+    recorded = worker.attempt.record(outcome, retry_s=RETRY_S)
+    if error is not None:
+        raise error
+    if recorded.status is not ReplicaStatus.SUCCEEDED and recorded.error:
+        raise ReplicasError(recorded.error)
+    return outcome.result
+
+
+def claim(asked: Attempt) -> tuple[Attempt, str]:
+    """Claim the attempt asked for, or the next free one: a service may start the same input twice.
+
+    Returns: the attempt, and the nonce of its claim.
+
+    Raises:
+        CancelledBeforeStart: an attempt on the way, from the one asked for on, was cancelled.
+    """
+    nonce, pid, now = os.urandom(16).hex(), os.getpid(), time.time()
+    claim = {"nonce": nonce, "pid": pid, "pid_started": start_time(pid), "host": socket.gethostname(), "at": now}
+    for attempt in map(asked.at, itertools.count(asked.number)):
+        if retry(functools.partial(attempt.has, "cancel.json")):
+            cancelled = attempt.ended(ReplicaStatus.CANCELLED, "cancelled", pid=pid, started_at=time.time())
+            attempt.record(cancelled, retry_s=RETRY_S)
+            name = f"Attempt {attempt.number} of rank {attempt.rank}"
+            raise CancelledBeforeStart(f"{name} was cancelled before it started.")
+        if retry(functools.partial(_nonce_that_counts, attempt, to_bytes(claim))) == nonce:
+            return attempt, nonce
+    raise AssertionError("unreachable")
+
+
+def _nonce_that_counts(attempt: Attempt, claim: bytes) -> str:
+    """Create a claim and return the nonce of the one that exists; safe to do again when a reply was lost."""
+    # Whether the create succeeded is not the question: only what exists decides.
+    attempt.store.put_if_absent(attempt.key("started.json"), claim)
+    return read_record(attempt.store, attempt.key("started.json"), Claim.parse).nonce
+
+
+class _Worker:
+    """One replica in this process, which has claimed its attempt."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self._assignment = assignment
+        self._started_at = time.time()
+        spec, rank = assignment.spec, assignment.rank
+        store = store_at(spec.store_url)
+        if spec.chaos:
+            from executors.chaos import inject_faults
+
+            store = inject_faults(store, spec.chaos, rank, spec.attempt)
+        self.attempt, nonce = claim(Attempt(store, spec.run_id, rank, spec.attempt))
+        number, url = self.attempt.number, spec.store_url
+        self.replica = Replica(rank, spec.world_size, spec.run_id, number, url, claimed_nonce=nonce)
+        self.replica.store = store
+        parent, grace_s = assignment.supervisor_pid, assignment.term_grace_s
+        self.heartbeat = Heartbeat(self.replica, supervisor_pid=parent, grace_s=grace_s)
+        self._deadline: Deadline | None = None
+        if assignment.timeout_s is not None:
+            spent_s = assignment.spent_s + time.time() - self._started_at
+            self._deadline = Deadline(assignment.timeout_s - spent_s, grace_s, self._end_out_of_time)
+
+    def run(self) -> int:
+        """Call the entrypoint and leave the outcome; return the process's exit code."""
+        assignment, deadline = self._assignment, self._deadline
+        try:
+            _set_environment(self.replica, assignment.torch_threads)
+            self.heartbeat.start()
+            if deadline is not None:
+                deadline.start()  # its SIGTERM may come at once
+            spec = assignment.spec
+            task = assignment.task or read_task(self.attempt.store, spec.run_id, spec.task_digest)
+            value = _load(self.replica, task)()
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is finished is worth writing down
+            outcome = self.succeeded(value)
+        except BaseException as error:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if _terminated and assignment.supervisor_pid is not None and not self.heartbeat.supervisor_is_gone:
+                self.heartbeat.stop()
+                return TERMINATED  # the supervisor sent SIGTERM, knows why, and writes the outcome
+            if deadline is not None and deadline.has_passed:
+                outcome = self._out_of_time(TERMINATED)
+            else:
+                outcome = self._terminated_from_outside() if _terminated else self.raised(error)
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # the user may have closed or unset it
+                sys.stderr.write(f"{outcome.error}\n")
+        if deadline is not None:
+            deadline.stop()
+        self.heartbeat.stop()
+        _flush()
+        self._record(outcome)
+        return outcome.exit_code if outcome.exit_code is not None else 1
+
+    def succeeded(self, value: Any) -> Outcome:
+        """Return the outcome of an entrypoint that returned: a success, unless what it returned is not a JSON value."""
+        try:
+            result = to_json_value(value)
+        except ResultError as error:
+            return self._failed("result_not_serializable", str(error), 1)
+        return self._ended(ReplicaStatus.SUCCEEDED, None, exit_code=0, result=result)
+
+    def raised(self, error: BaseException) -> Outcome:
+        """Return the outcome of an entrypoint that raised, or left by `SystemExit`."""
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+            said = f" ({error.code})" if isinstance(error.code, str) else ""
+            text = f"The entrypoint ended its process with exit code {code}{said} instead of returning a result."
+            return self._failed("no_result", text, code)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_globals.get("__name__") == __name__:
+            trace = trace.tb_next  # the user's frames are enough
+        text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        reason: Any = error.outcome_reason if isinstance(error, ReplicasError) else "exception"
+        line = "".join(traceback.format_exception_only(type(error), error)).strip().partition("\n")[0]
+        return self._failed(reason, text, 1, error_line=line)
+
+    def _out_of_time(self, exit_code: int) -> Outcome:
+        return self._failed("timeout", self._sentence("timeout", limit_s=self._assignment.timeout_s), exit_code)
+
+    def _terminated_from_outside(self) -> Outcome:
+        """Return the outcome after a SIGTERM that no supervisor sent."""
+        if self._assignment.supervisor_pid is not None:
+            text = self._sentence("orphaned", attempt=self.attempt.number)
+            return self._failed("lost", text, TERMINATED, signal="SIGTERM")
+        is_cancelled = False
+        with contextlib.suppress(StoreError):
+            is_cancelled = self.attempt.has("cancel.json")
+        text = self._sentence("cancelled" if is_cancelled else "terminated")
+        return self._failed("signal", text, TERMINATED, signal="SIGTERM")
+
+    def _failed(self, reason: Reason, error: str, exit_code: int, **more: Any) -> Outcome:
+        return self._ended(ReplicaStatus.FAILED, reason, error=error, exit_code=exit_code, **more)
+
+    def _ended(self, status: ReplicaStatus, reason: Reason | None, **more: Any) -> Outcome:
+        return self.attempt.ended(status, reason, pid=os.getpid(), started_at=self._started_at, **more)
+
+    def _sentence(self, ending: str, **values: Any) -> str:
+        return describe_end(ending, self.replica.rank, self.replica.world_size, **values)
+
+    def _record(self, outcome: Outcome) -> None:
+        self.attempt.record(replace(outcome, output_tail=self._assignment.output_tail()), retry_s=RETRY_S)
+
+    def _end_out_of_time(self) -> None:
+        """Leave the outcome and the process, in the thread of the deadline."""
+        try:
+            self._record(self._out_of_time(TIMED_OUT))
+            kill_descendants(os.getpid())
+        finally:
+            os._exit(TIMED_OUT)
+
+
+def _load(replica: Replica, stored: StoredTask) -> Callable[[], Any]:
+    """Load the task; seed every generator before the user's module is imported, and those that came with it after."""
+    if stored.record.python_version is not None:  # it came from another machine
+        from executors.task.stored import difference
+
+        if warning := difference(stored.record.python_version, stored.record.torch):
+            print(warning, file=sys.stderr)
+    seeded = _seed(replica, stored.record.seed, but=set())
+    function, args = stored.load()
+    _seed(replica, stored.record.seed, but=seeded)
+    if stored.record.rank_env is not None:
+        os.environ[stored.record.rank_env] = str(replica.rank)
+    return functools.partial(function, **args)
+
+
+def _set_environment(replica: Replica, torch_threads: int | None) -> None:
+    for name in environment.TORCH_DISTRIBUTED:
+        os.environ.pop(name, None)
+    contract = (replica.rank, replica.world_size, replica.run_id, replica.attempt, replica.rendezvous)
+    os.environ.update(zip(environment.CONTRACT, map(str, contract), strict=True))
+    set_current_replica(replica)
+    if torch_threads is not None:
+        threads = os.environ.setdefault("OMP_NUM_THREADS", str(torch_threads))
+        if "torch" in sys.modules and threads.isdigit():  # imported before the variable was set
+            sys.modules["torch"].set_num_threads(int(threads))
+
+
+def _seed(replica: Replica, seed: int | None, but: set[str]) -> set[str]:
+    """Give every generator that is loaded a stream of this rank's own; return their names.
+
+    Args:
+        but: those seeded before, which the user's module may have seeded otherwise since.
+    """
+    source = f"{replica.run_id if seed is None else seed}/{replica.rank}"
+    loaded: set[str] = {name for name in ("random", "numpy", "torch") if name in sys.modules}
+    fresh = loaded - but
+    if "random" in fresh:
+        random.seed(source)
+    if fresh <= {"random"}:
+        return loaded
+    number = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "big") >> 1
+    if "numpy" in fresh:
+        sys.modules["numpy"].random.seed(number % 2**32)
+    if "torch" in fresh:
+        torch = sys.modules["torch"]
+        torch.default_generator.manual_seed(number)  # torch.manual_seed takes 3 ms on a build without accelerators
+        if torch.version.cuda or torch.version.hip:
+            torch.cuda.manual_seed_all(number)
+    return loaded
+
+
+_terminated = False
+_at_second_sigterm = signal.SIG_DFL
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    """Turn the first SIGTERM into SystemExit, so that `finally` runs; a second one ends what has a supervisor."""
+    global _terminated
+    _terminated = True
+    signal.signal(signal.SIGTERM, _at_second_sigterm)
+    raise SystemExit(TERMINATED)
+
+
+def _forget_terminate() -> None:
+    """Let a helper that the replica forks die of SIGTERM as any process: its pool would wait for it for ever."""
+    if signal.getsignal(signal.SIGTERM) is _terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a full disk; closed or unset by the user
+            stream.flush()
+    flush_c_streams()
+
+
+def _leave(code: int) -> NoReturn:
+    """Run what was registered at exit, flush, and go without the half second that tearing torch down takes.
+
+    What the user's code left running ends here: a supervisor that would do it may be gone.
+    """
+    try:
+        atexit._run_exitfuncs()
+        _flush()
+        if children(os.getpid()):
+            kill_descendants(os.getpid())
+    finally:
+        os._exit(code)

@@ -1,0 +1,324 @@
+"""The parent of one or more ranks: starts, limits and ends them, and records how they ended.
+
+One thread, its own session. It is a subreaper, and so is each rank: what a rank leaves behind becomes the
+supervisor's child the moment the rank ends, and is ended too, whatever session it moved to. An attached run's
+supervisor watches its launcher and ends the run when that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from executors.attempt import Attempt, Claim, describe_end
+from executors.errors import LaunchError, StoreError
+from executors.process import children, kill_descendants, oom_kills
+from executors.protocol import Reason, ReplicaStatus, RunSpec
+from executors.store import store_at
+from executors.store.records import RETRY_S
+
+CANCEL_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves only its marker
+UNKILLABLE_S = 5.0  # how long a process stuck in the kernel is waited for
+NEVER = float("inf")
+
+
+class Ranks(Protocol):
+    """How the ranks of one launch become processes of this machine."""
+
+    def prepare(self, rank: int) -> None:
+        """Do what a rank needs, as far as it can be done before the first process is started."""
+
+    def begin(self, rank: int) -> bool:
+        """Begin a rank's attempt, or find that this process has; False if it is another process's."""
+
+    def start(self, rank: int, place: int, close: Iterable[int]) -> int:
+        """Start a rank's process at one of the places; return its pid. `close`: descriptors that it must not keep."""
+
+    def output_tail(self, rank: int) -> str:
+        """Return the end of a rank's output, for its outcome."""
+
+
+@dataclass
+class _Running:
+    """A rank's process."""
+
+    pid: int
+    asked: Attempt
+    """The attempt asked for; the process may have claimed a later one."""
+    place: int
+    started_at: float
+    deadline: float
+    ending: Reason | None = None
+    """Why the supervisor ended it."""
+    kill_at: float = NEVER
+
+    def terminate(self, why: Reason, grace_s: float) -> None:
+        """Ask the rank to end; only the rank: its helpers are part of how it cleans up."""
+        self.ending, self.deadline, self.kill_at = why, NEVER, time.monotonic() + grace_s
+        os.kill(self.pid, signal.SIGTERM)
+
+
+class Supervisor:
+    """Runs the ranks of one launch to their end.
+
+    Args:
+        spec: the run, and which of its ranks.
+        ranks: how they become processes.
+        places: how many run at the same time; the others wait.
+        timeout_s: seconds each may run, from its own start. None: no limit.
+        term_grace_s: seconds between SIGTERM and SIGKILL.
+        launcher_pidfd: the launcher, with which an attached run ends. None: the run is detached.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        ranks: Ranks,
+        *,
+        places: int,
+        timeout_s: float | None,
+        term_grace_s: float,
+        launcher_pidfd: int | None,
+    ) -> None:
+        self._ranks = ranks
+        self._world_size = spec.world_size
+        self._timeout_s = timeout_s
+        self._term_grace_s = term_grace_s
+        self._launcher_pidfd = launcher_pidfd
+        store = store_at(spec.store_url)
+        self._asked = [Attempt(store, spec.run_id, rank, spec.attempt) for rank in spec.ranks]
+        self._waiting: deque[Attempt] = deque()
+        self._running: dict[int, _Running] = {}
+        self._free_places = deque(range(places))
+        self._oom_kills = oom_kills()
+        self._look_at = time.monotonic() + CANCEL_LOOK_S
+        self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def start(self) -> list[int]:
+        """Begin the attempts and start what may run at once; return the ranks that are this process's.
+
+        An attempt that another process has begun is left to it.
+
+        Raises:
+            LaunchError: a rank could not be started. Those before it were ended, and every outcome is written.
+        """
+        signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, signal.SIGUSR1):
+            signal.signal(number, lambda *_: None)
+        attempt = self._asked[0]
+        try:
+            # Before the first fork, whatever can be: after each, every page that this process touches is copied.
+            for attempt in self._asked:
+                self._ranks.prepare(attempt.rank)
+                if self._ranks.begin(attempt.rank):
+                    self._waiting.append(attempt)
+            begun = [attempt.rank for attempt in self._waiting]
+            while self._waiting and self._free_places:
+                attempt = self._waiting[0]
+                self._start(attempt)
+                self._waiting.popleft()
+        except (OSError, StoreError) as error:
+            self._undo_start(attempt, error)
+            raise LaunchError(str(error), rank=attempt.rank) from error
+        return begun
+
+    def run(self) -> None:
+        """Watch until every rank has ended and has its outcome."""
+        poller = select.poll()
+        poller.register(self._wakeup, select.POLLIN)
+        if self._launcher_pidfd is not None:
+            poller.register(self._launcher_pidfd, select.POLLIN)
+        while self._running or self._waiting:
+            events = (min(running.deadline, running.kill_at) for running in self._running.values())
+            left_s = max(0.0, min(self._look_at, *events, NEVER) - time.monotonic())
+            ready = {descriptor for descriptor, _ in poller.poll(min(left_s, 60.0) * 1000)}
+            if self._wakeup in ready:
+                with contextlib.suppress(BlockingIOError):
+                    if bytes([signal.SIGUSR1]) in os.read(self._wakeup, 4096):
+                        self._look_at = 0.0
+            self._reap()
+            if self._launcher_pidfd in ready and self._launcher_pidfd is not None:
+                poller.unregister(self._launcher_pidfd)
+                self._launcher_pidfd = None
+                self._end_abandoned()
+            self._look_for_cancels()
+            self._enforce_deadlines()
+            while self._waiting and self._free_places:
+                attempt = self._waiting.popleft()
+                try:
+                    self._start(attempt)
+                except OSError as error:
+                    _record(attempt, "start_failed", str(error), retry_s=0)
+
+    # Starting
+
+    def _start(self, attempt: Attempt) -> None:
+        place = self._free_places[0]
+        pid = self._ranks.start(attempt.rank, place, (self._wakeup, self._wakeup_writer))
+        self._free_places.popleft()
+        deadline = NEVER if self._timeout_s is None else time.monotonic() + self._timeout_s
+        self._running[pid] = _Running(pid, attempt, place, time.time(), deadline)
+
+    def _undo_start(self, failed: Attempt, error: Exception) -> None:
+        """End what was started before one rank failed."""
+        for running in self._running.values():
+            running.terminate("cancelled", self._term_grace_s)
+        self._waiting.clear()
+        reason = f"Rank {failed.rank} could not be started: {error}"
+        mine = []
+        for attempt in self._asked:  # those not reached yet, too; left alone where the store does not answer
+            with contextlib.suppress(StoreError):
+                if self._ranks.begin(attempt.rank):
+                    mine.append(attempt)
+        with contextlib.suppress(StoreError):  # the store may be the very thing that failed
+            for attempt in mine:
+                if attempt != failed:
+                    attempt.request_cancel(reason)
+        started = {running.asked.rank for running in self._running.values()}
+        self.run()
+        for attempt in mine:
+            if attempt.rank not in started:
+                _record(attempt, "start_failed", reason, retry_s=0)
+
+    # Watching
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            running = self._running.pop(pid, None)
+            if running is None:
+                continue  # something a rank left behind
+            self._free_places.append(running.place)
+            if not self._running.keys() >= set(children(os.getpid())):
+                kill_descendants(os.getpid(), spare=self._running, limit_s=UNKILLABLE_S)
+            self._conclude(running, os.waitstatus_to_exitcode(status))
+
+    def _look_for_cancels(self) -> None:
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + CANCEL_LOOK_S
+        for running in self._running.values():
+            if running.ending is None and _is_cancelled(running.asked, running.pid):
+                running.terminate("cancelled", self._term_grace_s)
+        for attempt in [waiting for waiting in self._waiting if _is_cancelled(waiting)]:
+            self._waiting.remove(attempt)
+            _record(attempt, "cancelled", None)
+
+    def _enforce_deadlines(self) -> None:
+        now = time.monotonic()
+        for running in self._running.values():
+            if now >= running.deadline:
+                running.terminate("timeout", self._term_grace_s)
+            if now >= running.kill_at:
+                os.kill(running.pid, signal.SIGKILL)
+                kill_descendants(running.pid, limit_s=0.0)
+                running.kill_at = now + UNKILLABLE_S
+
+    def _end_abandoned(self) -> None:
+        """End the whole run: its launcher is gone. What was asked to end before gets no more time."""
+        for running in self._running.values():
+            was_asked = running.ending is not None or _is_cancelled(running.asked, running.pid)
+            _mark_abandoned(running.asked, running.pid)
+            if running.ending is None:
+                running.terminate("cancelled", self._term_grace_s)
+            if was_asked:
+                running.kill_at = time.monotonic()
+        for attempt in self._waiting:
+            _mark_abandoned(attempt)
+        self._look_at = 0.0
+
+    # Concluding
+
+    def _conclude(self, running: _Running, exit_code: int) -> None:
+        """Write the outcome of a rank that left none."""
+        attempt = running.asked
+        with contextlib.suppress(StoreError):
+            attempt = _claimed_by(running.pid, attempt)
+            if attempt.outcome() is not None:
+                return
+        reason, error = self._explain(running, exit_code)
+        _record(
+            attempt,
+            reason,
+            error,
+            exit_code=exit_code,
+            signal=_signal_name(-exit_code) if exit_code < 0 else None,
+            pid=running.pid,
+            started_at=running.started_at,
+            output_tail=self._ranks.output_tail(attempt.rank),
+        )
+
+    def _explain(self, running: _Running, exit_code: int) -> tuple[Reason, str | None]:
+        """Name the reason of an end without an outcome, and put it into a sentence."""
+
+        def because(reason: Reason, ending: str = "", **values: Any) -> tuple[Reason, str]:
+            return reason, describe_end(ending or reason, running.asked.rank, self._world_size, **values)
+
+        if running.ending == "cancelled":
+            return "cancelled", None  # its marker says why
+        if running.ending == "timeout":
+            return because("timeout", limit_s=self._timeout_s)
+        if exit_code == -signal.SIGKILL and (now_killed := oom_kills()) > self._oom_kills:
+            self._oom_kills = now_killed
+            return because("oom")
+        if exit_code < 0:
+            return because("signal", number=-exit_code, name=_signal_name(-exit_code))
+        if exit_code == 128 + signal.SIGTERM:
+            return because("signal", "terminated")
+        return because("no_result", code=f"exit code {exit_code}")
+
+
+def _claimed_by(pid: int | None, asked: Attempt) -> Attempt:
+    """Return the attempt that a child of this process claimed; the one it was asked for when it claimed none.
+
+    Not simply the newest: another process may have claimed that, and live on when the child ends.
+    """
+    attempt = asked
+    while pid is not None and (claim := attempt.find("started.json", Claim.parse)):
+        if claim.pid == pid:
+            return attempt
+        attempt = attempt.at(attempt.number + 1)
+    return asked
+
+
+def _is_cancelled(asked: Attempt, pid: int | None = None) -> bool:
+    with contextlib.suppress(StoreError):
+        return _claimed_by(pid, asked).has("cancel.json")
+    return False  # asked again in a second
+
+
+def _mark_abandoned(asked: Attempt, pid: int | None = None) -> None:
+    with contextlib.suppress(StoreError):
+        attempt = _claimed_by(pid, asked)
+        if attempt.outcome() is None:  # else it is only tidying up
+            attempt.request_cancel("the launcher of this attached run ended")
+
+
+def _record(attempt: Attempt, reason: Reason, error: str | None, retry_s: float = RETRY_S, **more: Any) -> None:
+    status = ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED
+    try:
+        attempt.record(attempt.ended(status, reason, error=error, **more), retry_s=retry_s)
+    except StoreError as failure:
+        # The next poll finds this process gone, and reports what the store says.
+        import logging  # 2 ms, on the way of every replica otherwise
+
+        logging.getLogger(__name__).error("rank %d: no outcome could be written: %s", attempt.rank, failure)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal, as 40
+        return f"SIG{number}"
