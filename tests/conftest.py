@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from cli_of_tests import JOB
-from processes_of_tests import MARK, end, left_over, marked_pids
-from servers.hub_server import HubServer, hub_server
-from servers.s3_server import CREDENTIALS, S3Server, running_server
+from servers.hub.server import HubServer, hub_server
+from servers.s3.server import CREDENTIALS, S3Server, running_server
+from support.cli import JOB, Folder, HereInstead
+from support.processes import MARK, end, left_over, marked_pids
 
 from executors import LocalProcessExecutor
 
 if TYPE_CHECKING:
-    from servers.modal_server import ModalServer
+    from servers.modal.server import ModalServer
+    from support.fake_jobs import Machines
 
 os.environ["MODAL_CONFIG_PATH"] = os.devnull  # the SDK reads the user's settings when it is imported
 os.environ[MARK] = str(os.getpid())  # every process that a test starts inherits it
@@ -96,15 +97,29 @@ def hf(hub: HubServer, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.fixture
 def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried again soon."""
-    monkeypatch.setattr("executors.vendor_patience.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("executors.vendor_patience.LONGEST_PAUSE_S", 0.02)
-    monkeypatch.setattr("executors.cloud_launch.LOOK_PAUSE_S", 0.01)
+    monkeypatch.setattr("executors.backends.jobs.service.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("executors.backends.jobs.service.LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr("executors.backends.jobs.gang_start.LOOK_PAUSE_S", 0.01)
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    """The machines that a `FakeExecutor` of this test runs its jobs on, and a folder with `job.py` to launch from."""
+    from support.fake_jobs import FakeExecutor, Machines
+
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path / "work")
+    made = Machines(tmp_path / "machines")
+    monkeypatch.setattr(FakeExecutor, "machines", made, raising=False)
+    yield made
+    made.close()
 
 
 @pytest.fixture
 def modal_cloud() -> Iterator[ModalServer]:
     """A Modal control plane of the test's own, at which the SDK of this process and its children is pointed."""
-    from servers.modal_server import modal_server  # the SDK takes a third of a second to import
+    from servers.modal.server import modal_server
 
     with modal_server() as server, server.used_by_the_sdk():
         yield server
@@ -118,6 +133,20 @@ def modal_runs(modal_cloud: ModalServer, s3: S3Server, tmp_path: Path, monkeypat
     workspace.mkdir()
     monkeypatch.chdir(workspace)
     return modal_cloud
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """A user's folder with `job.py`, which is also this process's working directory."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.syspath_prepend(tmp_path / "work")
+    return Folder(tmp_path / "work")
+
+
+@pytest.fixture
+def here(folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> HereInstead:
+    return HereInstead(folder, monkeypatch, capsys)
 
 
 @pytest.fixture

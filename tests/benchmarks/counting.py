@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.records import BLOCK_BYTES, count_blocks, head_bytes, shard_blocks
+from diloco.rendezvous.frames import head_bytes
+from diloco.rendezvous.round import Layout, Limits
 from executors.store import Buffer, Data, Produce
 from executors.store.file import FileStore
 from executors.store.protocol import buffers_of
@@ -28,7 +29,7 @@ class CountingStore(FileStore):
     def __init__(self, root: Path, fragment_bytes: int, n_shards: int) -> None:
         super().__init__(root)
         self.read, self.written = Bytes(), Bytes()
-        self._n_blocks = count_blocks(fragment_bytes, BLOCK_BYTES)
+        self._layout = Layout(fragment_bytes, Limits())
         self._n_shards = n_shards
 
     def reset(self) -> None:
@@ -66,10 +67,10 @@ class CountingStore(FileStore):
         *_, kind, number = ("", *key.split("/"))
         head = end
         if kind == "contribution":
-            head = head_bytes(self._n_blocks)
+            head = self._layout.head_bytes
         elif kind == "mean":
-            first, last = shard_blocks(self._n_blocks, self._n_shards, int(number))
-            head = head_bytes(last - first)
+            first, end_block, _, _ = self._layout.shard(int(number), self._n_shards)
+            head = head_bytes(end_block - first)
         payload = max(0, end - max(start, head))
         where.payload += payload
         where.other += end - start - payload

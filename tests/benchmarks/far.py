@@ -19,7 +19,7 @@ from .launch import state_of_its_own
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the servers of the tests
 
-from servers.s3_server import CREDENTIALS, S3Server, running_server
+from servers.s3.server import CREDENTIALS, S3Server, running_server
 
 LATENCY_S, BYTES_PER_S = 0.05, 20e6
 IN_TURN, AT_ONCE = "reading one object after the other", "reading objects at once, as DiLoCo does"
@@ -79,7 +79,7 @@ def running_bucket() -> Iterator[S3Server]:
     before = {name: os.environ.get(name) for name in CREDENTIALS}
     os.environ.update(CREDENTIALS)
     try:
-        with running_server(module="servers.small_s3") as server:
+        with running_server(module="servers.s3.small") as server:
             yield server
     finally:
         for name, value in before.items():

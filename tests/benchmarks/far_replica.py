@@ -10,10 +10,10 @@ import torch
 
 import diloco.outer
 from diloco import DiLoCo
-from diloco.rounds import Pace
+from diloco.rendezvous.round import Limits
 from executors import current_replica
 from executors.store import open_store
-from executors.store.s3 import S3Store
+from executors.store.s3.store import S3Store
 
 
 def meet(url: str, n_elements: int, rounds: int, block_bytes: int, at_once: bool) -> list[dict[str, Any]]:
@@ -36,9 +36,11 @@ def meet(url: str, n_elements: int, rounds: int, block_bytes: int, at_once: bool
         requests[request.method] += 1
 
     store._client.meta.events.register("before-send.s3", count)
-    pace = Pace(small_bytes=0, block_bytes=block_bytes)
+    limits = Limits(small_bytes=0, block_bytes=block_bytes)
     found = []
-    with DiLoCo(model, inner_steps=1_000_000, sync_buffers=False, store=store, run_id=replica.run_id, _pace=pace) as d:
+    with DiLoCo(
+        model, inner_steps=1_000_000, sync_buffers=False, store=store, run_id=replica.run_id, _limits=limits
+    ) as d:
         for _ in range(rounds):
             with torch.no_grad():
                 model.flat.add_(0.001 * (replica.rank + 1))  # the inner steps

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from diloco import DiLoCo
-from diloco.training import Training
+from diloco.model_state import ModelState
 from executors import current_replica
 
 from .counting import CountingStore
@@ -95,14 +95,14 @@ def _note_when_the_mean_is_there() -> list[Moment]:
     last.
     """
     arrivals: list[Moment] = []
-    apply = Training.apply
+    apply = ModelState.apply
 
-    def applying(self: Training, *arguments: Any) -> None:
+    def applying(self: ModelState, *arguments: Any) -> None:
         arrivals.append(Moment.now())
         dist.barrier()
         apply(self, *arguments)
 
-    Training.apply = applying  # type: ignore[method-assign,assignment]
+    ModelState.apply = applying  # type: ignore[method-assign,assignment]
     return arrivals
 
 

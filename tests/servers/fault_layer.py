@@ -1,4 +1,4 @@
-"""A WSGI layer before an S3 server that misbehaves as it is told: at random by a seed, or once, at a place.
+"""A WSGI layer before an S3 server that misbehaves on request: at random by a seed, or once, at a place.
 
 It also does what a server for tests lacks: one request at a time reaches the application behind it (moto looks whether
 a key is taken and then sets it, without a lock), and a request whose body was cut off does not reach it at all.
@@ -35,6 +35,7 @@ ERRORS = {
     "checksum": ("400 Bad Request", "InvalidRequest", "Checksums are not supported."),
     "not_implemented": ("501 Not Implemented", "NotImplemented", "A header you provided is not implemented."),
 }
+ANSWERED = ("", "lost", "dropped", "truncated", "short")  # faults of requests that reach the application
 
 
 @dataclass
@@ -42,28 +43,19 @@ class Faults:
     """How the server misbehaves. Rates are of the requests that a fault can hit."""
 
     seed: int = 0
-    unavailable: float = 0.0
-    """503, and nothing was done."""
-    conflict: float = 0.0
-    """409 for a conditional PUT, and nothing was done."""
-    lost: float = 0.0
-    """Done, and then 503."""
-    truncated: float = 0.0
-    """A body that ends in the middle, with its connection."""
-    delay_s: float = 0.0
-    """Every request waits, up to so long."""
-    latency_s: float = 0.0
-    """Every request waits just so long."""
-    bytes_per_s: float = 0.0
-    """How fast bodies travel, each on its own; 0: at once."""
+    unavailable: float = 0.0  # 503, and nothing was done
+    conflict: float = 0.0  # 409 for a conditional PUT, and nothing was done
+    lost: float = 0.0  # done, and then 503
+    truncated: float = 0.0  # a body that ends in the middle, with its connection
+    delay_s: float = 0.0  # every request waits, up to so long
+    latency_s: float = 0.0  # every request waits just so long
+    bytes_per_s: float = 0.0  # how fast bodies travel, each on its own; 0: at once
     ignores_condition: bool = False
     knows_no_condition: bool = False
     knows_no_ranges: bool = False
     refuses_checksums: bool = False
-    forbidden: list[str] = field(default_factory=list)
-    """Methods that are answered 403."""
-    keeps: str = ""
-    """A pattern of paths: what is written there is kept, also when it is deleted later."""
+    forbidden: list[str] = field(default_factory=list)  # methods that are answered 403
+    keeps: str = ""  # a pattern of paths: what is written there is kept, also when it is deleted later
 
 
 @dataclass
@@ -99,24 +91,20 @@ class FaultLayer:
         path = environ["PATH_INFO"]
         if path.startswith("/_"):
             return self._control(path, body)
-        fault, delay_s = self._choose(environ)
-        if delay_s:
-            time.sleep(delay_s)
-        reply = self._answer(environ, body, fault)
-        self._travel(len(body) + len(reply.body))
         with self._state:
-            self._requests.append(
-                {
-                    "method": environ["REQUEST_METHOD"],
-                    "path": path,
-                    "query": environ["QUERY_STRING"],
-                    "range": environ.get("HTTP_RANGE", ""),
-                    "expect": environ.get("HTTP_EXPECT", ""),
-                    "connection": str(environ["REMOTE_PORT"]),
-                    "fault": fault,
-                    "status": reply.status,
-                }
-            )
+            faults, delay_s = self._faults, self._random.uniform(0, self._faults.delay_s)
+            fault = self._choose(environ)
+        time.sleep(delay_s)
+        reply = self._answer(environ, body) if fault in ANSWERED else Reply()
+        if fault in ERRORS:
+            reply = _error(fault, environ)
+        size_bytes = len(body) + len(reply.body)
+        time.sleep(faults.latency_s + (size_bytes / faults.bytes_per_s if faults.bytes_per_s else 0.0))
+        headers = {"range": "HTTP_RANGE", "expect": "HTTP_EXPECT", "query": "QUERY_STRING", "method": "REQUEST_METHOD"}
+        row = {name: environ.get(variable, "") for name, variable in headers.items()}
+        row |= {"path": path, "connection": str(environ["REMOTE_PORT"]), "fault": fault, "status": reply.status}
+        with self._state:
+            self._requests.append(row)
         half = reply.body[: len(reply.body) // 2]
         if fault == "dropped":
             return Reply(hang_up=True)
@@ -126,48 +114,35 @@ class FaultLayer:
             return Reply(reply.status, _with_length(reply.headers, len(half)), half)
         return reply
 
-    def _travel(self, size_bytes: int) -> None:
-        faults = self._faults
-        seconds = faults.latency_s + (size_bytes / faults.bytes_per_s if faults.bytes_per_s else 0.0)
-        if seconds:
-            time.sleep(seconds)
-
-    def _choose(self, environ: Environ) -> tuple[str, float]:
-        """Return which fault hits this request ("" for none), and how long it waits."""
-        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+    def _choose(self, environ: Environ) -> str:
+        """Return which fault hits this request; "" for none."""
+        method, path, faults = environ["REQUEST_METHOD"], environ["PATH_INFO"], self._faults
         conditional = method == "PUT" and "HTTP_IF_NONE_MATCH" in environ
-        with self._state:
-            faults = self._faults
-            delay_s = self._random.uniform(0, faults.delay_s)
-            for rule in self._once:
-                if rule["method"] == method and re.search(rule["path"], path):
-                    self._once.remove(rule)
-                    return rule["fault"], delay_s
-            if method in faults.forbidden:
-                return "forbidden", delay_s
-            if faults.refuses_checksums and any("CHECKSUM" in name or "TRAILER" in name for name in environ):
-                return "checksum", delay_s
-            if faults.knows_no_condition and conditional:
-                return "not_implemented", delay_s
-            rates = (
-                ("unavailable", faults.unavailable),
-                ("conflict", faults.conflict if conditional else 0),
-                ("lost", faults.lost),
-                ("truncated", faults.truncated if method == "GET" else 0),
-            )
-            for name, rate in rates:
-                if self._random.random() < rate:
-                    return name, delay_s
-        return "", delay_s
+        for rule in self._once:
+            if rule["method"] == method and re.search(rule["path"], path):
+                self._once.remove(rule)
+                return rule["fault"]
+        if method in faults.forbidden:
+            return "forbidden"
+        if faults.refuses_checksums and any("CHECKSUM" in name or "TRAILER" in name for name in environ):
+            return "checksum"
+        if faults.knows_no_condition and conditional:
+            return "not_implemented"
+        rates = {
+            "unavailable": faults.unavailable,
+            "conflict": faults.conflict if conditional else 0,
+            "lost": faults.lost,
+            "truncated": faults.truncated if method == "GET" else 0,
+        }
+        return next((name for name, rate in rates.items() if self._random.random() < rate), "")
 
-    def _answer(self, environ: Environ, body: bytes, fault: str) -> Reply:
-        if fault and fault not in ("lost", "dropped", "truncated", "short"):
-            return _error(fault, environ)
+    def _answer(self, environ: Environ, body: bytes) -> Reply:
         if self._faults.ignores_condition:
             environ.pop("HTTP_IF_NONE_MATCH", None)
         if self._faults.knows_no_ranges:
             environ.pop("HTTP_RANGE", None)
         answered: list[Any] = []
+        method, path, keeps = environ["REQUEST_METHOD"], environ["PATH_INFO"], self._faults.keeps
         environ["wsgi.input"] = io.BytesIO(body)
         # moto's routes know no line feed, so that another character stands for it there.
         for name in ("PATH_INFO", "RAW_URI", "REQUEST_URI", "QUERY_STRING"):
@@ -181,11 +156,10 @@ class FaultLayer:
             if close := getattr(chunks, "close", None):
                 close()
         status, headers = answered
-        method, path, keeps = environ["REQUEST_METHOD"], environ["PATH_INFO"], self._faults.keeps
         if method == "PUT" and keeps and status.startswith("200") and re.search(keeps, path):
             with self._state:
                 self._kept.setdefault(path, []).append(base64.b64encode(body).decode())
-        return _error(fault, environ) if fault == "lost" else Reply(status, list(headers), reply)
+        return Reply(status, list(headers), reply)
 
     def _control(self, path: str, body: bytes) -> Reply:
         with self._state:
@@ -197,13 +171,13 @@ class FaultLayer:
             elif path == "/_reset":
                 self._reset()
             text = json.dumps({"/_requests": self._requests, "/_kept": self._kept}.get(path)).encode()
-        return Reply("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(text)))], text)
+        return Reply("200 OK", _with_length([("Content-Type", "application/json")], len(text)), text)
 
 
 def _error(fault: str, environ: Environ) -> Reply:
     status, code, text = ERRORS[fault]
     reply = b"" if environ["REQUEST_METHOD"] == "HEAD" else ERROR.format(code=code, text=text).encode()
-    return Reply(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(reply)))], reply)
+    return Reply(status, _with_length([("Content-Type", "application/xml")], len(reply)), reply)
 
 
 def _with_length(headers: Iterable[tuple[str, str]], length: int) -> Headers:

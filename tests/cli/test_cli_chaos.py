@@ -1,0 +1,116 @@
+"""`replicas launch --chaos`: what it does to replicas, where it is recorded, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from support.cli import FAST, Folder, HereInstead
+
+from diloco.fault_points import FAULT_POINTS
+from executors import LocalProcessExecutor, Run, attach, launch, list_runs
+from executors.attempt import Attempt
+from executors.chaos import EVERY_REPLICA
+from executors.resume import resume
+from executors.testing.helpers import environment
+
+KILL = "kill:rank=1,at=claim,when=after"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    (tmp_path / "work").mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "work")  # for what is resumed from here
+    return Folder(tmp_path / "work")
+
+
+@pytest.fixture
+def here(folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> HereInstead:
+    return HereInstead(folder, monkeypatch, capsys)
+
+
+def bring_back(run_id: str) -> Run:
+    found = attach(run_id)
+    run = resume(Run(found.store, run_id, executor=LocalProcessExecutor(preload=())))
+    run.wait(60)
+    return run
+
+
+def test_the_attempt_of_a_rank_is_killed_where_the_spec_says_and_no_other(folder: Folder) -> None:
+    later = "kill:rank=1,at=outcome,attempt=1"
+    shown = folder.launch("job:main", "--chaos", KILL, "--dry-run").json
+    assert shown["run.json"]["chaos"] == shown["request"]["spec"]["chaos"] == [KILL]
+    told = folder.launch("job:main", "--chaos", KILL, "--chaos", later, "--run-id", "shaken")
+    assert told.code == 1
+    assert f"on local, no time limit, chaos {KILL}" in told.stdout
+    assert "Rank 1 failed (signal): was ended by signal 9 (SIGKILL)." in told.stdout
+    assert "chaos: rank 1 dies after claim 1" in folder.replicas("logs", "shaken", "--rank", 1).stdout
+    bring_back("shaken")
+    run = bring_back("shaken")
+    assert run.record.chaos == (KILL, later)
+    found = [Attempt(run.store, "shaken", 1, attempt).outcome() for attempt in range(3)]
+    assert [outcome.signal for outcome in found if outcome is not None] == ["SIGKILL", "SIGKILL", None]
+    assert [(outcome.attempt, outcome.status) for outcome in run.outcomes()] == [(0, "succeeded"), (2, "succeeded")]
+
+
+def test_a_store_that_fails_at_random_costs_no_replica(folder: Folder) -> None:
+    """Claim, task and outcome are asked for again, so that nothing is lost at these rates."""
+    spec = "store:error=0.2,lost=0.2,truncate=0.1,delay=0.002"
+    told = folder.launch("job:main", "--chaos", spec, "--run-id", "the-same-faults-each-time", "--json", n=6)
+    assert told.code == 0, told
+    assert [row["result"] for row in told.json["replicas"]] == [{"rank": rank} for rank in range(6)]
+
+
+REFUSED = {
+    "kil:rank=1": "No chaos 'kil'. Did you mean 'kill'? Known: kill, store.",
+    "kill:rnk=1": "No setting of kill 'rnk'. Did you mean 'rank'? Known: at, attempt, count, rank, round, when.",
+    "kill:rank=1,at=seel": "No fault point 'seel'. Did you mean 'seal'? Known: bye, claim, ",
+    "kill:rank=1,when=now": "No time 'now'. Known: after, before.",
+    "kill:rank=one": "rank is an integer, got rank=one.",
+    "kill:rank=2": "the run has the ranks 0 to 1, got rank=2.",
+    "kill:rank=-1": "rank must be at least 0, got rank=-1.",
+    "kill:round=3": "whom? Give a rank",
+    "kill:rank=1,count=0": "count must be at least 1, got count=0.",
+    "kill:rank=1,rank=1": "'rank' needs one value",
+    "kill:rank": "'rank' needs one value",
+    "kill:rank=1,at=bye,round=3": "at=bye belongs to no round, got round=3.",
+    "store:lost=2": "lost is a rate from 0 to 1, got lost=2.0.",
+    "store:delay=-1": "delay is a number of seconds, got delay=-1.0.",
+    "store:delay=fast": "delay is a number, got delay=fast.",
+    "store:": "this does nothing",
+    "store:dealy=1": "Did you mean 'delay'?",
+}
+
+
+def test_chaos_that_makes_no_sense_is_refused_before_anything_is_written(here: HereInstead, state_home: Path) -> None:
+    for spec, says in REFUSED.items():
+        told = here.replicas("launch", "job:main", "--n", 2, *FAST, "--chaos", spec)
+        assert told.code == 2, spec
+        assert f"Error: chaos {spec!r}: " in told.stderr
+        assert says in told.stderr, spec
+    told = here.replicas("launch", "job:main", "--n", 2, "-b", "support.third_party:PopenExecutor", "--chaos", KILL)
+    assert told.code == 2
+    assert "Backend 'popen' takes no chaos: faults are injected into local replicas only." in told.stderr
+    assert list_runs() == []
+
+
+def test_chaos_in_python_is_a_list_and_a_resumed_run_keeps_its_own() -> None:
+    local = LocalProcessExecutor(preload=())
+    with pytest.raises(TypeError, match="chaos is a list of specs"):
+        launch(local, str, 1, chaos="kill:rank=0")
+    with pytest.raises(ValueError, match="keeps the chaos it was launched with"):
+        launch(local, str, 1, run_id="any", resume=True, chaos=["kill:rank=0"])
+
+
+def test_the_fault_points_of_a_rendezvous_are_announced_and_found_without_torch() -> None:
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    (target,) = pyproject["project"]["entry-points"]["replicas.fault_points"].values()
+    module, _, name = target.partition(":")
+    assert getattr(import_module(module), name) is FAULT_POINTS
+    assert not FAULT_POINTS.keys() & EVERY_REPLICA.keys()
+    code = f"import sys, {module}, executors.chaos; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=environment(), check=False).returncode == 0

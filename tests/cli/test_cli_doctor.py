@@ -1,0 +1,103 @@
+"""`replicas doctor` and `backends`, and what is true of every verb."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.cli import Folder, HereInstead
+
+from executors.errors import StoreError
+from executors.store.file import FileStore
+
+VERBS = ("launch", "ls", "status", "logs", "wait", "collect", "cancel", "resume", "rm", "doctor", "backends")
+
+
+def test_doctor_shows_facts_and_finds_this_machine_well(here: HereInstead, tmp_path: Path) -> None:
+    result = here.replicas("doctor", "--rendezvous", tmp_path / "there", "--json")
+    assert result.code == 0, result
+    assert result.json["ok"] is True
+    assert list(result.json["facts"]) == ["system", "python", "packages", "cores", "gpus"]
+    checked = [finding["what"] for finding in result.json["findings"]]
+    assert checked == ["runs", "disk", "inotify", "launch", "rendezvous"]
+    assert not [path for path in (tmp_path / "there").iterdir() if path.name.startswith("doctor")]
+
+
+def test_doctor_says_what_is_wrong_and_what_to_do(
+    here: HereInstead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    result = here.replicas("doctor", "--rendezvous", "/proc/nothing")
+    assert result.code == 1
+    assert [line.split()[1] for line in result.stdout.splitlines() if line.startswith("wrong")] == [
+        "runs",
+        "rendezvous",
+    ]
+    assert "Set XDG_STATE_HOME to a directory you can write." in result.stdout
+
+
+def test_doctor_finds_a_store_that_can_only_be_read(
+    here: HereInstead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(store: FileStore, key: str, data: object) -> None:
+        raise StoreError("you may only read here")
+
+    monkeypatch.setattr(FileStore, "put", put)
+    result = here.replicas("doctor", "--rendezvous", tmp_path / "there")
+    assert (result.code, result.stdout.count("you may only read here")) == (1, 2)  # also where this user's runs live
+
+
+def test_doctor_starts_a_replica_with_probe_and_leaves_nothing(here: HereInstead) -> None:
+    result = here.replicas("doctor", "--probe", "--option", "preload=[]", "--json")
+    assert result.code == 0, result
+    assert "cores " in result.json["findings"][-1]["found"]
+    assert here.replicas("ls", "--json").json == []
+
+
+def test_backends_shows_the_type_default_and_meaning_of_every_option(here: HereInstead) -> None:
+    local = next(backend for backend in here.replicas("backends", "--json").json if backend["name"] == "local")
+    assert (local["ready"], local["problem"]) == (True, None)
+    options = {option["name"]: option for option in local["options"]}
+    assert options["max_parallel"]["type"] == "int | None"
+    assert options["preload"]["default"] == ["torch", "torch._dynamo"]
+    assert options["term_grace_s"]["help"].startswith("seconds between SIGTERM")
+    stdout = here.replicas("backends").stdout
+    assert "local  ready" in stdout
+    assert "term_grace_s float, default 5.0" in stdout
+
+
+def test_a_backend_that_cannot_be_loaded_is_listed_with_the_reason(folder: Folder) -> None:
+    package = folder.path / "broken_backend-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-backend\nVersion: 1\n")
+    (package / "entry_points.txt").write_text("[replicas.backends]\nbroken = no_such_module:Thing\n")
+    broken = next(b for b in folder.replicas("backends", "--json").json if b["name"] == "broken")
+    assert (broken["ready"], "no_such_module" in broken["problem"]) == (False, True)
+
+
+def test_every_verb_explains_itself_and_a_mistyped_one_names_the_nearest(here: HereInstead) -> None:
+    for verb in VERBS:
+        result = here.replicas(verb, "--help")
+        assert (result.code, f"replicas {verb}" in result.stdout) == (0, True), verb
+    assert here.replicas("--version").stdout.startswith("replicas ")
+    result = here.replicas("lanch")
+    assert (result.code, result.stdout, "Did you mean 'launch'?" in result.stderr) == (2, "", True)
+
+
+def test_help_imports_nothing_that_takes_time() -> None:
+    code = "import sys; sys.argv = ['replicas', '--help']; from executors.cli import main; main(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"torch", "numpy", "asyncio", "tenacity", "cloudpickle", "rich.live", "executors.run", "executors.launcher"}
+    assert not heavy & set(done.stdout.splitlines()[-1].split())
+    assert "launch" in done.stdout
+
+
+def test_the_current_directory_is_searched_unless_python_is_told_not_to(folder: Folder) -> None:
+    arguments = ("launch", "job:main", "--n", "1", "--option", "preload=[]", "--dry-run")
+    assert folder.replicas(*arguments).code == 0
+    code = "import sys; from executors.cli import main; sys.exit(main())"
+    safe = subprocess.run([sys.executable, "-P", "-c", code, *arguments], cwd=folder.path, check=False)
+    assert safe.returncode == 2

@@ -1,0 +1,128 @@
+"""What Ctrl-C and SIGTERM do to the command, and what a terminal shows."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+from support.cli import FAST, Folder, Terminal
+
+from executors import ReplicaStatus, attach, list_runs
+from executors.testing import eventually
+
+
+def is_hanging(run_id: str) -> bool:
+    run = attach(run_id)
+    return all("hanging" in run.logs(rank) for rank in range(run.world_size))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: signal.Signals(number).name)
+def test_one_interrupt_cancels_the_run_says_so_and_waits_for_the_end(folder: Folder, number: int) -> None:
+    with folder.started("launch", "job:hang", "--n", 2, "--run-id", "mine", *FAST) as command:
+        command.prints("running")
+        eventually(lambda: is_hanging("mine"))
+        command.interrupt(number)
+        assert command.ends() == 130
+        assert "Cancelling; waiting for the replicas to end." in command.output
+        assert "ranks 0-1 cancelled" in command.output
+    assert attach("mine").status().status is ReplicaStatus.CANCELLED
+
+
+def test_a_second_interrupt_exits_at_once_and_what_ran_is_killed(folder: Folder) -> None:
+    options = ("--option", "preload=[]", "--option", "term_grace_s=600")
+    with folder.started("launch", "job:hang", "--n", 2, "--arg", "deaf=true", "--run-id", "mine", *options) as command:
+        command.prints("running")
+        eventually(lambda: is_hanging("mine"))
+        command.interrupt()
+        command.prints("Cancelling")
+        command.interrupt()
+        assert command.ends() == 130
+        assert "Exiting now. Replicas of mine that still run are killed." in command.output
+    eventually(lambda: attach("mine").status().is_terminal)
+    assert attach("mine").status().status is ReplicaStatus.CANCELLED
+
+
+def test_an_interrupt_before_the_run_has_started_leaves_nothing_behind(folder: Folder) -> None:
+    (folder.path / "slow.py").write_text(
+        "import time\nfrom pathlib import Path\nPath('importing').touch()\ntime.sleep(60)\ndef main(): ...\n"
+    )
+    with folder.started("launch", "slow.py", "--n", 2, *FAST) as command:
+        eventually((folder.path / "importing").exists)
+        command.interrupt()
+        assert command.ends() == 130
+        assert "Cancelled before the run had started." in command.output
+    assert list_runs() == []
+
+
+def test_ctrl_c_while_watching_leaves_the_run_alone(folder: Folder) -> None:
+    assert folder.launch("job:hang", "--detach", "--run-id", "mine").code == 0
+    for verb in (["wait"], ["logs", "-f"], ["collect"]):
+        with folder.started(*verb, "mine") as command:
+            command.prints("hanging" if "logs" in verb else "running")
+            command.interrupt()
+            assert command.ends() == 130, verb
+            assert "Traceback" not in command.output
+            assert "logs" in verb or "Stopped watching. The run continues: replicas wait mine" in command.output
+    assert attach("mine").status().status is ReplicaStatus.RUNNING
+    attach("mine").cancel()
+
+
+@pytest.fixture
+def on_terminal(folder: Folder) -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def open_terminal(*arguments: object, **size: int) -> Terminal:
+        opened.append(Terminal(folder, *arguments, **size))
+        return opened[-1]
+
+    yield open_terminal
+    for terminal in opened:
+        terminal.close()
+
+
+def test_a_terminal_shows_a_live_table_and_gets_its_cursor_back(on_terminal: Callable[..., Terminal]) -> None:
+    terminal = on_terminal("launch", "job:report", "--n", 3, *FAST)
+    assert terminal.ends() == 0
+    assert "rank  status     round    step      loss  in rounds" in [line.rstrip() for line in terminal.lines]
+    assert "   1  succeeded      3       7    0.5000      1.2 s" in [line.rstrip() for line in terminal.lines]
+    assert terminal.raw.rindex("\x1b[?25h") > terminal.raw.rindex("\x1b[?25l")
+
+
+def test_a_table_higher_than_the_terminal_shows_failed_ranks_and_counts_the_rest(
+    folder: Folder, on_terminal: Callable[..., Terminal]
+) -> None:
+    arguments = ("--n", 14, "--run-id", "many", *FAST)
+    (folder.path / "mixed.py").write_text(
+        "import job\nfrom executors import current_replica\n"
+        "def main():\n    return job.fail([13]) if current_replica().rank == 13 else job.hang()\n"
+    )
+    terminal = on_terminal("launch", "mixed.py", *arguments, height=12)
+    terminal.shows("  13  failed")
+    terminal.shows("… and 7 more")
+    terminal.type(b"\x03")
+    assert terminal.ends() == 130
+    assert any(line.startswith("   7  cancelled") for line in terminal.lines)  # the last table shows all
+
+
+def test_ctrl_c_on_a_terminal_cancels_once_and_forces_twice(on_terminal: Callable[..., Terminal]) -> None:
+    options = ("--option", "preload=[]", "--option", "term_grace_s=600")
+    terminal = on_terminal("launch", "job:hang", "--n", 2, "--arg", "deaf=true", "--run-id", "mine", *options)
+    terminal.shows("2 running")
+    terminal.shows("Ctrl-C cancels the run.")
+    eventually(lambda: is_hanging("mine"))
+    terminal.type(b"\x03")
+    terminal.shows("Cancelling; waiting for the replicas to end. Press Ctrl-C again to exit now.")
+    terminal.type(b"\x03")
+    assert terminal.ends() == 130
+    assert terminal.raw.rindex("\x1b[?25h") > terminal.raw.rindex("\x1b[?25l")
+    eventually(lambda: attach("mine").status().is_terminal)
+
+
+def test_a_long_note_is_cut_where_the_terminal_ends(on_terminal: Callable[..., Terminal]) -> None:
+    message = "a long story " * 20
+    terminal = on_terminal("launch", "job:fail", "--n", 1, "--arg", "ranks=[0]", "--arg", f"message={message}", *FAST)
+    assert terminal.ends() == 1
+    row = next(line for line in terminal.lines if line.startswith("   0  failed"))
+    assert row.rstrip().endswith("…")
+    assert len(row.rstrip()) <= 90

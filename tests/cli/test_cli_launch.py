@@ -1,0 +1,194 @@
+"""`replicas launch`: what runs, what is printed, and which exit code comes back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from support.cli import FAST, Folder, HereInstead
+
+from executors import attach, list_runs
+
+
+def test_an_attached_launch_runs_a_file_of_the_current_directory_and_prints_the_results(folder: Folder) -> None:
+    result = folder.launch("job:main", "--gpu", "H100", n=3, CUDA_VISIBLE_DEVICES="")
+    assert result.code == 0, result
+    (run,) = list_runs()
+    assert "3 replicas of job:main on local, no time limit" in result.stdout
+    assert "succeeded" in result.stdout
+    assert 'rank 1: {"rank": 1}' in result.stdout
+    assert f"replicas status {run.run_id}" in result.stdout
+    assert result.stderr == "Warning: gpu='H100': this machine has no GPU; the replicas run on the CPU.\n"
+
+
+def test_arguments_are_json_where_they_parse_and_strings_where_not(here: HereInstead) -> None:
+    given = ["a=1", "b=[1, 2]", "c=true", "d=word", "e=x=y", "f=", 'g="7"', "h=007", "i=NaN", "compare=True"]
+    result = here.launch("job:echo", *(part for text in given for part in ("--arg", text)), "--json", n=1)
+    assert result.json["replicas"][0]["result"] == {
+        "a": 1, "b": [1, 2], "c": True, "d": "word", "e": "x=y", "f": "", "g": "7", "h": "007", "i": "NaN",
+        "compare": "True",
+    }  # fmt: skip
+    assert "compare=True is a string; JSON writes compare=true." in result.stderr
+
+
+def test_the_summary_of_the_lowest_rank_is_shown_in_place_of_the_results(here: HereInstead) -> None:
+    result = here.launch("job:report")
+    assert "Summary of rank 0." in result.stdout
+    assert "Summary of rank 1." not in result.stdout
+    assert "ranks 0" not in result.stdout.partition("Summary")[2]
+
+
+def test_json_is_one_document_on_stdout_and_progress_goes_to_stderr(here: HereInstead) -> None:
+    result = here.launch("job:fail", "--arg", "ranks=[1]", "--timeout", "60", "--json")
+    document = result.json
+    (run,) = list_runs()
+    assert document["run_id"] == run.run_id
+    assert (document["exit_code"], document["timeout_s"], document["world_size"]) == (1, 60.0, 2)
+    assert [row["status"] for row in document["replicas"]] == ["succeeded", "failed"]
+    assert document["replicas"][0]["result"] == "fine"
+    assert document["replicas"][1]["error"].endswith("RuntimeError: it went wrong")
+    assert "rank 1 failed (exception: RuntimeError: it went wrong)" in result.stderr
+
+
+def test_failed_ranks_make_exit_code_1_and_the_command_says_why_and_where_their_logs_are(here: HereInstead) -> None:
+    (here.folder.path / "mixed.py").write_text(
+        "import job\nfrom executors import current_replica\n"
+        "def main():\n    return job.die(2) if current_replica().rank == 2 else job.fail([1])\n"
+    )
+    result = here.launch("mixed.py", "--run-id", "mine", n=4)
+    assert result.code == 1
+    assert "Rank 1 failed (exception): RuntimeError: it went wrong\n    replicas logs mine --rank 1" in result.stdout
+    assert "Rank 2 failed (signal): was ended by signal 9 (SIGKILL)." in result.stdout
+    assert 'ranks 0, 3: "fine"' in result.stdout
+    assert "last words" in here.replicas("logs", "mine", "--rank", 1).stdout
+
+
+def test_only_time_limits_make_exit_code_124(here: HereInstead) -> None:
+    result = here.launch("job:hang", "--timeout", "0.5")
+    assert result.code == 124
+    assert "time limit 0.5 s" in result.stdout
+    assert "failed (timeout)" in result.stdout
+
+
+def test_a_detached_run_goes_on_by_itself_and_values_of_its_environment_are_recorded_nowhere(
+    folder: Folder, state_home: Path
+) -> None:
+    arguments = ("--arg", "name=TOKEN", "--env", "TOKEN=hunter2=x", "--detach", "--run-id", "by-itself")
+    result = folder.launch("job:variable", *arguments)
+    assert result.code == 0
+    assert result.stdout.splitlines()[0] == "by-itself"
+    assert "replicas logs by-itself -f" in result.stdout
+    run = attach("by-itself")
+    assert run.results() == ["hunter2=x"] * 2
+    written = [path for path in state_home.rglob("*") if path.is_file() and path.name != "outcome.json"]
+    assert not [path for path in written if b"hunter2" in path.read_bytes()]
+    assert run.record.env == ("TOKEN",)
+
+
+def test_a_run_may_live_in_any_directory_and_its_id_alone_finds_it_again(here: HereInstead, tmp_path: Path) -> None:
+    assert here.launch("job:main", "--rendezvous", tmp_path / "there", "--run-id", "away").code == 0
+    assert (tmp_path / "there" / "away" / "run.json").is_file()
+    assert here.replicas("status", "away", "--json").json["status"] == "succeeded"
+    assert here.replicas("status", "away", "--rendezvous", tmp_path / "there").code == 0
+    assert here.replicas("status", (tmp_path / "there").as_uri() + "/away").code == 0
+
+
+def test_a_third_partys_class_is_a_backend(here: HereInstead, folder: Folder) -> None:
+    launch = ("launch", "job:main", "--n", 2, "--backend", "support.third_party:PopenExecutor")
+    planned = here.replicas(*launch, "--dry-run").json
+    assert planned["request"] == {
+        "n_replicas": 2,
+        "entrypoint": "executors.worker.call",
+        "entrypoint_args": {"run": planned["url"]},
+        "gpu": None,
+        "timeout": 3600,
+    }
+    result = folder.replicas(*launch, "--json", environ={"PYTHONPATH": str(Path(__file__).parents[1])})
+    assert result.code == 0, result
+    assert [row["result"] for row in result.json["replicas"]] == [{"rank": 0}, {"rank": 1}]
+    assert result.json["timeout_s"] == 3600
+
+
+def test_without_an_entrypoint_the_default_task_of_the_installation_runs(here: HereInstead) -> None:
+    planned = here.replicas("launch", "--n", 2, "--dry-run", "--option", "preload=[]")
+    assert planned.json["run.json"]["entrypoint"] == "diloco.demo:train"
+
+
+USAGE = [
+    (["--n", "2", "--arg", "foo"], "--arg 'foo': the form is --arg NAME=VALUE, as in --arg steps=500"),
+    (["--n", "2", "--arg", "a=1", "--arg", "a=2"], "--arg a is given twice."),
+    (["--n", "2", "--env", "=x"], "the form is --env NAME=VALUE"),
+    (["--n", "0"], "n must be at least 1, got n=0."),
+    (["--n", "two"], "--n"),
+    ([], "--n"),
+    (["--n", "2", "--backend", "loca"], "'loca'. Did you mean 'local'? Known: "),
+    (["--n", "2", "--backend", "no.such:Thing"], "Backend 'no.such:Thing' cannot be loaded"),
+    (["--n", "2", "--option", "max_paralel=2"], "option 'max_paralel'. Did you mean 'max_parallel'?"),
+    (["--n", "2", "--option", "max_parallel=two"], "takes int | None, got 'two'."),
+    (["--n", "2", "--option", "preload=torch"], "takes Sequence[str], got 'torch'."),
+    (["--n", "2", "--option", "max_parallel=0"], "max_parallel must be at least 1"),
+    (["--n", "2", "--arg", "tims=3"], "main() takes no argument 'tims'. Did you mean 'times'?"),
+    (["--n", "2", "--run-id", "Not Good"], "Bad run id 'Not Good'"),
+    (["--n", "2", "--timeout", "-1"], "timeout must be more than 0 seconds"),
+    (["--n", "2", "--secret", "NOT_SET"], "The secret 'NOT_SET' is not set"),
+    (["--n", "2", "--rendezvous", "memory://x"], "lives in this process alone"),
+    (["--n", "2", "--rendezvous", "ftp://x"], "No store serves 'ftp'"),
+    (["--n", "2", "--rendezvous", "/proc/nothing"], "/proc/nothing"),
+    (["--nn", "2"], "--nn"),
+    (["--n", "2", "-o", "max_parallel=2"], "-o"),
+]  # fmt: skip
+
+
+def test_a_mistake_is_one_error_with_exit_code_2_and_nothing_is_written(here: HereInstead, state_home: Path) -> None:
+    calls = [(["job:main", *arguments], message) for arguments, message in USAGE]
+    calls += [(["job:mian", "--n", "2"], "Did you mean 'main'?"), (["no:main", "--n", "2"], "there is no module 'no'")]
+    for arguments, message in calls:
+        for more in ([], ["--dry-run"]):
+            options = [] if any("preload" in argument for argument in arguments) else FAST[:2]
+            result = here.replicas("launch", *arguments, *options, *more)
+            assert (result.code, result.stdout) == (2, ""), arguments
+            assert result.stderr.startswith("Error: "), arguments
+            assert message in result.stderr, result.stderr
+            assert not list(state_home.rglob("run.json")), arguments
+
+
+def test_with_json_a_mistake_is_a_document_as_well(here: HereInstead) -> None:
+    result = here.replicas("launch", "job:main", "--n", 2, "--backend", "loca", "--json")
+    assert result.code == 2
+    assert result.json["kind"] == "UnknownBackendError"
+    assert result.stderr == f"Error: {result.json['error']}\n"
+
+
+def test_a_dry_run_shows_the_exact_request_and_leaves_no_trace(folder: Folder, state_home: Path) -> None:
+    rendezvous = folder.path / "rendezvous"
+    rendezvous.mkdir()
+    before = sorted(folder.path.rglob("*"))
+    arguments = ("--arg", "times=3", "--env", "TOKEN=hunter2", "--rendezvous", rendezvous, "--timeout", "90")
+    result = folder.launch("job:main", *arguments, "--run-id", "planned", "--dry-run", PYTHONDONTWRITEBYTECODE="1")
+    assert result.code == 0, result
+    request = result.json["request"]
+    assert request["spec"]["run_id"] == "planned"
+    assert request["spec"]["env"] == {"TOKEN": "***"}
+    assert set(request["environ"].values()) == {"***"}
+    assert (request["timeout_s"], request["term_grace_s"]) == (90.0, 0.5)
+    assert result.json["task/task.json"]["args"] == {"times": 3}
+    assert result.json["run.json"]["env"] == ["TOKEN"]
+    assert "hunter2" not in result.stdout + result.stderr
+    assert sorted(folder.path.rglob("*")) == before
+    assert not state_home.exists()
+
+
+def test_what_a_dry_run_shows_is_what_a_launch_records_and_a_taken_id_is_refused(here: HereInstead) -> None:
+    call = ("job:main", "--run-id", "same", "--arg", "times=2", "--seed", "3")
+    planned = here.launch(*call, "--dry-run").json
+    assert here.launch(*call).code == 0
+    run = attach("same")
+    own = {"created_at", "launcher_pid"}
+    assert {k: v for k, v in json.loads(bytes(run.store.get("same/run.json"))).items() if k not in own} == {
+        k: v for k, v in planned["run.json"].items() if k not in own
+    }
+    assert json.loads(bytes(run.store.get("same/task/task.json"))) == planned["task/task.json"]
+    assert planned["url"] == run.url
+    for more in ((), ("--dry-run",)):
+        result = here.launch("job:main", "--run-id", "same", *more)
+        assert (result.code, "Run 'same' exists" in result.stderr) == (2, True), result

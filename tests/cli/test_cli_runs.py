@@ -1,0 +1,250 @@
+"""`replicas ls`, `status`, `logs`, `wait`, `collect`, `cancel` and `rm` on runs that were launched before."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from support.cli import COMMAND, Folder, HereInstead
+
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import claim
+from diloco.rendezvous.patient_store import PatientStore
+from executors import LocalProcessExecutor, ReplicaHandle, ReplicaStatus, Run, attach, launch
+from executors.testing import eventually
+
+
+def ended(local: LocalProcessExecutor, function: str, n: int = 2, run_id: str = "mine", **args: object) -> Run:
+    run = launch(local, f"job:{function}", n, args=args, run_id=run_id)
+    assert run.wait(60)
+    return run
+
+
+def hanging(local: LocalProcessExecutor, n: int = 2, run_id: str = "mine") -> Run:
+    run = launch(local, "job:hang", n, run_id=run_id)
+    eventually(lambda: all("hanging" in run.logs(rank) for rank in range(n)))
+    return run
+
+
+def test_ls_shows_every_run_the_newest_last(here: HereInstead, local: LocalProcessExecutor) -> None:
+    assert "replicas launch" in here.replicas("ls").stdout
+    assert here.replicas("ls", "--json").json == []
+    ended(local, "main", 1, "first")
+    ended(local, "fail", 1, "second", ranks=[0])
+    with hanging(local, 1, "third"):
+        head, *lines = here.replicas("ls").stdout.splitlines()
+        assert head.split() == ["run", "backend", "n", "entrypoint", "status", "age"]
+        assert [line.split()[:5] for line in lines] == [
+            ["first", "local", "1", "job:main", "succeeded"],
+            ["second", "local", "1", "job:fail", "failed"],
+            ["third", "local", "1", "job:hang", "running"],
+        ]
+        assert [row["status"] for row in here.replicas("ls", "--json").json] == ["succeeded", "failed", "running"]
+        assert "2 older" in here.replicas("ls", "--last", 1).stdout
+
+
+def test_ls_of_a_rendezvous_shows_the_runs_there(
+    here: HereInstead, local: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    launch(local, "job:main", 1, run_id="away", rendezvous=tmp_path / "there").wait()
+    rows = here.replicas("ls", "--rendezvous", tmp_path / "there", "--json").json
+    assert [row["run_id"] for row in rows] == ["away"]
+
+
+def test_status_shows_what_each_rank_reported_and_why_it_failed(here: HereInstead, local: LocalProcessExecutor) -> None:
+    ended(local, "report", 2, "fine")
+    lines = [line.split() for line in here.replicas("status", "fine").stdout.splitlines()]
+    assert ["0", "succeeded", "3", "7", "0.5000", "1.2", "s"] in lines
+    ended(local, "fail", 2, "bad", ranks=[1])
+    result = here.replicas("status", "bad")
+    assert result.code == 0
+    assert "1 succeeded, 1 failed" in result.stdout
+    assert "Rank 1 failed (exception): RuntimeError: it went wrong" in result.stdout
+    document = here.replicas("status", "bad", "--json").json
+    assert (document["status"], document["replicas"][1]["reason"]) == ("failed", "exception")
+
+
+def test_status_counts_the_ranks_that_joined_a_run(here: HereInstead, local: LocalProcessExecutor) -> None:
+    with hanging(local, 2, "open-to-all") as run:
+        store = PatientStore(run.store, clock=time.monotonic, error_patience_s=0.0)
+        keys = Keys(run.run_id, "main")
+        ranks = [claim(store, keys, None, 2, nonce, lambda: None).rank for nonce in ("one", "another")]
+        assert ranks == [2, 3]
+        assert "2 running, 2 joined" in here.replicas("status", "open-to-all").stdout
+        assert here.replicas("status", "open-to-all", "--json").json["joined"] == 2
+
+
+def test_what_does_not_exist_is_an_error_that_names_it(here: HereInstead, local: LocalProcessExecutor) -> None:
+    ended(local, "main", 2, "brave-otter-7f3a")
+    nearest = "No run 'brave-oter-7f3a' is known on this machine. Did you mean 'brave-otter-7f3a'?"
+    calls = [([verb, "brave-oter-7f3a"], nearest) for verb in ("status", "logs", "wait", "collect", "cancel", "rm")]
+    calls += [(["status", "No Such Run"], "Error: Bad run id 'No Such Run'")]
+    calls += [(["status", "any", "--option", "a=1"], "--option belongs to a backend: give --backend, too.")]
+    calls += [(["collect", "brave-otter-7f3a", "--out", "job.py"], "Cannot write to 'job.py'")]
+    calls += [(["logs", "brave-otter-7f3a", "-n", "-1"], "--lines must be at least 0, got -1.")]
+    calls += [
+        ([*verb, "brave-otter-7f3a", "--rank", "7"], "has the ranks 0 to 1, got rank=7.")
+        for verb in (["logs"], ["logs", "-f"], ["logs", "--rank", "0"], ["cancel"])
+    ]
+    for arguments, message in calls:
+        result = here.replicas(*arguments)
+        assert (result.code, message in result.stderr) == (2, True), (arguments, result)
+
+
+def test_logs_of_all_ranks_are_led_by_the_rank_and_those_of_one_are_not(
+    here: HereInstead, local: LocalProcessExecutor
+) -> None:
+    ended(local, "main", 3, times=3)
+    for arguments, lines in (
+        (["-n", 1], "[0] hello 2 of rank 0\n[1] hello 2 of rank 1\n[2] hello 2 of rank 2\n"),
+        (["--rank", 1, "-n", 2], "hello 1 of rank 1\nhello 2 of rank 1\n"),
+        (["--rank", 0, "--rank", 2, "-n", 1], "[0] hello 2 of rank 0\n[2] hello 2 of rank 2\n"),
+    ):
+        assert here.replicas("logs", "mine", *arguments).stdout == lines
+
+
+def test_following_logs_ends_with_the_run(folder: Folder, local: LocalProcessExecutor) -> None:
+    run = hanging(local)
+    with folder.started("logs", "mine", "-f") as command:
+        command.prints("[1] hanging")
+        command.prints("[0] hanging")
+        run.cancel()
+        assert command.ends() == 0
+
+
+def test_a_closed_pipe_is_silent_and_a_full_disk_under_the_output_is_one_error(
+    folder: Folder, local: LocalProcessExecutor
+) -> None:
+    def in_shell(command: str) -> tuple[int, str, str]:
+        line = f"{' '.join(COMMAND)} {command}"
+        done = subprocess.run(["bash", "-c", line], cwd=folder.path, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    ended(local, "main", 1, times=20_000)
+    assert in_shell("logs mine -n 20000 | head -n 1") == (0, "[0] hello 0 of rank 0\n", "")
+    for verb in ("ls", "logs mine", "collect mine --json"):
+        assert in_shell(f"{verb} >/dev/full") == (1, "", "Error: [Errno 28] No space left on device\n"), verb
+
+
+def test_a_huge_log_is_printed_in_bounded_memory(folder: Folder, local: LocalProcessExecutor, state_home: Path) -> None:
+    ended(local, "main", 2)
+    for log in state_home.rglob("output.log"):
+        with open(log, "r+b") as file:
+            file.truncate(8 << 30)  # without a single newline
+    done = subprocess.run(
+        [*COMMAND, "logs", "mine"],
+        cwd=folder.path,
+        capture_output=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)),
+        check=True,
+    )
+    assert 4 << 20 <= len(done.stdout) <= 10 << 20
+    assert b"these are the last 4 MiB; `replicas collect --out DIR` writes all." in done.stderr
+
+
+def test_wait_ends_with_the_run_and_its_exit_code(here: HereInstead, local: LocalProcessExecutor) -> None:
+    ended(local, "fail", 2, "bad", ranks=[1])
+    result = here.replicas("wait", "bad")
+    assert (result.code, "Rank 1 failed" in result.stdout) == (1, True)
+    ended(local, "report", 2, "fine")
+    result = here.replicas("wait", "fine", "--json")
+    assert (result.code, result.json["summary"]) == (0, "Summary of rank 0.")
+
+
+def test_wait_and_collect_give_up_when_their_time_is_over_and_the_run_continues(
+    here: HereInstead, local: LocalProcessExecutor
+) -> None:
+    with hanging(local) as run:
+        for verb in ("wait", "collect"):
+            result = here.replicas(verb, "mine", "--timeout", "0.2")
+            assert result.code == 124
+            assert "Not finished after 0.2 s. The run continues: replicas wait mine" in result.stdout
+            assert "More:" not in result.stdout
+            assert here.replicas(verb, "mine", "--timeout", "0.2", "--json").json["exit_code"] == 124
+        assert run.status().status is ReplicaStatus.RUNNING
+
+
+def test_collect_prints_a_row_for_each_replica(here: HereInstead, local: LocalProcessExecutor) -> None:
+    ended(local, "fail", 2, ranks=[1])
+    result = here.replicas("collect", "mine")
+    assert result.code == 1
+    rows = [json.loads(line) for line in result.stdout.splitlines()[:2]]
+    assert [(row["status"], row["result"]) for row in rows] == [("succeeded", "fine"), ("failed", None)]
+    assert "Rank 1 failed" in result.stdout
+
+
+def test_collect_writes_results_logs_and_artifacts_into_a_folder(
+    here: HereInstead, local: LocalProcessExecutor
+) -> None:
+    ended(local, "keep", 2)
+    out = here.folder.path / "deep" / "out"
+    for _ in range(2):  # also over what is there
+        result = here.replicas("collect", "mine", "--out", out, "--json")
+        assert (result.code, result.json["out"]) == (0, str(out))
+    assert result.json["replicas"][0]["result"] == {"loss": None}  # strict JSON has no NaN
+    assert json.loads((out / "results.json").read_text())["run_id"] == "mine"
+    for rank in ("0", "1"):
+        assert (out / rank / "artifacts" / "model" / "weights.txt").read_text() == "kept"
+        assert (out / rank / "output.log").read_text() == "saved\n"
+
+
+def test_collect_writes_a_whole_log_however_long(here: HereInstead, local: LocalProcessExecutor) -> None:
+    ended(local, "main", 1, say="x" * 1000, times=9000)
+    assert here.replicas("collect", "mine", "--out", here.folder.path / "out").code == 0
+    log = (here.folder.path / "out" / "0" / "output.log").read_text()
+    assert (log.count("\n"), len(log) > 9_000_000) == (9000, True)
+
+
+def test_cancel_ends_one_rank_or_all_and_says_which(here: HereInstead, local: LocalProcessExecutor) -> None:
+    run = hanging(local, 3)
+    for arguments, line in (
+        (["--rank", 1], "Cancelled mine: rank 1. Now 2 running, 1 cancelled.\n"),
+        ([], "Cancelled mine: ranks 0, 2. Now 3 cancelled.\n"),
+        ([], "Nothing to cancel in mine: 3 cancelled.\n"),
+    ):
+        result = here.replicas("cancel", "mine", *arguments)
+        assert (result.code, result.stdout) == (0, line)
+    assert run.status().status is ReplicaStatus.CANCELLED
+    assert here.replicas("wait", "mine").code == 130
+
+
+def test_cancel_names_ranks_that_the_backend_takes_its_time_to_end(
+    here: HereInstead, local: LocalProcessExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancel = LocalProcessExecutor.cancel
+
+    def cancel_but_the_last(self: LocalProcessExecutor, handle: ReplicaHandle) -> None:
+        if handle.rank < 2:
+            cancel(self, handle)
+
+    with hanging(local, 3), monkeypatch.context() as patch:
+        patch.setattr(LocalProcessExecutor, "cancel", cancel_but_the_last)
+        for arguments, line in (
+            (["--rank", 2], "Cancelled mine: rank 2 (still ending). Now 3 running.\n"),
+            ([], "Cancelled mine: ranks 0-1 and rank 2 (still ending). Now 1 running, 2 cancelled.\n"),
+        ):
+            assert here.replicas("cancel", "mine", *arguments).stdout == line
+
+
+def test_rm_deletes_runs_and_refuses_one_that_still_runs(
+    here: HereInstead, local: LocalProcessExecutor, state_home: Path
+) -> None:
+    ended(local, "main", 1, "first")
+    ended(local, "main", 1, "second")
+    with hanging(local, 1, "busy"):
+        result = here.replicas("rm", "first", "busy", "never-was", "second")
+        assert result.code == 2
+        assert [line.split()[:2] for line in result.stdout.splitlines()] == [
+            ["Removed", "first"],
+            ["Removed", "second"],
+        ]
+        assert "Run 'busy' still runs. Cancel it first" in result.stderr
+        assert "No run 'never-was'" in result.stderr
+        assert attach("busy").status().status is ReplicaStatus.RUNNING
+    assert not (state_home / "replicas" / "first").exists()
+    assert here.replicas("rm", "busy").code == 0
+    assert here.replicas("ls", "--json").json == []

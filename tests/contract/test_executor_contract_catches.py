@@ -1,0 +1,140 @@
+"""The contract of an executor finds executors that do not keep it: each mutant has a fault seen in a real system."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.third_party import PopenExecutor
+
+from executors.testing import ExecutorContract
+from executors.testing.helpers import environment
+
+
+class DrainsItsResults(PopenExecutor):
+    """The second `collect` finds nothing."""
+
+    def collect(self, handles: list[Any], *, timeout: int | None = None) -> list[dict[str, Any]]:
+        rows = super().collect(handles, timeout=timeout)
+        for handle, row in zip(handles, rows, strict=True):
+            if getattr(handle, "drained", False):
+                row["result"] = None
+            handle.drained = True
+        return rows
+
+
+class KillsWhenItsPatienceEnds(PopenExecutor):
+    """A read call that destroys the job."""
+
+    def collect(self, handles: list[Any], *, timeout: int | None = None) -> list[dict[str, Any]]:
+        rows = super().collect(handles, timeout=timeout)
+        for handle in handles:
+            handle.process.kill()
+            handle.process.wait()
+        return rows
+
+
+class CallsACancellationAFailure(PopenExecutor):
+    def poll(self, handle: Any) -> str:
+        return super().poll(handle).replace("cancelled", "failed")
+
+
+class AsksPolitelyOnly(PopenExecutor):
+    """Never escalates to SIGKILL."""
+
+    def cancel(self, handle: Any) -> None:
+        if handle.process.poll() is None:
+            Path(handle.folder, "cancelled").touch()
+            handle.process.terminate()
+
+
+class KeepsOneLaunch(PopenExecutor):
+    """Finds replicas by rank alone, so that a second launch takes the first one's place."""
+
+    def launch_replicas(self, *args: Any, **kwargs: Any) -> list[Any]:
+        self.latest = super().launch_replicas(*args, **kwargs)
+        return self.latest
+
+    def collect(self, handles: list[Any], *, timeout: int | None = None) -> list[dict[str, Any]]:
+        return super().collect([self.latest[handle.rank] for handle in handles], timeout=timeout)
+
+
+class AnswersInItsOwnOrder(PopenExecutor):
+    def collect(self, handles: list[Any], *, timeout: int | None = None) -> list[dict[str, Any]]:
+        return super().collect(sorted(handles, key=lambda handle: int(handle.rank)), timeout=timeout)
+
+
+class HasNoTimeLimit(PopenExecutor):
+    def launch_replicas(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return super().launch_replicas(*args, **{**kwargs, "timeout": 10**6})
+
+
+class CallsAnyEndASuccess(PopenExecutor):
+    def poll(self, handle: Any) -> str:
+        return super().poll(handle).replace("failed", "succeeded")
+
+    def collect(self, handles: list[Any], *, timeout: int | None = None) -> list[dict[str, Any]]:
+        self.poll = super().poll  # type: ignore[method-assign]
+        rows = super().collect(handles, timeout=timeout)
+        return [{**row, "status": row["status"].replace("failed", "succeeded")} for row in rows]
+
+
+class Impatient(ExecutorContract):
+    patience_s = 3.0
+
+
+Impatient.__test__ = False  # type: ignore[attr-defined]
+CONTRACT = Impatient()
+MUTANTS: list[tuple[type[PopenExecutor], Callable[[Any], None]]] = [
+    (DrainsItsResults, CONTRACT.test_collecting_after_polling_and_again_gives_the_same),
+    (KillsWhenItsPatienceEnds, CONTRACT.test_collects_own_time_limit_ends_nothing),
+    (CallsACancellationAFailure, CONTRACT.test_what_is_cancelled_stays_cancelled),
+    (AsksPolitelyOnly, CONTRACT.test_a_replica_deaf_to_sigterm_is_cancelled_all_the_same),
+    (KeepsOneLaunch, CONTRACT.test_two_launches_of_one_executor_stay_apart),
+    (AnswersInItsOwnOrder, CONTRACT.test_rows_come_in_the_order_of_the_handles_given),
+    (HasNoTimeLimit, CONTRACT.test_a_time_limit_is_enforced),
+    (CallsAnyEndASuccess, CONTRACT.test_an_exception_is_a_failure_with_its_traceback),
+]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[type[PopenExecutor]], PopenExecutor]]:
+    """Make executors whose processes end with the test."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    tickets: list[Any] = []
+
+    def make(kind: type[PopenExecutor]) -> PopenExecutor:
+        class Watched(kind):  # type: ignore[misc, valid-type]
+            def launch_replicas(self, *args: Any, **kwargs: Any) -> list[Any]:
+                started: list[Any] = super().launch_replicas(*args, **kwargs)
+                tickets.extend(started)
+                return started
+
+        return Watched()
+
+    yield make
+    for ticket in tickets:
+        ticket.process.kill()
+        ticket.process.wait()
+
+
+def test_an_executor_that_breaks_a_promise_fails_its_test(
+    make: Callable[[type[PopenExecutor]], PopenExecutor],
+) -> None:
+    for mutant, test in MUTANTS:
+        try:
+            test(make(mutant))
+        except (AssertionError, pytest.fail.Exception):
+            continue
+        pytest.fail(f"{mutant.__name__} was not caught")
+    with pytest.raises(AssertionError):
+        CONTRACT.test_it_is_an_executor_without_inheriting(object())  # type: ignore[arg-type]
+
+
+def test_replicas_of_the_contract_need_no_pytest() -> None:
+    check = "import sys, executors.testing.tasks; sys.exit('pytest' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], env=environment()).returncode == 0

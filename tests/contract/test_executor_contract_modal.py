@@ -1,0 +1,72 @@
+"""The Modal executor keeps the contract of an executor: at a control plane on loopback, and with `-m live` at Modal.
+
+What differs between the SDK's two back ends, `test_job_service_contract` and `jobs/test_modal` prove on both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers.modal.server import ModalServer
+
+from executors import ModalExecutor, ReplicaHandle, ServerlessExecutor
+from executors.protocol import RunSpec
+from executors.testing import ExecutorContract
+
+pytestmark = pytest.mark.slow
+
+NO_ACCOUNT = sorted({"MODAL_TOKEN_ID", "REPLICAS_LIVE_RENDEZVOUS"} - set(os.environ))
+
+
+class WithGpus(ModalExecutor):
+    """Asks for a GPU for each replica, and so for sandboxes of the SDK's older back end."""
+
+    def launch_replicas(
+        self,
+        n_replicas: int,
+        entrypoint: str | Callable[..., Any],
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: float | None = 3600,
+        run: RunSpec | None = None,
+    ) -> list[ReplicaHandle]:
+        return super().launch_replicas(
+            n_replicas, entrypoint, entrypoint_args, gpu=gpu or "H100", timeout=timeout, run=run
+        )
+
+
+class TestModalExecutor(ExecutorContract):
+    """On sandboxes without GPUs, which Modal starts at once."""
+
+    @pytest.fixture
+    def executor(self, modal_runs: ModalServer) -> ServerlessExecutor:
+        self.server = modal_runs
+        return ModalExecutor()
+
+    def kill(self, executor: ServerlessExecutor, handle: ReplicaHandle) -> None:
+        self.server.kill(handle.metadata["job"]["sandbox_id"])
+
+
+@pytest.mark.live
+@pytest.mark.skipif(bool(NO_ACCOUNT), reason=f"{' and '.join(NO_ACCOUNT)} not set")
+@pytest.mark.timeout(1200)
+class TestModalItself(ExecutorContract):
+    """At Modal itself: needs a token, and a bucket that both sides reach as `REPLICAS_LIVE_RENDEZVOUS`."""
+
+    patience_s = 600.0
+    make: type[ModalExecutor] = ModalExecutor
+
+    @pytest.fixture
+    def executor(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerlessExecutor:
+        monkeypatch.setenv("REPLICAS_RENDEZVOUS", os.environ["REPLICAS_LIVE_RENDEZVOUS"])
+        monkeypatch.chdir(tmp_path)
+        return self.make(app_name="replicas-tests")
+
+
+class TestModalItselfWithGpus(TestModalItself):
+    make = WithGpus

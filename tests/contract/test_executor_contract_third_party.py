@@ -1,0 +1,145 @@
+"""A third-party executor: what its five verbs keep of the contract, and what `launch()` adds to them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import pytest
+from support.processes import is_alive
+from support.third_party import PopenExecutor
+
+from executors import ReplicasError, ServerlessExecutor, attach, launch
+from executors.errors import ReplicaCancelledError, ReplicaFailedError, ReplicaLostError
+from executors.testing import ExecutorContract, eventually
+from executors.testing.executor_contract import task
+
+NO_CHECKS = "it starts whatever it is given"
+NO_REASONS = "it knows an exit code and a log, nothing more"
+
+
+@pytest.fixture
+def executor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[PopenExecutor]:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    started: list[Any] = []
+    launch_replicas = PopenExecutor.launch_replicas
+
+    @functools.wraps(launch_replicas)
+    def remember(*args: Any, **kwargs: Any) -> Any:
+        tickets = launch_replicas(*args, **kwargs)
+        started.extend(tickets)
+        return tickets
+
+    monkeypatch.setattr(PopenExecutor, "launch_replicas", remember)
+    yield PopenExecutor()
+    for ticket in started:
+        ticket.process.kill()
+        ticket.process.wait()
+
+
+class TestThirdPartyExecutor(ExecutorContract):
+    takes_callables = False
+    expected_failures: ClassVar[dict[str, str]] = {
+        "test_an_entrypoint_that_does_not_exist_is_refused_by_name": NO_CHECKS,
+        "test_arguments_that_do_not_fit_are_refused_before_anything_starts": NO_CHECKS,
+        "test_a_result_that_is_not_json_is_a_failure_that_names_its_place": NO_REASONS,
+        "test_leaving_without_a_result_is_a_failure_that_keeps_the_code": NO_REASONS,
+        "test_the_rank_can_have_one_more_variable": "it passes all arguments on",
+    }
+
+    @pytest.fixture
+    def executor(self, executor: PopenExecutor) -> ServerlessExecutor:
+        return cast(ServerlessExecutor, executor)
+
+    def kill(self, executor: ServerlessExecutor, handle: Any) -> None:
+        os.kill(handle.process.pid, signal.SIGKILL)
+
+
+def test_the_third_partys_module_imports_nothing_of_ours() -> None:
+    source = Path(sys.modules[PopenExecutor.__module__].__file__ or "").read_text()
+    assert "executors" not in source
+    assert "diloco" not in source
+
+
+def test_it_gets_a_name_and_json_arguments_and_a_word_on_the_directory_it_must_see(
+    executor: PopenExecutor, capfd: pytest.CaptureFixture[str], state_home: Path, tmp_path: Path
+) -> None:
+    run = launch(executor, task("echo"), 2, args={"a": 1})
+    results = run.results()
+    assert results == [{"rank": rank, "args": {"a": 1}} for rank in range(2)]
+    assert attach(run.run_id).results() == results
+    assert executor.entrypoints == [("executors.worker.call", {"run": run.url})]
+    (line,) = capfd.readouterr().err.splitlines()
+    assert str(state_home / "replicas") in line
+
+    run = launch(executor, task("echo"), 1, rendezvous=str(tmp_path / "chosen"))
+    run.wait()
+    assert capfd.readouterr().err == "", "nothing, where the rendezvous was chosen"
+    assert (tmp_path / "chosen" / run.run_id / "run.json").is_file()
+
+
+def test_a_function_runs_on_an_executor_that_takes_only_names(executor: PopenExecutor) -> None:
+    factor = 7
+
+    def entrypoint(base: int) -> dict[str, Any]:
+        from executors import current_replica
+
+        me = current_replica()
+        me.report(step=3, loss=0.5)
+        return {"value": base * factor, "rank": me.rank, "world_size": me.world_size}
+
+    run = launch(executor, entrypoint, 3, args={"base": 6})
+    assert run.results() == [{"value": 42, "rank": rank, "world_size": 3} for rank in range(3)]
+
+
+def test_results_and_failures_come_from_the_store_and_not_from_the_executor(executor: PopenExecutor) -> None:
+    run = launch(executor, task("fail_on"), 2, args={"rank": 1})
+    with pytest.raises(ReplicaFailedError, match="rank 1 was to fail") as caught:
+        run.results()
+    assert caught.value.rank == 1
+    assert [(row.status, row.reason) for row in run.outcomes()] == [("succeeded", None), ("failed", "exception")]
+
+    run = launch(executor, task("no_json"), 1)
+    run.wait()
+    (row,) = run.outcomes()
+    assert (row.status, row.reason) == ("failed", "result_not_serializable")
+    assert "result['loss'][3]" in (row.error or "")
+
+
+def test_a_replica_killed_on_a_third_party_is_lost_and_the_run_ends(executor: PopenExecutor) -> None:
+    run = launch(executor, task("hang_on"), 2, args={"rank": 1})
+    eventually(lambda: "hanging" in run.logs(rank=1))
+    os.kill(run.handles[1].process.pid, signal.SIGKILL)
+    assert run.wait(timeout=60)
+    with pytest.raises(ReplicaLostError):
+        run.results()
+    rows = run.outcomes()
+    assert [row.status for row in rows] == ["succeeded", "failed"]
+    assert rows[1].reason in ("signal", "lost")
+
+
+def test_a_run_on_a_third_party_can_be_cancelled_and_leaving_the_block_does(executor: PopenExecutor) -> None:
+    with launch(executor, task("hang"), 2) as left:
+        eventually(lambda: "hanging" in left.logs(rank=0))
+    run = launch(executor, task("hang"), 2)
+    for rank in range(2):
+        eventually(lambda rank=rank: "hanging" in run.logs(rank=rank))  # type: ignore[misc]
+    run.cancel()
+    assert run.wait(timeout=60)
+    assert [(row.status, row.reason) for row in run.outcomes()] == [("cancelled", "cancelled")] * 2
+    with pytest.raises(ReplicaCancelledError):
+        run.results()
+    assert not any(is_alive(handle.process.pid) for handle in (*run.handles, *left.handles))
+
+
+def test_environment_values_and_objects_without_the_verbs_are_refused(executor: PopenExecutor) -> None:
+    with pytest.raises((ReplicasError, ValueError), match="env"):
+        launch(executor, task("echo"), 1, env={"TOKEN": "secret"})
+    assert executor.entrypoints == []
+    with pytest.raises((TypeError, ReplicasError), match="collect"):
+        launch(cast(Any, object()), task("echo"), 1)

@@ -1,0 +1,63 @@
+"""The services keep the contract of the seven calls: at their local servers, and the one made of processes."""
+
+from __future__ import annotations
+
+import os
+from typing import ClassVar
+
+import pytest
+from servers.hub.server import HubServer
+from servers.modal.server import ModalServer
+from support.fake_jobs import FakeJobs, Machines
+
+from executors import HFJobsExecutor, ModalExecutor
+from executors.backends.jobs.service import JobId, JobService
+from executors.testing import JobServiceContract
+
+
+class TestFakeJobs(JobServiceContract):
+    @pytest.fixture
+    def service(self, machines: Machines) -> JobService:
+        return FakeJobs(machines)
+
+    def another(self, service: JobService) -> JobService:
+        assert isinstance(service, FakeJobs)
+        return FakeJobs(service.machines)
+
+    def unknown(self, service: JobService) -> JobId:
+        return {"id": "never-was"}
+
+
+class TestHFJobs(JobServiceContract):
+    @pytest.fixture
+    def service(self, hf: HubServer) -> JobService:
+        hf.jobs.term_grace_s = 0.1
+        return HFJobsExecutor().service
+
+    def another(self, service: JobService) -> JobService:
+        return HFJobsExecutor(**service.options).service
+
+    def unknown(self, service: JobService) -> JobId:
+        found = {"id": "0" * 24, "namespace": "ada"}
+        return {**found, "url": f"{os.environ['HF_ENDPOINT']}/jobs/ada/{found['id']}"}
+
+
+class TestModalJobs(JobServiceContract):
+    @pytest.fixture
+    def service(self, modal_runs: ModalServer) -> JobService:
+        return ModalExecutor().service
+
+    def another(self, service: JobService) -> JobService:
+        return ModalExecutor(**service.options).service
+
+    def unknown(self, service: JobService) -> JobId:
+        return {"sandbox_id": "sb-01234567890123456789AB" if self.gpu else "sb-2never"}
+
+
+class TestModalJobsWithGpus(TestModalJobs):
+    """On sandboxes of the SDK's older back end."""
+
+    gpu: ClassVar[str | None] = "H100"
+    expected_failures: ClassVar[dict[str, str]] = {
+        "test_a_job_that_has_ended_is_found": "Modal finds these by name only while they run",
+    }

@@ -1,0 +1,175 @@
+"""Opening a bucket: its check, the secrets that nobody sees, and sentences that help when it cannot be used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import boto3
+import pytest
+from servers.s3.server import BUCKET, CREDENTIALS, S3Server
+from support.stores import Clock
+
+from executors.errors import MissingDependencyError, StoreError, UnsafeStoreError
+from executors.store import open_store
+from executors.store.s3.address import S3Address
+from executors.store.s3.client import connect
+from executors.store.s3.store import S3Store
+from executors.store.url import remote_access
+from executors.testing.helpers import environment
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_a_store_is_opened_again_by_its_url(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = open_store(s3.url("a b/100%25/ä"))
+    first.put("x", b"1")
+    again = open_store(first.url)
+    assert again.url == first.url
+    assert bytes(again.get("x")) == b"1"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint_url)
+    found = open_store(f"s3://{BUCKET}/x")
+    found.put("a", b"1")
+    assert found.url == f"s3://{BUCKET}/x"
+    assert s3.requests("PUT", f"/{BUCKET}/x/a"), "in path style"
+
+
+def test_amazons_own_endpoint_is_addressed_in_its_own_style(s3: S3Server) -> None:
+    client, _ = connect(S3Address.parse("s3://b?region=eu-west-1"), 8)
+    assert client.meta.endpoint_url == "https://s3.eu-west-1.amazonaws.com"
+    assert client.meta.config.s3["addressing_style"] == "auto"
+
+
+def test_opening_leaves_no_object_costs_three_requests_and_survives_faults(s3: S3Server) -> None:
+    store = S3Store(s3.url("runs"))
+    assert [row["method"] for row in s3.requests(path="/runs/")] == ["PUT", "PUT", "DELETE"]
+    assert "Contents" not in store._client.list_objects_v2(Bucket=BUCKET)
+    for fault, method in (("lost", "PUT"), ("conflict", "PUT"), ("dropped", "PUT"), ("unavailable", "DELETE")):
+        s3.misbehave_once(fault, method, "probe")
+    assert list(open_store(s3.url("runs")).list("")) == []
+
+
+def test_a_server_that_does_not_create_exclusively_is_refused(s3: S3Server) -> None:
+    for fault, says in (("ignores_condition", "ignores"), ("knows_no_condition", "does not know")):
+        s3.misbehave(**{fault: True})
+        with pytest.raises(UnsafeStoreError, match=rf"{says} 'If-None-Match.*another server") as caught:
+            open_store(s3.url("runs"))
+        assert caught.value.url == S3Address.parse(s3.url("runs")).url
+        assert caught.value.url in str(caught.value)
+    s3.misbehave()
+    assert list(open_store(s3.url()).list("")) == []
+
+
+def test_what_the_credentials_do_not_allow_is_named(s3: S3Server) -> None:
+    open_store(s3.url()).put("a", b"1")
+    s3.misbehave(forbidden=["PUT", "DELETE"])
+    store = open_store(s3.url())
+    assert bytes(store.get("a")) == b"1"
+    assert [entry.key for entry in store.list("")] == ["a"]
+    with pytest.raises(StoreError, match="s3:PutObject"):
+        store.put_if_absent("b", b"1")
+    s3.misbehave(forbidden=["DELETE"])
+    store = open_store(s3.url())
+    assert [entry.key for entry in store.list("")] == ["a"]
+    assert list(store.list(".probe")) == [], "a probe that could not be deleted shows"
+    with pytest.raises(ValueError, match="reserved"):
+        store.put(".probe~/x", b"")
+    with pytest.raises(StoreError, match="s3:DeleteObject"):
+        store.delete("a")
+    s3.misbehave(forbidden=["GET", "HEAD"])
+    for size in (None, 0):
+        with pytest.raises(StoreError, match=r"Cannot read 'x'.*403.*s3:GetObject.*s3:ListBucket") as caught:
+            store.get("x", size=size)
+        assert (caught.value.key, caught.value.url) == ("x", store.url)
+    with pytest.raises(StoreError, match=r"Cannot list .*s3:ListBucket"):
+        store.list("")
+
+
+def test_a_server_that_takes_no_checksums_is_served(s3: S3Server) -> None:
+    """As Hugging Face's gateway, which does not parse the trailing checksums that boto3 sends by itself."""
+    s3.misbehave(refuses_checksums=True)
+    plain = boto3.client("s3", endpoint_url=s3.endpoint_url, region_name="us-east-1")
+    with pytest.raises(plain.exceptions.ClientError, match="Checksums"):
+        plain.put_object(Bucket=BUCKET, Key="x", Body=b"x")
+    store = open_store(s3.url())
+    assert store.put_if_absent("a", [b"1" * 100_000] * 2)
+    assert store.get("a") == b"1" * 200_000
+    assert [entry.key for entry in store.list("")] == ["a"]
+    store.delete("a")
+
+
+def test_a_bucket_that_cannot_be_used_says_why(s3: S3Server, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = {
+        s3.url().replace(BUCKET, "no-such-bucket"): r"no bucket 'no-such-bucket'.*Create it",
+        s3.url().replace(BUCKET, "no%20bucket"): "bucket",
+        f"{s3.url()}&profile=nobody": r"nobody.*\?profile=",
+        "s3://b?endpoint_url=http://127.0.0.1:1&region=us-east-1": "Check endpoint_url",
+        "s3://b?endpoint_url=http://nowhere.invalid": r"nowhere\.invalid.*Check endpoint_url",
+    }
+    for url, says in refusals.items():
+        clock.now_s = 0.0
+        with pytest.raises(StoreError, match=says):
+            S3Store(url, sleep=clock.sleep, clock=clock)
+        assert clock.now_s <= 10, "a wrong address is reported soon"
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name)
+    with pytest.raises(StoreError, match="Set AWS_ACCESS_KEY_ID"):
+        open_store(s3.url())
+
+
+def test_without_boto3_the_error_says_how_to_install_it(s3: S3Server) -> None:
+    code = f"""
+import sys
+sys.modules["boto3"] = None
+from executors import open_store
+try:
+    open_store({s3.url()!r})
+except ImportError as error:
+    print(type(error).__name__, error)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=True)
+    assert done.stdout.startswith(MissingDependencyError.__name__)
+    assert "needs boto3. Install it with: pip install 'serverless-replicas[s3]'" in done.stdout
+
+
+def test_credentials_are_never_seen(s3: S3Server, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    store = S3Store(s3.url(), sleep=clock.sleep, clock=clock, retry_deadline_s=1.0)
+    failing: dict[str, Callable[[], object]] = {
+        "missing": lambda: store.get("no"),
+        "no bucket": lambda: S3Store(s3.url().replace(BUCKET, "no-such-bucket")),
+        "forbidden": lambda: store.get("a"),
+        "unavailable": lambda: store.put("a", b""),
+    }
+    shown = [repr(store), store.url]
+    for name, call in failing.items():
+        s3.misbehave(
+            forbidden=["PUT", "GET", "DELETE", "HEAD"] * (name == "forbidden"), unavailable=name == "unavailable"
+        )
+        with pytest.raises(StoreError) as caught:
+            call()
+        shown += [str(caught.value), repr(caught.value), "".join(traceback.format_exception(caught.value))]
+    for text in (*shown, caplog.text):
+        assert not [secret for secret in CREDENTIALS.values() if secret in text]
+
+
+def test_another_machine_needs_no_profile_of_this_one(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name)
+    (tmp_path / "config").write_text(
+        f"[profile mine]\naws_access_key_id = key\naws_secret_access_key = hush\nendpoint_url = {s3.endpoint_url}\n"
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    url, variables = remote_access(open_store(f"s3://{BUCKET}/runs?profile=mine&region=eu-central-1"))
+    there = S3Address.parse(url)
+    assert (there.profile, there.endpoint_url, there.region) == (None, s3.endpoint_url, "eu-central-1")
+    assert variables == {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "hush"}

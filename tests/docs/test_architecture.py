@@ -1,0 +1,250 @@
+"""The rules that keep the house in order: who may import whom, what importing costs, how long a file may be.
+
+One test a rule; each lists all that break it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("protocol", "process"),
+    ("errors", "logs"),
+    ("store", "entrypoint", "status"),
+    ("attempt", "task", "run_index", "registry", "chaos"),
+    ("run", "replica"),
+    ("resume", "worker", "shipping"),
+    ("launcher", "backends"),
+    ("cli", "testing", ""),
+)
+"""The rooms of `executors` from the ground up; "" is `executors/__init__.py`."""
+DILOCO_USES = ("executors.store", "executors.replica", "executors.errors", "executors.attempt")
+SDKS = {
+    "modal": "executors/backends/modal.py",
+    "huggingface_hub": "executors/backends/hf_jobs.py",
+    "boto3": "executors/store/s3/*.py",
+    "botocore": "executors/store/s3/*.py",
+}
+STANDS_ALONE = "executors/shipping/bootstrap.py"  # runs where our packages are not yet
+TESTING = ("executors.testing", "diloco.testing")
+REPEATED = ("__init__.py", "__main__.py", "errors.py", "executor.py", "protocol.py")
+MAX_LINES = 400
+MAX_PRIVATE_PARAMETERS = 7  # besides self
+
+
+def files_of(*packages: str) -> dict[str, Path]:
+    """Return the files of packages by their dotted names."""
+    found = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+    return {name_of(path): path for path in found}
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@cache
+def imports_of(path: Path, *, only_at_the_top: bool = False) -> frozenset[str]:
+    """The modules a file imports, as dotted names, also for the type checker alone; `from a import b` is a and a.b."""
+    tree = ast.parse(path.read_text())
+    found: set[str] = set()
+    for node in tree.body if only_at_the_top else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(str(node.module))
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(found)
+
+
+def is_inside(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def arrows(files: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Return for each file those of the others that it imports."""
+    found = {}
+    for name, path in files.items():
+        imported = set(imports_of(path) & files.keys())
+        # `from a.b import c`, where a.b is a folder and c a file of it, is an import of the file alone.
+        folders = {other for other in imported if files[other].name == "__init__.py"}
+        whole = {folder for folder in folders if not any(is_inside(other, folder) for other in imported - {folder})}
+        found[name] = (imported - folders) | whole
+        found[name].discard(name)
+    return found
+
+
+def room_of(name: str) -> str:
+    return [*name.split("."), ""][1]
+
+
+def circle_in(graph: Mapping[str, Iterable[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+@pytest.mark.parametrize("package", ["executors", "diloco"])
+def test_no_files_import_each_other_in_a_circle(package: str) -> None:
+    assert circle_in(arrows(files_of(package))) == []
+
+
+@pytest.mark.parametrize("package", ["executors", "diloco"])
+def test_no_rooms_import_each_other_in_a_circle(package: str) -> None:
+    rooms: dict[str, set[str]] = {}
+    for name, imported in arrows(files_of(package)).items():
+        rooms.setdefault(room_of(name), set()).update({room_of(other) for other in imported} - {room_of(name)})
+    assert circle_in(rooms) == []
+
+
+def test_a_room_of_executors_imports_only_from_lower_floors() -> None:
+    floor = {room: number for number, rooms in enumerate(FLOORS, start=1) for room in rooms}
+    files = files_of("executors")
+    assert {room_of(name) for name in files} <= floor.keys(), "a room without a floor"
+    assert [
+        f"{name} imports {other}"
+        for name, imported in arrows(files).items()
+        for other in imported
+        if room_of(other) != room_of(name) and floor[room_of(other)] >= floor[room_of(name)]
+    ] == []
+
+
+def test_executors_never_import_torch_or_diloco() -> None:
+    files = files_of("executors")
+    assert [
+        name for name in files if any(is_inside(other, "torch", "diloco") for other in imports_of(files[name]))
+    ] == []
+
+
+def test_the_rendezvous_knows_no_torch() -> None:
+    files = files_of("diloco/rendezvous")
+    assert [name for name in files if any(is_inside(other, "torch") for other in imports_of(files[name]))] == []
+
+
+def test_diloco_knows_of_executors_only_the_store_the_replica_the_errors_and_the_attempt() -> None:
+    assert [
+        f"{name} imports {other}"
+        for name, path in files_of("diloco").items()
+        for other in imports_of(path)
+        if is_inside(other, "executors") and other != "executors" and not is_inside(other, *DILOCO_USES)
+    ] == []
+
+
+def test_no_backend_imports_another() -> None:
+    def family(name: str) -> str:
+        return name.split(".")[2]
+
+    files = {name: path for name, path in files_of("executors/backends").items() if name.count(".") >= 2}
+    assert [
+        f"{name} imports {other}"
+        for name, imported in arrows(files).items()
+        for other in imported
+        if family(other) not in (family(name), "jobs")
+    ] == []
+
+
+def test_an_sdk_is_imported_by_its_own_adapter_alone_and_lazily() -> None:
+    offenders = []
+    for name, path in files_of("executors", "diloco").items():
+        for sdk, adapter in SDKS.items():
+            is_at_home = path.relative_to(ROOT).match(adapter) or path.relative_to(ROOT).match(STANDS_ALONE)
+            imported = imports_of(path, only_at_the_top=bool(is_at_home))
+            offenders += [f"{name} imports {other}" for other in imported if is_inside(other, sdk)]
+    assert offenders == []
+
+
+def test_the_contract_suites_are_imported_by_tests_alone() -> None:
+    assert [
+        f"{name} imports {other}"
+        for name, path in files_of("executors", "diloco").items()
+        if not is_inside(name, *TESTING)
+        for other in imports_of(path)
+        if is_inside(other, *TESTING, "pytest")
+    ] == []
+
+
+def test_importing_executors_pulls_in_nothing_heavy() -> None:
+    code = "import sys, json; import executors; print(json.dumps(sorted(sys.modules)))"
+    loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    heavy = {"torch", "diloco", "numpy", "asyncio", "rich", "typer", "importlib.metadata", "tenacity", *SDKS}
+    assert heavy.isdisjoint(loaded)
+
+
+def test_replicas_are_forked_from_a_process_without_hooks_for_it_but_those_of_random() -> None:
+    code = """
+import os
+hooks = []
+os.register_at_fork = lambda **hook: hooks.append(next(iter(hook.values())).__module__)
+import executors.backends.local.zygote
+print(*hooks)
+"""
+    hooks = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert set(hooks) <= {"random"}
+
+
+@pytest.mark.parametrize(
+    "package", ["executors", "executors.run", "executors.backends.local.executor", "executors.worker.main"]
+)
+def test_nothing_happens_at_import(package: str) -> None:
+    code = f"""
+import sys, logging, os
+import executors.errors, tenacity, ctypes, cloudpickle, platformdirs  # other people's imports are not ours to judge
+seen = []
+def hook(event, arguments):
+    writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+    if writes or event.startswith(("socket.", "subprocess.", "os.mkdir", "os.fork", "os.putenv")):
+        seen.append((event, str(arguments)))
+sys.dont_write_bytecode = True
+sys.addaudithook(hook)
+before = list(logging.root.handlers)
+import {package}
+assert not seen, seen
+assert logging.root.handlers == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_file_is_longer_than_a_reader_can_hold() -> None:
+    lines = {
+        name: len(path.read_text().splitlines()) for name, path in files_of("executors", "diloco", "tests").items()
+    }
+    assert {name: n for name, n in lines.items() if n > MAX_LINES} == {}
+
+
+def test_one_basename_has_one_role() -> None:
+    paths: dict[str, list[str]] = {}
+    for name, path in files_of("executors", "diloco").items():
+        paths.setdefault(path.name, []).append(name)
+    assert {name: where for name, where in paths.items() if len(where) > 1 and name not in REPEATED} == {}
+
+
+def test_private_functions_take_seven_values_at_most() -> None:
+    """Four values that travel together are a thing with a name."""
+    offenders = []
+    for name, path in files_of("executors", "diloco").items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("_") and not node.name.startswith("__"):
+                n = len(node.args.args) + len(node.args.kwonlyargs)
+                offenders += [f"{name}.{node.name} takes {n}"] if n > MAX_PRIVATE_PARAMETERS + 1 else []
+    assert offenders == []
+
+
+def test_the_folders_at_the_top_are_the_agreed_ones() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    allowed = {
+        "pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt", ".gitignore", "CONTRIBUTING.md",
+        "executors", "diloco", "tests", "examples", "ADRs", ".ci", ".github",
+    }  # fmt: skip
+    assert {path.split("/")[0] for path in tracked} <= allowed

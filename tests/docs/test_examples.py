@@ -1,0 +1,81 @@
+"""The examples run as they are shipped: the notebook in a real kernel, the smoke test under pytest."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The quickstart, executed cell by cell."""
+    folder = tmp_path_factory.mktemp("notebook")
+    kernels = folder / "share" / "jupyter" / "kernels" / "here"
+    kernels.mkdir(parents=True)
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    kernel = {"argv": command, "display_name": "here", "language": "python"}
+    (kernels / "kernel.json").write_text(json.dumps(kernel))
+    environment = {"JUPYTER_PATH": str(folder / "share" / "jupyter"), "XDG_STATE_HOME": str(folder / "state")}
+    environment |= {"IPYTHONDIR": str(folder / "ipython"), "JUPYTER_RUNTIME_DIR": str(folder / "runtime")}
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        document = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)  # type: ignore[no-untyped-call]
+        NotebookClient(document, timeout=100, kernel_name="here", resources={"metadata": {"path": folder}}).execute()
+        yield document
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def output_of(document: Any, words: str, kind: str = "text/plain") -> str:
+    (cell,) = [cell for cell in document.cells if cell.cell_type == "code" and words in cell.source]
+    return str(next(output.data[kind] for output in cell.outputs if kind in output.get("data", {})))
+
+
+def test_a_function_from_a_cell_runs_on_four_replicas(notebook: Any) -> None:
+    results = ast.literal_eval(output_of(notebook, "def train(steps)"))
+    assert [result["rank"] for result in results] == [0, 1, 2, 3]
+
+
+def test_a_run_shows_itself_as_a_table(notebook: Any) -> None:
+    (cell,) = [cell for cell in notebook.cells if cell.source == "run"]
+    html = cell.outputs[0].data["text/html"]
+    assert html.count("succeeded") >= 4
+    assert "<table>" in html
+
+
+def test_another_look_by_the_runs_id_gives_the_same_results(notebook: Any) -> None:
+    assert ast.literal_eval(output_of(notebook, "attach(run.run_id)"))["rank"] == 3
+
+
+def test_replicas_from_a_cell_train_one_model_together(notebook: Any) -> None:
+    results = ast.literal_eval(output_of(notebook, "def train_together(steps)"))
+    assert [result["rounds"] for result in results] == [40] * 4
+    assert results[0]["error"] < 0.05
+
+
+def test_the_notebook_is_shipped_without_outputs() -> None:
+    document = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)  # type: ignore[no-untyped-call]
+    assert not [cell for cell in document.cells if cell.get("outputs")]
+
+
+def test_the_smoke_test_passes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    done = subprocess.run(
+        [*command, str(EXAMPLES / "ci_smoke_test.py")], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,72 @@
+"""The README's code blocks are run as they stand there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+PYTHON = [text for language, text in BLOCKS if language == "python"]
+SHELL = [text for language, text in BLOCKS if language == "sh"]
+TEXT = [text for language, text in BLOCKS if language == "text"]
+
+
+def block_with(blocks: list[str], words: str) -> str:
+    (found,) = [text for text in blocks if words in text]
+    return found
+
+
+def run(command: list[str], folder: Path) -> str:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_the_python_example_prints_what_the_readme_says_from_an_unguarded_script(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(block_with(PYTHON, "print(launch("))
+    assert run([sys.executable, "script.py"], tmp_path) == block_with(TEXT, "{'rank': 3, 'loss': 0.005}]")
+
+
+def test_the_python_example_has_six_lines() -> None:
+    lines = [line for line in block_with(PYTHON, "print(launch(").splitlines() if line]
+    assert len(lines) <= 6
+
+
+def test_the_commands_train_follow_collect_and_remove_a_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(block_with(PYTHON, "# train.py"))
+    outputs = {}
+    for line in block_with(SHELL, "replicas launch train.py:main").splitlines():
+        outputs[line.split()[1]] = run(line.split(), tmp_path)
+    assert "first-try" in outputs["ls"]
+    assert "succeeded" in outputs["status"]
+    assert (tmp_path / "first-try-results" / "results.json").is_file()
+    assert "first-try" not in run(["replicas", "ls"], tmp_path)
+
+
+def test_the_smoke_test_of_the_readme_is_the_file_in_examples() -> None:
+    def body(text: str) -> list[str]:
+        return [line.strip().replace(" -> None", "") for line in text.splitlines() if line.strip()]
+
+    example = (ROOT / "examples" / "ci_smoke_test.py").read_text().split('"""', 2)[2]
+    assert body(block_with(PYTHON, "def test_training_runs")) == body(example)
+
+
+def test_every_link_to_a_file_leads_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        if "://" not in target:
+            assert (ROOT / target).exists(), target
+
+
+def test_the_files_that_contributors_are_sent_to_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = [word for word in re.findall(r"`([\w./]+)`", text) if "/" in word]
+    assert len(paths) > 15
+    assert [path for path in paths if not (ROOT / path).exists()] == []

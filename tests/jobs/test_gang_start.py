@@ -1,0 +1,305 @@
+"""A launch at a service that refuses, breaks off and forgets: one job for each rank or none at all, and no other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from support.fake_jobs import FakeExecutor, Machines, attached, start
+
+from executors import Run, launch
+from executors.backends.jobs.gang_start import LOOKS
+from executors.backends.jobs.service import Kind
+from executors.errors import AlreadyResumedError, BackendError, LaunchError, RunNotFoundError
+from executors.resume import resume
+from executors.testing import eventually
+
+N = 8
+
+pytestmark = pytest.mark.usefixtures("quick_tries")
+
+
+@pytest.fixture(autouse=True)
+def _no_machines(machines: Machines) -> None:
+    """Jobs are taken and do not start: what is reported of them is enough here."""
+    machines.is_held = True
+
+
+def launched(machines: Machines, n: int, run_id: str = "otter") -> Run:
+    """Launch, and see that each rank has one job, which is its handle's."""
+    run = launch(FakeExecutor(), "job.py:main", n, run_id=run_id)
+    assert machines.living() == [(rank, 0) for rank in range(n)]
+    assert [machines.job_of(run, rank).job.key.rank for rank in range(n)] == list(range(n))
+    assert not any(machines.job_of(run, rank).state().has_ended for rank in range(n))
+    return run
+
+
+def test_all_jobs_are_asked_for_at_the_same_time(machines: Machines) -> None:
+    together = threading.Barrier(N)
+    machines.fail("start", when=lambda: together.wait(30) < 0)  # never true: it waits for all of them
+    launched(machines, N)
+
+
+def test_an_answer_lost_in_the_middle_of_a_launch_costs_no_job_and_leaves_none(machines: Machines) -> None:
+    cases: list[tuple[Kind, bool]] = [("unavailable", False), ("unknown", False), ("unknown", True)]
+    for number, (kind, applied) in enumerate(cases):
+        machines.fail("start", kind, after_applying=applied, rank=3)
+        machines.fail("start", kind, after_applying=applied, rank=5, times=2)
+        launched(machines, N, f"run-{number}").cancel()
+        assert machines.living() == [], (kind, applied)
+
+
+def test_the_job_behind_a_lost_answer_is_found_and_not_asked_for_again(machines: Machines) -> None:
+    machines.fail("start", after_applying=True, times=None)
+    launched(machines, 2)
+    assert machines.count("start") == 2
+
+
+def test_a_job_whose_answer_was_lost_and_that_is_listed_late_is_not_doubled(machines: Machines) -> None:
+    """It is looked for several times before it is asked for again, and then one of the two is ended."""
+    for n_looks, n_asked in ((LOOKS - 1, 2), (LOOKS, 3), (2 * LOOKS, 3)):
+        looks: list[Any] = []
+
+        def hides(key: Any, looks: list[Any] = looks, n_looks: int = n_looks) -> int:
+            looks.extend([key] if key.rank == 1 else [])
+            return int(key.rank == 1 and len(looks) <= n_looks)
+
+        machines.hides = hides
+        machines.calls.clear()
+        machines.fail("start", after_applying=True, rank=1)
+        run = launched(machines, 2, f"run-{n_looks}")
+        assert machines.count("start") == n_asked, n_looks
+        run.cancel()
+
+
+def test_a_rank_that_cannot_be_started_ends_all_and_is_named(machines: Machines) -> None:
+    cases: list[tuple[Kind, int | None]] = [("rejected", 1), ("unavailable", None), ("unknown", None)]
+    for kind, times in cases:
+        run_id = f"run-{kind}"
+        machines.fail("start", kind, times=times, rank=3)
+        with pytest.raises(LaunchError, match=f"'fake' could not start replica 3 of 8: Fake: {kind}") as caught:
+            launch(FakeExecutor(), "job.py:main", N, run_id=run_id)
+        assert caught.value.rank == 3
+        assert str(caught.value).endswith("as the test asked. Those already started were ended.")
+        assert machines.living() == []
+        outcomes = Run(launch_store(), run_id, executor=FakeExecutor()).outcomes()
+        reasons = [outcome.reason for outcome in outcomes]
+        assert reasons == ["cancelled"] * 3 + ["start_failed"] + ["cancelled"] * 4, kind
+        assert "Fake: " in (outcomes[3].error or "")
+        machines.forgive()
+
+
+def launch_store() -> Any:
+    from executors.run_index import local_store
+
+    return local_store()
+
+
+def test_a_job_created_behind_the_last_lost_answer_is_ended_with_the_others(machines: Machines) -> None:
+    machines.fail("start", after_applying=True, times=None, rank=3)
+    machines.fail("find", "rejected", rank=3)
+    with pytest.raises(LaunchError, match="replica 3"):
+        start(N)
+    assert machines.living() == []
+
+
+def refuse_last(machines: Machines, rank: int) -> None:
+    """Refuse the last rank, once the others have their jobs."""
+    machines.fail("start", "rejected", rank=rank, when=lambda: eventually(lambda: len(machines.living()) == rank))
+
+
+def test_jobs_that_are_not_listed_yet_are_ended_with_the_others(machines: Machines) -> None:
+    machines.hides = lambda key: 99
+    refuse_last(machines, 3)
+    with pytest.raises(LaunchError, match="replica 3 of 4"):
+        start(4)
+    assert machines.living() == []
+
+
+def test_what_could_not_be_ended_is_named_once_and_not_what_was_refused(machines: Machines) -> None:
+    refuse_last(machines, 3)
+    machines.fail("find", "rejected", times=None)
+    machines.fail("stop", "rejected", times=None)
+    with pytest.raises(LaunchError) as caught:
+        start(4)
+    listed = str(caught.value).partition("What could not be ended may still run: ")[2]
+    assert listed.count("Fake: rejected") == 1
+    assert [rank in listed for rank in ("r0000-a0", "r0001-a0", "r0002-a0", "r0003-a0")] == [True, True, True, False]
+    machines.forgive()
+    machines.release()  # a marker is there, which ends those that come up
+    eventually(lambda: machines.living() == [], within_s=60)
+    assert {outcome.reason for outcome in attached().outcomes()} == {"cancelled", "start_failed"}
+
+
+def test_an_account_that_cannot_be_used_is_refused_before_anything_is_written(machines: Machines) -> None:
+    for kind in ("rejected", "unknown"):
+        machines.fail("check_account", kind)
+        with pytest.raises(BackendError, match=kind):
+            start(N)
+    with pytest.raises(BackendError, match="'NOT_THERE'"):
+        start(N, secrets=["NOT_THERE"])
+    with pytest.raises(RunNotFoundError):
+        attached()
+    assert machines.count("start") == 0
+
+
+def test_an_interrupt_in_the_middle_of_a_launch_ends_what_was_started(machines: Machines) -> None:
+    def interrupt() -> bool:
+        eventually(lambda: len(machines.living()) == 3)
+        os.kill(os.getpid(), signal.SIGINT)
+        eventually(lambda: machines.living() == [], "the others are ended, while this one is on its way")
+        return True
+
+    machines.fail("start", rank=2, after_applying=True, when=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        start(4)
+    assert machines.living() == []
+    assert [outcome.status for outcome in attached().outcomes()] == ["cancelled"] * 4
+    assert machines.count("start") == 4
+
+
+def test_a_rank_that_waits_for_its_machine_is_seen_and_cancelled_by_another(machines: Machines) -> None:
+    def look_and_cancel() -> bool:
+        run = attached()
+        assert run.status().counts == "1 pending"
+        assert run.logs(rank=0) == ""
+        run.cancel()
+        return True
+
+    machines.fail("start", "rejected", when=look_and_cancel)
+    with pytest.raises(LaunchError, match="replica 0 of 1: it was cancelled while it was being started") as caught:
+        start()
+    assert caught.value.cancelled
+    assert [outcome.status for outcome in attached().outcomes()] == ["cancelled"]
+
+
+# Launchers that died
+
+
+def abandon_intent(run: Run, age_s: float) -> None:
+    """Leave the intent of a launcher that died before it had called the service."""
+    record = {"nonce": "of another", "by": "elsewhere:1", "job": "-", "at": time.time() - age_s}
+    assert run.store.put_if_absent("otter/replicas/0000/1/intent.json", json.dumps(record).encode())
+
+
+def test_a_launcher_that_died_before_the_service_knew_leaves_a_rank_pending_that_can_be_cancelled(
+    machines: Machines,
+) -> None:
+    run = launched(machines, 1)
+    run.cancel()
+    abandon_intent(run, age_s=5)
+    assert [(state.status, state.attempt) for state in attached().status().replicas] == [("pending", 1)]
+    with pytest.raises(ValueError, match="no replica to resume: 1 pending"):
+        resume(attached())
+    assert str(run.executor.poll(run.handles[0])) == "pending", "nor is the job of the attempt before asked about"
+    attached().cancel()
+    assert [(outcome.status, outcome.attempt) for outcome in attached().outcomes()] == [("cancelled", 1)]
+
+
+def test_an_intent_that_came_to_nothing_is_a_failed_start_in_the_end(machines: Machines) -> None:
+    run = launched(machines, 1)
+    run.cancel()
+    abandon_intent(run, age_s=3600)
+    assert attached().wait(60)
+    (outcome,) = attached().outcomes()
+    assert outcome.reason == "start_failed"
+    assert outcome.error == "Replica 0 was never started: Fake knows no job of it. Did elsewhere:1 die?"
+    resume(attached())
+    assert machines.living() == [(0, 2)]
+
+
+def test_a_job_whose_launcher_left_no_handle_is_found_by_its_key(machines: Machines) -> None:
+    run = launched(machines, 1)
+    key = "otter/replicas/0000/0/handle.json"
+    handle = bytes(run.store.get(key))
+    run.store.delete(key)
+    machines.hides = lambda _: 1
+    other = attached()
+    assert other.handles == [None], "one who attaches early sees none yet, and finds it later"
+    machines.hides = lambda _: 0
+    other.cancel()
+    assert json.loads(bytes(run.store.get(key))) == json.loads(handle)
+    assert machines.living() == []
+
+
+# Several launchers
+
+
+def test_a_run_is_resumed_after_a_resume_that_failed(machines: Machines) -> None:
+    run = launched(machines, 2)
+    run.cancel(0)
+    machines.fail("start", "rejected")
+    with pytest.raises(LaunchError, match="replica 0 of 2"):
+        resume(attached())
+    again = resume(attached())
+    assert [state.attempt for state in again.status().replicas] == [2, 0]
+    assert machines.living() == [(0, 2), (1, 0)]
+
+
+class Overtaken(FakeExecutor):
+    """Lets another resume go first, once, when attempts beyond the first are asked for."""
+
+    def __init__(self, ranks: list[int] | None) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    def launch_replicas(self, *args: Any, run: Any = None, **more: Any) -> Any:
+        resume(attached(), ranks=self._ranks)
+        return super().launch_replicas(*args, run=run, **more)
+
+
+def resume_overtaken(machines: Machines, by_ranks: list[int] | None) -> None:
+    run = launched(machines, 3)
+    run.cancel()
+    resume(Run(run.store, "otter", executor=Overtaken(by_ranks)))
+
+
+def test_a_resume_that_comes_second_starts_nothing_and_is_told_who_was_first(machines: Machines) -> None:
+    told = r"Ranks 0, 1, 2 of run 'otter' are being resumed .*attempt 1, begun by .*:\d+\)"
+    with pytest.raises(AlreadyResumedError, match=told):
+        resume_overtaken(machines, None)
+    assert machines.living() == [(0, 1), (1, 1), (2, 1)]
+    assert machines.count("start") == 6
+
+
+def test_a_resume_that_is_overtaken_in_part_goes_on_with_the_rest(
+    machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume_overtaken(machines, [1])
+    assert "replicas: Rank 1 of run 'otter' is being resumed by another process" in capsys.readouterr().err
+    assert machines.living() == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_a_resume_that_is_overtaken_in_part_and_fails_ends_its_own_jobs_alone(machines: Machines) -> None:
+    run = launched(machines, 3)
+    run.cancel()
+    machines.fail("start", "rejected", rank=2, when=lambda: eventually(lambda: (0, 1) in machines.living()))
+    with pytest.raises(LaunchError, match="replica 2 of 3"):
+        resume(Run(run.store, "otter", executor=Overtaken([1])))
+    assert machines.living() == [(1, 1)]
+    states = [(str(state.status), state.attempt) for state in attached().status().replicas]
+    assert states == [("cancelled", 1), ("pending", 1), ("failed", 1)]
+
+
+def test_ranks_that_several_resume_at_once_have_one_job_more(machines: Machines) -> None:
+    launched(machines, 3).cancel()
+    found, together = [attached() for _ in range(4)], threading.Barrier(4)
+
+    def bring_back(run: Run) -> None:
+        together.wait()
+        with contextlib.suppress(
+            AlreadyResumedError, ValueError
+        ):  # the latter when it looked after the first had begun
+            resume(run)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(bring_back, found))
+    assert machines.living() == [(0, 1), (1, 1), (2, 1)]
+    assert machines.count("start") == 6

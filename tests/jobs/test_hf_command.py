@@ -1,0 +1,195 @@
+"""The command at Hugging Face Jobs: what it refuses and how, `doctor` and `backends`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from servers.hub.server import HubServer
+from servers.s3.server import BUCKET, S3Server
+from support.cli import Folder, HereInstead, Result
+
+from executors.testing.helpers import environment
+
+LAUNCH = ("launch", "job.py:main", "--backend", "hf", "--n", 8, "--run-id", "otter")
+NO_SDK = "Backend 'hf' needs the Hugging Face Hub client. Install it with: pip install 'serverless-replicas[hf]'"
+NO_RENDEZVOUS = (
+    "Error: Backend 'hf' needs a rendezvous that both sides reach.{why} Try: replicas launch job.py:main "
+    "--backend hf --n 8 --rendezvous s3://BUCKET/PREFIX (or set REPLICAS_RENDEZVOUS).\n"
+)
+
+
+@pytest.fixture
+def here(
+    hf: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> HereInstead:
+    return HereInstead(Folder(tmp_path / "work"), monkeypatch, capsys)
+
+
+def nothing_began(hub: HubServer, s3: S3Server, state_home: Path) -> bool:
+    kept = [path for path in state_home.rglob("*") if path.is_file()]
+    return hub.count("create") == 0 and kept == [] and s3.requests("PUT", "otter") == []
+
+
+def test_a_missing_rendezvous_is_told_with_the_command_that_works(
+    hf: HubServer, s3: S3Server, here: HereInstead, state_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("REPLICAS_RENDEZVOUS")
+    told = here.replicas(*LAUNCH)
+    assert (told.code, told.stdout, told.stderr) == (2, "", NO_RENDEZVOUS.format(why=""))
+    for directory in ("/somewhere/runs", "file:///somewhere/runs"):
+        told = here.replicas(*LAUNCH, "--rendezvous", directory)
+        why = f" {directory!r} is a directory of this machine."
+        assert (told.code, told.stderr) == (2, NO_RENDEZVOUS.format(why=why))
+    assert nothing_began(hf, s3, state_home)
+
+
+def test_a_missing_token_is_told(
+    hf: HubServer, s3: S3Server, here: HereInstead, state_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    for more in ((), ("--option", "namespace=ada")):
+        told = here.replicas(*LAUNCH, *more)
+        assert told.code == 2
+        assert told.stderr == (
+            "Error: Backend 'hf' needs a Hugging Face token. Log in with: hf auth login "
+            "(or set HF_TOKEN to a token that may write jobs).\n"
+        )
+    assert nothing_began(hf, s3, state_home)
+
+
+def without_sdk(*arguments: object) -> Result:
+    """Call the command in a process that cannot import the client."""
+    code = "import sys; sys.modules['huggingface_hub'] = None; from executors.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def test_a_missing_sdk_is_told_with_the_command_that_installs_it(hf: HubServer, s3: S3Server, state_home: Path) -> None:
+    told = without_sdk(*LAUNCH)
+    assert (told.code, told.stdout, told.stderr) == (2, "", f"Error: {NO_SDK}\n")
+    assert nothing_began(hf, s3, state_home)
+    told = without_sdk("backends", "--json")
+    (described,) = [backend for backend in told.json if backend["name"] == "hf"]
+    assert (described["ready"], described["problem"]) == (False, NO_SDK)
+    assert {option["name"] for option in described["options"]} >= {"flavor", "image", "labels"}
+
+
+def test_the_backends_tell_the_options_of_this_one(here: HereInstead) -> None:
+    (described,) = [backend for backend in here.replicas("backends", "--json").json if backend["name"] == "hf"]
+    assert (described["ready"], described["about"]) == (True, "Runs replicas as Hugging Face Jobs.")
+    options: dict[str, Any] = {option["name"]: option for option in described["options"]}
+    assert options["flavor"]["type"] == "str | None"
+    assert options["flavor"]["default"] is None
+    assert options["pip"]["type"] == "Sequence[str]"
+    assert options["labels"]["help"].startswith("more labels for the jobs")
+    assert set(options) == {"namespace", "image", "flavor", "pip", "labels", "secrets"}
+    assert "hf  ready" in here.replicas("backends").stdout
+
+
+def test_options_reach_the_request_and_wrong_ones_are_named(hf: HubServer, here: HereInstead, s3: S3Server) -> None:
+    told = here.replicas(*LAUNCH, "--dry-run", "--option", "flavour=x")
+    assert (told.code, "Did you mean 'flavor'?" in told.stderr) == (2, True)
+    told = here.replicas(*LAUNCH, "--dry-run", "--option", 'labels=["a"]')
+    assert (told.code, "'labels'" in told.stderr) == (2, True)
+    told = here.replicas(
+        *LAUNCH, "--dry-run", "--option", "flavor=a100-large", "--option", 'pip=["einops"]', "--timeout", "90"
+    )
+    assert told.json["url"] == s3.url("runs/otter")
+    request = told.json["request"]["jobs"][7]
+    assert (request["flavor"], request["timeout"], request["image"]) == ("a100-large", 210, "python:3.11")
+    assert "einops" in told.json["task/task.json"]["requirements"]
+    assert hf.count("create") == 0
+
+
+def test_what_another_machine_is_told_to_type_finds_the_run_from_there(
+    hf: HubServer, here: HereInstead, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.replicas("launch", "job.py:hang", "--backend", "hf", "--n", 1, "--run-id", "otter", "--timeout", 1)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    address = s3.url("runs/otter")
+    assert "&" in address  # which a shell would take for its own
+    told = here.replicas(*LAUNCH)
+    assert (told.code, f"`replicas status '{address}'`" in told.stderr) == (2, True)
+    assert f"executors.attach('{address}')" in told.stderr
+    assert f"replicas logs '{address}' --rank 0" in here.replicas("status", address).stdout
+    hf.hold("cpu-basic")
+    assert f"replicas cancel '{address}'" in here.replicas("resume", address, "--detach", "--trust-bucket").stdout
+    here.replicas("cancel", address)
+
+
+def test_a_detached_run_goes_on_without_its_launcher(hf: HubServer, here: HereInstead) -> None:
+    told = here.replicas("launch", "job.py:main", "--backend", "hf", "--n", 1, "--run-id", "otter", "--detach")
+    assert (told.code, told.stdout.splitlines()[0]) == (0, "otter")
+    assert here.replicas("wait", "otter").code == 0
+    assert here.replicas("logs", "otter").stdout == "[0] hello 0 of rank 0\n"
+
+
+# doctor
+
+
+def doctor(here: HereInstead, *more: object) -> tuple[int, dict[str, tuple[str, str]]]:
+    told = here.replicas("doctor", "--backend", "hf", "--json", *more)
+    rows = told.json["findings"]
+    return told.code, {row["what"]: (row["state"], f"{row['found']} {row['advice']}") for row in rows}
+
+
+def test_the_doctor_finds_nothing_wrong_and_proves_it_with_a_replica(here: HereInstead, s3: S3Server) -> None:
+    code, found = doctor(here, "--probe")
+    assert code == 0, found
+    assert found["launch"][0] == "ok"
+    assert "creates exclusively" in found["rendezvous"][1]
+    assert found["credentials"][0] == "note"
+    assert found["credentials"][1].startswith("temporary")
+    assert found["probe"][0] == "ok", found["probe"]
+    assert "huggingface_hub " in found["probe"][1]
+    left = boto3.client("s3", endpoint_url=s3.endpoint_url, region_name="us-east-1").list_objects_v2(Bucket=BUCKET)
+    assert left.get("Contents", []) == []
+
+
+def test_the_doctor_finds_a_token_that_is_not_accepted(hf: HubServer, here: HereInstead) -> None:
+    hf.fail("whoami", 401, times=None)
+    code, found = doctor(here)
+    assert code == 1
+    assert found["launch"][0] == "wrong"
+    assert "Invalid user token" in found["launch"][1]
+    assert "hf auth login" in found["launch"][1]
+
+
+def test_the_doctor_finds_that_there_is_no_rendezvous_or_names_its_bucket_once(
+    here: HereInstead, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, found = doctor(here, "--rendezvous", s3.url("runs").replace(BUCKET, "nowhere"))
+    assert code == 1
+    assert "There is no bucket 'nowhere' there." in found["rendezvous"][1]
+    assert [what for what, (state, _) in found.items() if state == "wrong"] == ["rendezvous"]
+    monkeypatch.delenv("REPLICAS_RENDEZVOUS")
+    code, found = doctor(here)
+    assert code == 1
+    assert "needs a rendezvous that both sides reach" in found["rendezvous"][1]
+    assert "any S3 bucket will do" in found["rendezvous"][1]
+
+
+def test_the_doctor_finds_what_of_a_bucket_hurts(here: HereInstead, s3: S3Server) -> None:
+    client = boto3.client("s3", endpoint_url=s3.endpoint_url, region_name="us-east-1")
+    client.put_bucket_versioning(Bucket=BUCKET, VersioningConfiguration={"Status": "Enabled"})
+    rule = {"ID": "tidy", "Status": "Enabled", "Filter": {"Prefix": "runs/"}, "Expiration": {"Days": 3}}
+    other = {**rule, "ID": "elsewhere", "Filter": {"Prefix": "scratch/"}}
+    client.put_bucket_lifecycle_configuration(Bucket=BUCKET, LifecycleConfiguration={"Rules": [rule, other]})
+    code, found = doctor(here)
+    assert code == 0, found
+    assert found["versioning"][0] == found["lifecycle"][0] == "note"
+    assert "rule 'tidy' lets objects here expire" in found["lifecycle"][1]
+
+
+def test_the_doctor_tells_why_a_probe_fails(hf: HubServer, here: HereInstead) -> None:
+    hf.fail("create", 403)
+    code, found = doctor(here, "--probe")
+    assert code == 1
+    assert found["probe"][0] == "wrong"
+    assert "HTTP 403" in found["probe"][1]

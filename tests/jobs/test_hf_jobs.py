@@ -1,0 +1,268 @@
+"""Hugging Face Jobs: what is asked of the service, and what its answers and failures mean."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from servers.hub.faults import Misconduct, Request
+from servers.hub.server import HubServer, Reply
+
+from executors import HFJobsExecutor, Run, attach, launch
+from executors.backends.jobs.service import Job, JobId, JobKey, JobService, JobServiceError, JobState
+from executors.errors import BackendError
+from executors.testing import eventually
+
+CPU = "cpu-basic"
+KEY = JobKey("s3://bucket/runs", "otter", 0, 0)
+JOB = Job(KEY, ("python", "-c", "import time; print('hanging', flush=True); time.sleep(600)"), (), {}, {})
+LOGIN = r" Log in with: hf auth login \(or set HF_TOKEN"
+
+pytestmark = pytest.mark.usefixtures("hf")
+
+
+@pytest.fixture
+def service() -> JobService:
+    return HFJobsExecutor().service
+
+
+@pytest.fixture
+def job_id(hf: HubServer, service: JobService) -> JobId:
+    """A job that waits for its hardware."""
+    hf.hold(CPU)
+    return service.start(JOB)
+
+
+def ids_of(run: Run) -> list[str]:
+    """Return the ids of a run's jobs, in rank order."""
+    return [handle.metadata["job"]["id"] for handle in run.handles]
+
+
+# What is asked for
+
+
+def test_a_gpu_is_the_cheapest_flavor_that_has_it(hf: HubServer, service: JobService) -> None:
+    cases = {
+        "t4": "t4-small", "A100:4": "a100x4", "A10G:2": "a10g-largex2", "rtx pro 6000:8": "rtx-pro-6000x8",
+        "RTX_PRO_6000": "rtx-pro-6000", "L40S:1": "l40sx1", None: CPU,
+    }  # fmt: skip
+    for gpu, flavor in cases.items():
+        service.check_account(gpu, 60, ())
+        assert service.describe(replace(JOB, gpu=gpu))["flavor"] == flavor, gpu
+    assert hf.count("hardware") == 1
+    by_hand = HFJobsExecutor(flavor="cpu-upgrade").service
+    assert by_hand.describe(replace(JOB, gpu="H100"))["flavor"] == "cpu-upgrade"
+
+
+def test_a_gpu_that_no_flavor_has_is_refused_with_those_that_are_known(hf: HubServer) -> None:
+    for gpu in ("H100", "A100:3", "T4:x", ""):
+        with pytest.raises(BackendError, match=r"Known: A100, .*L4, L4:4, .*--option flavor=NAME") as caught:
+            launch("hf", "job.py:main", 2, gpu=gpu, run_id="otter")
+        assert repr(gpu) in str(caught.value)
+    assert hf.count("create") == 0
+
+
+def test_the_users_labels_stand_beside_ours_and_names_are_never_too_long(hf: HubServer) -> None:
+    hf.hold(CPU)
+    labels = {"team": "ml", "empty": "", "x" * 100: "y" * 100}
+    run_id = "r" * 40
+    run = launch(HFJobsExecutor(labels=labels), "job.py:main", 1, run_id=run_id)
+    found = hf.job(ids_of(run)[0]).labels
+    assert found.items() >= labels.items()
+    assert found["replicas-run"] == run_id
+    assert found["name"].startswith(run_id)
+    assert max(map(len, found.values())) <= 100
+    run.cancel()
+
+
+def test_labels_that_the_service_does_not_take_are_refused_at_once() -> None:
+    hostile: list[dict[str, str]] = [{"a.b": "c"}, {"a": "b/c"}, {"a": "x" * 101}, {"x" * 101: "a"}, {"": "a"}]
+    for labels in hostile:
+        with pytest.raises(ValueError, match="letters, digits, '-' and '_', at most 100"):
+            HFJobsExecutor(labels=labels)
+    for name in ("name", "replicas-run"):
+        with pytest.raises(ValueError, match=f"{name!r} is set by `replicas` itself"):
+            HFJobsExecutor(labels={name: "mine"})
+
+
+def test_the_user_is_asked_for_once_by_all_threads_and_never_for_a_known_namespace(hf: HubServer) -> None:
+    hf.hold(CPU)
+    executor = HFJobsExecutor()
+    together = threading.Barrier(4)
+
+    def one(number: int) -> list[str]:
+        together.wait()
+        run = launch(executor, "job.py:main", 4, run_id=f"run-{number}")
+        assert run.record.executor_options["namespace"] == hf.namespace
+        attach(run.url).cancel()
+        return ids_of(run)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = [job for ids in pool.map(one, range(4)) for job in ids]
+    assert len(set(found)) == 16
+    assert {job.stage for job in hf.jobs.newest_first()} == {"CANCELED"}
+    assert {job.namespace for job in hf.jobs.newest_first()} == {hf.namespace}
+    assert hf.count("whoami") == 1
+
+
+# What its answers mean
+
+
+def test_each_way_to_end_has_its_state(hf: HubServer, service: JobService) -> None:
+    hf.jobs.term_grace_s = 0.1
+    ids = [service.start(replace(JOB, key=replace(KEY, rank=rank))) for rank in range(6)]
+    killed, memory, evicted, deleted, forgotten, stopped = (each["id"] for each in ids)
+    hf.kill(killed)
+    hf.kill(memory, "OOMKilled")
+    hf.kill(evicted, "Evicted")
+    hf.delete(deleted)
+    hf.forget(forgotten)
+    service.stop(ids[5])
+    hf.until(lambda: all(job.is_over for job in hf.jobs.newest_first()))
+    states = [service.state(each) for each in ids]
+    failed = "Job failed with exit code: 137. Reason: "
+    assert states[:3] == [
+        JobState(True, None, 137, f"{failed}Error"),
+        JobState(True, "oom", 137, f"{failed}OOMKilled"),
+        JobState(True, "preempted", 137, f"{failed}Evicted"),
+    ]
+    assert [state.reason for state in states[3:]] == ["lost", "lost", "cancelled"]
+    assert service.find(replace(KEY, rank=3)) == [], "a deleted one is not found"
+    assert hf.job(stopped).stage == "CANCELED"
+
+
+def test_jobs_that_the_filter_of_labels_lets_through_are_not_found(
+    hf: HubServer, service: JobService, job_id: JobId
+) -> None:
+    real = hf._list
+    hf._list = lambda request: real(replace(request, query=""))  # type: ignore[method-assign]
+    assert service.find(KEY) == [job_id]
+    assert service.find(replace(KEY, rank=1)) == []
+
+
+def test_a_log_that_breaks_off_is_read_again(hf: HubServer, service: JobService) -> None:
+    job_id = service.start(replace(JOB, command=("python", "-c", "for n in range(5): print(n)")))
+    eventually(lambda: service.state(job_id).has_ended)
+    for answer in ("cut", "reset", 500, 429):
+        hf.fail("logs", answer, after_lines=2 if isinstance(answer, str) else None)
+        assert service.logs(job_id, 10).splitlines() == list("01234"), answer
+
+
+def test_logs_of_silent_replicas_come_from_all_at_the_same_time() -> None:
+    run = launch("hf", "job.py:hang", 3)
+    for rank in range(3):
+        eventually(lambda rank=rank: "hanging" in run.logs(rank=rank))  # type: ignore[misc]
+    assert attach(run.url).logs().splitlines() == [f"[{rank}] hanging" for rank in range(3)]
+    run.cancel()
+
+
+def test_a_job_that_ended_before_it_could_be_stopped_is_not_an_error_and_one_that_runs_is(
+    hf: HubServer, service: JobService, job_id: JobId
+) -> None:
+    hf.fail("cancel", 409)
+    with pytest.raises(JobServiceError, match="HTTP 409"):
+        service.stop(job_id)
+    service.stop(job_id)
+    hf.fail("cancel", 409)
+    service.stop(job_id)
+
+
+# What its failures mean
+
+
+def kind_of(call: object) -> tuple[str, float]:
+    """Return the kind of error that a call ends with, and the pause that was asked for; its message is to be short."""
+    with pytest.raises(JobServiceError) as caught:
+        call()  # type: ignore[operator]
+    text = str(caught.value)
+    assert "Hugging Face" in text
+    assert len(text) < 250
+    return caught.value.kind, caught.value.retry_after_s
+
+
+TRANSLATED: list[tuple[Misconduct, str, str]] = [
+    # answer, the kind when only something was asked, and when something may have been done
+    (400, "rejected", "rejected"),
+    (401, "rejected", "rejected"),
+    (403, "rejected", "rejected"),
+    (402, "rejected", "rejected"),
+    (408, "unavailable", "unavailable"),
+    (429, "unavailable", "unavailable"),
+    (500, "unavailable", "unknown"),
+    (503, "unavailable", "unknown"),
+    ("closed", "unavailable", "unknown"),
+    ("reset", "unavailable", "unknown"),
+    ("cut", "unavailable", "unknown"),
+]
+
+
+def test_a_failure_of_the_service_is_translated(hf: HubServer, service: JobService, job_id: JobId) -> None:
+    for answer, of_a_look, of_a_start in TRANSLATED:
+        hf.fail("inspect", answer)
+        assert kind_of(lambda: service.state(job_id)) == (of_a_look, 0.0), answer
+        hf.fail("create", answer)
+        assert kind_of(lambda: service.start(JOB)) == (of_a_start, 0.0), answer
+    for status in (401, 403):
+        hf.fail("inspect", status)
+        with pytest.raises(JobServiceError, match=f"HTTP {status}.*{LOGIN}"):
+            service.state(job_id)
+
+
+def test_an_answer_that_is_malformed_is_a_failure_of_the_service(
+    hf: HubServer, service: JobService, job_id: JobId
+) -> None:
+    real_create, real_inspect = hf._create, hf._inspect
+    answers: list[object] = ["Come back later.", {}, [], None]
+    for answer in answers:
+
+        def hidden(request: Request, answer: object = answer) -> Reply:
+            real_create(request)
+            return Reply(answer)
+
+        hf._create = hidden  # type: ignore[method-assign]
+        hf._inspect = lambda _request, _job, answer=answer: Reply(answer)  # type: ignore[method-assign, misc]
+        assert kind_of(lambda: service.start(JOB)) == ("unknown", 0.0), answer
+        assert kind_of(lambda: service.state(job_id)) == ("unavailable", 0.0), answer
+    hf._create, hf._inspect = real_create, real_inspect  # type: ignore[method-assign]
+
+
+def test_the_service_says_how_long_it_wants_to_be_left_alone(hf: HubServer, service: JobService, job_id: JobId) -> None:
+    for header, pause_s in (("30", 30.0), ("Fri, 20 Nov 2026 12:00:00 GMT", 0.0)):
+        hf.fail("cancel", 429, headers={"Retry-After": header})
+        assert kind_of(lambda: service.stop(job_id)) == ("unavailable", pause_s), header
+
+
+def test_a_service_that_never_answers_is_given_up(hf: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executors.backends.hf_jobs.CALL_LIMIT_S", 0.2)
+    hf.fail("whoami", "silent")
+    with pytest.raises(BackendError, match=r"cannot be reached: no answer within 0\.2 s"):
+        launch("hf", "job.py:main", 1)
+
+
+def test_where_no_service_is_nothing_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    for endpoint, kind in (("http://127.0.0.1:9", "unavailable"), ("ftp://x", "rejected")):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        with pytest.raises(JobServiceError, match="Hugging Face cannot be reached") as caught:
+            HFJobsExecutor(namespace="ada").service.start(JOB)
+        assert caught.value.kind == kind, endpoint
+
+
+def test_an_account_that_cannot_be_used_is_refused_by_what_to_do(
+    hf: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for namespace in (None, hf.namespace):
+        for answer, message in ((401, f"Invalid user token.*{LOGIN}"), (500, "HTTP 500")):
+            hf.fail("whoami", answer)
+            with pytest.raises(BackendError, match=message):
+                HFJobsExecutor(namespace=namespace).service.check_account(None, 60, ())
+    with pytest.raises(BackendError, match=r"The secret 'NOT_THERE' is not set\. Jobs get secrets"):
+        HFJobsExecutor(secrets=["NOT_THERE"]).service.check_account(None, 60, ())
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(BackendError, match=f"Backend 'hf' needs a Hugging Face token.{LOGIN}"):
+        HFJobsExecutor().service.check_account(None, 60, ())
+    monkeypatch.setenv("HF_TOKEN", "hf_pässword")
+    with pytest.raises(BackendError, match="The Hugging Face token holds a letter that no token has") as caught:
+        HFJobsExecutor().service.check_account(None, 60, ())
+    assert "ssword" not in str(caught.value)

@@ -1,0 +1,82 @@
+"""Somebody else owns the store, and names jobs of this account that are not of their run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_jobs import FakeExecutor, Machines, start
+from support.hostile_records import run_json, task_json
+from support.hostile_scene import OwnsDirectory
+
+from executors import LocalProcessExecutor, Run, attach, launch
+from executors.errors import BackendError
+from executors.resume import resume
+from executors.store.records import exists
+from executors.testing.executor_contract import task
+
+LOOKS: list[Callable[[Run], Any]] = [
+    lambda run: run.status(),
+    lambda run: run.logs(0),
+    lambda run: run.cancel(),
+    lambda run: run.executor.stream_logs(run.handle(0)),
+    lambda run: run.executor.cancel(run.handle(0)),
+    lambda run: run.executor.poll(run.handle(0)),
+]
+
+
+def run_of(owner: OwnsDirectory, job: object) -> Run:
+    """Their run, whose one replica is said to be a job."""
+    owner.write("bad/run.json", json.dumps(run_json(backend="fake", world_size=1)).encode())
+    place = {"run_id": "bad", "store_url": owner.url, "attempt": 0, "timeout_s": 60.0, "job": job}
+    handle = {"rank": 0, "backend_name": "fake", "metadata": place}
+    owner.write("bad/replicas/0000/0/handle.json", json.dumps(handle).encode())
+    return attach("bad", rendezvous=owner.url, executor=FakeExecutor())
+
+
+def test_a_job_of_somebody_elses_run_is_neither_shown_nor_ended(machines: Machines, tmp_path: Path) -> None:
+    machines.is_held = True
+    owner, mine = OwnsDirectory(tmp_path / "theirs"), start()
+    for named in (mine.handle(0).metadata["job"], {"id": "../../x"}, {"id": 5}, {}, {"id": "x" * 500}):
+        for look in LOOKS:
+            with pytest.raises(BackendError, match="names a job that Fake does not know as this replica's"):
+                look(run_of(owner, named))
+        run = run_of(owner, named)
+        for name in ("outcome.json", "cancel.json"):
+            assert not exists(run.store, f"bad/replicas/0000/0/{name}"), "they would learn of it there"
+    assert machines.living() == [(0, 0)]
+    assert (machines.count("state"), machines.count("logs"), machines.count("stop")) == (0, 0, 0)
+
+
+def test_a_job_that_is_not_an_object_is_refused_by_name(machines: Machines, tmp_path: Path) -> None:
+    for job in ("x", 5, ["x"]):
+        run = run_of(OwnsDirectory(tmp_path / "theirs"), job)
+        with pytest.raises(Exception, match=r"'job' is .*, null or a JSON object was expected"):
+            run.status()
+
+
+def test_no_secret_and_no_image_is_used_because_a_record_names_it(
+    local: LocalProcessExecutor, tmp_path: Path, state_home: Path
+) -> None:
+    run = launch(local, task("fail"), 1, args={"message": "no"}, run_id="same", rendezvous=tmp_path / "shared")
+    assert run.wait(30)
+    record = json.loads(bytes(run.store.get("same/run.json")))
+    shutil.rmtree(state_home / "replicas" / "same")  # as on another machine
+    for changes, words in (
+        ({"secrets": ["HOME"]}, "Name it again: --secret HOME"),
+        ({"unrecorded_options": ["image"]}, "Give it again: --backend local --option image="),
+    ):
+        theirs = json.dumps(task_json({**record, **changes})).encode()
+        digest = hashlib.sha256(theirs).hexdigest()
+        run.store.put("same/task/task.json", theirs)
+        run.store.put("same/run.json", json.dumps({**record, **changes, "task_digest": digest}).encode())
+        trusts: list[dict[str, Any]] = [{"trust_bucket": True}, {"task_digest": digest}]
+        for trust in trusts:
+            with pytest.raises(ValueError, match=words):
+                resume(attach("same", rendezvous=tmp_path / "shared"), **trust)
+    assert run.newest_attempt(0).number == 0

@@ -1,0 +1,171 @@
+"""How replicas that are jobs run and end, as far as the contract of executors does not say it already."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from support.fake_jobs import FakeExecutor, Machines, attached, ends, start, wait_until_hanging
+
+from executors.errors import BackendError, ReplicaLostError
+from executors.testing import eventually
+
+
+def test_each_way_to_end_a_job_from_outside_has_its_reason(machines: Machines) -> None:
+    run = start(7, "hang", args={"deaf": True})  # one that hears SIGTERM leaves an outcome of its own
+    wait_until_hanging(run)
+    killed, memory, evicted, forgotten, stopped, cancelled, broken = (machines.job_of(run, rank) for rank in range(7))
+    machines.end(killed)
+    machines.end(memory, "oom", "Reason: OOMKilled.")
+    machines.end(evicted, "preempted")
+    machines.end(forgotten)
+    forgotten.is_forgotten = True
+    run.executor.service.stop({"id": stopped.id})  # type: ignore[attr-defined]
+    run.cancel(5)
+    machines.end(broken, "start_failed")
+    assert ends(run) == [
+        ("failed", "signal"),
+        ("failed", "oom"),
+        ("failed", "preempted"),
+        ("failed", "lost"),
+        ("cancelled", "cancelled"),
+        ("cancelled", "cancelled"),
+        ("failed", "start_failed"),
+    ]
+    outcomes = run.outcomes()
+    who = "Replica {} of 7 (attempt 0)"
+    said = [
+        " was ended by SIGKILL (exit code 137).",
+        " was killed: out of memory. Fake says: Reason: OOMKilled.",
+        " was preempted: Fake took its machine back.",
+        " was lost: Fake reports it gone and it left no outcome. It",
+        " was cancelled at Fake, not by `replicas`.",
+    ]
+    for rank, text in enumerate(said):
+        assert (outcomes[rank].error or "").startswith(who.format(rank) + text), outcomes[rank]
+    assert outcomes[5].error == "Replica 5 was ended: cancelled by the user."
+    assert [outcome.exit_code for outcome in outcomes] == [137, 137, 137, None, 137, 137, 137]
+    assert [outcome.signal for outcome in outcomes[:3]] == ["SIGKILL", "SIGKILL", None]
+    assert outcomes[0].output_tail == "hanging\n"
+    with pytest.raises(ReplicaLostError):
+        run.results()
+    assert attached().outcomes() == outcomes
+    assert cancelled.state().has_ended
+
+
+def test_the_services_limit_ends_a_replica_that_does_not_end_itself(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executors.backends.jobs.executor.MARGIN_S", -58)
+    run = start(function="hang", args={"deaf": True}, timeout=60)
+    assert ends(run) == [("failed", "timeout")]
+    assert run.outcomes()[0].error == "Replica 0 of 1 (attempt 0) ran into its time limit of 60 s."
+
+
+def test_what_prevents_a_start_is_in_the_outcome(machines: Machines) -> None:
+    machines.is_held = True
+    run = start()
+    run.store.delete("otter/task/code.tar.gz")
+    machines.release()
+    assert ends(run) == [("failed", "start_failed")]
+    (outcome,) = run.outcomes()
+    assert outcome.exit_code == 78
+    assert "before its entrypoint was reached. Its log ends: replicas: replica 0 of run otter" in (outcome.error or "")
+    assert "cannot read task/code.tar.gz" in (outcome.error or "")
+
+
+def test_replicas_that_get_no_machine_are_pending_and_can_be_cancelled(machines: Machines) -> None:
+    machines.is_held = True
+    run = start(2)
+    assert attached().status().counts == "2 pending"
+    assert run.logs(rank=0) == ""
+    run.cancel()
+    assert ends(run) == [("cancelled", "cancelled")] * 2
+    assert machines.living() == []
+
+
+def test_a_log_that_is_gone_leaves_what_the_replica_kept(machines: Machines) -> None:
+    run = start(args={"times": 2})
+    run.results()
+    machines.job_of(run, 0).is_forgotten = True
+    assert run.logs(rank=0).splitlines() == ["hello 0 of rank 0", "hello 1 of rank 0"]
+
+
+def test_the_log_of_a_cancelled_replica_says_that_it_was_cancelled(machines: Machines) -> None:
+    run = start(function="hang")
+    wait_until_hanging(run)
+    run.cancel()
+    eventually(lambda: "was terminated by SIGTERM, since it was cancelled." in run.logs(rank=0))
+
+
+def test_logs_that_cannot_be_read_are_an_error_and_not_an_ending(machines: Machines) -> None:
+    run = start(function="hang")
+    wait_until_hanging(run)
+    machines.fail("logs", "rejected")
+    with pytest.raises(BackendError, match="Fake"):
+        run.logs(rank=0)
+    assert run.logs(rank=0) == "hanging\n"
+    assert run.status().counts == "1 running"
+    run.cancel()
+
+
+@pytest.mark.usefixtures("quick_tries")
+def test_a_service_that_cannot_answer_leaves_a_replica_as_it_is(
+    machines: Machines, caplog: pytest.LogCaptureFixture
+) -> None:
+    machines.is_held = True
+    run = start()
+    caplog.set_level(logging.WARNING)
+    for kind in ("unavailable", "unknown"):
+        machines.calls.clear()
+        machines.fail("state", kind, times=None)
+        assert attached().status().counts == "1 pending"
+        assert machines.count("state") == 1, "the next poll asks again"
+        assert "Fake cannot report the state of its job" in caplog.text
+        machines.forgive()
+    machines.fail("state", "rejected")
+    with pytest.raises(BackendError, match="Fake: rejected"):
+        attached().status()
+    run.cancel()
+
+
+@pytest.mark.usefixtures("quick_tries")
+def test_a_cancellation_is_asked_for_until_it_is_heard(machines: Machines) -> None:
+    machines.is_held = True
+    run = start()
+    for kind in ("unavailable", "unknown"):
+        machines.fail("verify", kind)
+        machines.fail("stop", kind, times=2, after_applying=kind == "unknown")
+    attached().cancel()
+    assert machines.living() == []
+    assert ends(run) == [("cancelled", "cancelled")]
+
+
+def test_a_cancel_that_is_refused_for_a_job_that_runs_is_an_error(machines: Machines) -> None:
+    machines.is_held = True
+    run = start()
+    machines.fail("stop", "rejected")
+    with pytest.raises(BackendError, match="Fake: rejected"):
+        run.cancel()
+    run.cancel()
+    assert ends(run) == [("cancelled", "cancelled")]
+
+
+def test_a_replica_that_ended_just_before_it_was_cancelled_counts_as_cancelled(machines: Machines) -> None:
+    run = start(function="hang", args={"deaf": True})
+    wait_until_hanging(run)
+    machines.end(machines.job_of(run, 0))
+    FakeExecutor().cancel(run.handles[0])
+    assert ends(run) == [("cancelled", "cancelled")]
+
+
+def test_a_job_is_verified_once_in_each_process(machines: Machines) -> None:
+    machines.is_held = True
+    run = start()
+    run.status()
+    assert machines.count("verify") == 0, "its launcher knows it"
+    other = attached()
+    other.status()
+    other.cancel()
+    assert machines.count("verify") == 1
+    assert ends(run) == [("cancelled", "cancelled")]

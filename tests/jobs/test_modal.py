@@ -1,0 +1,331 @@
+"""Modal: what is asked of it, what it refuses, and what its answers and failures mean, on both of the SDK's back ends.
+
+Without a GPU a sandbox goes to the newer back end, with one to the older.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import modal
+import pytest
+from grpclib import Status
+from servers.modal.server import TOKEN_SECRET, ModalServer
+from servers.s3.server import CREDENTIALS, S3Server
+from support.modal import alive, create_of, of_backend
+from support.sandboxes import gpu
+
+from executors import ModalExecutor, attach, launch, open_store
+from executors.backends.jobs.service import Job, JobKey, JobService, JobServiceError, JobState
+from executors.errors import BackendError, LaunchError, MissingDependencyError
+from executors.launcher import plan_launch
+from executors.task.create import LaunchRequest
+from executors.testing import eventually
+from executors.testing.executor_contract import task
+
+__all__ = ["gpu"]  # a fixture
+
+KEY = JobKey("s3://bucket/runs", "otter", 0, 0)
+HANG = ("python", "-u", "-c", "print('hanging'); import time; time.sleep(600)")
+
+
+@pytest.fixture
+def service(modal_runs: ModalServer) -> JobService:
+    return ModalExecutor().service
+
+
+@pytest.fixture
+def job(gpu: str | None) -> Job:
+    return Job(KEY, HANG, (), {}, {}, gpu=gpu)
+
+
+def images(server: ModalServer) -> list[str]:
+    """The commands of every image that was asked for, in one text each."""
+    return ["\n".join(call.request.image.dockerfile_commands) for call in server.calls_of("ImageGetOrCreate")]
+
+
+# What is asked for
+
+
+def test_all_options_reach_the_request(modal_runs: ModalServer, gpu: str | None) -> None:
+    executor = ModalExecutor(
+        app_name="my-app",
+        cpu=0.5,
+        memory_mb=512,
+        region="us-east",
+        cloud="aws",
+        environment="main",
+        image="python:3.11",
+    )
+    run = launch(executor, task("echo"), 1, run_id="otter", gpu=gpu and f"{gpu}:2", timeout=100)
+    assert run.results()[0]["rank"] == 0
+    (call,) = modal_runs.calls_of(create_of(gpu))
+    asked = call.request.definition
+    assert modal_runs.account.apps[call.request.app_id] == ("main", "my-app")
+    assert (asked.resources.milli_cpu, asked.resources.memory_mb) == (500, 512)
+    assert list(asked.scheduler_placement.regions) == ["us-east"]
+    assert "aws" in str(asked).lower()
+    assert asked.timeout_secs == 220
+    assert (asked.resources.gpu_config.gpu_type, asked.resources.gpu_config.count) == (("H100", 2) if gpu else ("", 0))
+    assert asked.name.startswith("otter-")
+    assert {tag.tag_name: tag.tag_value for tag in call.request.tags}.items() >= {
+        ("replicas-run", "otter"),
+        ("replicas-rank", "0"),
+        ("replicas-attempt", "0"),
+    }
+    assert images(modal_runs)[-1].startswith("FROM python:3.11")
+
+
+def test_the_default_image_has_the_requirements_installed_and_the_users_is_taken_as_it_is(
+    modal_runs: ModalServer,
+) -> None:
+    Path("requirements.txt").write_text("einops==0.8.1\n./mine\n")
+    launch(ModalExecutor(python_version="3.12"), task("echo"), 1, timeout=1).cancel()
+    text = "\n".join(images(modal_runs))
+    assert "einops==0.8.1" in text
+    assert "torch==" in text
+    assert "./mine" not in text, "a folder of the workspace is not there yet when the image is built"
+    n_images = len(images(modal_runs))
+    Path("requirements.txt").unlink()
+    image = modal.Image.debian_slim("3.11").run_commands("echo made-by-the-user")
+    run = launch(ModalExecutor(image=image), task("echo"), 2)
+    assert [result["rank"] for result in run.results()] == [0, 1]
+    assert any("made-by-the-user" in text for text in images(modal_runs)[n_images:])
+    assert not any("torch==" in text for text in images(modal_runs)[n_images:])
+
+
+def test_all_sandboxes_are_asked_for_at_the_same_time(modal_runs: ModalServer, gpu: str | None) -> None:
+    modal_runs.answer_together(create_of(gpu), 8)
+    run = launch("modal", task("hang"), 8, gpu=gpu)
+    assert [handle.rank for handle in run.handles] == list(range(8))
+    assert len({handle.metadata["job"]["sandbox_id"] for handle in run.handles}) == 8
+    run.cancel()
+
+
+def test_an_executor_in_another_process_is_made_with_the_options_to_keep(modal_runs: ModalServer) -> None:
+    executor = ModalExecutor(app_name="mine", pip=["einops"], secrets=["wandb"], image="python:3.11", memory_mb=64)
+    again = ModalExecutor(**json.loads(json.dumps(executor.options_to_keep)))
+    assert again.options_to_keep == executor.options_to_keep
+    assert again.options_to_keep["image"] == "python:3.11"
+    assert "image" not in ModalExecutor(image=modal.Image.debian_slim()).options_to_keep
+
+
+def test_no_secret_is_seen_outside_secret_objects(
+    modal_runs: ModalServer, s3: S3Server, gpu: str | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    modal_runs.secrets["wandb"] = {"WANDB_KEY": "the-key-of-wandb"}
+    names = ["WANDB_KEY", "AWS_SECRET_ACCESS_KEY", "MINE"]
+    own = {"MINE": "my-own-value"}
+    run = launch("modal", task("variables"), 1, args={"names": names}, gpu=gpu, secrets=["wandb"], env=own)
+    # The variables are there, where the replica runs,
+    assert run.results() == [
+        {
+            "WANDB_KEY": "the-key-of-wandb",
+            "AWS_SECRET_ACCESS_KEY": CREDENTIALS["AWS_SECRET_ACCESS_KEY"],
+            "MINE": "my-own-value",
+        }
+    ]
+    values = ["the-key-of-wandb", TOKEN_SECRET, *CREDENTIALS.values()]
+    # and nowhere else: not in what the service is asked,
+    assert {value: modal_runs.requests_carrying(value) for value in values} == {value: [] for value in values}
+    # nor in the store, but for the result, which the test itself returned,
+    store = open_store(s3.url("runs"))
+    kept = {entry.key: bytes(store.get(entry.key)).decode(errors="replace") for entry in store.list("")}
+    assert [key for key, text in kept.items() if any(value in text for value in (*values, "my-own-value"))] == [
+        f"{run.run_id}/replicas/0000/0/outcome.json"
+    ]
+    # nor on the command line, in handles, or in what is printed.
+    (sandbox,) = modal_runs.sandboxes
+    shown = [*sandbox.definition.entrypoint_args, repr(run), repr(run.handles), repr(run.executor), *capfd.readouterr()]
+    assert not any(value in text for text in shown for value in (*values, "my-own-value"))
+
+
+def test_a_dry_run_shows_the_requests_and_starts_nothing(modal_runs: ModalServer, s3: S3Server) -> None:
+    modal_runs.secrets["wandb"] = {"WANDB_KEY": "the-key-of-wandb"}
+    request = LaunchRequest(entrypoint=task("echo"), n=2, secrets=["wandb"], env={"MINE": "my-own-value"}, gpu="H100")
+    shown = plan_launch(request, ModalExecutor(region="us-east")).dry_run()
+    text = json.dumps(shown)
+    jobs: list[Mapping[str, Any]] = shown["request"]["jobs"]
+    assert shown["request"]["vendor"] == "Modal"
+    assert [job["env"]["REPLICA_RANK"] for job in jobs] == ["0", "1"]
+    assert [(job["gpu"], job["region"], job["timeout"]) for job in jobs] == [("H100", "us-east", 3720)] * 2
+    assert jobs[0]["env"]["MINE"] == "***"
+    assert jobs[0]["secrets"] == ["wandb", dict.fromkeys(CREDENTIALS, "***")]
+    assert not any(value in text for value in ("my-own-value", "the-key-of-wandb", *CREDENTIALS.values()))
+    assert modal_runs.sandboxes == []
+    assert list(open_store(s3.url("runs")).list("")) == []
+
+
+def test_in_a_notebook_where_an_event_loop_runs_nothing_complains(modal_runs: ModalServer, gpu: str | None) -> None:
+    async def cell() -> list[Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run = launch(ModalExecutor(), task("talk"), 1, args={"n_lines": 3}, gpu=gpu)
+            results = run.results()
+            assert "line 2" in run.logs(rank=0)
+            run.cancel()
+            return results
+
+    assert asyncio.run(cell()) == ["said"]
+
+
+# What is refused before anything is written
+
+
+def test_what_is_missing_is_said_with_what_to_do_and_nothing_is_written(
+    modal_runs: ModalServer, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = "Run: modal token new (or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET)."
+
+    def refused(expected: type[Exception], message: str, n: int = 1, **options: Any) -> None:
+        with pytest.raises(expected) as caught:
+            launch("modal", task("echo"), n, **options)
+        assert message in str(caught.value)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "modal", None)
+        needed = "Backend 'modal' needs the Modal SDK. Install it with: pip install 'serverless-replicas[modal]'"
+        refused(MissingDependencyError, needed)
+    with monkeypatch.context() as patch:
+        patch.delenv("REPLICAS_RENDEZVOUS")
+        refused(
+            BackendError,
+            f"Backend 'modal' needs a rendezvous that both sides reach. Try: replicas launch {task('echo')} --backend "
+            "modal --n 8 --rendezvous s3://BUCKET/PREFIX (or set REPLICAS_RENDEZVOUS).",
+            n=8,
+        )
+    for name in ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"):
+        with monkeypatch.context() as patch:
+            patch.delenv(name)
+            refused(BackendError, f"Backend 'modal' needs a Modal token. {token}")
+    made = "Modal has no secret 'wandb'. Make it with: modal secret create wandb KEY=VALUE"
+    refused(BackendError, made, secrets=["wandb"])
+    longest = "timeout must be at most 86280 seconds on Modal, got timeout=90000. Launch with a shorter one, and go on"
+    refused(ValueError, longest, timeout=90_000)
+    modal_runs.token = ("ak-another", "as-another")
+    refused(BackendError, f"Modal: Token ID or token secret is invalid. {token}")
+    assert modal_runs.sandboxes == []
+    assert list(open_store(s3.url("runs")).list("")) == []
+
+
+# What its answers mean
+
+
+def test_each_way_to_end_has_its_state(modal_runs: ModalServer, service: JobService, job: Job) -> None:
+    jobs = [replace(job, key=replace(KEY, rank=rank)) for rank in range(5)]
+    ids = [service.start(each) for each in jobs]
+    for each in ids:
+        eventually(lambda each=each: "hanging" in service.logs(each, 9))  # type: ignore[misc]
+    killed, memory, preempted, vanished, stopped = (each["sandbox_id"] for each in ids)
+    modal_runs.kill(killed)
+    modal_runs.oom_kill(memory)
+    modal_runs.preempt(preempted)
+    modal_runs.vanish(vanished)
+    service.stop(ids[4])
+    eventually(lambda: all(service.state(each).has_ended for each in ids))
+    assert [service.state(each) for each in ids] == [
+        JobState(True, "oom", 137),  # what killed it from inside the container is most likely the kernel
+        JobState(True, "oom", 137),
+        JobState(True, "preempted", 137),
+        JobState(True, "lost"),
+        JobState(True, "preempted", 137),  # a cancel marker says that it was us
+    ]
+    assert [service.logs(each, 9) for each in ids] == ["hanging\n"] * 3 + ["", "hanging\n"]
+    assert stopped != vanished
+    assert alive(modal_runs) == []
+
+
+def test_a_job_whose_command_is_not_there_has_an_exit_code(service: JobService, job: Job) -> None:
+    job_id = service.start(replace(job, env={"PATH": "/nowhere"}))
+    eventually(lambda: service.state(job_id).has_ended)
+    assert service.state(job_id) == JobState(True, None, 128)
+
+
+TRANSLATED: list[tuple[dict[str, Any], str, str]] = [
+    ({"status": Status.UNAUTHENTICATED}, "rejected", "UNAUTHENTICATED as the test asked. Run: modal token new"),
+    ({"status": Status.PERMISSION_DENIED, "message": "no sandboxes for you"}, "rejected", "no sandboxes for you."),
+    ({"status": Status.INTERNAL, "times": 4}, "unknown", "INTERNAL as the test asked."),  # the SDK makes four tries
+    ({"status": Status.RESOURCE_EXHAUSTED, "message": "over capacity, slow down"}, "unavailable", "slow down."),
+    ({"status": Status.RESOURCE_EXHAUSTED, "message": "Insufficient capacity"}, "rejected", "Insufficient capacity."),
+    ({"loses_connection": True, "times": 4}, "unknown", ""),
+]
+
+
+def test_a_failure_of_the_service_is_translated(modal_runs: ModalServer, service: JobService, job: Job) -> None:
+    hanging = service.start(replace(job, key=replace(KEY, rank=1)))
+    calls: dict[str, Callable[[], object]] = {
+        create_of(job.gpu): lambda: service.start(job),
+        of_backend("SandboxWait", job.gpu): lambda: service.state(hanging),
+        "AppFetchLogs": lambda: service.logs(hanging, 9),
+    }
+    for rpc, call in calls.items():
+        for way, kind, message in TRANSLATED:
+            modal_runs.fail(rpc, **way)
+            with pytest.raises(JobServiceError, match="Modal") as caught:
+                call()
+            assert (caught.value.kind, message in str(caught.value)) == (kind, True), (rpc, way, caught.value)
+            assert modal_runs.unused_faults() == [], (rpc, way)
+    service.stop(hanging)
+
+
+@pytest.mark.slow
+def test_a_launch_gets_through_a_failing_service_with_each_rank_once(modal_runs: ModalServer, gpu: str | None) -> None:
+    modal_runs.deduplicates = False  # a repeated request is a second one: the name alone keeps it from a second sandbox
+    modal_runs.fail(create_of(gpu), loses_connection=True, after_applying=True, times=5, when=is_rank(3))
+    modal_runs.fail(create_of(gpu), status=Status.INTERNAL, times=5, when=is_rank(5))  # once more than the SDK tries
+    modal_runs.fail(create_of(gpu), status=Status.RESOURCE_EXHAUSTED, when=is_rank(6))
+    run = launch("modal", task("hang"), 8, gpu=gpu)
+    named = {handle.metadata["job"]["sandbox_id"]: handle.rank for handle in run.handles}
+    assert named == {box.sandbox_id: int(box.tags["replicas-rank"]) for box in modal_runs.sandboxes}
+    assert sorted(named.values()) == list(range(8))
+    run.cancel()
+    assert run.wait(60)
+    assert alive(modal_runs) == []
+
+
+def is_rank(rank: int) -> Any:
+    return lambda request: request.definition.name.endswith(f"-r{rank:04d}-a0")
+
+
+# Waiting for a GPU
+
+
+@pytest.mark.slow
+def test_a_gpu_that_never_comes_ends_the_launch_and_names_the_rank(
+    modal_runs: ModalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("modal.sandbox._impl_v1._SANDBOX_SCHEDULING_TIMEOUT", 4.0)  # of 21 minutes
+    modal_runs.capacity = 3
+    with pytest.raises(LaunchError, match="Insufficient capacity to create sandbox") as caught:
+        launch("modal", task("hang"), 4, gpu="H100", run_id="otter")
+    (unlucky,) = [box for box in modal_runs.sandboxes if not box.is_scheduled]
+    assert caught.value.rank == int(unlucky.tags["replicas-rank"])
+    assert len(modal_runs.sandboxes) == 4, "it is not asked for again"
+    assert alive(modal_runs) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_during_the_wait_for_a_gpu_ends_everything(modal_runs: ModalServer) -> None:
+    modal_runs.capacity = 2
+
+    def interrupt() -> None:
+        modal_runs.wait_for("SandboxCreate", 4, within_s=90.0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch("modal", task("hang"), 4, gpu="H100", run_id="otter")
+    thread.join()
+    assert alive(modal_runs) == []
+    rows = attach("otter").outcomes()
+    assert [(str(row.status), row.reason) for row in rows] == [("cancelled", "cancelled")] * 4

@@ -1,0 +1,53 @@
+"""Stores and runs on a disk that is full, read-only, another user's, or unable to link: real ones, mounted apart."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import scenes_on_disks
+
+from executors.testing.helpers import environment
+
+NAMESPACE = ("unshare", "--mount", "--map-root-user", "--ipc")
+STORES = ("full_disk", "full_disk_without_anonymous_files", "out_of_inodes", "full_from_the_start", "read_only")
+RUNS = ("full_for_a_while", "full_before_a_launch", "full_logs")
+SLOW = pytest.param("full_for_good", marks=pytest.mark.slow)  # worker and supervisor each try for ten seconds
+
+
+def play(scene: str, root: Path, *prefix: str) -> None:
+    command = [*prefix, sys.executable, scenes_on_disks.__file__, scene, str(root)]
+    played = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert played.returncode == 0, played.stderr
+
+
+@functools.cache
+def has_namespaces() -> bool:
+    probe = [*NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt"]
+    return shutil.which("unshare") is not None and subprocess.run(probe, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("scene", [*STORES, "no_hard_links", *RUNS, SLOW])
+def test_a_disk_of_another_kind_is_used_or_refused_with_the_reason(scene: str, tmp_path: Path) -> None:
+    if not has_namespaces():
+        pytest.skip("mounting needs unshare and user namespaces, or root")
+    play(scene, tmp_path / "a disk, 100% ä", *NAMESPACE)
+
+
+def test_a_file_size_limit_is_a_clear_error_and_leaves_no_half_object(tmp_path: Path) -> None:
+    play("file_size_limit", tmp_path / "disk")
+
+
+def test_another_users_directory_can_be_read_and_says_what_it_forbids() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("giving up rights needs them")
+    root = Path("/tmp") / f"replicas-test-{os.getpid()}"  # a place whose parents everybody may enter
+    try:
+        play("of_another_user", root)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)

@@ -1,0 +1,308 @@
+"""How local replicas end: signals, memory, helpers they leave behind, and what `finally` may still do."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import tasks
+from support.processes import is_alive
+from support.runs import pid_of, record_of
+
+from executors import LocalProcessExecutor, launch
+from executors.errors import ReplicaCancelledError, ReplicaLostError, ReplicaTimeoutError
+from executors.testing import eventually
+
+HELPERS = ("child", "session", "orphan", "daemon")
+
+
+def one_row(executor: LocalProcessExecutor, entrypoint: Any, args: dict[str, Any], **options: Any) -> dict[str, Any]:
+    (row,) = executor.collect(executor.launch_replicas(1, entrypoint, args, **options), timeout=60)
+    return row
+
+
+def pids_in(folder: Path, names: tuple[str, ...] = HELPERS) -> list[int]:
+    return [int(eventually((folder / name).exists, name) and (folder / name).read_text()) for name in names]
+
+
+def all_end(pids: list[int]) -> None:
+    eventually(lambda: not any(map(is_alive, pids)), f"{pids} end")
+
+
+# --- signals and memory
+
+
+def test_a_signal_is_named_with_its_number_and_the_last_words_are_kept(local: LocalProcessExecutor) -> None:
+    numbers = [int(number) for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGUSR1, signal.SIGHUP)]
+    numbers.append(signal.SIGRTMIN + 6)  # has no name
+    n = len(numbers)
+
+    def entrypoint() -> None:
+        from support import tasks
+
+        tasks.die_by(numbers[tasks.rank()]) if tasks.rank() < n else tasks.segfault()
+
+    run = launch(local, entrypoint, n + 1)
+    assert run.wait(timeout=60)
+    names = ["SIGKILL", "SIGABRT", "SIGUSR1", "SIGHUP", f"SIG{numbers[-1]}", "SIGSEGV"]
+    for name, number, outcome in zip(names, [*numbers, signal.SIGSEGV], run.outcomes(), strict=True):
+        assert (outcome.status, outcome.reason, outcome.exit_code) == ("failed", "signal", -number), name
+        rank = outcome.rank
+        assert (outcome.signal, outcome.error) == (name, f"Replica {rank} of 6 was ended by signal {number} ({name}).")
+        assert rank == n or "last words\n" in run.logs(rank=rank)
+        assert rank == n or "last words" in outcome.output_tail
+    with pytest.raises(ReplicaLostError, match="was ended by signal"):
+        run.results()
+
+
+def test_a_sigterm_that_replicas_did_not_send_is_a_signal(local: LocalProcessExecutor) -> None:
+    handles = local.launch_replicas(1, tasks.hang, {})
+    os.kill(pid_of(handles[0]), signal.SIGTERM)
+    (row,) = local.collect(handles, timeout=60)
+    assert (row["status"], row["reason"]) == ("failed", "signal")
+    assert row["error"] == "Replica 0 of 1 was terminated by SIGTERM, not sent by `replicas`."
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """A control group with 128 MiB of memory."""
+    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(root, f"replicas-test-{os.getpid()}")
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        if (group / limit).exists():
+            (group / limit).write_text(str(128 << 20))
+            yield group
+            group.rmdir()
+            return
+        group.rmdir()
+    pytest.skip("a control group for memory can be made by root alone, where one is mounted")
+
+
+def test_a_replica_killed_for_want_of_memory_says_so(local: LocalProcessExecutor, small_memory: Path) -> None:
+    row = one_row(local, tasks.take_memory, {"group": str(small_memory)})
+    assert (row["status"], row["reason"], row["exit_code"]) == ("failed", "oom", -signal.SIGKILL)
+    assert "memory" in row["error"]
+
+
+# --- exceptions, and what an entrypoint may do
+
+
+def test_every_kind_of_exception_is_recorded(local: LocalProcessExecutor) -> None:
+    def entrypoint() -> None:
+        from executors import current_replica
+
+        class Silent(Exception):
+            def __str__(self) -> str:
+                raise RuntimeError("no text")
+
+        class Own(BaseException):
+            pass
+
+        kinds = [
+            KeyboardInterrupt("pressed"),
+            Own("own"),
+            Silent(),
+            ExceptionGroup("both", [ValueError("first"), KeyError("second")]),
+            UnicodeDecodeError("utf-8", b"\xff", 0, 1, "odd"),
+            RuntimeError("lone \udcff surrogate"),
+            RuntimeError("x" * 10_000_000),
+            StopIteration(3),
+            GeneratorExit(),
+            SystemExit("no data here"),
+        ]
+        try:
+            raise ValueError("the cause")
+        except ValueError as error:
+            raise kinds[current_replica().rank] from error
+
+    words = ["KeyboardInterrupt", "Own", "Silent", "KeyError: 'second'", "0xff", "surrogate", "xxx", "StopIteration"]
+    words.append("GeneratorExit")
+    *rows, left = local.collect(local.launch_replicas(len(words) + 1, entrypoint, {}), timeout=60)
+    for word, row in zip(words, rows, strict=True):
+        assert (row["status"], row["reason"], row["result"]) == ("failed", "exception", None), word
+        assert word in row["error"]
+        assert "test_local_endings" in row["error"], "the traceback names the user's file"
+        cause, direct = row["error"].index("the cause"), row["error"].index("direct cause")
+        assert cause < direct < row["error"].rindex(word), "and the cause comes first"
+    assert (left["status"], left["reason"], left["exit_code"]) == ("failed", "no_result", 1)
+    assert "no data here" in left["error"]
+
+
+def write_at_exit(folder: Path) -> None:
+    import atexit
+
+    atexit.register(lambda: (folder / "atexit").write_text("ran"))
+
+
+def leave_a_thread() -> None:
+    import threading
+    import time
+
+    threading.Thread(target=time.sleep, args=(600,)).start()
+
+
+def close_all_descriptors(folder: Path) -> None:
+    import time
+
+    from executors import current_replica
+
+    os.closerange(3, 4096)
+    beat = folder / "store/odd/replicas/0002/0/heartbeat.json"
+    beats: set[int] = set()
+    while len(beats) < 3:  # long enough for whatever supervises this process to look around
+        time.sleep(0.05)
+        current_replica().report(step=time.monotonic_ns())
+        if beat.exists():
+            beats.add(beat.stat().st_mtime_ns)
+
+
+def end_a_forked_helper() -> None:
+    """It dies of SIGTERM as any process, though it swallows whatever is raised in it, as a finalizer does."""
+    import time
+
+    reader, writer = os.pipe()
+    child = os.fork()
+    while child == 0:
+        try:
+            os.write(writer, b"here")
+            time.sleep(60)
+        except BaseException:  # noqa: BLE001
+            continue
+    os.read(reader, 4)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+def ask_a_helper_with_asyncio() -> None:
+    import asyncio
+
+    async def ask() -> bytes:
+        helper = await asyncio.create_subprocess_exec("echo", "hello", stdout=asyncio.subprocess.PIPE)
+        return (await helper.communicate())[0]
+
+    assert asyncio.run(ask()) == b"hello\n"
+
+
+def become_another_program() -> None:
+    import sys
+
+    os.execv(sys.executable, [sys.executable, "-c", "import sys; print('another'); sys.exit(7)"])
+
+
+def test_an_entrypoint_may_do_odd_things_and_still_have_its_result(local: LocalProcessExecutor, tmp_path: Path) -> None:
+    acts: list[Callable[..., None]] = [
+        write_at_exit, leave_a_thread, close_all_descriptors, end_a_forked_helper, ask_a_helper_with_asyncio,
+        become_another_program,
+    ]  # fmt: skip
+
+    def entrypoint(folder: str) -> str:
+        from executors import current_replica
+
+        act = acts[current_replica().rank]
+        act(Path(folder)) if act.__code__.co_argcount else act()
+        return "done"
+
+    rendezvous = str(tmp_path / "store")
+    run = launch(local, entrypoint, len(acts), args={"folder": str(tmp_path)}, run_id="odd", rendezvous=rendezvous)
+    assert run.wait(timeout=60)
+    *outcomes, program = run.outcomes()
+    assert [(outcome.error, outcome.result) for outcome in outcomes] == [(None, "done")] * len(outcomes)
+    assert eventually((tmp_path / "atexit").exists)
+    assert (program.status, program.reason, program.exit_code) == ("failed", "no_result", 7)
+    assert run.logs(rank=program.rank) == "another\n"
+
+
+# --- SIGTERM, grace, SIGKILL
+
+
+def test_finally_runs_in_a_replica_that_is_cancelled_or_out_of_time(
+    local: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    limited = launch(local, tasks.clean_up, 1, args={"path": str(tmp_path / "limited")}, timeout=1)
+    with launch(local, tasks.clean_up, 1, args={"path": str(tmp_path / "said")}) as run:
+        eventually((tmp_path / "said.0").exists)
+        assert record_of(run.handles[0], "cancel.json") is None
+    assert (tmp_path / "said.cleaned").exists()
+    assert record_of(run.handles[0], "cancel.json") is not None
+    assert record_of(run.handles[0], "outcome.json")["status"] == "cancelled"
+    with pytest.raises(ReplicaCancelledError):
+        run.results()
+    assert limited.wait(60)
+    assert (tmp_path / "limited.cleaned").exists()
+    with pytest.raises(ReplicaTimeoutError, match="time limit of 1 s"):
+        limited.results()
+
+
+def test_a_cleaning_up_that_never_ends_is_ended(local: LocalProcessExecutor, tmp_path: Path) -> None:
+    handles = local.launch_replicas(1, tasks.clean_up_slowly, {"path": str(tmp_path / "said")})
+    (pid,) = pids_in(tmp_path, ("said.0",))
+    local.cancel(handles[0])
+    assert (tmp_path / "said.cleaning").exists()
+    assert not is_alive(pid)
+    assert local.poll(handles[0]) == "cancelled"
+
+
+def test_a_replica_that_swallows_sigterm_and_returns_is_cancelled_all_the_same(
+    local: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    handles = local.launch_replicas(1, tasks.swallow_sigterm, {"path": str(tmp_path / "said")})
+    eventually((tmp_path / "said.0").exists)
+    local.cancel(handles[0])
+    (row,) = local.collect(handles, timeout=60)
+    assert (row["status"], row["reason"], row["result"]) == ("cancelled", "cancelled", None)
+
+
+def test_a_stopped_replica_can_be_cancelled(local: LocalProcessExecutor) -> None:
+    handles = local.launch_replicas(1, tasks.hang, {})
+    pid = pid_of(handles[0])
+    os.kill(pid, signal.SIGSTOP)
+    local.cancel(handles[0])
+    assert not is_alive(pid)
+    assert local.poll(handles[0]) == "cancelled"
+
+
+# --- helpers
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_cancelling_ends_every_helper_and_leaves_those_of_other_replicas(
+    local: LocalProcessExecutor, tmp_path: Path, deaf: bool
+) -> None:
+    def entrypoint(folder: str, deaf: bool) -> None:
+        from support import tasks
+
+        tasks.hang_with_helpers(f"{folder}/{tasks.rank()}", deaf)
+
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    handles = local.launch_replicas(2, entrypoint, {"folder": str(tmp_path), "deaf": deaf})
+    cancelled, others = (pids_in(tmp_path / rank, (*HELPERS, f"rank.{rank}")) for rank in "01")
+    assert all(map(is_alive, cancelled))
+    local.cancel(handles[0])
+    assert [pid for pid in cancelled if is_alive(pid)] == [], "also in sessions of their own"
+    assert all(map(is_alive, others))
+    local.cancel(handles[1])
+    assert [pid for pid in others if is_alive(pid)] == []
+
+
+def test_helpers_of_a_replica_that_returned_or_was_killed_are_ended(
+    local: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    for folder in ("returned", "killed"):
+        (tmp_path / folder).mkdir()
+    row = one_row(local, tasks.return_with_helpers, {"folder": str(tmp_path / "returned")})
+    assert row["result"] == "returned"
+    all_end(pids_in(tmp_path / "returned"))
+    handles = local.launch_replicas(1, tasks.hang_with_helpers, {"folder": str(tmp_path / "killed"), "deaf": True})
+    *helpers, replica = pids_in(tmp_path / "killed", (*HELPERS, "rank.0"))
+    os.kill(replica, signal.SIGKILL)
+    (row,) = local.collect(handles, timeout=60)
+    assert (row["status"], row["reason"]) == ("failed", "signal")
+    all_end(helpers)

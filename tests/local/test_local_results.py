@@ -1,0 +1,94 @@
+"""Arguments and results of local replicas; `unit/executors/test_result.py` has all that an entrypoint may return."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from typing import Any
+
+import pytest
+
+from executors import LocalProcessExecutor, launch, list_runs
+from executors.errors import EntrypointError
+
+
+def test_what_an_entrypoint_returns_comes_back_or_is_refused(local: LocalProcessExecutor) -> None:
+    values = [
+        {"a": [1, -2.5, 1e300, True, None, "ä\n🦦\0"], "": {}, "nested": {"deep": [[[]]]}, "big": 2**70},
+        None,
+        "lone \udcff surrogate",
+        [math.inf, -math.inf],
+        math.nan,
+        {"names": {1}},
+        10**10_000,
+    ]
+
+    def entrypoint() -> Any:
+        from executors import current_replica
+
+        return values[current_replica().rank]
+
+    run = launch(local, entrypoint, len(values))
+    assert run.wait(timeout=60)
+    *returned, nan, a_set, too_long = run.outcomes()
+    assert [outcome.result for outcome in returned] == values[:4]
+    assert {(outcome.status, outcome.reason) for outcome in (*returned, nan)} == {("succeeded", None)}
+    assert math.isnan(nan.result)
+    assert "result['names'] is a set" in (a_set.error or "")
+    assert {(outcome.status, outcome.reason) for outcome in (a_set, too_long)} == {
+        ("failed", "result_not_serializable")
+    }
+
+
+def test_a_coroutine_function_is_not_silently_a_success(local: LocalProcessExecutor) -> None:
+    async def entrypoint() -> int:
+        return 1
+
+    run = launch(local, entrypoint, 1)
+    assert run.wait(timeout=60)
+    assert run.outcomes()[0].reason == "result_not_serializable"
+
+
+def test_methods_partials_and_callable_objects_are_entrypoints(local: LocalProcessExecutor) -> None:
+    class Trainer:
+        def __init__(self, width: int) -> None:
+            self.width = width
+
+        def fit(self, steps: int) -> int:
+            return self.width * steps
+
+        def __call__(self, steps: int) -> int:
+            return self.width + steps
+
+    trainer = Trainer(10)
+    partials = functools.partial(trainer.fit, steps=3), functools.partial(trainer.fit)
+    found = [launch(local, each, 1, args={"steps": 3}).results() for each in (trainer.fit, trainer, *partials)]
+    assert found == [[30], [13], [30], [30]]
+
+
+def test_arguments_travel_as_copies_whatever_their_size(local: LocalProcessExecutor) -> None:
+    blob = bytes(range(256)) * (100 * 4096)  # 100 MiB
+    numbers = [1]
+
+    def entrypoint(blob: bytes, given: list[int]) -> list[int]:
+        given.append(2)
+        numbers.append(3)
+        return [len(blob), blob[-1], len(given) + len(numbers)]
+
+    assert launch(local, entrypoint, 2, args={"blob": blob, "given": [0]}).results() == [[len(blob), 255, 4]] * 2
+    assert numbers == [1]
+    text = "ä" * 3_000_000
+    (result,) = launch(local, "executors.testing.tasks:echo", 1, args={"text": text}).results()
+    assert result["args"]["text"] == text, "an argument of a named entrypoint"
+
+
+def test_a_function_that_cannot_be_pickled_is_refused_before_anything_starts(local: LocalProcessExecutor) -> None:
+    lock = threading.Lock()
+
+    def entrypoint() -> None:
+        lock.acquire()
+
+    with pytest.raises(EntrypointError, match=r"entrypoint.*cannot be pickled"):
+        launch(local, entrypoint, 1)
+    assert list_runs() == []

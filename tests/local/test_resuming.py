@@ -1,0 +1,176 @@
+"""Bringing back replicas that ended: new attempts of the same task in the same run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs import pid_of
+from support.third_party import PopenExecutor
+
+from executors import LocalProcessExecutor, Run, attach, current_replica, launch
+from executors.errors import BackendError, StoreError
+from executors.resume import resume
+from executors.testing import eventually
+
+PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
+
+
+def second_time_lucky(folder: str) -> dict[str, Any]:
+    """Fail in the first attempt of rank 1, and hang in that of rank 2, until a file is there."""
+    replica = current_replica()
+    print(f"attempt {replica.attempt}")
+    if replica.rank == 1 and replica.attempt == 0:
+        raise RuntimeError("not yet")
+    while replica.rank == 2 and not Path(folder, "go").exists():
+        signal.pause() if replica.attempt == 0 else Path(folder, "go").touch()
+    return {"rank": replica.rank, "attempt": replica.attempt, "token": os.environ.get("TOKEN")}
+
+
+@pytest.fixture
+def half_dead(tmp_path: Path) -> Run:
+    """A run whose rank 0 succeeded, rank 1 failed, and rank 2 was killed."""
+    run = launch(PLAIN, second_time_lucky, 3, args={"folder": str(tmp_path)}, run_id="half-dead")
+    eventually(lambda: run.status().replicas[1].status == "failed", "rank 1 fails")
+    os.kill(pid_of(run.handles[2]), signal.SIGKILL)
+    assert run.wait(30)
+    return run
+
+
+def test_what_ended_without_succeeding_gets_a_new_attempt(half_dead: Run) -> None:
+    results = resume(half_dead).results()
+    assert [(result["rank"], result["attempt"]) for result in results] == [(0, 0), (1, 1), (2, 1)]
+
+
+def test_the_old_run_object_its_old_handles_and_another_process_see_the_new_attempts(half_dead: Run) -> None:
+    handles = half_dead.handles
+    assert [state.status for state in half_dead.status().replicas] == ["succeeded", "failed", "failed"]
+    resume(half_dead).wait(30)
+    assert [state.status for state in half_dead.status().replicas] == ["succeeded"] * 3
+    assert [outcome.attempt for outcome in half_dead.outcomes()] == [0, 1, 1]
+    assert [row["status"] for row in PLAIN.collect(handles)] == ["succeeded"] * 3
+    assert attach("half-dead").results()[1]["attempt"] == 1
+
+
+def test_logs_are_those_of_the_new_attempt_and_the_old_ones_remain(half_dead: Run, state_home: Path) -> None:
+    run = resume(half_dead)
+    run.wait(30)
+    assert run.logs(rank=1) == "attempt 1\n"
+    old = state_home / "replicas" / "half-dead" / "replicas" / "0001" / "0" / "output.log"
+    assert old.read_text().startswith("attempt 0\n")
+
+
+def test_single_ranks_can_be_chosen(half_dead: Run) -> None:
+    run = resume(half_dead, ranks=[1])
+    assert run.wait(30)
+    assert [state.status for state in run.status().replicas] == ["succeeded", "succeeded", "failed"]
+
+
+def test_a_resumed_replica_can_be_cancelled_and_resumed_again(half_dead: Run, tmp_path: Path) -> None:
+    run = resume(half_dead, ranks=[1])
+    run.wait(30)
+    again = resume(run, ranks=[2])
+    again.wait(30)
+    assert again.status().replicas[2].attempt == 1
+
+
+def test_launch_with_resume_brings_a_run_back(half_dead: Run, tmp_path: Path) -> None:
+    run = launch(PLAIN, second_time_lucky, 3, run_id="half-dead", resume=True)
+    assert [result["attempt"] for result in run.results()] == [0, 1, 1]
+
+
+def test_launch_with_resume_refuses_another_task(half_dead: Run) -> None:
+    with pytest.raises(ValueError, match="cannot be resumed as 3 of"):
+        launch(PLAIN, print, 3, run_id="half-dead", resume=True)
+    with pytest.raises(ValueError, match="needs the run_id"):
+        launch(PLAIN, print, 3, resume=True)
+
+
+def test_launch_with_resume_refuses_other_arguments() -> None:
+    fail = "executors.testing.tasks:fail"
+    launch(PLAIN, fail, 1, args={"message": "no"}, run_id="as-it-was", seed=3).wait(30)
+    with pytest.raises(ValueError, match="with what it was launched with, and 'message' is another now"):
+        launch(PLAIN, fail, 1, args={"message": "yes"}, run_id="as-it-was", resume=True)
+    with pytest.raises(ValueError, match="and 'seed' is another now"):
+        launch(PLAIN, fail, 1, args={"message": "no"}, seed=4, run_id="as-it-was", resume=True)
+    launch(PLAIN, fail, 1, args={"message": "no"}, seed=3, run_id="as-it-was", resume=True).wait(30)
+    again = launch(PLAIN, fail, 1, run_id="as-it-was", resume=True)
+    assert again.wait(30)
+    assert again.status().replicas[0].attempt == 2
+
+
+def test_a_task_that_is_not_the_launched_one_is_not_brought_back(half_dead: Run) -> None:
+    key = "half-dead/task/task.json"
+    task = bytes(half_dead.store.get(key))
+    half_dead.store.put(key, task.replace(b'"rank_env": null', b'"rank_env": "R"  '))
+    with pytest.raises(StoreError, match=r"task/task\.json' .* is not what was launched"):
+        resume(half_dead)
+    assert half_dead.status().replicas[1].attempt == 0
+
+
+def test_a_run_that_succeeded_has_nothing_to_resume() -> None:
+    run = launch(PLAIN, str, 2)
+    run.wait(30)
+    with pytest.raises(ValueError, match="no replica to resume: 2 succeeded"):
+        resume(run)
+
+
+def test_values_of_the_environment_have_to_be_given_again(tmp_path: Path) -> None:
+    run = launch(PLAIN, second_time_lucky, 2, args={"folder": str(tmp_path)}, env={"TOKEN": "secret"})
+    run.wait(30)
+    with pytest.raises(ValueError, match="'TOKEN', whose value is not recorded"):
+        resume(run)
+    assert resume(run, env={"TOKEN": "new"}).results()[1]["token"] == "new"
+
+
+class InterruptedZygote:
+    """What Ctrl-C leaves of a launch while the process that forks replicas is still importing torch."""
+
+    def request(self, message: Any) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_a_resume_that_was_interrupted_does_not_spoil_the_next_one(
+    half_dead: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr("executors.backends.local.executor.zygote", lambda preload: InterruptedZygote())
+        with pytest.raises(KeyboardInterrupt):
+            resume(half_dead, ranks=[1])
+    assert attach("half-dead").status().replicas[1].status == "cancelled"
+    resume(attach("half-dead"), ranks=[1]).wait(30)
+    back = attach("half-dead").status().replicas[1]
+    assert (back.status, back.attempt) == ("succeeded", 2)
+
+
+def test_a_resume_that_is_refused_leaves_no_attempt(half_dead: Run) -> None:
+    few = LocalProcessExecutor(preload=(), gpus=["0"])
+    with pytest.raises(BackendError, match="this machine has 1"):
+        resume(Run(half_dead.store, "half-dead", executor=few), gpu="H100")
+    assert [state.attempt for state in attach("half-dead").status().replicas] == [0, 0, 0]
+
+
+def test_a_rank_that_still_runs_is_left_alone(tmp_path: Path) -> None:
+    with launch(PLAIN, second_time_lucky, 3, args={"folder": str(tmp_path)}) as run:
+        eventually(lambda: run.status().replicas[1].status == "failed", "rank 1 fails")
+        with pytest.raises(ValueError, match=r"Rank 2 of run .* is running; only what ended is resumed"):
+            resume(run, ranks=[1, 2])
+        back = resume(run)
+        eventually(lambda: back.status().replicas[1].status == "succeeded", "rank 1 succeeds")
+        assert back.status().replicas[2].status == "running"
+
+
+def test_an_aborted_run_stays_aborted(half_dead: Run) -> None:
+    half_dead.store.put("half-dead/abort.json", b'{"who": "rank 1", "why": "a test"}')
+    with pytest.raises(StoreError, match="was aborted, which is final"):
+        resume(half_dead)
+
+
+def test_a_stranger_that_cannot_start_single_ranks_is_refused() -> None:
+    run = launch(PopenExecutor(), "executors.testing.tasks:fail", 1, args={"message": "no"})
+    run.executor.collect(run.handles, timeout=60)
+    with pytest.raises(BackendError, match="starts all ranks or none"):
+        resume(run)

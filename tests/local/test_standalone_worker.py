@@ -1,0 +1,339 @@
+"""A replica that nobody supervises: `python -m executors.worker`, started by the bootstrap on a machine of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from servers.s3.server import S3Server
+from support.processes import is_alive
+from support.standalone_replicas import (
+    LIMIT_S,
+    Cloud,
+    ended,
+    outcome_of,
+    running_cloud,
+    ship,
+    wait_for_line,
+    write_files,
+)
+
+from executors import attach, open_store
+from executors.attempt import Attempt
+from executors.protocol import RunSpec
+from executors.shipping.package import replica_environment
+from executors.store.url import address_of
+
+ROOT = Path(__file__).parents[2]
+
+TASKS = """
+import multiprocessing, os, signal, subprocess, sys, threading, time
+from pathlib import Path
+
+HOME = Path(os.environ["HOME"])
+
+def fails():
+    print("about to fail")
+    raise ValueError("the user's own words")
+
+def leaves():
+    sys.exit(5)
+
+def waits():
+    try:
+        print("waiting", flush=True)
+        threading.Event().wait()
+    finally:
+        (HOME / "cleaned up").touch()
+
+def cleans_slowly():
+    try:
+        print("waiting", flush=True)
+        threading.Event().wait()
+    finally:
+        print("cleaning", flush=True)
+        while not (HOME / "go on").exists():
+            time.sleep(0.01)
+
+def ignores():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (HOME / "helper").write_text(str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
+    print("ignoring", flush=True)
+    threading.Event().wait()
+
+def talks():
+    sys.stdout.write("x" * 100_000 + "\\n")
+    sys.stdout.buffer.write(b"as bytes\\n")
+    sys.stdout.flush()
+    print("on stderr: \\N{OTTER}", file=sys.stderr)
+    print("no newline", end="")
+    return sys.stdin.read()
+
+def spawns():
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.map(twice, [1, 2])
+
+def twice(x):
+    return 2 * x
+
+def dies():
+    print("the last words")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def cloud(tmp_path: Path) -> Iterator[Cloud]:
+    with running_cloud(tmp_path) as cloud:
+        yield cloud
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    return write_files(tmp_path / "work space", tasks_of_user=TASKS)
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    return tmp_path / "shared directory"
+
+
+# Whole runs
+
+
+def test_two_replicas_run_a_callable_through_a_bucket_and_another_machine_attaches(
+    cloud: Cloud, workspace: Path, s3: S3Server
+) -> None:
+    def of_a_notebook(value: int) -> dict[str, object]:
+        from executors import current_replica
+
+        replica = current_replica()
+        return {"value": 3 * value, "rank": replica.rank, "world_size": replica.world_size}
+
+    spec = ship(s3.url("runs"), workspace, of_a_notebook, {"value": 7}, n=2)
+    processes = [cloud.start(spec, rank) for rank in spec.ranks]
+    assert [ended(process) for process in processes] == [(0, "", "")] * 2
+    run = attach(address_of(spec.store_url, spec.run_id))
+    assert run.results() == [{"value": 21, "rank": rank, "world_size": 2} for rank in (0, 1)]
+    code = run.record.code
+    assert code is not None
+    assert code["n_files"] == 1
+    assert code["size_bytes"] == len(TASKS)
+    assert (code["commit"], code["dirty"]) == (None, None)
+    keys = [entry.key for entry in run.store.list("otter/task/")]
+    assert sorted(keys) == ["otter/task/callable.pkl", "otter/task/code.tar.gz", "otter/task/task.json"]
+
+
+def test_every_form_of_entrypoint_is_found_in_the_workspace_and_ours_are_not_shadowed(
+    cloud: Cloud, tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import json, executors.replica, executors\ndef f(): return [json.__name__, executors.__file__]"
+    workspace = tmp_path / "work space"
+    write_files(workspace / "pkg_of_user", __init__="", mod=text)
+    write_files(workspace / "scripts", file_of_user=text)
+    write_files(workspace / "src", module_in_src=text)
+    write_files(workspace, executors="raise SystemExit('the wrong executors')", diloco="")
+    monkeypatch.syspath_prepend(str(workspace / "src"))  # which the launcher imports from
+    entrypoints = "pkg_of_user.mod:f", "pkg_of_user.mod.f", "scripts/file_of_user.py:f", "module_in_src:f"
+    for number, entrypoint in enumerate(entrypoints):
+        spec = ship(shared, workspace, entrypoint, run_id=f"form-{number}")
+        assert ended(cloud.start(spec)) == (0, "", ""), entrypoint
+        assert "/packages/executors/" in outcome_of(spec).result[1], entrypoint
+
+
+def test_helpers_that_it_spawns_find_the_users_modules(cloud: Cloud, workspace: Path, shared: Path) -> None:
+    spec = ship(shared, workspace, "tasks_of_user:spawns")
+    assert ended(cloud.start(spec)) == (0, "", "")
+    assert outcome_of(spec).result == [2, 4]
+
+
+def test_replicas_train_one_model_together_through_a_bucket(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
+    def train_together(steps: int) -> dict[str, object]:
+        import torch
+
+        from diloco import DiLoCo
+
+        torch.set_num_threads(1)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        with DiLoCo(model, inner_steps=5, total_steps=steps) as diloco:
+            while diloco.inner_step < steps:
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                diloco.step()
+            anchor = {name: values.tolist() for name, values in diloco.anchor().items()}
+        return {"rounds": diloco.rounds, "anchor": anchor}
+
+    spec = ship(s3.url("runs"), workspace, train_together, {"steps": 25}, n=2)
+    processes = [cloud.start(spec, rank) for rank in spec.ranks]
+    assert [ended(process)[0] for process in processes] == [0, 0]
+    first, second = (outcome_of(spec, rank).result for rank in spec.ranks)
+    assert first["rounds"] == 5
+    assert first == second
+
+
+# How it ends
+
+
+@dataclass
+class Site:
+    """A cloud, the user's tasks, and a directory that both sides see."""
+
+    cloud: Cloud
+    workspace: Path
+    shared: Path
+
+    def start(
+        self, task: str, rank: int = 0, *, n: int = 1, timeout_s: float | None = None, run_id: str = "otter"
+    ) -> tuple[RunSpec, subprocess.Popen[str]]:
+        spec = ship(self.shared, self.workspace, f"tasks_of_user:{task}", n=n, run_id=run_id)
+        return spec, self.cloud.start(spec, rank, timeout_s=timeout_s)
+
+
+@pytest.fixture
+def site(cloud: Cloud, workspace: Path, shared: Path) -> Site:
+    return Site(cloud, workspace, shared)
+
+
+def test_an_exception_leaves_its_traceback_and_the_end_of_the_output_and_an_exit_code_is_kept(site: Site) -> None:
+    spec, process = site.start("fails")
+    code, out, err = ended(process)
+    outcome = outcome_of(spec)
+    assert (code, outcome.exit_code, outcome.reason) == (1, 1, "exception")
+    assert outcome.headline == "ValueError: the user's own words"
+    assert str(outcome.error).rstrip() in out
+    assert "executors/" not in str(outcome.error)
+    assert out.startswith("about to fail\n")
+    assert (outcome.output_tail, err) == (out, "")
+    spec, process = site.start("leaves", run_id="leaves")
+    assert ended(process)[0] == 5
+    assert (outcome_of(spec).reason, outcome_of(spec).exit_code) == ("no_result", 5)
+
+
+def test_the_last_64_kib_of_both_streams_are_kept_and_all_of_it_goes_on(site: Site) -> None:
+    spec, process = site.start("talks")
+    code, out, err = ended(process)
+    outcome = outcome_of(spec)
+    assert (code, outcome.result) == (0, "")  # nothing is to be read from stdin
+    assert out == "x" * 100_000 + "\nas bytes\non stderr: \N{OTTER}\nno newline", "both go one way, in order"
+    assert err == ""
+    assert outcome.output_tail.endswith("xx\nas bytes\non stderr: \N{OTTER}\nno newline")
+    assert len(outcome.output_tail.encode()) == 64 << 10
+    _, process = site.start("dies", run_id="dies")
+    assert ended(process)[:2] == (-signal.SIGKILL, "the last words\n"), "also before a SIGKILL"
+
+
+def test_sigterm_runs_finally_and_the_replica_says_itself_how_it_ended(site: Site) -> None:
+    spec, process = site.start("waits", 1, n=4)
+    wait_for_line(process, "waiting")
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 143
+    outcome = outcome_of(spec, 1)
+    assert (site.cloud.folder / "cleaned up").exists()
+    assert (outcome.status, outcome.reason, outcome.exit_code) == ("failed", "signal", 143)
+    assert outcome.signal == "SIGTERM"
+    assert outcome.error == "Replica 1 of 4 was terminated by SIGTERM, not sent by `replicas`."
+    assert outcome.output_tail.startswith("waiting\n")
+
+
+def test_a_second_sigterm_does_not_cost_the_outcome(site: Site) -> None:
+    spec, process = site.start("cleans_slowly")
+    for line in ("waiting", "cleaning"):
+        wait_for_line(process, line)
+        process.send_signal(signal.SIGTERM)
+    (site.cloud.folder / "go on").touch()
+    assert ended(process)[0] == 143
+    assert outcome_of(spec).reason == "signal"
+
+
+def test_a_cancel_marker_makes_sigterm_a_cancellation_and_keeps_a_late_replica_from_starting(site: Site) -> None:
+    spec, process = site.start("waits")
+    wait_for_line(process, "waiting")
+    Attempt(open_store(site.shared), spec.run_id, 0).request_cancel()
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 143
+    outcome = outcome_of(spec)
+    assert (outcome.status, outcome.reason) == ("cancelled", "cancelled")
+    assert outcome.error == "Replica 0 was ended: cancelled by the user."
+    spec = ship(site.shared, site.workspace, "tasks_of_user:waits", run_id="late")
+    Attempt(open_store(site.shared), spec.run_id, 0).request_cancel()
+    assert ended(site.cloud.start(spec)) == (143, "", "")
+    assert outcome_of(spec).status == "cancelled"
+
+
+def test_its_time_limit_ends_it_and_finally_runs(site: Site) -> None:
+    spec, process = site.start("waits", 1, n=4, timeout_s=2.5)
+    assert ended(process)[0] == 143
+    outcome = outcome_of(spec, 1)
+    assert (outcome.status, outcome.reason, outcome.exit_code) == ("failed", "timeout", 143)
+    assert outcome.error == "Replica 1 of 4 ran into its time limit of 2.5 s."
+
+
+def test_a_replica_that_ignores_sigterm_is_ended_with_all_it_started(site: Site) -> None:
+    helper = site.cloud.folder / "helper"
+    for timeout_s in (2, 8, 32):  # the shortest in which this machine gets as far as to ignore it
+        spec, process = site.start("ignores", timeout_s=timeout_s, run_id=f"limit-{timeout_s}")
+        code, out, _ = ended(process)
+        if helper.exists():
+            break
+    outcome = outcome_of(spec)
+    assert (code, outcome.reason, outcome.exit_code) == (124, "timeout", 124)
+    assert outcome.error == f"Replica 0 of 1 ran into its time limit of {timeout_s} s."
+    assert outcome.output_tail == out == "ignoring\n"
+    assert not is_alive(int(helper.read_text()))
+
+
+def test_what_the_bootstrap_took_is_part_of_the_time_limit(site: Site) -> None:
+    spec = ship(site.shared, site.workspace, "tasks_of_user:waits")
+    environ = {**site.cloud.environ(), **replica_environment(spec, 0, 1000.0), "REPLICA_BOOTSTRAP_S": "999.9"}
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(site.workspace)])
+    command = [str(site.cloud.python), "-P", "-m", "executors.worker"]
+    done = subprocess.run(command, env=environ, check=False, timeout=LIMIT_S)
+    assert (done.returncode, outcome_of(spec).reason) == (143, "timeout")
+
+
+# What it is given
+
+
+def test_other_versions_than_the_launchers_are_told_before_the_entrypoint_is_loaded(
+    cloud: Cloud, tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = write_files(tmp_path / "work space", loud_of_user="print('loaded')\ndef main(): ...")
+    launchers = {"python_version": "3.99.1", "torch": "1.0.0"}
+    monkeypatch.setattr("executors.task.stored.versions_here", lambda: launchers)
+    spec = ship(shared, workspace, "loud_of_user")
+    code, out, _ = ended(cloud.start(spec))
+    here = "{}.{}".format(*sys.version_info)
+    torch = version("torch").partition("+")[0]
+    assert code == 0
+    assert out == (
+        f"replicas: this replica runs Python {here} and torch {torch}, the launcher Python 3.99 and torch 1.0.0.\n"
+        "loaded\n"
+    )
+    assert outcome_of(spec).output_tail == out
+
+
+def test_a_process_that_is_given_too_little_says_what_is_missing(cloud: Cloud) -> None:
+    spec = RunSpec("otter", "file:///nowhere", "00", 1, (0,))
+    command = [str(cloud.python), "-P", "-m", "executors.worker"]
+    for missing in ("REPLICA_RANK", "REPLICA_TASK_DIGEST"):
+        environ = {**cloud.environ(), **replica_environment(spec, 0), "PYTHONPATH": str(ROOT)}
+        del environ[missing]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (78, "", 1)
+        assert f"{missing} is not set" in done.stderr
+
+
+def test_a_replicas_environment_has_its_time_limit_and_not_the_users_variables() -> None:
+    environ = replica_environment(RunSpec("otter", "s3://bucket/runs", "00", 2, (0, 1), env={"A": "b"}), 1, 60.0)
+    assert environ["REPLICA_RENDEZVOUS"] == "s3://bucket/runs"
+    assert environ["REPLICA_TIMEOUT_S"] == "60.0"
+    assert "A" not in environ

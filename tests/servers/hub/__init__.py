@@ -1,0 +1,1 @@
+"""A local Hugging Face Hub that runs jobs as processes."""

@@ -1,0 +1,103 @@
+"""How the local Hub misbehaves, and what it remembers of the requests it got."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import unquote_plus
+
+ROUTES = ("create", "list", "inspect", "logs", "cancel", "hardware", "whoami")
+
+Misconduct = int | Literal["closed", "reset", "cut", "silent"]
+"""An error status, or what becomes of the connection: closed or reset without an answer; cut in the middle of one; or
+no answer at all until `HubServer.forgive`."""
+
+
+@dataclass
+class Request:
+    """One request, without its token."""
+
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    body: bytes
+    route: str = ""
+    """A name of ROUTES; empty for a route that the server does not have."""
+    status: int | None = None
+    """What it was answered; None: not at all."""
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body) if self.body else None
+
+    def texts_beside_secrets(self) -> list[str]:
+        """Return every text that was sent, decoded, but the `secrets` of a job to be run."""
+        value = self.json
+        if self.route == "create" and isinstance(value, dict):
+            value = {name: part for name, part in value.items() if name != "secrets"}
+        return [self.path, unquote_plus(self.query), *self.headers.values(), *_texts_in(value)]
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Walk through a JSON value; give every key, and every leaf as a text."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield name
+            yield from _texts_in(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts_in(part)
+    else:
+        yield str(value)
+
+
+@dataclass
+class Fault:
+    answer: Misconduct
+    times: int | None
+    """How often; None: always."""
+    after_applying: bool
+    when: Callable[[Request], bool] | None
+    headers: Mapping[str, str]
+    after_lines: int | None
+    """How many lines of a log are sent first; None: not even that it starts."""
+
+    @property
+    def begins_a_stream(self) -> bool:
+        return self.after_lines is not None or self.answer == "cut"
+
+
+@dataclass
+class Faults:
+    """The faults that are yet to come, by the route they hit."""
+
+    _waiting: dict[str, list[Fault]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, route: str, fault: Fault) -> None:
+        assert route in ROUTES, f"no route is named {route!r}; there are {', '.join(ROUTES)}"
+        assert route == "logs" or fault.after_lines is None, "only a log is a stream"
+        with self._lock:
+            self._waiting.setdefault(route, []).append(fault)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._waiting.clear()
+
+    def take(self, request: Request) -> Fault | None:
+        """Return the first fault that is meant for this request, and count it."""
+        with self._lock:
+            waiting = list(self._waiting.get(request.route, []))
+        for fault in waiting:
+            if fault.when is None or fault.when(request):  # may wait, while other requests go on
+                with self._lock:
+                    if fault.times is None:
+                        return fault
+                    if fault.times > 0:
+                        fault.times -= 1
+                        return fault
+        return None

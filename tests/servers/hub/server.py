@@ -1,0 +1,242 @@
+"""The Hugging Face Hub's jobs API on loopback, for the real `huggingface_hub` client.
+
+    with hub_server() as server:
+        api = HfApi(endpoint=server.endpoint, token=server.token)
+        job = api.run_job(image="python:3.12", command=["python", "-c", "print(1)"], namespace=server.namespace)
+
+Jobs really run, as local processes (`servers.hub.jobs`). The server misbehaves as `HubServer.fail` tells it to. Leaving
+the block ends every process, and fails when the client asked for something that this server does not have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from servers.hub.faults import Fault, Faults, Misconduct, Request
+from servers.hub.hardware import FLAVORS
+from servers.hub.http import HttpServer
+from servers.hub.jobs import Job, Jobs
+from servers.hub.wire import (
+    Refusal,
+    checked_spec,
+    job_on_wire,
+    log_events,
+    owner_id,
+)
+
+JOB = "/api/jobs/(?P<namespace>[^/]+)/(?P<job_id>[^/]+)"
+ROUTES = [
+    ("GET", "/api/whoami-v2", "whoami"),
+    ("GET", "/api/jobs/hardware", "hardware"),
+    ("POST", "/api/jobs/(?P<namespace>[^/]+)", "create"),
+    ("GET", "/api/jobs/(?P<namespace>[^/]+)", "list"),
+    ("GET", JOB, "inspect"),
+    ("GET", f"{JOB}/logs", "logs"),
+    ("POST", f"{JOB}/cancel", "cancel"),
+]
+
+
+@dataclass
+class Reply:
+    """What is answered when nothing goes wrong: a JSON value, or a stream of events."""
+
+    value: Any = None
+    events: Iterator[str] | None = None
+
+
+class HubServer:
+    """The server, as tests see it.
+
+    `requests` has every request so far, `complaints` what the client asked for and this server does not have. Set
+    `jobs.term_grace_s` at any time.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+        self.token = f"hf_{secrets.token_hex(17)}"
+        self.requests: list[Request] = []
+        self.complaints: list[str] = []
+        self.may_speak = threading.Event()
+        self.may_speak.set()
+        self.faults = Faults()
+        self._folder = Path(tempfile.mkdtemp(prefix="hub-"))
+        self.jobs = Jobs(self._folder)
+        self._http = HttpServer(self)
+        self.endpoint = self._http.endpoint
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes the client in a process of its own talk to this server, and to no other."""
+        return {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": self.token, "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+    def fail(
+        self,
+        route: str,
+        answer: Misconduct = 500,
+        *,
+        times: int | None = 1,
+        after_applying: bool = False,
+        when: Callable[[Request], bool] | None = None,
+        headers: Mapping[str, str] | None = None,
+        after_lines: int | None = None,
+    ) -> None:
+        """Misbehave at the next requests for a route, as `Misconduct` says.
+
+        Args:
+            route: One of `servers.hub.faults.ROUTES`.
+            answer: An error status, or what becomes of the connection.
+            times: How many requests it hits; None: every one until `forgive`.
+            after_applying: Do what was asked first, so that only the answer is lost.
+            when: Only requests for which it is true.
+            headers: More headers of an error, such as `Retry-After`.
+            after_lines: How many lines of a log come first, after the one that says when the job started.
+        """
+        if answer == "silent":
+            self.may_speak.clear()
+        fault = Fault(answer, times, after_applying, when, headers or {}, after_lines)
+        self.faults.add(route, fault)
+
+    def forgive(self) -> None:
+        """Misbehave no more; whoever waits for an answer is hung up on."""
+        self.faults.clear()
+        self.may_speak.set()
+
+    def hold(self, flavor: str) -> None:
+        """Have no hardware for jobs of a flavor: they wait in SCHEDULING until `release`."""
+        assert flavor in FLAVORS, flavor
+        self.jobs.held.add(flavor)
+
+    def release(self, flavor: str) -> None:
+        with self.jobs.changed:
+            self.jobs.held.discard(flavor)
+            self.jobs.changed.notify_all()
+
+    def job(self, job_id: str) -> Job:
+        """Return a job as the server sees it: its process, its lines, its stage."""
+        job = self.jobs.find(job_id)
+        assert job is not None, f"there is no job {job_id}"
+        return job
+
+    def until(self, ready: Callable[[], object], timeout_s: float = 60.0) -> None:
+        """Wait until something is so of the jobs."""
+        with self.jobs.changed:
+            assert self.jobs.changed.wait_for(ready, timeout_s), f"it was not so within {timeout_s} s"
+
+    def kill(self, job_id: str, reason: str = "Error") -> None:
+        """Kill a job's process with SIGKILL; the job's message names the reason, such as "OOMKilled"."""
+        self.jobs.kill(self.job(job_id), reason)
+
+    def delete(self, job_id: str) -> None:
+        """End a job and show it as DELETED."""
+        self.jobs.delete(self.job(job_id))
+
+    def forget(self, job_id: str) -> None:
+        """End a job and answer 404 for it ever after."""
+        self.jobs.forget(self.job(job_id))
+
+    def count(self, route: str) -> int:
+        """Return how many requests there were for a route."""
+        return sum(request.route == route for request in self.requests)
+
+    def places_of(self, value: str) -> list[str]:
+        """Return which requests hold a value anywhere but in the secrets of a job to be run."""
+        return [
+            f"{request.method} {request.path}"
+            for request in self.requests
+            if any(value in text for text in request.texts_beside_secrets())
+        ]
+
+    def close(self) -> None:
+        """Hang up on everybody, end every process, and remove what the jobs left on the disk."""
+        self.forgive()
+        self.jobs.stop_streams()
+        self._http.close()
+        self.jobs.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def route_of(self, request: Request) -> dict[str, str] | None:
+        """Name a request's route in it, and return what its path says; None: there is no such route."""
+        for method, pattern, name in ROUTES:
+            if request.method == method and (match := re.fullmatch(pattern, request.path)):
+                request.route = name
+                return match.groupdict()
+        self.complaints.append(f"no such route: {request.method} {request.path}")
+        return None
+
+    def apply(self, request: Request, token: str | None, path: dict[str, str]) -> Reply:
+        """Do what a request asks for.
+
+        Raises:
+            Refusal: The vendor would answer with an error.
+        """
+        if token != self.token and (token is not None or request.route != "hardware"):
+            raise Refusal(401, "Invalid username or password.")
+        if path.get("namespace", self.namespace) != self.namespace:
+            raise Refusal(403, f"You don't have the required permissions for {path['namespace']}'s jobs")
+        if "job_id" not in path:
+            return getattr(self, f"_{request.route}")(request)  # type: ignore[no-any-return]
+        job = self.jobs.find(path["job_id"], path["namespace"])
+        if job is None:
+            raise Refusal(404, "Job not found")
+        return getattr(self, f"_{request.route}")(request, job)  # type: ignore[no-any-return]
+
+    def _whoami(self, _request: Request) -> Reply:
+        access = {"type": "access_token", "accessToken": {"displayName": "tests", "role": "write"}}
+        user = {"type": "user", "id": owner_id(self.namespace), "name": self.namespace, "fullname": self.namespace}
+        return Reply({**user, "isPro": True, "orgs": [], "auth": access})
+
+    def _hardware(self, _request: Request) -> Reply:
+        return Reply([flavor.to_wire() for flavor in FLAVORS.values()])
+
+    def _create(self, request: Request) -> Reply:
+        user = {"type": "user", "id": owner_id(self.namespace), "name": self.namespace}
+        return self._shown(self.jobs.create(self.namespace, checked_spec(request.json), user))
+
+    def _list(self, request: Request) -> Reply:
+        """Answer all that have the labels, newest first. The service would do so page by page."""
+        labels = [value for key, value in parse_qsl(request.query, keep_blank_values=True) if key == "label"]
+        found = [job for job in self.jobs.newest_first() if job.has(labels)]
+        with self.jobs.changed:
+            return Reply([job_on_wire(job) for job in found])
+
+    def _inspect(self, _request: Request, job: Job) -> Reply:
+        return self._shown(job)
+
+    def _logs(self, request: Request, job: Job) -> Reply:
+        tail = dict(parse_qsl(request.query)).get("tail")
+        if tail is not None and not tail.isdigit():
+            raise Refusal(400, "tail must be a number of lines")
+        return Reply(events=log_events(self.jobs, job, None if tail is None else int(tail)))
+
+    def _cancel(self, _request: Request, job: Job) -> Reply:
+        self.jobs.cancel(job)
+        return self._shown(job)
+
+    def _shown(self, job: Job) -> Reply:
+        with self.jobs.changed:
+            return Reply(job_on_wire(job))
+
+
+@contextlib.contextmanager
+def hub_server(*, namespace: str = "ada") -> Iterator[HubServer]:
+    """Start a server on a free port of loopback; stop it, and every process of its jobs, with the block.
+
+    Raises:
+        AssertionError: At the end, when the server was asked for what it does not have, or met an error of its own.
+    """
+    server = HubServer(namespace)
+    try:
+        yield server
+    finally:
+        server.close()
+    assert not server.complaints, "\n".join(server.complaints)

@@ -1,0 +1,275 @@
+"""The local Hub as the real client sees it, as far as an adapter relies on it: jobs, logs, and how it misbehaves."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2
+import pytest
+from huggingface_hub import HfApi, JobHardware, get_session
+from huggingface_hub.errors import BadRequestError, HfHubHTTPError, JobNotFoundError
+from support.hub import Client
+from support.processes import is_alive
+
+from servers.hub.faults import Misconduct, Request
+from servers.hub.server import HubServer, hub_server
+
+GPU = "h200"
+BROKEN: list[tuple[Misconduct, type[Exception]]] = [
+    ("closed", httpx2.RemoteProtocolError),
+    ("reset", httpx2.ReadError),
+    ("cut", httpx2.RemoteProtocolError),
+]
+WAIT = "import signal; signal.pause()"
+
+
+@pytest.fixture
+def client(hub: HubServer) -> Client:
+    return Client(hub)
+
+
+def test_a_job_runs_and_says_how_it_ended(hub: HubServer, client: Client) -> None:
+    job = client.run("print('hello')", labels={"team": "ml"}, name="first")
+    assert job.status.stage in ("SCHEDULING", "RUNNING")
+    done = client.ended(job)
+    assert (done.status.stage, done.status.message) == ("COMPLETED", None)
+    assert done.labels == {"team": "ml", "name": "first"}
+    assert done.created_at is not None
+    assert client.logs(job) == ["hello"]
+    failed = client.ended(client.run("raise SystemExit(3)"))
+    assert (failed.status.stage, failed.status.message) == ("ERROR", "Job failed with exit code: 3. Reason: Error")
+    nothing = client.ended(client.run_command(["no-such-command"]))
+    assert nothing.status.message == "Job failed with exit code: 128. Reason: StartError"
+
+
+def test_a_job_finds_what_the_service_gives_it_and_its_own_environment(client: Client) -> None:
+    names = ["JOB_ID", "ACCELERATOR", "CPU_CORES", "MEMORY", "MINE", "HIDDEN", "HF_HOME", "VIRTUAL_ENV"]
+    code = f"import os; [print(name, os.environ.get(name)) for name in {names}]"
+    job = client.run(code, flavor=GPU, env={"MINE": "a b"}, secrets={"HIDDEN": "c d"})
+    client.ended(job)
+    expected = [job.id, GPU, "23", "256Gi", "a b", "c d", None, None]
+    assert client.logs(job) == [f"{name} {value}" for name, value in zip(names, expected, strict=True)]
+
+
+def test_a_secret_is_found_wherever_else_it_is_sent(hub: HubServer, client: Client) -> None:
+    secret = 'a "quoted"\nsecret & more'
+    job = client.run(secrets={"KEY": secret})
+    assert list(client.look(job).secrets or ()) == ["KEY"]
+    assert hub.places_of(secret) == []
+    assert hub.token not in repr(hub.requests)
+    client.run(env={"KEY": f"before {secret} behind"})
+    client.run(labels={"key": "s3cr3t"})
+    client.listed(labels={"key": secret})
+    path = f"/api/jobs/{hub.namespace}"
+    assert hub.places_of(secret) == [f"POST {path}", f"GET {path}"]
+    assert hub.places_of("s3cr3t") == [f"POST {path}"]
+
+
+def test_a_job_that_takes_too_long_is_stopped(hub: HubServer, client: Client) -> None:
+    hub.jobs.term_grace_s = 0.1
+    job = client.run("import signal; signal.signal(15, signal.SIG_IGN); signal.pause()", timeout=1)
+    assert client.ended(job).status.message == "Job timeout"
+    process = hub.job(job.id).process
+    assert process is not None
+    assert not is_alive(process.pid)
+
+
+def test_a_job_may_be_cancelled_twice_and_one_that_is_over_is_not_changed(hub: HubServer, client: Client) -> None:
+    job = client.run(
+        "import signal, sys\ndef leave(*_): print('leaving'); sys.exit()\n"
+        "signal.signal(15, leave)\nprint('ready')\nsignal.pause()"
+    )
+    hub.jobs.term_grace_s = 60.0
+    hub.until(lambda: hub.job(job.id).lines)
+    for _ in range(2):
+        client.cancel(job)
+        assert client.look(job).status.stage == "CANCELED"
+    assert client.logs(job) == ["ready", "leaving"]
+    done = client.ended(client.run())
+    client.cancel(done)
+    assert client.look(done).status.stage == "COMPLETED"
+
+
+def test_a_job_waits_for_hardware_that_is_not_to_be_had(hub: HubServer, client: Client) -> None:
+    hub.hold(GPU)
+    first, second = client.run(flavor=GPU), client.run(flavor=GPU)
+    assert client.ended(client.run()).status.stage == "COMPLETED"  # other hardware is there
+    assert {client.look(job).status.stage for job in (first, second)} == {"SCHEDULING"}
+    client.cancel(first)
+    assert client.logs(first) == []
+    hub.release(GPU)
+    assert client.ended(second).status.stage == "COMPLETED"
+    assert client.look(first).status.stage == "CANCELED"
+
+
+def test_jobs_are_listed_by_label_newest_first(hub: HubServer, client: Client) -> None:
+    hub.hold(GPU)
+    wanted = [client.run(flavor=GPU, labels={"run": "a", "rank": str(rank)}).id for rank in range(3)]
+    other = client.run(flavor=GPU, labels={"run": "b"})
+    assert client.listed() == [other.id, *reversed(wanted)]
+    assert client.listed(labels={"run": "a", "rank": "1"}) == [wanted[1]]
+    assert client.listed(labels={"run": "c"}) == []
+
+
+def test_a_job_that_breaks_the_rules_is_refused(client: Client) -> None:
+    for labels in ({"a.b": "c"}, {"a": "b/c"}, {"a": "x" * 101}, {"": "x"}, {"a": "b c"}):
+        with pytest.raises(BadRequestError, match="label"):
+            client.run(labels=labels)
+    with pytest.raises(BadRequestError, match="h100"):
+        client.run(flavor="h100")
+    with pytest.raises(BadRequestError, match="no ssh"):
+        client.run(ssh=True)
+    assert client.listed() == []
+
+
+def test_the_hardware_is_what_the_client_knows(client: Client) -> None:
+    hardware = {each.name: each for each in client.api.list_jobs_hardware()}
+    assert set(hardware) == {flavor.value for flavor in JobHardware}
+    assert hardware["a10g-largex4"].accelerator is not None
+    assert hardware["a10g-largex4"].accelerator.quantity == "4"
+    assert hardware["cpu-basic"].unit_cost_micro_usd == 167
+
+
+def test_a_log_and_its_tail_are_replayed(client: Client) -> None:
+    job = client.ended(client.run("import sys; print('a'); print('b', file=sys.stderr); print(); print('é\\tü')"))
+    assert client.logs(job) == ["a", "b", "", "é\tü"]
+    assert client.logs(job, tail=2) == ["", "é\tü"]
+    assert client.logs(job, tail=0) == []
+
+
+def test_a_log_stays_open_from_before_the_job_starts_until_it_ends(hub: HubServer, client: Client) -> None:
+    hub.hold(GPU)
+    job = client.run("print(1); print(2)", flavor=GPU)
+    url = f"{hub.endpoint}/api/jobs/{hub.namespace}/{job.id}/logs"
+    with get_session().stream("GET", url, headers={"authorization": f"Bearer {hub.token}"}) as response:
+        hub.release(GPU)
+        text = response.read().decode()
+    assert text.startswith('data: {"data":"===== Job started at 20')
+    assert text.count("data: ") == 1 + 2
+
+
+# How it misbehaves
+
+
+def status_of(error: pytest.ExceptionInfo[HfHubHTTPError]) -> int:
+    return error.value.response.status_code
+
+
+def test_a_job_that_is_not_there_is_not_found_and_a_deleted_one_is_shown_as_deleted(
+    hub: HubServer, client: Client
+) -> None:
+    deleted, forgotten = client.run(WAIT), client.run(WAIT)
+    hub.delete(deleted.id)
+    hub.forget(forgotten.id)
+    assert client.look(deleted).status.stage == "DELETED"
+    assert client.listed() == [deleted.id]
+    for name in ("inspect_job", "cancel_job", "fetch_job_logs"):
+        with pytest.raises(JobNotFoundError):
+            list(getattr(client.api, name)(job_id=forgotten.id, namespace=hub.namespace) or ())
+
+
+def test_a_token_that_is_wrong_or_missing_and_another_namespace_are_refused(hub: HubServer, client: Client) -> None:
+    tokens: list[str | bool] = ["hf_wrong", False]
+    for token in tokens:
+        with pytest.raises(HfHubHTTPError) as error:
+            list(HfApi(endpoint=hub.endpoint, token=token).list_jobs(namespace=hub.namespace))
+        assert status_of(error) == 401
+    with pytest.raises(HfHubHTTPError, match="Invalid user token"):
+        HfApi(endpoint=hub.endpoint, token="hf_wrong").whoami()
+    with pytest.raises(HfHubHTTPError) as error:
+        client.run(namespace="bob")
+    assert status_of(error) == 403
+
+
+def test_a_failed_look_at_a_job_is_not_tried_again(hub: HubServer, client: Client) -> None:
+    job = client.run()
+    for status in (401, 403, 409, 429, 500, 503):
+        hub.fail("inspect", status)
+        with pytest.raises(HfHubHTTPError) as error:
+            client.look(job)
+        assert status_of(error) == status
+    for answer, expected in BROKEN:
+        hub.fail("inspect", answer)
+        with pytest.raises(expected):
+            client.look(job)
+    assert hub.count("inspect") == 9
+
+
+def test_a_job_may_have_been_created_without_an_answer(hub: HubServer, client: Client) -> None:
+    answers: list[tuple[Misconduct, type[Exception]]] = [*BROKEN[:2], (500, HfHubHTTPError)]
+    expected = 0
+    for applied in (False, True):
+        for answer, error in answers:
+            hub.fail("create", answer, after_applying=applied)
+            with pytest.raises(error):
+                client.run()
+            expected += applied
+            assert len(client.listed()) == expected, (answer, applied)
+    hub.fail("create", "cut")  # which is of the answer
+    with pytest.raises(httpx2.RemoteProtocolError):
+        client.run()
+    assert len(client.listed()) == expected + 1
+    assert hub.count("create") == 7
+
+
+def test_a_fault_hits_the_requests_it_is_meant_for_as_often_as_said(hub: HubServer, client: Client) -> None:
+    def is_second(request: Request) -> bool:
+        return bool(request.json["labels"].get("rank") == "2")
+
+    hub.fail("create", 500, times=2, when=is_second)
+    client.run(labels={"rank": "1"})
+    for _ in range(2):
+        with pytest.raises(HfHubHTTPError):
+            client.run(labels={"rank": "2"})
+    client.run(labels={"rank": "2"})
+    hub.fail("create", 503, times=None)
+    for _ in range(3):
+        with pytest.raises(HfHubHTTPError):
+            client.run()
+    hub.forgive()
+    client.run()
+    assert len(client.listed()) == 3
+
+
+def test_a_silent_server_is_waited_for_without_end(hub: HubServer, client: Client) -> None:
+    job = client.run()
+    hub.fail("inspect", "silent")
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(client.look, job)
+        hub.until(lambda: hub.count("inspect") == 1)
+        assert not looking.done()
+        hub.forgive()
+        assert isinstance(looking.exception(60), httpx2.RemoteProtocolError)
+
+
+def test_a_log_that_breaks_off_is_an_error(hub: HubServer, client: Client) -> None:
+    job = client.ended(client.run("print(1); print(2); print(3)"))
+    for answer, expected in BROKEN:
+        hub.fail("logs", answer, after_lines=2)
+        lines = iter(client.api.fetch_job_logs(job_id=job.id, namespace=hub.namespace))
+        assert [next(lines), next(lines)] == ["1", "2"]
+        with pytest.raises(expected):
+            next(lines)
+
+
+# Its own end
+
+
+def test_nothing_of_a_job_outlives_the_server() -> None:
+    with hub_server() as hub:
+        code = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
+        job = hub.job(Client(hub).run(f"{code}; {WAIT}").id)
+        hub.until(lambda: job.lines)
+        assert job.process is not None
+        pids = [job.process.pid, int(job.lines[0][1])]
+        assert all(is_alive(pid) for pid in pids)
+        directory = os.readlink(f"/proc/{pids[0]}/cwd")
+    assert not any(is_alive(pid) for pid in pids)
+    assert not os.path.exists(directory)
+
+
+def test_what_the_server_does_not_have_is_said_at_its_end() -> None:
+    said = "no such route: GET /api/scheduled-jobs/ada"
+    with pytest.raises(AssertionError, match=said), hub_server() as hub, pytest.raises(HfHubHTTPError):
+        list(Client(hub).api.list_scheduled_jobs(namespace=hub.namespace))

@@ -1,0 +1,1 @@
+"""Processes that see as little of this machine as a container does."""

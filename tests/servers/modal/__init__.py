@@ -1,0 +1,1 @@
+"""A local Modal that runs sandboxes as processes."""

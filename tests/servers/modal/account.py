@@ -1,0 +1,115 @@
+"""What an account on Modal holds besides sandboxes: apps, images and secrets."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from grpclib import GRPCError, Status
+from modal_proto import api_pb2
+
+ENVIRONMENT = "main"
+IMAGE_BUILDER_VERSION = "2025.06"
+BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+def new_id(prefix: str, length: int = 22) -> str:
+    return f"{prefix}-" + "".join(secrets.choice(BASE62) for _ in range(length))
+
+
+def token(**claims: object) -> str:
+    """Return a text in the form of a JWT that expires in an hour; nobody checks its signature."""
+
+    def part(value: object) -> str:
+        return base64.urlsafe_b64encode(json.dumps(value).encode()).decode().rstrip("=")
+
+    return ".".join((part({"alg": "none"}), part({"exp": time.time() + 3600, **claims}), part(secrets.token_hex(8))))
+
+
+class Account:
+    """Answers the calls about everything that is not a sandbox."""
+
+    def __init__(self) -> None:
+        self.secrets: dict[str, dict[str, str]] = {}
+        """Named secrets, as made in the vendor's dashboard: name -> variables."""
+        self.auth_tokens: set[str] = set()
+        self.apps: dict[str, tuple[str, str]] = {}
+        """App id -> environment and name."""
+        self._secret_ids: dict[str, str | dict[str, str]] = {}
+        self._images: dict[bytes, str] = {}
+
+    # What sandboxes need to know
+
+    def variables_of(self, secret_id: str) -> Mapping[str, str]:
+        secret = self._secret_ids.get(secret_id)
+        if secret is None:
+            raise GRPCError(Status.NOT_FOUND, f"Secret {secret_id} not found")
+        return self.secrets[secret] if isinstance(secret, str) else secret
+
+    def app_id(self, environment: str, name: str) -> str | None:
+        return next((app_id for app_id, app in self.apps.items() if app == (environment, name)), None)
+
+    # Calls
+
+    async def AuthTokenGet(self, request: Any, metadata: Any) -> api_pb2.AuthTokenGetResponse:
+        fresh = token()
+        self.auth_tokens.add(fresh)
+        return api_pb2.AuthTokenGetResponse(token=fresh)
+
+    async def EnvironmentGetOrCreate(self, request: Any, metadata: Any) -> api_pb2.EnvironmentGetOrCreateResponse:
+        name = self._environment(request.deployment_name)
+        settings = api_pb2.EnvironmentSettings(image_builder_version=IMAGE_BUILDER_VERSION)
+        return api_pb2.EnvironmentGetOrCreateResponse(
+            environment_id=f"en-{name:0>22}", metadata=api_pb2.EnvironmentMetadata(name=name, settings=settings)
+        )
+
+    async def AppGetOrCreate(self, request: Any, metadata: Any) -> api_pb2.AppGetOrCreateResponse:
+        app = (self._environment(request.environment_name), request.app_name)
+        app_id = request.app_name if request.app_name in self.apps else self.app_id(*app)
+        if app_id is None:
+            if request.object_creation_type != api_pb2.OBJECT_CREATION_TYPE_CREATE_IF_MISSING:
+                raise GRPCError(Status.NOT_FOUND, f"App {app[1]!r} not found in environment {app[0]!r}")
+            app_id = new_id("ap")
+            self.apps[app_id] = app
+        environment, name = self.apps[app_id]
+        return api_pb2.AppGetOrCreateResponse(
+            app_id=app_id,
+            handle_metadata=api_pb2.AppHandleMetadata(app_id=app_id, description=name, environment_name=environment),
+        )
+
+    async def ImageGetOrCreate(self, request: Any, metadata: Any) -> api_pb2.ImageGetOrCreateResponse:
+        """Every image has been built already. Which one it is makes no difference: there is one interpreter."""
+        image_id = self._images.setdefault(request.image.SerializeToString(deterministic=True), new_id("im"))
+        return api_pb2.ImageGetOrCreateResponse(
+            image_id=image_id,
+            result=api_pb2.GenericResult(status=api_pb2.GenericResult.GENERIC_STATUS_SUCCESS),
+            metadata=api_pb2.ImageMetadata(image_builder_version=request.builder_version),
+        )
+
+    async def SecretGetOrCreate(self, request: Any, metadata: Any) -> api_pb2.SecretGetOrCreateResponse:
+        """Look a named secret up, or keep the variables of one without a name."""
+        name = request.deployment_name
+        environment = self._environment(request.environment_name)
+        if name and request.object_creation_type:
+            raise GRPCError(Status.UNIMPLEMENTED, "Named secrets are made by the test: server.secrets[name] = {…}")
+        if name and name not in self.secrets:
+            raise GRPCError(Status.NOT_FOUND, f"Secret {name!r} not found in environment {environment!r}")
+        variables = self.secrets[name] if name else dict(request.env_dict)
+        if refused := [key for key in variables if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", key)]:
+            raise GRPCError(Status.INVALID_ARGUMENT, f"Secret key name {refused[0]!r} is invalid")
+        if missing := [key for key in request.required_keys if key not in variables]:
+            raise GRPCError(Status.NOT_FOUND, f"Secret {name!r} is missing key(s): {', '.join(missing)}")
+        secret_id = new_id("st")
+        self._secret_ids[secret_id] = name or variables
+        described = api_pb2.SecretMetadata(name=name, keys=sorted(variables), environment_name=environment)
+        return api_pb2.SecretGetOrCreateResponse(secret_id=secret_id, metadata=described)
+
+    def _environment(self, name: str) -> str:
+        if name not in ("", ENVIRONMENT):
+            raise GRPCError(Status.NOT_FOUND, f"Environment {name!r} not found")
+        return ENVIRONMENT

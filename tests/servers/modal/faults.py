@@ -1,0 +1,67 @@
+"""How the Modal server of the tests misbehaves: faults by the name of the call, and the loss of a connection."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.message import Message
+from grpclib import GRPCError, Status
+
+
+@dataclasses.dataclass(kw_only=True)
+class Fault:
+    """One way to misbehave at the calls of one name."""
+
+    rpc: str
+    status: Status | None = None
+    """What to answer."""
+    message: str = ""
+    times: int = 1
+    after_applying: bool = False
+    """Whether the call has done its work by then."""
+    loses_connection: bool = False
+    """Whether the connection breaks, with everything else that is under way on it."""
+    when: Callable[[Any], bool] | None = None
+    """A condition on the request."""
+
+    def strike(self, stream: Any) -> None:
+        if self.loses_connection:
+            stream._stream._transport.abort()
+            raise ConnectionLostError
+        if self.status is not None:
+            raise GRPCError(self.status, self.message or f"{self.status.name} as the test asked")
+
+
+class ConnectionLostError(Exception):
+    """The connection has been cut, so there is nobody to answer."""
+
+
+class Faults:
+    """The faults that are planned. Planned in one thread, taken in another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._planned: list[Fault] = []
+
+    def plan(self, fault: Fault) -> None:
+        with self._lock:
+            self._planned.append(fault)
+
+    def take(self, rpc: str, request: Message) -> Fault | None:
+        """Return the first planned fault that fits a call, and count it."""
+        with self._lock:
+            for fault in self._planned:
+                if fault.rpc == rpc and (fault.when is None or fault.when(request)):
+                    fault.times -= 1
+                    if not fault.times:
+                        self._planned.remove(fault)
+                    return fault
+        return None
+
+    def unused(self) -> list[Fault]:
+        """Return the faults that have not struck as often as planned."""
+        with self._lock:
+            return list(self._planned)

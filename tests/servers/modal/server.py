@@ -1,0 +1,268 @@
+"""A Modal control plane on loopback, for the real SDK: started, told how to misbehave, and stopped.
+
+    with modal_server() as server, server.used_by_the_sdk():
+        modal.App.lookup("app", create_if_missing=True)     # `modal` as ever, here and in child processes
+
+Sandboxes are processes of this machine (`modal_sandboxes`), each with an empty directory, nothing of this process's
+environment, and a `python` that has every installed package except this project. What it knows of the vendor comes
+from the released SDK, whose tables of calls it serves; a call that it does not serve fails the test that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import os
+import signal
+import socket
+import tempfile
+import threading
+import warnings
+from collections.abc import Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import modal
+from grpclib import GRPCError, Status
+from grpclib.server import Server
+from modal._utils.grpc_utils import custom_detail_codec
+from modal_proto import api_pb2
+
+from executors.testing import eventually
+from servers.isolation.python import shared_python
+from servers.modal.account import ENVIRONMENT, Account
+from servers.modal.control_plane import SandboxCalls
+from servers.modal.dispatch import Call, Dispatcher
+from servers.modal.faults import Fault, Faults
+from servers.modal.logs import LogCalls
+from servers.modal.sandboxes import KERNEL_OOM_KILL, TERMINATED, Sandbox
+
+TOKEN_ID = "ak-oftheteststestst"
+TOKEN_SECRET = "as-never-to-be-seen-outside"
+T = TypeVar("T")
+
+
+class ModalServer:
+    """What a test says to the server, and asks of it. Safe to use from any thread but the server's own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.account = Account()
+        self.secrets = self.account.secrets
+        """Named secrets: `server.secrets["my-secret"] = {"KEY": "value"}`."""
+        self.calls = SandboxCalls(self.account, folder, shared_python())
+        self.token = (TOKEN_ID, TOKEN_SECRET)
+        """The credentials that it takes; a test may change them, and every call fails from then on."""
+        self._folder = folder
+        self._faults = Faults()
+        answering = [self.account, self.calls, LogCalls(self.account, self.calls)]
+        self._dispatcher = Dispatcher(answering, self._check, self._faults)
+        self._loop = asyncio.new_event_loop()
+        self.url = ""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that point the SDK at this server."""
+        return {
+            "MODAL_SERVER_URL": self.url,
+            "MODAL_TOKEN_ID": TOKEN_ID,
+            "MODAL_TOKEN_SECRET": TOKEN_SECRET,
+            "MODAL_CONFIG_PATH": str(self._folder / "no-such-file.toml"),
+            "MODAL_ENVIRONMENT": ENVIRONMENT,
+        }
+
+    @contextlib.contextmanager
+    def used_by_the_sdk(self) -> Iterator[None]:
+        """Point the SDK of this process at this server, and what it starts too.
+
+        The SDK reads its settings from `os.environ` when it needs them, except the path of the file and the name of
+        the profile, read when it is imported. It keeps one client for all calls that name none, with the address it
+        has met; closing that client makes it forget it. Handles of the closed client are of no more use.
+        """
+        others = {name: value for name, value in os.environ.items() if name.startswith("MODAL_")}
+        for name in others:
+            del os.environ[name]
+        os.environ.update(self.environment)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(modal.exception.AuthError):  # there was no client, and nothing to make one with
+                modal.Client.from_env().close()
+            for name in [name for name in os.environ if name.startswith("MODAL_")]:
+                del os.environ[name]
+            os.environ.update(others)
+
+    # How it is to behave
+
+    @property
+    def capacity(self) -> int | None:
+        """How many GPUs there are; None: enough. Sandboxes wait while there is no room."""
+        return self.calls.capacity
+
+    @capacity.setter
+    def capacity(self, gpus: int | None) -> None:
+        self.calls.capacity = gpus
+
+    @property
+    def deduplicates(self) -> bool:
+        """Whether a create that the SDK repeats (same idempotency key) gives the same sandbox again."""
+        return self._dispatcher.deduplicates
+
+    @deduplicates.setter
+    def deduplicates(self, does: bool) -> None:
+        self._dispatcher.deduplicates = does
+
+    def fail(self, rpc: str, status: Status | None = None, **details: Any) -> Fault:
+        """Misbehave at the next calls of this name, as `Fault` says; the SDK itself repeats INTERNAL three times."""
+        fault = Fault(rpc=rpc, status=status, **details)
+        self._faults.plan(fault)
+        return fault
+
+    def answer_together(self, rpc: str, n_calls: int) -> None:
+        """Answer no call of a name before so many have arrived."""
+        self._dispatcher.together[rpc] = n_calls
+
+    def unused_faults(self) -> list[Fault]:
+        return self._faults.unused()
+
+    # What happens to sandboxes
+
+    def preempt(self, sandbox_id: str) -> None:
+        """End a sandbox because somebody else needs its machine: TERMINATED, though nobody asked for it."""
+        self._end(sandbox_id, api_pb2.GenericResult(status=TERMINATED))
+
+    def oom_kill(self, sandbox_id: str) -> None:
+        """End a sandbox because it took too much memory."""
+        self._end(sandbox_id, api_pb2.GenericResult(status=KERNEL_OOM_KILL, exitcode=137))
+
+    def kill(self, sandbox_id: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a sandbox's command."""
+
+        async def send() -> None:
+            (await self.calls.find(sandbox_id).running()).send_signal(number)
+
+        self._do(send())
+
+    def pid_of(self, sandbox_id: str) -> int:
+        """Return the process of a sandbox's command, in the machine's numbering."""
+
+        async def running() -> int:
+            return (await self.calls.find(sandbox_id).running()).pid
+
+        return self._do(running())
+
+    def vanish(self, sandbox_id: str) -> None:
+        """End a sandbox and forget it: NOT_FOUND from now on."""
+
+        async def forget() -> None:
+            sandbox = self.calls.sandboxes.pop(sandbox_id)
+            await sandbox.end(api_pb2.GenericResult(status=TERMINATED))
+            await sandbox.gone()
+
+        self._do(forget())
+
+    # What it has seen
+
+    @property
+    def sandboxes(self) -> list[Sandbox]:
+        """All sandboxes, oldest first, also those that have ended."""
+        return list(self.calls.sandboxes.values())
+
+    def calls_of(self, *rpcs: str) -> list[Call]:
+        """The calls so far of these names."""
+        return [call for call in list(self._dispatcher.calls) if call.rpc in rpcs]
+
+    def wait_for(self, rpc: str, n_calls: int = 1, within_s: float = 30.0) -> None:
+        """Wait until there have been so many calls of a name."""
+        eventually(lambda: len(self.calls_of(rpc)) >= n_calls, f"{n_calls} calls of {rpc}", within_s=within_s)
+
+    def requests_carrying(self, value: str) -> list[str]:
+        """The names of the calls whose request holds a text, wherever; what makes secrets does not count.
+
+        On V2 the variables of a sandbox and of its ephemeral secrets come as one; on V1 both are made secrets first.
+        """
+        return [call.rpc for call in list(self._dispatcher.calls) if without_secrets(call).carries(value)]
+
+    @property
+    def unimplemented(self) -> set[str]:
+        """The names of the calls that it could not answer."""
+        return self._dispatcher.unimplemented
+
+    def _check(self, rpc: str, metadata: Mapping[str, str]) -> None:
+        if (metadata.get("x-modal-token-id"), metadata.get("x-modal-token-secret")) != self.token:
+            raise GRPCError(Status.UNAUTHENTICATED, "Token ID or token secret is invalid.")
+        needs_more = rpc.startswith("Sandbox") and rpc.endswith("V2")
+        if needs_more and metadata.get("x-modal-auth-token") not in self.account.auth_tokens:
+            raise GRPCError(Status.UNAUTHENTICATED, "Auth token is missing or invalid.")
+
+    def _end(self, sandbox_id: str, verdict: api_pb2.GenericResult) -> None:
+        async def end() -> None:
+            sandbox = self.calls.find(sandbox_id)
+            await sandbox.end(verdict)
+            await sandbox.gone()
+
+        self._do(end())
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=30)
+
+    async def _hang_up(self) -> None:
+        """End the connections that the server's own end has left, such as one that came while it closed."""
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        for _ in range(3):  # a transport tells of its end one turn of the loop later
+            for transport in list(self._loop._transports.values()):  # type: ignore[attr-defined]
+                transport.abort()
+            await asyncio.sleep(0)
+
+    def _serve(self, ready: Future[None]) -> None:
+        asyncio.set_event_loop(self._loop)
+        server = Server([self._dispatcher], status_details_codec=custom_detail_codec)
+        # asyncio turns Nagle's algorithm off only where the protocol is named; every call would take 40 ms.
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.bind(("127.0.0.1", 0))
+        try:
+            self._loop.run_until_complete(server.start(sock=listener))
+            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            ready.set_result(None)
+            self._loop.run_forever()
+            server.close()
+            self._dispatcher.disconnect()
+            self._loop.run_until_complete(server.wait_closed())
+            self._loop.run_until_complete(self.calls.close())
+            self._loop.run_until_complete(self._hang_up())
+        finally:
+            self._loop.close()
+
+
+def without_secrets(call: Call) -> Call:
+    """Return a call without those parts of its request that make secrets."""
+    request = type(call.request).FromString(call.request.SerializeToString())
+    for field in {"SecretGetOrCreate": ["env_dict"], "SandboxCreateV2": ["secret_sources", "ephemeral_secrets"]}.get(
+        call.rpc, []
+    ):
+        request.ClearField(field)
+    return dataclasses.replace(call, request=request)
+
+
+@contextlib.contextmanager
+def modal_server() -> Iterator[ModalServer]:
+    """Serve in a thread until the block ends; then end every sandbox, and fail if a call could not be answered."""
+    with tempfile.TemporaryDirectory(prefix="modal-") as folder:
+        server = ModalServer(Path(folder))
+        ready: Future[None] = Future()
+        thread = threading.Thread(target=server._serve, args=[ready], name="modal-server")
+        thread.start()
+        try:
+            ready.result(timeout=30)
+            yield server
+        finally:
+            server._loop.call_soon_threadsafe(server._loop.stop)
+            thread.join(timeout=30)
+            with warnings.catch_warnings():  # of a connection that came while the loop ended
+                warnings.simplefilter("ignore", ResourceWarning)
+                gc.collect()
+    assert not thread.is_alive(), "the server has not stopped"
+    assert not server.unimplemented, f"the SDK asked for what the server does not know: {sorted(server.unimplemented)}"

@@ -1,0 +1,103 @@
+"""A small S3 server on loopback, behind the fault layer: what a store asks of one, from a dictionary.
+
+moto takes milliseconds for each request, one at a time, which would be most of what a benchmark measures. This one
+knows GET with a range, HEAD, PUT with `If-None-Match: *`, DELETE and a list of keys; not signatures, not buckets.
+It ends when its stdin does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+from urllib.parse import parse_qs
+from xml.sax.saxutils import escape
+
+from servers.fault_layer import Application, Environ, FaultLayer
+from servers.s3.moto_behind_faults import Handler, Server, end_with_stdin
+
+DATE = "Thu, 01 Jan 2026 00:00:00 GMT"
+START_RESPONSE = Callable[..., Any]
+
+
+def small_s3() -> Application:
+    """Return an application with one empty bucket."""
+    objects: dict[str, bytes] = {}
+
+    def application(environ: Environ, start: START_RESPONSE) -> Iterable[bytes]:
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        if path.startswith("/moto-api/"):
+            objects.clear()
+            return _reply(start, "200 OK")
+        key = (*path.split("/", 2), "")[2]
+        if not key:
+            return _list(start, objects, environ) if method == "GET" else _reply(start, "200 OK")
+        if method == "PUT":
+            body = environ["wsgi.input"].read()
+            if "HTTP_IF_NONE_MATCH" in environ and key in objects:
+                return _error(start, "412 Precondition Failed", "PreconditionFailed")
+            objects[key] = body
+            return _reply(start, "200 OK", [("ETag", f'"{hash(body):x}"')])
+        if method == "DELETE":
+            objects.pop(key, None)
+            return _reply(start, "204 No Content")
+        if key not in objects:
+            return _error(start, "404 Not Found", "NoSuchKey", body=method == "GET")
+        return _get(start, objects[key], environ.get("HTTP_RANGE", ""), method)
+
+    return application
+
+
+def _get(start: START_RESPONSE, value: bytes, range_: str, method: str) -> Iterable[bytes]:
+    headers = [("ETag", f'"{hash(value):x}"'), ("Last-Modified", DATE)]
+    if method == "HEAD":
+        start("200 OK", [*headers, ("Content-Length", str(len(value)))])
+        return [b""]
+    found = re.fullmatch(r"bytes=(\d+)-(\d+)", range_)
+    if found is None:
+        return _reply(start, "200 OK", headers, value)
+    first, last = int(found[1]), min(int(found[2]), len(value) - 1)
+    if first >= len(value):
+        return _error(start, "416 Requested Range Not Satisfiable", "InvalidRange")
+    headers.append(("Content-Range", f"bytes {first}-{last}/{len(value)}"))
+    return _reply(start, "206 Partial Content", headers, value[first : last + 1])
+
+
+def _list(start: START_RESPONSE, objects: dict[str, bytes], environ: Environ) -> Iterable[bytes]:
+    prefix = parse_qs(environ["QUERY_STRING"]).get("prefix", [""])[0]
+    rows = "".join(
+        f"<Contents><Key>{escape(key)}</Key><Size>{len(objects[key])}</Size>"
+        "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+        for key in sorted(objects)
+        if key.startswith(prefix)
+    )
+    text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>"
+    return _reply(start, "200 OK", [("Content-Type", "application/xml")], text.encode())
+
+
+def _error(start: START_RESPONSE, status: str, code: str, *, body: bool = True) -> Iterable[bytes]:
+    text = f"<Error><Code>{code}</Code><Message>{status}</Message></Error>" if body else ""
+    return _reply(start, status, [("Content-Type", "application/xml")], text.encode())
+
+
+def _reply(
+    start: START_RESPONSE, status: str, headers: Iterable[tuple[str, str]] = (), body: bytes = b""
+) -> Iterable[bytes]:
+    start(status, [*headers, ("Content-Length", str(len(body)))])
+    return [body]
+
+
+def main() -> None:
+    logging.disable(logging.CRITICAL)
+    Handler.application = FaultLayer(small_s3())
+    server = Server(("127.0.0.1", 0), Handler)
+    threading.Thread(target=end_with_stdin, daemon=True).start()
+    print(json.dumps(f"http://127.0.0.1:{server.server_address[1]}"), flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The rendezvous under a simulated scheduler and a simulated store."""

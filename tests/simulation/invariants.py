@@ -1,0 +1,299 @@
+"""The invariants of the rendezvous, checked while a simulated schedule runs and when it has ended.
+
+I1 each seal, snapshot pointer and claim has one value for ever. I2 after each adopted entry the state equals the log's,
+and so does every snapshot. I3 each unit of local work is in at most one mean, and in exactly one unless its process
+died, was copied, or sent something that rotted. I10 the first anchor is one process's model. I11 after the last fault
+every live replica of equal speed is named in every seal from the third on. I12 an expected replica is waited for no
+longer than the grace, and a replica out of phase never stops training. I13 two later snapshots are whole before one is
+deleted.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from diloco.rendezvous import phase as rounds
+from diloco.rendezvous.frames import Contribution, MeanHead, Seal, head_bytes
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import Identity
+from diloco.rendezvous.reduction import Floats
+from diloco.rendezvous.round import MOST_PAUSE_S, Layout, Limits, RoundReport
+from diloco.rendezvous.snapshot import Pointer, decode_part
+from simulation.plan import Plan
+from simulation.work import BLOCK_BYTES, SLOTS, Toy, step
+from simulation.world import SimulatedStore, World
+
+LAYOUT = Layout(SLOTS * 4, Limits(block_bytes=BLOCK_BYTES))
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass
+class Process:
+    """One simulated process, and when it took part."""
+
+    name: str
+    rank: int | None
+    slot: int
+    toy: Toy
+    here_s: float | None = None
+    """When it had loaded the run, and presented itself where it was out of phase."""
+    ended_s: float | None = None
+    adopted_s: list[float] = field(default_factory=list)
+    held_s: list[tuple[float, float]] = field(default_factory=list)
+    me: Identity | None = None
+    is_new: bool = True
+    """Whether it is in its first round in phase."""
+    left_out_of_phase: bool = False
+    phase: rounds.Phase | None = None
+
+    def is_here(self, at_s: float) -> bool:
+        return self.here_s is not None and self.here_s <= at_s and (self.ended_s is None or self.ended_s > at_s)
+
+
+@dataclass
+class Invariants:
+    """What must hold in a schedule."""
+
+    plan: Plan
+    processes: list[Process] = field(default_factory=list)
+    clean: dict[int, Toy] = field(default_factory=dict)
+    """Toys of processes that finished and whose work nobody else has, by slot."""
+    failures: list[str] = field(default_factory=list)
+    log: list[tuple[list[Floats], list[Floats]]] = field(default_factory=list)
+    """State before each entry, computed from what is stored."""
+    world: World = field(init=False)
+    store: SimulatedStore = field(init=False)
+    keys: Keys = field(init=False)
+    steps: rounds.Plan = field(init=False)
+
+    @property
+    def toys(self) -> list[Toy]:
+        return [process.toy for process in self.processes]
+
+    def _check_ledger(self, process: Process, phase: rounds.Phase) -> None:
+        """The number of steps in the live work is known at any time: contributions are weighed by it."""
+        slot = process.slot % SLOTS
+        units = [int(undone[slot]) for undone in process.toy.undone]
+        if units != phase.made:
+            raise Violation(f"{process.name} has {units} uncounted steps and believes in {phase.made}")
+
+    def _check_waits(
+        self,
+        process: Process,
+        adopted: list[RoundReport],
+        began_s: float,
+        was_out: bool,
+        was_named: bool,
+    ) -> None:
+        """I12, where nothing but a store's answers takes time."""
+        plan, now = self.plan, self.world.now
+        if any(start < now and end > began_s for start, end in process.held_s):
+            return
+        calls_s = 60 * plan.answer_s + 3 * plan.upload_s + 1.2  # the pauses between two looks are a second at most
+        if was_out and not adopted and now - began_s > 60 * plan.answer_s + plan.upload_s:
+            raise Violation(f"I12: {process.name}, out of phase, stood still for {now - began_s:.3f} s")
+        if plan.sharded or (adopted and self.steps.is_final(adopted[-1].round)):
+            return  # waits for a mean are not counted; at the end of a plan there is nothing to do but wait
+        grace_s = max(plan.grace_s, plan.phase_s / 20)
+        for entry in adopted:
+            early_s = 1.05 * plan.step_s[1] + 1.0 if was_out or process.is_new else 0.0  # a step and a look
+            most_s = grace_s + early_s if was_named else 2 * plan.phase_s + 2 * grace_s
+            if entry.wait_s > most_s + calls_s:
+                raise Violation(f"I12: {process.name} waited {entry.wait_s:.3f} s for seal {entry.round}")
+
+    def _check_everybody_is_named(self) -> None:
+        """I11: from the third seal on after the last fault, once a replica that waits has had its next look."""
+        pause_s = min(MOST_PAUSE_S, max(0.02, self.plan.grace_s / 4))
+        calm_s = 0.0
+        for process in self.processes:
+            starts = [] if process.here_s is None else [process.here_s]
+            for _, end_s in process.held_s:
+                starts.append(next((at_s for at_s in process.adopted_s if at_s > end_s), end_s))
+            ends = [] if process.ended_s is None or process.slot in self.clean else [process.ended_s]
+            calm_s = max([calm_s, *starts, *ends])
+        sealed = sorted(
+            (at_s, int(key.rpartition("/")[2]))
+            for key, at_s in self.store.created_s.items()
+            if "/seal/" in key and at_s > calm_s + pause_s
+        )
+        for at_s, entry in sealed[2:]:
+            members = Seal.parse(self.store.ever[self.keys.seal(entry)][0]).members
+            named = {member.nonce for member in members.values()}
+            for process in self.processes:
+                if process.is_here(at_s) and f"nonce{process.slot}" not in named:
+                    raise Violation(
+                        f"I11: {process.name} is not in seal {entry} at {at_s:.3f} s; all was calm from {calm_s:.3f} s"
+                    )
+
+    def _check_collection(self, key: str) -> None:
+        """I13: before a part is deleted, two later snapshots are whole."""
+        if "/part/" not in key or self.store.ever_rotten:
+            return
+        entry = int(key.split("/part/")[1].split("/")[0])
+        whole = 0
+        for pointed in [k for k in self.store.objects if "/snapshot/" in k]:
+            later = int(pointed.rpartition("/")[2])
+            pointer = Pointer.parse(self.store.objects[pointed])
+            whole += later > entry and self.keys.part(later, pointer.nonce, 0) in self.store.objects
+        if whole < 2:
+            self.failures.append(f"I13: {key} is deleted while there are {whole} later snapshots")
+
+    def _check_state(self, toy: Toy, position: int) -> None:
+        """After each adopted entry. A process that read wrongly that a fragment's next seal is missing is excused."""
+        if self.plan.flip is not None and position > max(self.plan.entries):
+            return  # the others, which would be right, have left
+        anchor, momentum = self._log_state(position)
+        n_fragments = self.plan.n_fragments
+        for f in range(n_fragments):
+            if _equal([toy.anchor[f], toy.momentum[f]], [anchor[f], momentum[f]]):
+                continue
+            next_entry = position + (f - position) % n_fragments
+            if next_entry < toy.excused_until or self._is_unprovable(f):
+                continue
+            if (self.world.who(), self.keys.seal(next_entry)) not in self.store.misled:
+                raise Violation(f"I2: before entry {position} the state of fragment {f} is not the log's")
+
+    def _is_unprovable(self, fragment: int) -> bool:
+        """Return whether a mean of this fragment rotted so that nothing proves what it was.
+
+        Computed again on another host it may have other bits, and later seals then differ from it.
+        """
+        entries = (int(key.split("/r")[-1].split("/")[0]) for key in self.store.headless)
+        return any(entry % self.plan.n_fragments == fragment for entry in entries)
+
+    def _log_state(self, position: int) -> tuple[list[Floats], list[Floats]]:
+        if not self.log:
+            pointer = Pointer.parse(self.store.objects[self.keys.snapshot(0)])
+            part = decode_part(memoryview(self.store.ever[self.keys.part(0, pointer.nonce, 0)][0]))
+            anchor = [np.array(part[str(f)]) for f in range(self.plan.n_fragments)]
+            self.log.append((anchor, [np.zeros_like(a) for a in anchor]))
+        while len(self.log) <= position:
+            anchor, momentum = deepcopy(self.log[-1])
+            if (mean := self.stored_mean(len(self.log) - 1)[0]).size:
+                step(anchor, momentum, len(self.log) - 1, mean)
+            self.log.append((anchor, momentum))
+        return self.log[position]
+
+    def stored_mean(self, entry: int) -> tuple[Floats, list[set[int]]]:
+        """Return the mean of an entry, and the ranks left out for each slot."""
+        seal = Seal.parse(self.store.ever[self.keys.seal(entry)][0])
+        if not seal.inputs:
+            return np.zeros(0, np.float32), [set() for _ in range(SLOTS)]
+        if not seal.shards:
+            return np.frombuffer(seal.mean, np.float32), [set() for _ in range(SLOTS)]
+        values, left_out = [], []
+        for shard in range(seal.shards):
+            first, end, _, _ = LAYOUT.shard(shard, seal.shards)
+            data = self.store.ever[self.keys.mean(entry, shard)][0]
+            values.append(data[head_bytes(end - first) :])
+            left_out += [set(MeanHead.parse(data).left_out)] * ((end - first) * BLOCK_BYTES // 4)
+        return np.frombuffer(b"".join(values), np.float32), left_out
+
+    def _check_history(self) -> None:
+        for key, values in self.store.ever.items():
+            decides = "/seal/" in key or "/snapshot/" in key or key.endswith("started.json")
+            if decides and len(values) > 1:
+                raise Violation(f"I1: {key} had {len(values)} values")
+            if "/contribution/" in key and self.steps.is_over(int(key.split("/r")[-1].split("/")[0])):
+                raise Violation(f"{key} was sent for an entry that is not planned")
+        if self.keys.snapshot(0) not in self.store.ever:
+            return  # everybody died before
+        pointer = Pointer.parse(self.store.ever[self.keys.snapshot(0)][0])
+        if not _equal(Toy(self.plan.n_fragments, 0, int(pointer.nonce[5:])).anchor, self._log_state(0)[0]):
+            raise Violation("I10: the first anchor is nobody's model")
+        counted = [np.zeros(SLOTS, np.float32) for _ in range(self.plan.n_fragments)]
+        spoilt: set[int] = set()
+        entry = 0
+        while self.keys.seal(entry) in self.store.ever:
+            self._count(entry, counted[entry % self.plan.n_fragments], spoilt)
+            entry += 1
+        self._check_counts(counted, spoilt)
+        self._check_snapshots()
+
+    def _check_snapshots(self) -> None:
+        for key, values in self.store.ever.items():
+            if "/snapshot/" not in key:
+                continue
+            entry = int(key.rpartition("/")[2])
+            pointer = Pointer.parse(values[0])
+            part = decode_part(memoryview(self.store.ever[self.keys.part(entry, pointer.nonce, 0)][0]))
+            toy = Toy(self.plan.n_fragments, 0, 0)
+            toy.load(part)
+            anchor, momentum = self._log_state(entry)
+            if self.store.headless:
+                continue
+            if not (_equal(toy.anchor, anchor) and _equal(toy.momentum, momentum)):
+                raise Violation(f"I2: the snapshot before entry {entry} is not the log's state")
+
+    def _check_counts(self, counted: list[Floats], spoilt: set[int]) -> None:
+        for units in counted:
+            for toy in self.toys:
+                if units[toy.slot] > toy.done:
+                    raise Violation(f"I3: {units[toy.slot]} of {toy.done} units of process {toy.slot} were counted")
+        for slot, toy in self.clean.items():
+            for fragment, units in enumerate(counted):
+                total = units[slot] + toy.undone[fragment][slot]
+                is_fine = total == toy.done or toy.dropped or self.processes[slot].left_out_of_phase
+                if not is_fine and slot not in spoilt:
+                    raise Violation(f"I3: {total} of {toy.done} units of process {slot} are accounted for")
+
+    def _count(self, entry: int, counted: Floats, spoilt: set[int]) -> None:
+        seal = Seal.parse(self.store.ever[self.keys.seal(entry)][0])
+        sent = {rank: self.sealed_contribution(entry, rank, seal) for rank in seal.members}
+        for rank, (head, _) in sent.items():
+            member = seal.members[rank]
+            if head.anchor != seal.anchor:
+                raise Violation(f"entry {entry}: the work of rank {rank} was made from another anchor than the seal's")
+            self._check_weight(rank, head, sent[rank][1])
+            if (head.weight, head.in_phase, head.nonce) != (member.weight, member.in_phase, member.nonce):
+                raise Violation(f"entry {entry}: the seal does not say of rank {rank} what its contribution does")
+        if seal.phase_s != max(head.phase_s for head, _ in sent.values()):
+            raise Violation(f"entry {entry}: the seal does not have the longest phase of its members")
+        if seal.shards and any(self.keys.mean(entry, shard) not in self.store.ever for shard in range(seal.shards)):
+            return  # everybody died before there was a mean
+        mean, left_out = self.stored_mean(entry)
+        for slot in range(SLOTS):
+            members = [rank for rank in seal.inputs if rank not in left_out[slot]]
+            for rank in left_out[slot]:
+                spoilt.add(int(seal.members[rank].nonce[5:]))
+                key = self.keys.contribution(entry, rank)
+                if key not in self.store.ever_rotten and self.store.garbled.get(key, 0) < 3:
+                    raise Violation(f"entry {entry}: rank {rank} was left out, and what it sent is fine")
+            total = sum(seal.members[rank].weight for rank in members)
+            expected = sum(sent[rank][1][slot] * seal.members[rank].weight for rank in members) / (total or 1.0)
+            if mean.size and abs(mean[slot] - expected) > 1e-4 * max(1.0, abs(expected)):
+                raise Violation(f"entry {entry}: the mean of slot {slot} is {mean[slot]}, of the sealed {expected}")
+            counted[slot] += sum(sent[rank][1][slot] for rank in members)
+
+    def _check_weight(self, rank: int, head: Contribution, payload: Floats) -> None:
+        """Work that is sent early is weighed by the steps that it is made of; nothing weighs nothing."""
+        whole = self.plan.weights[rank % len(self.plan.weights)]
+        expected = whole
+        if not head.in_phase:
+            expected *= min(1.0, float(payload.sum()) / self.steps.inner_steps) if payload.size else 0.0
+        if abs(head.weight - expected) > 1e-6:
+            raise Violation(f"rank {rank} sent {payload.sum()} steps with a weight of {head.weight}, not {expected}")
+
+    def seals(self) -> list[Seal]:
+        """Return the seals in their order, as they were created."""
+        seals: list[Seal] = []
+        while (key := self.keys.seal(len(seals))) in self.store.ever:
+            seals.append(Seal.parse(self.store.ever[key][0]))
+        return seals
+
+    def sealed_contribution(self, entry: int, rank: int, seal: Seal) -> tuple[Contribution, Floats]:
+        for value in self.store.ever[self.keys.contribution(entry, rank)]:
+            head, digest = Contribution.parse(value)
+            if digest == seal.members[rank].digest:
+                return head, np.frombuffer(value[LAYOUT.head_bytes :], np.float32)
+        raise Violation(f"entry {entry}: what rank {rank} is sealed with was never stored")
+
+
+def _equal(left: list[Floats], right: list[Floats]) -> bool:
+    return all(a.tobytes() == b.tobytes() for a, b in zip(left, right, strict=True))

@@ -1,0 +1,186 @@
+"""What a random schedule of the rendezvous consists of. All of it follows from the seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from simulation.world import Faults
+
+PHASED_SHARE = 20
+"""One of so many seeds is of a schedule in phases; it takes four times as long as another."""
+GRACE_S = 3.0
+PHASES_PER_GRACE = (0.03, 0.1, 1.0, 3.0, 10.0)
+
+
+@dataclass(frozen=True)
+class Absence:
+    """A process of a rank is away for a while."""
+
+    rank: int
+    at_s: float
+    for_s: float
+    dies: bool = True
+    """Else it is held up, and goes on where it was."""
+    leaves_outcome: bool = True
+
+
+@dataclass
+class Plan:
+    """What a schedule consists of; all of it follows from the seed."""
+
+    seed: int
+    world_size: int
+    n_fragments: int
+    entries: list[int]
+    sharded: bool
+    overlap: bool
+    min_quorum: int
+    all_leave_outcomes: bool
+    copies: float
+    faults: Faults
+    snapshot_every: int = 3
+    joiners: int = 0
+    streams: bool = False
+    """Whether the store takes contributions while they are being made."""
+    flip: tuple[int, int, int] | None = None
+    """A bit of this rank's state flips before this entry, in this fragment."""
+    steps_per_entry: int = 1
+    step_s: tuple[float, float] = (0.1, 4.0)
+    """The shortest and the longest inner step."""
+    speeds: list[float] = field(default_factory=list)
+    """By rank, how much longer its steps take; others: 1."""
+    weights: list[float] = field(default_factory=lambda: [1.0])
+    """By rank, in turn."""
+    grace_s: float = 30.0
+    answer_s: float = 0.001
+    """How long the store takes to answer."""
+    upload_s: float = 0.0
+    """How long a contribution takes to be written."""
+    is_planned: bool = False
+    """Whether the replicas know how many steps there are."""
+    is_phased: bool = False
+    """Whether replicas of one speed meet, and are away by `absences` alone: then I11 and I12 must hold."""
+    absences: list[Absence] = field(default_factory=list)
+    until_s: float | None = None
+    """When everything is stopped; None: when all have finished."""
+
+    @property
+    def phase_s(self) -> float:
+        return self.steps_per_entry * sum(self.step_s) / 2
+
+    @property
+    def overlap_steps(self) -> int:
+        return 1 if self.overlap and self.steps_per_entry > 1 else 0
+
+    @classmethod
+    def from_seed(cls, seed: int) -> Plan:
+        return cls.phased(seed) if seed % PHASED_SHARE == 0 else cls.random(seed)
+
+    @classmethod
+    def random(cls, seed: int) -> Plan:
+        """Anything may happen at any time."""
+        rng = random.Random(f"plan {seed}")
+        world_size = rng.randint(1, 4)
+        entries, n_fragments = rng.choice([2, 3, 4, 5, 6, 9]), rng.randint(1, 3)
+        rate = rng.choice([0.0, 0.01, 0.04, 0.1])
+        kinds = ["lost_reply", "refused", "lands_later", "stale", "garbled", "slow", "asleep", "rots"]
+        chosen = {kind: rate for kind in kinds if rng.random() < 0.5}
+        chosen["rots"] = rng.choice([0.0, 0.0, min(chosen.get("rots", 0.0), 0.01)])
+        chosen["asleep"] = min(chosen.get("asleep", 0.0), 0.02)
+        faults = Faults(**chosen, dies=rng.choice([0.0, 0.005, 0.02]), deaths_left=rng.randint(0, 3))
+        min_quorum = rng.choice([1, 1, 2])
+        steps_per_entry = rng.choice([1, 1, 2, 3])
+        plan = cls(
+            seed=seed,
+            world_size=world_size,
+            n_fragments=n_fragments,
+            entries=[entries - (rng.randint(0, 2) if rng.random() < 0.3 else 0) for _ in range(world_size)],
+            sharded=rng.random() < 0.6,
+            overlap=rng.random() < 0.4,
+            min_quorum=min_quorum,
+            all_leave_outcomes=min_quorum > 1 or rng.random() < 0.5,
+            copies=rng.choice([0.0, 0.0, 0.15]),
+            faults=faults,
+            snapshot_every=n_fragments + rng.choice([0, 0, 1, 3]),
+            joiners=rng.choice([0, 0, 0, 1, 2]),
+            streams=rng.random() < 0.5,
+            steps_per_entry=steps_per_entry,
+            step_s=(0.1 / steps_per_entry, 4.0 / steps_per_entry),
+            grace_s=rng.choice([GRACE_S, 10 * GRACE_S]),
+            weights=rng.choice([[1.0], [1.0, 2.0, 3.0]]),
+            is_planned=rng.random() < 0.3,
+        )
+        if plan.is_planned:
+            plan.entries = [entries] * world_size
+        if world_size > 2 and rng.random() < 0.2:  # a majority must be right: nobody dies, sleeps or comes later
+            plan.flip = (rng.randrange(world_size), rng.randint(1, entries), rng.randrange(n_fragments))
+            plan.copies, plan.joiners, faults.deaths_left, faults.asleep, faults.rots = 0.0, 0, 0, 0.0, 0.0
+            plan.entries = [entries] * world_size
+            plan.grace_s = 10 * GRACE_S  # and is seen: at a slow store who is wrong may else decide alone
+        return plan
+
+    @classmethod
+    def phased(cls, seed: int) -> Plan:
+        """Replicas of one speed, of which some are away for a while in the first phases."""
+        rng = random.Random(f"phased plan {seed}")
+        world_size = rng.randint(2, 5)
+        n_fragments = rng.choice([1, 1, 1, 2, 3])
+        phase_s = GRACE_S * rng.choice(PHASES_PER_GRACE)
+        steps_per_entry = rng.choice([1, 2, 4, 10])
+        step_s = phase_s / steps_per_entry
+        n_away = rng.choice([1, 1, 2, world_size - 1, world_size])
+        at_s = rng.uniform(0.5, 4.0) * phase_s
+        apart_s = rng.choice([0.0, phase_s / 2, GRACE_S])
+        absences = [
+            Absence(
+                rank,
+                at_s + rng.uniform(0, apart_s),
+                rng.choice([0.05, 0.5, 1.5, 3.0]) * max(phase_s, rng.choice([0.1, 1.0]) * GRACE_S)
+                + rng.uniform(0, GRACE_S),
+                dies=rng.random() < 0.7,
+                leaves_outcome=rng.random() < 0.6,
+            )
+            for rank in rng.sample(range(world_size), n_away)
+        ]
+        speeds = [1 + rng.uniform(0.0, min(0.05, GRACE_S / 4 / phase_s)) for _ in range(world_size)]
+        return cls(
+            seed=seed,
+            world_size=world_size,
+            n_fragments=n_fragments,
+            entries=[rng.choice([14, 18])] * world_size,
+            sharded=rng.random() < 0.5,
+            overlap=rng.random() < 0.3,
+            min_quorum=1,
+            all_leave_outcomes=False,
+            copies=0.0,
+            faults=Faults(),
+            snapshot_every=n_fragments + rng.choice([0, 1, 3]),
+            joiners=rng.choice([0, 0, 1, 2]),
+            streams=rng.random() < 0.5,
+            steps_per_entry=steps_per_entry,
+            step_s=(step_s, step_s),
+            speeds=speeds,
+            grace_s=GRACE_S,
+            answer_s=rng.choice([0.0005, min(0.025, phase_s / 100)]),  # to seal takes twenty answers: less than a phase
+            upload_s=rng.choice([0.0, 0.0, phase_s / 10]),
+            weights=rng.choice([[1.0], [1.0, 2.0, 3.0]]),
+            is_planned=rng.random() < 0.3,
+            is_phased=True,
+            absences=absences,
+        )
+
+
+CALM = Plan(
+    seed=1,
+    world_size=3,
+    n_fragments=1,
+    entries=[8, 8, 8],
+    sharded=True,
+    overlap=False,
+    min_quorum=1,
+    all_leave_outcomes=True,
+    copies=0.0,
+    faults=Faults(),
+)
+"""A schedule in which nothing goes wrong by itself; take a copy."""

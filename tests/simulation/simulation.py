@@ -1,0 +1,281 @@
+"""Random schedules of the real rendezvous in a simulated world; what must hold in each is in `invariants.py`.
+
+I4, that all live replicas finish when faults end, joiners too, is checked here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from diloco.errors import FencedError, QuorumTimeoutError
+from diloco.rendezvous import phase as rounds
+from diloco.rendezvous.frames import digests_of
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import Identity, claim
+from diloco.rendezvous.participant import Participant
+from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.reduction import Input, weighted_mean
+from diloco.rendezvous.round import Context, Limits
+from simulation.invariants import Invariants, Process, Violation
+from simulation.plan import CALM, Absence, Plan
+from simulation.work import BLOCK_BYTES, SLOTS, Toy
+from simulation.world import MOST_DELAY_S, Died, SimulatedStore, World
+
+RUN = "run"
+MOST_S = 20_000.0
+"""No schedule takes as long by its own clock, unless somebody never ends."""
+
+
+@dataclass
+class Simulation(Invariants):
+    """One schedule."""
+
+    live: set[str] = field(default_factory=set)
+    is_traced: bool = True
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self.world = World(plan.seed, plan.faults, is_traced=self.is_traced)
+        self.store = SimulatedStore(self.world, answer_s=plan.answer_s, upload_s=plan.upload_s)
+        self.store.deleting = self._check_collection
+        if not plan.streams:
+            self.store.put_if_absent_streamed = None  # type: ignore[method-assign,assignment]
+        self.keys = Keys(RUN, "main")
+        total = max(plan.entries) * plan.steps_per_entry if plan.is_planned else None
+        self.steps = rounds.Plan(plan.steps_per_entry, plan.n_fragments, plan.overlap_steps, total)
+
+    def run(self) -> None:
+        plan, rng = self.plan, self.world.rng
+        for rank in range(plan.world_size):
+            self._spawn(rank, delay_s=rng.uniform(0, 0.1 if plan.is_phased else 3.0))
+        for _ in range(plan.joiners):
+            self._spawn(None, delay_s=rng.uniform(0, 6 * plan.phase_s if plan.is_phased else 60))
+        for absence in plan.absences:
+            self.world.at(absence.at_s, partial(self._away, absence))
+        self.world.run(MOST_S if plan.until_s is None else plan.until_s)
+        if self.failures:
+            raise Violation(self.failures[0])
+        if plan.until_s is not None:
+            return
+        if self.live:
+            raise Violation(f"I4: {sorted(self.live)} never finished")
+        self._check_history()
+        if plan.is_phased:
+            self._check_everybody_is_named()
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def _spawn(self, rank: int | None, delay_s: float, checkpoint: tuple[int, Any] | None = None) -> None:
+        slot = len(self.processes)
+        if slot >= SLOTS and self.plan.until_s is None:
+            return  # with an end in time, work is counted, and not whose it is
+        name = f"{'joiner' if rank is None else f'rank {rank}'}.{slot}"
+        process = Process(name, rank, slot, Toy(self.plan.n_fragments, slot % SLOTS, slot))
+        process.toy.is_final = self.steps.is_final
+        process.toy.loses_steps = bool(self.steps.overlap_steps)
+        self.processes.append(process)
+        self.world.spawn(name, lambda: self._process(process, checkpoint), delay_s)
+
+    def _away(self, absence: Absence) -> None:
+        """Let the newest process of a rank die, and another come for it; or let it sleep for a while."""
+        process = [process for process in self.processes if process.rank == absence.rank][-1]
+        if process.ended_s is not None or process.here_s is None:
+            return
+        back_s = self.world.now + absence.for_s
+        if not absence.dies:
+            process.held_s.append((self.world.now, back_s))
+            self.world.hold(process.name, back_s)
+            return
+        self.world.kill(process.name)
+        self._spawn(absence.rank, absence.for_s)
+        if absence.leaves_outcome:
+            self._record_end(absence.rank, process.slot)
+
+    def _process(self, process: Process, checkpoint: tuple[int, Any] | None) -> None:
+        self.live.add(process.name)
+        try:
+            self._train(process, checkpoint)
+            self.clean[process.slot] = process.toy
+        except Died:
+            if not self.plan.absences:
+                self._bury(process)
+        except FencedError:
+            self.world.note("is fenced")
+        except QuorumTimeoutError as error:
+            if not self._is_excused(str(error)) and not self._is_superseded(process):
+                self.failures.append(f"I4: {process.name}: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever a replica raises is a violation
+            self.failures.append(f"{process.name}: {type(error).__name__}: {error}")
+        process.ended_s = self.world.now
+        self.live.discard(process.name)
+
+    def _is_superseded(self, process: Process) -> bool:
+        """Return whether a newer copy of this rank has begun: an older one ends, in one way or another."""
+        me = process.me
+        return me is not None and self.keys.claim(me.rank, me.attempt + 1) in self.store.objects
+
+    def _is_excused(self, error: str) -> bool:
+        """Return whether a replica waited in vain because what it needed had rotted."""
+        rotten = self.store.ever_rotten
+        entry = error.split(":")[0].removeprefix("Round ")
+        if any("/part/" in key or "/mean/" in key for key in rotten):
+            return True
+        missing = re.findall(r"\d+", error.partition("Missing ranks:")[2])
+        if self.plan.min_quorum > 1 and any(self.keys.claim(int(r), 0) not in self.store.objects for r in missing):
+            return True  # it never began, and was not started again
+        is_sealed = f"{RUN}/diloco/main/seal/{entry}" in self.store.objects  # then a rotten input is left out
+        return not is_sealed and any(f"/r{entry}/contribution/" in key for key in rotten)
+
+    def _train(self, process: Process, checkpoint: tuple[int, Any] | None) -> None:
+        world, plan, toy = self.world, self.plan, process.toy
+        store = PatientStore(self.store, clock=world.clock, error_patience_s=1e6)
+        nonce = f"nonce{process.slot}"
+        me = claim(store, self.keys, process.rank, plan.world_size, nonce, lambda: world.sleep(0.1))
+        process.me = me
+        context = Context(
+            store=store,
+            keys=self.keys,
+            me=me,
+            training=toy,
+            plan=self.steps,
+            min_quorum=plan.min_quorum,
+            weight=plan.weights[me.rank % len(plan.weights)],
+            snapshot_every=plan.snapshot_every,
+            limits=Limits(
+                grace_s=plan.grace_s,
+                round_timeout_s=600.0,
+                small_bytes=0 if plan.sharded else 1 << 20,
+                block_bytes=BLOCK_BYTES,
+            ),
+            reduce=_reduce_of_host(process.slot),
+            clock=world.clock,
+            wait=world.wait,
+            rng=world.rng,
+            background=lambda job: world.spawn(f"{world.who()} keeps", lambda: _until_death(job)),
+        )
+        participant = Participant(context)
+        process.phase = participant.phase
+        participant.start(checkpoint)
+        process.here_s = world.now
+        self._check_state(toy, participant.position)
+        slower = plan.speeds[me.rank] if me.rank < len(plan.speeds) else 1.0
+        entries = plan.entries[me.rank] if me.rank < plan.world_size else max(plan.entries)
+        while not self._has_finished(participant, entries):
+            self._perhaps_copy(me, participant, toy)
+            self._perhaps_flip(me, participant.position, toy)
+            world.sleep(world.rng.uniform(*plan.step_s) * slower)
+            toy.labour()
+            began_s, was_out, was_named = world.now, participant.phase.is_out, context.members.names_me
+            adopted = participant.step()
+            if adopted:
+                world.note(f"has adopted {adopted[-1].round}{', and is out of phase' * participant.phase.is_out}")
+                process.adopted_s.append(world.now)
+                self._check_state(toy, participant.position)
+            if checkpoint is None and not self.steps.overlap_steps:
+                self._check_ledger(process, participant.phase)
+            if plan.is_phased:
+                self._check_waits(process, adopted, began_s, was_out, was_named)
+            process.is_new = was_out or (process.is_new and not adopted)
+        process.left_out_of_phase = participant.phase.is_out  # what it presented may be counted after it has left
+        participant.leave()
+
+    def _has_finished(self, participant: Participant, entries: int) -> bool:
+        if self.steps.total_steps is None:
+            return participant.position >= entries
+        return participant.phase.inner_step >= self.steps.total_steps
+
+    def _perhaps_copy(self, me: Identity, participant: Participant, toy: Toy) -> None:
+        world = self.world
+        if world.happens(self.plan.copies):
+            delay_s = world.rng.uniform(0.0, 60.0)
+            if world.rng.random() < 0.5:
+                world.note(f"a second copy of rank {me.rank} starts in {delay_s:.0f} s")
+                self._spawn(me.rank, delay_s)
+            else:
+                world.note(f"a copy from this state of rank {me.rank} starts in {delay_s:.0f} s")
+                toy.dropped = True
+                self._spawn(me.rank, delay_s, (participant.position, toy.progress()))
+
+    def _perhaps_flip(self, me: Identity, position: int, toy: Toy) -> None:
+        if self.plan.flip is None or self.plan.flip[:2] != (me.rank, position) or toy.excused_until:
+            return
+        f = self.plan.flip[2]
+        self.world.note(f"a bit flips in fragment {f}")
+        toy.flip(f)
+        toy.excused_until = position + (f - position) % self.plan.n_fragments + 1
+
+    def _bury(self, process: Process) -> None:
+        """What happens to a dead process: its supervisor may record it, and it may be started again."""
+        world, slot = self.world, process.slot
+        rank = process.me.rank if process.me else process.rank
+        if rank is None:
+            return
+        if self.plan.all_leave_outcomes or world.rng.random() < 0.6:
+            world.at(world.rng.uniform(0.1, 5.0), lambda: self._record_end(rank, slot))
+        if world.rng.random() < 0.5:
+            self._spawn(rank, world.rng.uniform(0.1, 60.0))
+
+    def _record_end(self, rank: int, slot: int, *, looks_again: bool = True) -> None:
+        """Record the end of a process as a supervisor does: under the newest attempt claimed in its name.
+
+        It may have died before it knew of its claim, which fences others all the same. Without one it is recorded
+        under the attempt that was asked for, and under its own should the claim land after all.
+        """
+        attempt, own = 0, []
+        while claimed := self.store.objects.get(self.keys.claim(rank, attempt)):
+            if json.loads(claimed)["nonce"] == f"nonce{slot}":
+                own.append(attempt)  # more than one, if it could not read its first
+            attempt += 1
+        if not own and looks_again:
+            self.world.at(MOST_DELAY_S, lambda: self._record_end(rank, slot, looks_again=False))
+        attempt = own[-1] if own else 0
+        key = self.keys.outcome(rank, attempt)
+        self.world.note(f"{key}: {self.store._create(key, b'{}')}")
+
+
+def _until_death(job: Callable[[], None]) -> None:
+    with suppress(Died):
+        job()
+
+
+def _reduce_of_host(host: int) -> Callable[..., tuple[str, ...]]:
+    """Return a reduction whose sums differ in the last bit from other hosts', as on unlike processors."""
+
+    def reduce(inputs: Sequence[Input], out: memoryview, *, block_bytes: int) -> tuple[str, ...]:
+        weighted_mean(inputs, out, block_bytes=block_bytes)
+        bits = np.frombuffer(out, np.uint32)
+        bits ^= np.uint32(host & 1)
+        return digests_of(out, block_bytes)
+
+    return reduce
+
+
+def calm(**changes: Any) -> Simulation:
+    """Return a schedule of three replicas in which nothing goes wrong by itself."""
+    return Simulation(replace(CALM, **{"entries": [4, 4, 4], **changes}))
+
+
+def run_schedule(seed: int, *, is_traced: bool = True, **changes: Any) -> Simulation:
+    """Run one schedule.
+
+    Args:
+        is_traced: record every call, to be printed.
+        changes: of the plan that follows from the seed.
+
+    Raises: Violation: with the seed in its message.
+    """
+    plan = replace(Plan.random(seed), **changes) if changes else Plan.from_seed(seed)
+    simulation = Simulation(plan, is_traced=is_traced)
+    try:
+        simulation.run()
+    except Violation as violation:
+        raise Violation(f"seed {seed}: {violation}") from None
+    return simulation

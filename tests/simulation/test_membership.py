@@ -1,0 +1,272 @@
+"""Turns and claims, expected and gone ranks, steps and phases, and how long to wait."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+
+from diloco.rendezvous.frames import Member, Seal, hash_order
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.loop import Rendezvous
+from diloco.rendezvous.membership import Identity, Membership, claim
+from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.phase import Phase
+from diloco.rendezvous.phase import Plan as StepPlan
+from diloco.rendezvous.round import Context, EntryState
+from diloco.rendezvous.seal import Sealer
+from executors.store import Data, MemoryStore, Store
+from executors.store.faulty import FaultyStore
+from simulation.work import Toy
+from simulation.world import SimulatedStore, World
+
+KEYS = Keys("run", "main")
+
+
+def patient_store(store: Any) -> PatientStore:
+    return PatientStore(store, clock=lambda: 0.0, error_patience_s=1e6)
+
+
+# -- turns and claims --------------------------------------------------------------------------------------------------
+
+GOLDEN_ORDERS = {
+    ("mean", 0): [1, 0, 4, 2, 5, 3],
+    ("seal", 7): [5, 4, 1, 2, 3, 0],
+    ("snapshot", 10): [4, 3, 5, 0, 2, 1],
+}
+
+
+def test_every_rank_has_its_turn_in_orders_that_other_versions_find_too() -> None:
+    first = Counter(hash_order(range(4), "seal", entry)[0] for entry in range(400))
+    assert min(first.values()) > 60
+    assert hash_order({3, 1, 2}, "seal", 5) == hash_order([1, 2, 3], "seal", 5)
+    assert {about: hash_order(range(6), *about) for about in GOLDEN_ORDERS} == GOLDEN_ORDERS
+
+
+def test_hash_orders_do_not_depend_on_the_process() -> None:
+    orders = f"[hash_order(range(6), *a) for a in {list(GOLDEN_ORDERS)}]"
+    code = f"from diloco.rendezvous.frames import hash_order\nprint({orders})"
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert ran.stdout.strip() == str(list(GOLDEN_ORDERS.values()))
+
+
+def test_joiners_at_once_share_no_rank_and_fence_nobody() -> None:
+    for seed in range(5):
+        world = World(seed)
+        store = patient_store(SimulatedStore(world))
+        found: list[Identity] = []
+
+        def join(name: str, store: Any = store, world: World = world, found: list[Identity] = found) -> None:
+            found.append(claim(store, KEYS, None, 2, name, lambda: world.sleep(0.1)))
+
+        for name in ("one", "other", "third"):
+            world.spawn(name, partial(join, name))
+        world.run()
+        assert sorted((me.rank, me.attempt) for me in found) == [(2, 0), (3, 0), (4, 0)], seed
+        assert len({me.nonce for me in found}) == 3
+
+
+def claimed(store: Any) -> Identity:
+    return claim(patient_store(store), KEYS, 0, 1, "mine", lambda: None)
+
+
+def test_a_claim_whose_reply_is_lost_is_ones_own_nevertheless() -> None:
+    store = FaultyStore(MemoryStore(), seed=0)
+    store.fail_at("put_if_absent", key="*/started.json", action="lost")
+    assert claimed(store).attempt == 0
+    assert len(store.log) == 1
+
+
+class Boastful(MemoryStore):
+    """Lets another process come first, and says that this one did."""
+
+    def put_if_absent(self, key: str, data: Data) -> bool:
+        super().put_if_absent(key, b'{"nonce": "another"}') if key.endswith("/0/started.json") else None
+        super().put_if_absent(key, data)
+        return True
+
+
+def test_a_claim_that_the_store_confirms_belongs_to_the_nonce_in_it() -> None:
+    assert claimed(Boastful()).attempt == 1
+
+
+# -- membership --------------------------------------------------------------------------------------------------------
+
+
+def membership(store: Store, me: Identity = Identity(0, 2, 0, "me")) -> Membership:  # noqa: B008 - frozen
+    return Membership(patient_store(store), KEYS, me)
+
+
+def sealed_by(*names: tuple[int, int], phase_s: float = 0.0) -> Seal:
+    members = {rank: Member(f"nonce{attempt}", attempt, 1.0, "d" * 32) for rank, attempt in names}
+    return Seal(members, "a" * 32, 0, phase_s=phase_s)
+
+
+def test_an_outcome_without_a_claim_ends_nobody() -> None:
+    store = MemoryStore()
+    store.put(KEYS.outcome(1, 0), b"{}")
+    assert not membership(store).is_gone(1)
+    store.put(KEYS.claim(1, 0), b"{}")
+    assert membership(store).is_gone(1)
+
+
+def test_an_attempt_that_is_not_older_than_the_named_one_shows_that_a_rank_is_gone() -> None:
+    store = MemoryStore()
+    members = membership(store)
+    members.seal = sealed_by((1, 1))
+    for attempt in range(3):
+        store.put(KEYS.claim(1, attempt), b"{}")
+    store.put(KEYS.outcome(1, 0), b"{}")
+    assert not members.is_gone(1), "an older one has ended"
+    store.put(KEYS.outcome(1, 2), b"{}")
+    assert members.is_gone(1), "a newer one has ended, and the named one is behind it"
+
+
+def test_when_all_are_gone_their_newest_attempts_are_expected_that_have_not_left() -> None:
+    store = MemoryStore()
+    members = membership(store)
+    members.seal = sealed_by((0, 0), (1, 0), (2, 0))
+    for rank in (0, 1, 2):
+        store.put(KEYS.claim(rank, 0), b"{}")
+        store.put(KEYS.outcome(rank, 0), b"{}")
+    assert members.still_expected({}) == set()
+    store.put(KEYS.claim(1, 1), b"{}")
+    store.put(KEYS.claim(2, 1), b"{}")
+    store.put(KEYS.bye(2, 1), b"")
+    assert members.still_expected({}) == {1}
+    store.put(KEYS.claim(1, 2), b"{}")
+    store.put(KEYS.outcome(1, 2), b"{}")
+    assert members.still_expected({}) == set(), "the newest claim is the rank"
+
+
+def test_ones_own_rank_never_counts_as_a_peer_that_lives() -> None:
+    members = membership(MemoryStore())
+    members.seal = sealed_by((0, 0))
+    assert not members.someone_lives()
+    members.seal = sealed_by((0, 0), (1, 0))
+    assert members.someone_lives()
+
+
+def test_before_the_first_seal_the_first_attempts_of_the_launch_are_expected_processes() -> None:
+    members = membership(MemoryStore())
+    assert members.names(1, 0, "any")
+    assert not members.names(1, 1, "any")
+    assert not members.names(2, 0, "any"), "a joiner"
+
+
+# -- phases ------------------------------------------------------------------------------------------------------------
+
+
+def stepped(phase: Phase, n: int) -> Phase:
+    for _ in range(n):
+        phase.step_made()
+        phase.left()
+    return phase
+
+
+def test_steps_count_from_the_last_look_that_saw_no_seal_less_the_overlap() -> None:
+    phase = stepped(Phase(StepPlan(steps_per_entry=10, overlap_steps=2), lambda: 0.0), 3)
+    phase.looked(0.0)
+    stepped(phase, 5)
+    phase.caught_up(1)
+    assert (phase.base, phase.since) == (10, 3)
+    phase.looked(0.0)
+    stepped(phase, 1)
+    phase.caught_up(2)
+    assert (phase.base, phase.since) == (30, 0)
+
+
+def test_a_head_start_counts_for_one_round() -> None:
+    now = [0.0]
+    phase = Phase(StepPlan(steps_per_entry=10), lambda: now[0])
+    phase.looked(0.0)
+    now[0] = 7.0
+    phase.caught_up(1)
+    assert phase.head_start_s == 7.0
+    phase.met(1)
+    assert phase.head_start_s == 0.0
+
+
+def test_the_runs_step_is_that_of_its_newest_entry_and_at_most_a_phase_more() -> None:
+    phase = stepped(Phase(StepPlan(steps_per_entry=10, total_steps=25), lambda: 0.0), 14)
+    assert phase.inner_step == 10, "others may be in the midst of their phase still"
+    phase.caught_up(1)
+    assert 10 <= phase.inner_step <= 20
+    phase.met(1)
+    assert stepped(phase, 9).inner_step == 25
+    assert phase.is_at_the_end
+    for n_entries in (1, 5):
+        phase.met(n_entries)
+        assert phase.inner_step == 25
+
+
+def test_a_last_round_does_not_overlap_with_training() -> None:
+    plan = StepPlan(steps_per_entry=10, n_fragments=2, overlap_steps=3, total_steps=40)
+    phase = stepped(Phase(plan, lambda: 0.0), 7)
+    assert plan.last_entry == 4
+    assert [phase.is_time_to_publish(entry) for entry in range(5)] == [True, True, True, False, False]
+
+
+# -- the grace ---------------------------------------------------------------------------------------------------------
+
+
+def context(me: Identity, now: list[float]) -> Context:
+    return Context(
+        store=patient_store(MemoryStore()), keys=KEYS, me=me, training=Toy(1, 0, 0), plan=StepPlan(),
+        wait=lambda seconds, prefixes: None, clock=lambda: now[0],
+    )  # fmt: skip
+
+
+def sealer(here: Context) -> Sealer:
+    return Sealer(here, reload=lambda: None)
+
+
+def test_the_bound_of_a_replica_that_sees_no_expected_process() -> None:
+    for told_s, own_s, lone_s in [
+        (100.0, 100.0, 230.0),
+        (1e9, 100.0, 2 * 100.0 + 900.0),  # no seal's word holds a replica for ever: half of the round's time is most
+        (3600.0, 3600.0, 2 * 3600.0 + 180.0),  # its own phases are that long: the bound is never below two of them
+        (0.0, 100.0, 30.0),
+    ]:
+        now = [0.0]
+        here = context(Identity(0, 2, 0, "me"), now)
+        assert here.phase.seconds == 0.0
+        now[0] = own_s
+        here.phase.step_made()
+        here.members.seal = sealed_by((1, 0), phase_s=told_s)
+        assert sealer(here).lone_s == pytest.approx(lone_s), (told_s, own_s)
+
+
+def test_a_replica_whose_anchor_is_in_the_minority_waits_for_as_long_again() -> None:
+    here = context(Identity(0, 2, 0, "me"), [0.0])
+    one, entry = sealer(here), EntryState.begin(here, 0)
+    entry.began_s = 0.0
+    assert [one._is_over(entry, {}, now, grace_factor=1) for now in (29.0, 31.0)] == [False, True]
+    assert [one._is_over(entry, {}, now, grace_factor=2) for now in (31.0, 59.0, 61.0)] == [False, False, True]
+
+
+def test_a_replica_without_a_step_decides_nothing_alone_before_the_first_seal() -> None:
+    now = [0.0]
+    here = context(Identity(2, 2, 0, "joiner"), now)
+    one, entry = sealer(here), EntryState.begin(here, 0)
+    entry.began_s = entry.published_s = 0.0
+    assert not one._is_over(entry, {}, 1e6, grace_factor=1)
+    now[0] = 10.0
+    here.phase.step_made()
+    assert [one._is_over(entry, {}, at_s, grace_factor=1) for at_s in (49.0, 51.0)] == [False, True]
+
+
+def test_nothing_is_in_flight_that_was_sent_out_of_phase() -> None:
+    cases: list[dict[str, Any]] = [{}, {"is_early": True}, {"foreign": memoryview(b"")}, {"published": False}]
+    for changes in cases:
+        rendezvous = Rendezvous(context(Identity(0, 2, 0, "me"), [0.0]))
+        for name, value in {"published": True, **changes}.items():
+            setattr(rendezvous.current(), name, value)
+        assert rendezvous.in_flight is (not changes), changes

@@ -1,0 +1,188 @@
+"""The small parts of the rendezvous: records, snapshots' parts, means and shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.rendezvous.frames import (
+    MAX_SHARDS,
+    BadRecordError,
+    Contribution,
+    MeanHead,
+    Member,
+    Seal,
+    digests_of,
+    head_bytes,
+)
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.reduction import BadInputError, Floats, Input, weighted_mean
+from diloco.rendezvous.round import Layout, Limits, owners, shards_of
+from diloco.rendezvous.snapshot import Pointer, collect_garbage, decode_part, encode_part, put_parts
+from executors.store import MemoryStore
+from simulation.test_accounting import whole_snapshots
+
+KEYS = Keys("run", "main")
+HEAD = Contribution(3, 1, "nonce", 2.5, "a" * 32, 40, ("b" * 32, "c" * 32), (1.5, 1e30))
+
+
+def patient_store(store: Any) -> PatientStore:
+    return PatientStore(store, clock=lambda: 0.0, error_patience_s=1e6)
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_contribution_comes_back_as_it_went() -> None:
+    head = HEAD.head()
+    assert len(head) == head_bytes(2)
+    assert len(head) % 64 == 0
+    assert Contribution.parse(head + b"payload")[0] == HEAD
+
+
+@settings(deadline=None)  # a loaded machine is not slow code
+@given(st.binary(max_size=40), st.integers(0, 1), st.booleans())
+def test_a_seal_comes_back_as_it_went(mean: bytes, shards: int, several: bool) -> None:
+    members = {0: Member("x", 0, 1.0, "d" * 32)} | ({7: Member("y", 2, 0.5, "e" * 32)} if several else {})
+    seal = Seal(members, "f" * 32, shards, b"" if shards else mean)
+    assert Seal.parse(b"".join(seal.data())) == seal
+
+
+def test_no_flipped_bit_of_a_head_goes_unnoticed() -> None:
+    heads: dict[Callable[[bytes], object], bytes] = {
+        Contribution.parse: HEAD.head(),
+        Seal.parse: b"".join(Seal({0: Member("x", 0, 1.0, "d" * 32)}, "f" * 32, 0, b"mean").data()),
+        MeanHead.parse: MeanHead(("b" * 32,), (2,)).head(),
+        Pointer.parse: Pointer("n", 0, ("p",), ("s",), {"tensors": {}}).data(),
+    }
+    for parse, whole in heads.items():
+        parse(whole)
+        text_end = len(whole) if whole.endswith(b"mean") else len(whole.rstrip(b"\0"))
+        for at in [*range(24), text_end // 2, text_end - 1]:
+            flipped = bytearray(whole)
+            flipped[at] ^= 4
+            with pytest.raises(BadRecordError):
+                parse(bytes(flipped))
+
+
+def test_parts_are_safetensors() -> None:
+    arrays: dict[str, Floats] = {
+        "b": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "a": np.full((1, 1), 1.5, np.float32),
+        "empty": np.zeros(0, np.float32),
+    }
+    data = b"".join(encode_part(arrays))
+    for read in (safetensors.numpy.load(data), decode_part(memoryview(data))):
+        assert read.keys() == arrays.keys()
+        assert all(read[name].tobytes() == arrays[name].tobytes() for name in arrays)
+        assert all(read[name].shape == arrays[name].shape for name in arrays)
+
+
+def test_after_each_collection_the_two_newest_snapshots_are_whole() -> None:
+    store = patient_store(MemoryStore())
+    for entry, whole in {0: [0], 3: [0, 3], 9: [3, 9], 12: [9, 12]}.items():  # the writer of 6 died
+        digests = put_parts(store, KEYS, entry, "nonce", {"a": np.full(3, entry, np.float32)})
+        assert digests is not None
+        store.create(KEYS.snapshot(entry), Pointer("nonce", 0, digests, ("s",), {}).data())
+        collect_garbage(store, KEYS, entry, 3)
+        assert whole_snapshots(store, KEYS, 12) == whole
+
+
+# -- means and shards --------------------------------------------------------------------------------------------------
+
+
+def inputs_of(arrays: list[np.ndarray], weights: list[float], block_bytes: int) -> list[Input]:
+    views = [array.data.cast("B") for array in arrays]
+    return [
+        Input(rank, weight, view, digests_of(view, block_bytes))
+        for rank, (view, weight) in enumerate(zip(views, weights, strict=True))
+    ]
+
+
+def test_the_mean_is_the_plain_sum_of_products_in_rank_order() -> None:
+    for size in (1, 63, 64, 1000, 200_000):
+        rng = np.random.default_rng(size)
+        arrays = [rng.normal(size=size).astype(np.float32) for _ in range(3)]
+        weights = [1.0, 2.0, 3.5]
+        out = np.empty(size, np.float32)
+        digests = weighted_mean(inputs_of(arrays, weights, 4096), out.data.cast("B"), block_bytes=4096)
+        expected = arrays[0] * np.float32(1.0 / 6.5)
+        for array, weight in zip(arrays[1:], weights[1:], strict=True):
+            expected = expected + array * np.float32(weight / 6.5)
+        assert out.tobytes() == expected.tobytes(), size
+        assert digests == digests_of(out.data.cast("B"), 4096), size
+
+
+def test_the_mean_may_be_written_over_an_input() -> None:
+    arrays = [np.arange(100, dtype=np.float32), np.ones(100, np.float32)]
+    inputs = inputs_of(arrays, [1.0, 1.0], 64)
+    weighted_mean(inputs, inputs[0].data, block_bytes=64)
+    assert arrays[0].tobytes() == ((np.arange(100) + 1) / 2).astype(np.float32).tobytes()
+
+
+def test_an_input_that_is_not_finite_or_not_what_its_head_says_is_named() -> None:
+    for bad in (float("nan"), float("inf")):
+        arrays = [np.ones(100, np.float32) for _ in range(3)]
+        arrays[1][77] = bad
+        with pytest.raises(BadInputError, match="rank 1 is not finite") as caught:
+            weighted_mean(inputs_of(arrays, [1.0] * 3, 64), np.empty(400, np.uint8).data, block_bytes=64)
+        assert caught.value.rank == 1
+    arrays = [np.ones(100, np.float32) for _ in range(3)]
+    inputs = inputs_of(arrays, [1.0] * 3, 64)
+    arrays[2][50] = 2.0
+    with pytest.raises(BadInputError, match="rank 2 is not what its head promises"):
+        weighted_mean(inputs, np.empty(400, np.uint8).data, block_bytes=64)
+
+
+def test_large_but_finite_inputs_are_fine() -> None:
+    out = np.empty(10, np.float32)
+    weighted_mean(inputs_of([np.full(10, 1e30, np.float32)] * 2, [1.0, 1.0], 64), out.data.cast("B"), block_bytes=64)
+    assert out[0] == np.float32(1e30)
+
+
+@settings(deadline=None)  # a loaded machine is not slow code
+@given(st.integers(1, 4800), st.integers(1, 40))
+def test_shards_cover_all_blocks_once_and_evenly(size_bytes: int, n_shards: int) -> None:
+    layout = Layout(size_bytes, Limits(block_bytes=16))
+    n_shards = min(n_shards, layout.n_blocks)
+    ranges = [layout.shard(shard, n_shards) for shard in range(n_shards)]
+    assert ranges[0][:1] == ranges[0][2:3] == (0,)
+    assert ranges[-1].end_block == layout.n_blocks
+    assert all(left.end_block == right.first_block for left, right in pairwise(ranges))
+    assert all(left.start + left.size_bytes == right.start for left, right in pairwise(ranges))
+    assert ranges[-1].start + ranges[-1].size_bytes == size_bytes
+    sizes = [shard.end_block - shard.first_block for shard in ranges]
+    assert max(sizes) - min(sizes) <= 1
+    assert min(sizes) >= 1
+
+
+@settings(deadline=None)  # a loaded machine is not slow code
+@given(st.sets(st.integers(0, 300), min_size=1, max_size=200), st.integers(1, 400), st.integers(0, 50))
+def test_shards_have_owners_that_agree_on_them(ranks: set[int], n_blocks: int, entry: int) -> None:
+    n_shards = Layout(n_blocks * 16, Limits(block_bytes=16)).n_shards(len(ranks))
+    assert 1 <= n_shards <= min(len(ranks), n_blocks, MAX_SHARDS)
+    owned = {rank: shards_of(rank, entry, ranks, n_shards) for rank in ranks}
+    assert sorted(shard for shards in owned.values() for shard in shards) == list(range(n_shards))
+    for rank, shards in owned.items():
+        assert all(owners(entry, ranks, shard)[0] == rank for shard in shards)
+
+
+def test_a_small_fragment_or_a_large_world_is_not_cut_into_hundreds_of_shards() -> None:
+    assert Layout(400 << 20, Limits()).n_shards(8) == 8
+    assert Layout((8 << 20) + 5, Limits()).n_shards(8) == 2  # whole blocks; the rest goes with the last
+    assert Layout(1000, Limits()).n_shards(8) == 1
+    assert Layout(4000 << 20, Limits()).n_shards(300) == MAX_SHARDS
+
+
+def test_ranks_that_train_on_own_no_shard_where_another_rank_waits() -> None:
+    waits, trains = Member("n", 0, 1.0, "d" * 32), Member("n", 0, 1.0, "d" * 32, in_phase=False)
+    assert Seal({0: trains, 1: waits}, "a" * 32, 1).owners == [1]
+    assert Seal({0: trains, 1: trains}, "a" * 32, 1).owners == [0, 1]

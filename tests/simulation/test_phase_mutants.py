@@ -1,0 +1,227 @@
+"""Each rule about phases and the grace undone in turn: schedules in phases must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diloco.rendezvous.frames import Seal
+from diloco.rendezvous.loop import Rendezvous
+from diloco.rendezvous.membership import Membership
+from diloco.rendezvous.participant import Participant
+from diloco.rendezvous.phase import Phase
+from diloco.rendezvous.seal import Sealer
+from diloco.rendezvous.training_state import Verdict
+from simulation import test_phases as scenes
+from simulation.plan import Plan
+from simulation.simulation import Simulation
+from simulation.test_mutants import BROKEN, Patch, replaced, wrapped
+
+
+def count_the_own_waiting(is_over: Any, self: Sealer, entry: Any, *rest: Any, **options: Any) -> Any:
+    if entry.grace_from_s is None:
+        entry.grace_from_s = entry.published_s if entry.began_s is None else entry.began_s
+    return is_over(self, entry, *rest, **options)
+
+
+def wait_for_the_next_round(self: Participant) -> list[Any]:
+    """The first rule: publish the work there is and wait, while the others are in the midst of their phase."""
+    reports = []
+    while not self._plan.is_over(self.position) and self._is_behind():
+        self._rendezvous.publish()
+        if (report := self._rendezvous.adopt()) is not None:
+            reports.append(report)
+        reports += self._rendezvous.adopt_sealed()
+    return reports
+
+
+def present_when_an_expected_contribution_is_seen(present: Any, self: Participant) -> None:
+    entry = self._rendezvous.current()
+    for rank in self._members.expected:
+        self._rendezvous.sealer.look_at_contribution(entry, rank)
+    if any(self._members.names(rank, head.attempt, head.nonce) for rank, (head, _) in entry.seen.items()):
+        present(self)
+    else:
+        self.phase.looked(self._context.clock())
+
+
+def forget_the_head_start(caught_up: Any, self: Phase, n_entries: int) -> None:
+    caught_up(self, n_entries)
+    self.head_start_s = 0.0
+
+
+def count_what_cannot_be_read_back_as_nothing(verdict_of: Any, self: Rendezvous, entry: Any, seal: Seal) -> Any:
+    verdict, part = verdict_of(self, entry, seal)
+    is_lost = entry.is_early and verdict is Verdict.DROPPED and self._context.members.seal is not None
+    counted = self.seals.verdict(seal) is Verdict.COUNTED
+    return (Verdict.COUNTED, []) if is_lost and counted else (verdict, part)
+
+
+names_me = Membership.names_me.fget  # type: ignore[attr-defined]
+
+
+def begin_the_grace_for_an_older_attempt(
+    is_over: Any, self: Sealer, entry: Any, good: Any, now: float, **options: Any
+) -> Any:
+    waits = any(rank in self._members.expected and head.in_phase for rank, head in good.items())
+    if entry.grace_from_s is None and waits:
+        entry.grace_from_s = now
+    return is_over(self, entry, good, now, **options)
+
+
+def count_presented_work_again(verdict_of: Any, self: Rendezvous, entry: Any, seal: Seal) -> Any:
+    verdict, part = verdict_of(self, entry, seal)
+    return (Verdict.COUNTED, []) if part else (verdict, part)
+
+
+def lose_steps_made_since(verdict_of: Any, self: Rendezvous, entry: Any, seal: Seal) -> Any:
+    verdict, part = verdict_of(self, entry, seal)
+    return (verdict, None) if verdict is Verdict.COUNTED else (verdict, part)
+
+
+def begin_the_grace_with_the_first_look(
+    is_over: Any, self: Sealer, entry: Any, good: Any, now: float, *, grace_factor: int
+) -> Any:
+    """A replica that lets another look first begins to count when it looks itself."""
+    if entry.grace_from_s is not None:
+        return now - entry.grace_from_s >= self._grace_s(entry) * grace_factor
+    began_s, entry.began_s = entry.began_s, now
+    try:
+        return is_over(self, entry, good, now, grace_factor=grace_factor)
+    finally:
+        entry.began_s = began_s
+
+
+def seal_no_phase_where_nobody_waits(data: Any, self: Seal) -> Any:
+    """The largest of its members' phases is in a seal, and those of them that presented themselves said 0."""
+    waits = any(member.in_phase for member in self.members.values())
+    return data(self if waits else replace(self, phase_s=0.0))
+
+
+def learn_a_short_grace(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("diloco.rendezvous.seal.LEAST_GRACE_PHASES", 0.0)
+    patch.setattr("diloco.rendezvous.seal.LEAST_GRACE", 0.0)
+
+
+def wait_before_leaving(self: Participant) -> None:
+    if self._rendezvous.entry is not None and self._rendezvous.entry.published:
+        self._rendezvous.adopt()
+    self.say_bye()
+
+
+def count_the_steps_that_were_made(self: Phase, n_entries: int) -> None:
+    self.base += self.since
+    self._begin_measuring()
+
+
+def adopt_one_entry_at_a_look(patch: pytest.MonkeyPatch) -> None:
+    def mutant(self: Rendezvous) -> list[Any]:
+        if self.cursor.unsealed == self.position or self.seals.seal(self.position) is None:
+            return []
+        report = self.adopt()
+        return [] if report is None else [report]
+
+    patch.setattr(Rendezvous, "adopt_sealed", mutant)
+    patch.setattr("diloco.rendezvous.participant.PRESENTATIONS", 1)
+
+
+def never_end_a_wait_out_of_phase(check_time: Any, self: Sealer, entry: Any) -> None:
+    if not self._phase.is_out:
+        check_time(self, entry)
+
+
+def schedules() -> None:
+    """Schedules in phases, and scenes with kills."""
+    for seed in range(150):
+        Simulation(Plan.phased(seed)).run()
+    for scene in ("a kill every 60 s, phase 100", "three die"):
+        scenes.as_much_work_is_counted_as_in_a_model_of_phases(scene)
+
+
+def resumed() -> None:
+    for leaves_outcome in (True, False):
+        scenes.a_run_that_is_resumed_as_a_whole_is_in_phase_from_its_start(leaves_outcome)
+
+
+MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
+    "an unexpected replica counts its own waiting": (wrapped(Sealer, "_is_over", count_the_own_waiting), schedules),
+    "a late replica waits for the next round": (replaced(Participant, "_fall_in", wait_for_the_next_round), schedules),
+    "nothing bounds the wait for expected replicas": (
+        replaced(Sealer, "lone_s", 1e9),
+        scenes.a_replica_whose_peers_vanished_goes_on_alone,
+    ),
+    "one presents oneself when an expected contribution is seen": (
+        wrapped(Participant, "_present", present_when_an_expected_contribution_is_seen),
+        schedules,
+    ),
+    "nobody has a head start": (wrapped(Phase, "caught_up", forget_the_head_start), schedules),
+    "work that cannot be read back was nothing": (
+        wrapped(Rendezvous, "_verdict", count_what_cannot_be_read_back_as_nothing),
+        scenes.counted_work_that_cannot_be_read_back_is_dropped,
+    ),
+    "ranks seal and not processes": (
+        replaced(Membership, "names", lambda self, rank, attempt, nonce: rank in self.expected),
+        schedules,
+    ),
+    "a newer attempt does not end the older one": (  # after a resume without outcomes everybody is out of phase
+        replaced(Membership, "lives", lambda self, rank: not self._has_left(rank, self.expected[rank])),
+        resumed,
+    ),
+    "somebody always lives": (replaced(Membership, "someone_lives", lambda self: True), resumed),
+    "first attempts are out of phase before the first seal": (
+        replaced(Membership, "names_me", property(lambda self: self.seal is not None and names_me(self))),
+        schedules,
+    ),
+    "a newer attempt begins the grace for its older one": (
+        wrapped(Sealer, "_is_over", begin_the_grace_for_an_older_attempt),
+        schedules,
+    ),
+    "presented work counts again": (wrapped(Rendezvous, "_verdict", count_presented_work_again), schedules),
+    "steps made since are lost at the adoption": (wrapped(Rendezvous, "_verdict", lose_steps_made_since), schedules),
+    "a presence weighs as much as work": (replaced(Rendezvous, "_early_weight", lambda self, entry: 1.0), schedules),
+    "the bound knows no phase": (replaced(Sealer, "lone_s", property(lambda self: self._most_grace_s)), schedules),
+    "the grace begins with the first look": (
+        wrapped(Sealer, "_is_over", begin_the_grace_with_the_first_look),
+        scenes.a_dead_replica_costs_the_others_one_grace_from_when_they_waited,
+    ),
+    "nobody looks": (replaced(Participant, "_look_around", lambda self: []), schedules),
+    "a replica that presents itself says nothing of its phase": (
+        wrapped(Seal, "data", seal_no_phase_where_nobody_waits),
+        schedules,
+    ),
+    "a phase lasts as long as was trained so far": (
+        replaced(Phase, "seconds", property(lambda self: self._trained_s if self._steps else self._known_s)),
+        scenes.three_of_ten_steps_tell_how_long_ten_take,
+    ),
+    "a learned grace is short": (learn_a_short_grace, schedules),
+    "a replica that leaves out of phase waits": (
+        replaced(Participant, "leave", wait_before_leaving),
+        scenes.a_replica_that_leaves_out_of_phase_waits_for_nobody,
+    ),
+    "the steps that were made count and not the run's": (
+        replaced(Phase, "_advance", count_the_steps_that_were_made),
+        schedules,
+    ),
+    "one entry is adopted at a look": (adopt_one_entry_at_a_look, schedules),
+    "nothing ends a wait out of phase": (
+        wrapped(Sealer, "check_time", never_end_a_wait_out_of_phase),
+        scenes.a_quorum_that_cannot_be_reached_ends_a_replica_out_of_phase,
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_undoing_a_rule_about_phases_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, notices = MUTANTS[mutant]
+    patch(monkeypatch)
+    with pytest.raises((AssertionError, pytest.fail.Exception)) as noticed:
+        notices()
+    assert not BROKEN.search(str(noticed.value)), f"not the rule, the mutant is broken: {noticed.value}"
+
+
+def test_without_a_mutant_the_schedules_in_phases_are_fine() -> None:
+    for seed in range(150):
+        Simulation(Plan.phased(seed)).run()

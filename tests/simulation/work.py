@@ -1,0 +1,126 @@
+"""Work of whole numbers for the simulated rendezvous: whose work is in a mean can be read off it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_128_hexdigest
+
+from diloco.rendezvous.frames import digests_of
+from diloco.rendezvous.reduction import Floats
+from diloco.rendezvous.training_state import Packed, Verdict
+
+SLOTS = 12  # processes whose work is told apart: one float each, so a fragment has three blocks
+BLOCK_BYTES = 16
+ZEROS = np.zeros(SLOTS, np.float32)
+
+
+class Toy:
+    """Work of whole numbers: each process counts what it did in a slot of its own."""
+
+    carries = True
+
+    def __init__(self, n_fragments: int, slot: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.anchor = [rng.integers(-9, 9, SLOTS).astype(np.float32) for _ in range(n_fragments)]
+        self.momentum = [np.zeros(SLOTS, np.float32) for _ in range(n_fragments)]
+        self.undone = [np.zeros(SLOTS, np.float32) for _ in range(n_fragments)]
+        self.slot, self.done, self.dropped = slot, 0, False
+        self.loses_steps = False
+        """Whether steps made after something was sent may be lost when that is counted: with an overlap they are."""
+        self.is_final: Callable[[int], bool] = lambda entry: False
+        self.excused_until = 0
+        """A flipped bit shows at the latest when the entry before this one is applied."""
+        self._payload = np.zeros(SLOTS, np.float32)
+        self._sent = np.zeros(SLOTS, np.float32)
+
+    def labour(self) -> None:
+        self.done += 1
+        for undone in self.undone:
+            undone[self.slot] += 1
+
+    def flip(self, fragment: int) -> None:
+        self.anchor[fragment].view(np.uint32)[5] ^= np.uint32(1 << 20)
+
+    def sizes(self) -> list[int]:
+        return [SLOTS * 4] * len(self.anchor)
+
+    def agreement(self) -> dict[str, Any]:
+        return {"tensors": {}, "fragments": len(self.anchor)}
+
+    def arrays(self) -> dict[str, Floats]:
+        momentum = {f"m{f}": values for f, values in enumerate(self.momentum) if values.any()}
+        return {**{str(f): anchor for f, anchor in enumerate(self.anchor)}, **momentum}
+
+    def load(self, arrays: Any) -> None:
+        self.anchor = [np.array(arrays[str(f)]) for f in range(len(self.anchor))]
+        self.momentum = [np.array(arrays.get(f"m{f}", ZEROS)) for f in range(len(self.anchor))]
+
+    def capture(self) -> tuple[dict[str, Floats], tuple[str, ...]]:
+        return deepcopy(self.arrays()), tuple(self.digest(f) for f in range(len(self.anchor)))
+
+    def digest(self, fragment: int) -> str:
+        return xxh3_128_hexdigest(self.anchor[fragment].tobytes() + self.momentum[fragment].tobytes())
+
+    def pack(
+        self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
+    ) -> Packed:
+        self._payload[:] = self._sent[:] = self.undone[entry % len(self.anchor)]
+        payload = self._payload.data.cast("B")
+        digests = digests_of(payload, BLOCK_BYTES)
+        first, end = keep or (0, len(payload))
+        if write is not None:
+            write(payload)
+            for at in [*range(first), *range(end, len(payload))]:
+                payload[at] = 0xFF  # what is not to be kept is no longer there
+        return Packed(digests, (0.0,) * len(digests), payload[first:end], first)
+
+    def apply(
+        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, part: Sequence[memoryview] | None = None
+    ) -> None:
+        self.replay(entry, mean)
+        undone = self.undone[entry % len(self.anchor)]
+        if part is not None:
+            taken = np.frombuffer(b"".join(part), np.float32) if part else ZEROS
+            undone -= taken
+            self.dropped = self.dropped or (verdict is Verdict.DROPPED and bool(taken.any()))
+        else:
+            self._merge(undone, verdict)
+        if self.is_final(entry):
+            self.dropped = self.dropped or bool(undone.any())
+            undone[:] = 0.0
+
+    def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
+        if mean:
+            step(self.anchor, self.momentum, entry, np.frombuffer(b"".join(mean), np.float32))
+
+    def payload(self, entry: int) -> memoryview:
+        return self.undone[entry % len(self.anchor)].copy().data.cast("B")
+
+    def progress(self) -> Any:
+        return deepcopy(self.undone)
+
+    def restore(self, progress: Any, verdicts: Sequence[Verdict | None] = ()) -> None:
+        verdicts = verdicts or [None] * len(self.undone)
+        self.dropped = self.dropped or Verdict.COUNTED in verdicts  # what was jumped over cannot be read back
+        for undone, value, verdict in zip(self.undone, progress or [ZEROS] * len(self.undone), verdicts, strict=True):
+            undone[:] = value
+            self._merge(undone, verdict)
+
+    def _merge(self, undone: Floats, verdict: Verdict | None) -> None:
+        if verdict is Verdict.COUNTED:
+            self.dropped = self.dropped or (self.loses_steps and bool((undone != self._sent).any()))
+            undone[:] = 0.0
+        elif verdict is Verdict.DROPPED or (verdict is Verdict.KEPT and not self.carries):
+            self.dropped = self.dropped or bool(undone.any())
+            undone[:] = 0.0
+
+
+def step(anchor: list[Floats], momentum: list[Floats], entry: int, mean: Floats) -> None:
+    f = entry % len(anchor)
+    momentum[f] *= np.float32(0.5)
+    momentum[f] += mean
+    anchor[f] -= momentum[f]

@@ -1,0 +1,81 @@
+"""A small training for replicas that are killed: quick, and with gates that the test opens when it likes."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+N_INPUTS, NOISE = 16, 0.5
+
+
+def train(
+    folder: str, rounds: int, gates: Sequence[int] = (), inner_steps: int = 5, sharded: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Fit a line to noisy values with the other replicas.
+
+    Args:
+        folder: where the gates are.
+        gates: rounds at whose beginning a replica waits until the test opens `folder/<round>`.
+        sharded: cut the mean into shards, as for a large model.
+        options: of DiLoCo.
+
+    Returns: the anchor, bit for bit, and its loss on values that no replica has seen; 0.25 is the noise alone.
+    """
+    import torch
+
+    from diloco import DiLoCo
+    from diloco.rendezvous.round import Limits
+    from executors import current_replica
+
+    replica, steps = current_replica(), rounds * inner_steps
+    target = torch.linspace(-1, 1, N_INPUTS)
+    model = torch.nn.Linear(N_INPUTS, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data = torch.Generator().manual_seed(replica.rank)
+
+    def draw(n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(n, N_INPUTS, generator=generator)
+        return x, x @ target + NOISE * torch.randn(n, generator=generator)
+
+    shards = {"small_bytes": 0, "block_bytes": 32} if sharded else {}
+    limits = Limits(grace_s=3.0, takeover_after_s=0.5, round_timeout_s=60.0, **shards)
+    closed = list(gates)
+    options = {"outer_momentum": 0.5, **options}  # with 0.9 so few rounds end as chance has it
+    with DiLoCo(model, inner_steps=inner_steps, total_steps=steps, _limits=limits, **options) as diloco:
+        diloco.attach_state("optimizer", optimizer)
+        diloco.attach_state("data", data)
+        while diloco.inner_step < steps:
+            while closed and diloco.rounds >= closed[0]:
+                pass_gate(folder, closed.pop(0))
+            for group in optimizer.param_groups:
+                group["lr"] = 0.05 * (1 - diloco.inner_step / steps)
+            x, y = draw(256, data)
+            loss = (model(x).squeeze(1) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+        anchor = diloco.anchor()
+    x, y = draw(4096, torch.Generator().manual_seed(1000))
+    loss = (x @ anchor["weight"].squeeze(0) + anchor["bias"] - y).square().mean()
+    bits = {name: [value.hex() for value in values.flatten().tolist()] for name, values in anchor.items()}
+    return {"anchor": bits, "loss": float(loss), "rounds": diloco.rounds}
+
+
+def pass_gate(folder: str, number: int) -> None:
+    with Path(folder, str(number)).open("ab") as gate:
+        fcntl.flock(gate, fcntl.LOCK_SH)  # the test holds it while the gate is closed
+
+
+@contextmanager
+def closed_gates(folder: Path, numbers: Sequence[int]) -> Iterator[Callable[[int], None]]:
+    """Close gates of a training, and yield what opens one of them; at the end all are open."""
+    folder.mkdir()
+    with ExitStack() as stack:
+        gates = {number: stack.enter_context((folder / str(number)).open("ab")) for number in numbers}
+        for gate in gates.values():
+            fcntl.flock(gate, fcntl.LOCK_EX)
+        yield lambda number: gates[number].close()

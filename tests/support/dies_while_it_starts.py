@@ -1,0 +1,30 @@
+"""Preloaded into the process that forks replicas: kills the launcher in the middle of a start.
+
+`REPLICAS_TEST_DIES` says in which call of which method of `LocalRanks`, and which processes: "start 1 launcher
+supervisor".
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from executors.backends.local.rank import LocalRanks
+
+launcher = os.getppid()
+method, count, *victims = os.environ["REPLICAS_TEST_DIES"].split()
+real = getattr(LocalRanks, method)
+calls: list[int] = []
+
+
+def die(self: LocalRanks, *args: Any) -> Any:
+    calls.append(1)
+    if len(calls) == int(count):
+        os.kill(launcher, signal.SIGKILL)
+        if "supervisor" in victims:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return real(self, *args)
+
+
+setattr(LocalRanks, method, die)

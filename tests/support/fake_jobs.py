@@ -1,0 +1,310 @@
+"""A service that runs jobs as processes of this machine, and misbehaves when it is told to; and an executor over it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from executors import Run, attach, launch
+from executors.backends.jobs.executor import JobExecutor
+from executors.backends.jobs.service import (
+    ForeignJobError,
+    Job,
+    JobId,
+    JobKey,
+    JobService,
+    JobServiceError,
+    JobState,
+    Kind,
+    masked,
+    shortened,
+)
+from executors.errors import BackendError
+from executors.protocol import Reason, Recordable
+from executors.task.record import OPTION_NAME
+from executors.testing import eventually
+from support.processes import MARK
+
+T = TypeVar("T")
+CALLS = ("check_account", "start", "find", "verify", "state", "logs", "stop")
+TERM_GRACE_S = 0.5
+
+
+@dataclass(eq=False)
+class FakeJob:
+    """A job as the service has it."""
+
+    id: str
+    job: Job
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    """None while it waits for a machine."""
+    has_ended: bool = False
+    reason: Reason | None = None
+    """Why it ended, when it did not end by itself."""
+    message: str = ""
+    is_forgotten: bool = False
+
+    def state(self) -> JobState:
+        code = None if self.process is None else self.process.poll()
+        self.has_ended = self.has_ended or code is not None
+        if not self.has_ended:
+            return JobState(False)
+        return JobState(True, self.reason, 128 - code if code is not None and code < 0 else code, self.message)
+
+
+@dataclass
+class Fault:
+    kind: Kind
+    times: int | None
+    after_applying: bool
+    rank: int | None
+    when: Callable[[], object] | None
+
+
+@dataclass
+class Machines:
+    """What all `FakeJobs` of one account share: its jobs, and the faults that are yet to come."""
+
+    folder: Path
+    jobs: list[FakeJob] = field(default_factory=list)
+    calls: list[tuple[str, int | None]] = field(default_factory=list)
+    """The name of each call, and the rank that it was about."""
+    is_held: bool = False
+    """Whether jobs wait for a machine until `release`."""
+    hides: Callable[[JobKey], int] = lambda key: 0
+    """How many of the newest jobs of a key a list lacks yet."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    _faults: dict[str, list[Fault]] = field(default_factory=dict)
+
+    def fail(
+        self,
+        call: str,
+        kind: Kind = "unknown",
+        *,
+        times: int | None = 1,
+        after_applying: bool = False,
+        rank: int | None = None,
+        when: Callable[[], object] | None = None,
+    ) -> None:
+        """Let the next calls of a name fail, all or those about one rank.
+
+        Args:
+            times: None: all until `forgive`.
+            after_applying: do what was asked first, so that only the answer is lost.
+            when: only calls for which it is true; it may wait, while other calls go on.
+        """
+        assert call in CALLS
+        self._faults.setdefault(call, []).append(Fault(kind, times, after_applying, rank, when))
+
+    def forgive(self) -> None:
+        self._faults.clear()
+
+    def count(self, call: str) -> int:
+        return sum(name == call for name, _ in self.calls)
+
+    def living(self) -> list[tuple[int, int]]:
+        """Return rank and attempt of the jobs that run or will."""
+        return sorted((each.job.key.rank, each.job.key.attempt) for each in self.jobs if not each.state().has_ended)
+
+    def job_of(self, run: Run, rank: int) -> FakeJob:
+        """Return the job that a handle of a run names."""
+        (found,) = [each for each in self.jobs if each.id == run.handle(rank).metadata["job"]["id"]]
+        return found
+
+    def release(self) -> None:
+        with self.lock:
+            self.is_held = False
+            for each in self.jobs:
+                if each.process is None and not each.has_ended:
+                    self._run(each)
+
+    def take(self, call: str, rank: int | None) -> Fault | None:
+        """Count a call, and return the fault that is meant for it."""
+        with self.lock:
+            self.calls.append((call, rank))
+            faults = [fault for fault in self._faults.get(call, []) if fault.rank in (None, rank)]
+        fault = next((fault for fault in faults if fault.when is None or fault.when()), None)
+        if fault is not None and fault.times is not None:
+            fault.times -= 1
+            if fault.times == 0:
+                self._faults[call].remove(fault)
+        return fault
+
+    def add(self, job: Job) -> FakeJob:
+        with self.lock:
+            self.folder.mkdir(exist_ok=True)
+            made = FakeJob(f"job-{len(self.jobs)}", job, self.folder / f"log-{len(self.jobs)}")
+            made.log.touch()
+            self.jobs.append(made)
+            if not self.is_held:
+                self._run(made)
+            return made
+
+    def _run(self, made: FakeJob) -> None:
+        folder = self.folder / made.id
+        folder.mkdir()
+        ours = {"PATH": os.environ["PATH"], MARK: os.environ[MARK]}
+        with open(made.log, "wb") as log:
+            made.process = subprocess.Popen(
+                [sys.executable if word == "python" else word for word in made.job.command],
+                cwd=folder,
+                env={**ours, **made.job.env, **made.job.credentials},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        threading.Thread(target=self._keep_limit, args=(made, made.process), daemon=True).start()
+
+    def _keep_limit(self, made: FakeJob, process: subprocess.Popen[bytes]) -> None:
+        try:
+            process.wait(made.job.limit_s)
+        except subprocess.TimeoutExpired:
+            self.end(made, "timeout")
+
+    def end(self, made: FakeJob, reason: Reason | None = None, message: str = "", *, gently: bool = False) -> None:
+        """End a job and all its processes from outside."""
+        with self.lock:
+            if made.state().has_ended:
+                return
+            made.reason, made.message = reason, message
+            made.has_ended = made.process is None
+        if made.process is not None:
+            if gently:
+                made.process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    made.process.wait(TERM_GRACE_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(made.process.pid, signal.SIGKILL)
+            made.process.wait()
+
+    def close(self) -> None:
+        for each in self.jobs:
+            self.end(each)
+
+
+class FakeJobs(JobService):
+    """The seven calls, over `Machines`."""
+
+    name = "Fake"
+
+    def __init__(self, machines: Machines) -> None:
+        self.machines = machines
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {}
+
+    def check_account(self, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:
+        def check() -> None:
+            if secret_names:
+                raise BackendError(f"Fake has no secret {secret_names[0]!r}.")
+
+        self._call("check_account", None, check)
+
+    def start(self, job: Job) -> JobId:
+        return self._call("start", job.key.rank, lambda: {"id": self.machines.add(job).id})
+
+    def find(self, key: JobKey) -> list[JobId]:
+        def find() -> list[JobId]:
+            found = [{"id": each.id} for each in self.machines.jobs if each.job.key == key and not each.is_forgotten]
+            return found[: max(0, len(found) - self.machines.hides(key))]
+
+        return self._call("find", key.rank, find)
+
+    def verify(self, job_id: JobId, key: JobKey) -> JobId:
+        def verify() -> JobId:
+            made, name = self._job(job_id), job_id.get("id")
+            is_ours = made is None or made.job.key == key
+            if not isinstance(name, str) or not OPTION_NAME.fullmatch(name) or not is_ours:
+                raise ForeignJobError(self.name, key)
+            return {"id": name}
+
+        return self._call("verify", key.rank, verify)
+
+    def state(self, job_id: JobId) -> JobState:
+        def look() -> JobState:
+            made = self._job(job_id)
+            return JobState(True, "lost") if made is None else made.state()
+
+        return self._call("state", self._rank(job_id), look)
+
+    def logs(self, job_id: JobId, n_lines: int) -> str:
+        def read() -> str:
+            made = self._job(job_id)
+            lines = [] if made is None else made.log.read_text(errors="replace").splitlines(keepends=True)
+            return "".join(lines[-n_lines:]) if n_lines > 0 else ""
+
+        return self._call("logs", self._rank(job_id), read)
+
+    def stop(self, job_id: JobId) -> None:
+        def stop() -> None:
+            if made := self._job(job_id):
+                self.machines.end(made, "cancelled", gently=True)
+
+        self._call("stop", self._rank(job_id), stop)
+
+    def describe(self, job: Job) -> dict[str, Any]:
+        names = [*job.secret_names, *job.credentials]
+        more = {"name": job.key.name, "timeout": job.limit_s, "secrets": names}
+        return {"command": shortened(job.command), "env": masked(job.env), **more}
+
+    def _call(self, call: str, rank: int | None, act: Callable[[], T]) -> T:
+        """Do what a call asks for, unless it is to fail."""
+        fault = self.machines.take(call, rank)
+        if fault is None:
+            return act()
+        if fault.after_applying:
+            act()
+        raise JobServiceError(f"Fake: {fault.kind}, as the test asked.", fault.kind)
+
+    def _job(self, job_id: JobId) -> FakeJob | None:
+        jobs = self.machines.jobs
+        return next((each for each in jobs if each.id == job_id.get("id") and not each.is_forgotten), None)
+
+    def _rank(self, job_id: JobId) -> int | None:
+        made = self._job(job_id)
+        return None if made is None else made.job.key.rank
+
+
+class FakeExecutor(JobExecutor):
+    """The five verbs over jobs that are processes here, so that a directory is a rendezvous."""
+
+    backend_name = "fake"
+    needs_shared_rendezvous = False
+    recordable_options: ClassVar[Recordable] = {}
+    machines: ClassVar[Machines]
+    """Those of the test that runs."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeJobs(self.machines))
+
+
+def start(n: int = 1, function: str = "main", **more: Any) -> Run:
+    """Launch a function of `job.py`."""
+    return launch(FakeExecutor(), f"job.py:{function}", n, run_id="otter", **more)
+
+
+def attached() -> Run:
+    """Find the run as another process would."""
+    return attach("otter", executor=FakeExecutor())
+
+
+def wait_until_hanging(run: Run) -> None:
+    for rank in range(run.world_size):
+        eventually(lambda rank=rank: "hanging" in run.logs(rank=rank), f"rank {rank} hangs")  # type: ignore[misc]
+
+
+def ends(run: Run) -> list[tuple[str, str | None]]:
+    """Wait, and return status and reason of every replica."""
+    assert run.wait(60)
+    return [(str(outcome.status), outcome.reason) for outcome in run.outcomes()]

@@ -1,0 +1,214 @@
+"""What somebody who owns a bucket may write there: records that are none, that lie, or that try to be obeyed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+from executors.process import this_machine
+from executors.task.record import LaunchedWith
+
+NOBODYS_DIGEST = "0" * 64
+LAUNCHED_WITH = {field.name for field in fields(LaunchedWith)}
+DEEP = "[" * 900 + "]" * 900
+DEEPER = "[" * 200_000 + "]" * 200_000
+LONG = "x" * 3_000_000
+ANSI = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp.exe\x00\r"
+
+
+def run_json(**changes: Any) -> dict[str, Any]:
+    """A record of a run of two replicas that is as it should be, but for the changes."""
+    whole = {
+        "backend": "local",
+        "world_size": 2,
+        "entrypoint": "train.py:main",
+        "task_digest": NOBODYS_DIGEST,
+        "created_at": 1.7e9,
+        "created_by": "mallory@evil",
+        "env": [],
+        "secrets": [],
+        "chaos": [],
+    }
+    return {**whole, **changes}
+
+
+def task_json(record: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A task as it was launched with a record, but for the changes."""
+    launched_with = {name: value for name, value in record.items() if name in LAUNCHED_WITH}
+    whole = {"python": "3.12", "entrypoint": "os:getcwd", "args": {}, "launched_with": launched_with}
+    return {**whole, **changes}
+
+
+def outcome_json(rank: int, **changes: Any) -> dict[str, Any]:
+    return {"rank": rank, "attempt": 0, "status": "succeeded", "finished_at": 1.7e9, "result": None, **changes}
+
+
+def local_handle(rank: int = 0, **metadata: Any) -> dict[str, Any]:
+    """A handle of the local backend that a supervisor may have left."""
+    whole = {
+        "run_id": "bad",
+        "store_url": "file:///nowhere",
+        "attempt": 0,
+        "machine": this_machine(),
+        "supervisor_pid": 2**30,  # beyond every kernel's limit
+        "supervisor_started": 1,
+        "term_grace_s": 0.1,
+    }
+    return {"rank": rank, "backend_name": "local", "metadata": {**whole, **metadata}}
+
+
+NO_OBJECTS = {
+    "nothing": b"",
+    "an empty object": b"{}",
+    "a list": b"[]",
+    "null": b"null",
+    "a number": b"7",
+    "half a record": b'{"backend": "local", "world_',
+    "no text": b"\xff\xfe\x00\xd8",
+    "deep": DEEP.encode(),
+    "deeper than any stack": DEEPER.encode(),
+    "deep inside": json.dumps(run_json()).replace('"secrets": []', f'"code": {{"a": {DEEP}}}').encode(),
+    "an integer of a million digits": b'{"world_size": ' + b"9" * 1_000_000 + b"}",
+    "three megabytes": json.dumps(run_json(cwd=LONG)).encode(),
+}
+"""What is refused as any record."""
+
+BAD_FIELDS: dict[str, list[Any]] = {
+    "world_size": ["four", 10**7, 10_001, -1, 0, True, 2.5, None, [2], {"n": 2}, float("nan"), float("inf")],
+    "backend": [5, None, "", "a" * 1000, "../local", "\x1b[31mlocal", "local\nlocal", "subprocess:Popen", ["local"]],
+    "entrypoint": [None, 5, ["a"], "x" * 100_000],
+    "task_digest": [None, 5, "", "../../etc/passwd", "g" * 64],
+    "created_at": ["now", None, -1, 1e300, float("nan"), float("-inf"), True],
+    "executor": [5, "os", ["os:system"], "os:system:more", "x" * 1000],
+    "executor_options": [[], "preload", 5],
+    "env": ["PATH", {"PATH": "x"}, [5]],
+    "secrets": ["HOME", [None]],
+    "chaos": [{"kill": 1}, [["kill"]]],
+    "timeout_s": ["soon", -1, float("nan"), [1]],
+    "gpu": [5, {}, "x" * 1000],
+    "seed": ["one", 1.5, 10**200],
+    "detach": ["yes", 1],
+    "code": ["git", 5],
+}
+"""Fields of `run.json`, and values that each of them refuses by its name."""
+
+BAD_RUNS = {
+    **NO_OBJECTS,
+    **{
+        f"{field} {number}": json.dumps(run_json(**{field: value})).encode()
+        for field, values in BAD_FIELDS.items()
+        for number, value in enumerate(values)
+    },
+}
+
+BAD_OUTCOME_FIELDS: dict[str, list[Any]] = {
+    "rank": [1, -1, "0", True, 10**30],
+    "attempt": [1, "0"],
+    "status": ["running", "pending", "won", None, 5, ["succeeded"], {}],
+    "reason": ["because", 5, []],
+    "exit_code": ["0", 1e3, 10**30],
+    "error": [5, ["a"], "x" * 2_000_000],
+    "finished_at": ["now", float("nan"), 1e300],
+    "output_tail": [None, 5],
+    "pid": [-1, 0, "1"],
+    "host": [5],
+}
+BAD_OUTCOMES = {
+    **{name: data for name, data in NO_OBJECTS.items() if name != "deep inside"},
+    **{
+        f"{field} {number}": json.dumps({**outcome_json(0), field: value}).encode()
+        for field, values in BAD_OUTCOME_FIELDS.items()
+        for number, value in enumerate(values)
+    },
+}
+
+BAD_HANDLES = {
+    **{name: data for name, data in NO_OBJECTS.items() if name != "deep inside"},
+    **{
+        name: json.dumps(handle).encode()
+        for name, handle in {
+            "another backend": {**local_handle(), "backend_name": "hf"},
+            "a rank that is none": {**local_handle(), "rank": "0"},
+            "metadata that is none": {**local_handle(), "metadata": ["a"]},
+            "no metadata": {**local_handle(), "metadata": {}},
+            "a pid that is a path": local_handle(supervisor_pid="../../self"),
+            "a pid of a group": local_handle(supervisor_pid=-1),
+            "the pid 0": local_handle(supervisor_pid=0),
+            "a pid beyond all": local_handle(supervisor_pid=10**30),
+            "a pid that is true": local_handle(supervisor_pid=True),
+            "no start time": local_handle(supervisor_started=None),
+            "no machine": local_handle(machine=""),
+            "a machine that is none": local_handle(machine=["a", "b", "c"]),
+            "endless patience": local_handle(term_grace_s=1e9),
+            "patience that is none": local_handle(term_grace_s=float("nan")),
+        }.items()
+    },
+}
+"""Handles of the local backend that are refused when they are used."""
+
+ODD_BEATS = {
+    **{name: data for name, data in NO_OBJECTS.items() if name != "deep inside"},
+    "no number": b'{"at": "now"}',
+    "long ago": b'{"at": -1e300}',
+}
+
+LYING_BEATS = {
+    "reports that are no numbers": {"at": 1.7e9, "loss": ANSI, "step": [1], "round": {}, "round_s": True},
+    "numbers that are too large": {"at": 1.7e9, "loss": 10**400, "step": float("inf"), "round": float("nan")},
+}
+"""Heartbeats of which the part that makes sense is shown."""
+
+BAD_TASK_FIELDS: dict[str, dict[str, Any]] = {
+    "an entrypoint that is none": {"entrypoint": ["os:system"]},
+    "arguments that are none": {"args": ["a"]},
+    "no entrypoint": {"entrypoint": None},
+    "a digest that is none": {"entrypoint": None, "callable_sha256": "../x"},
+    "a seed that is none": {"seed": "one"},
+    "a variable that is none": {"rank_env": 5},
+    "requirements that are none": {"requirements": "torch"},
+    "a launch that is none": {"launched_with": ["a"]},
+    "no word of its launch": {"launched_with": None},
+    "half a launch": {"launched_with": {"backend": "local"}},
+}
+BAD_TASKS = {
+    **{name: data for name, data in NO_OBJECTS.items() if name not in ("deep inside", "three megabytes")},
+    **{name: json.dumps(task_json(run_json(), **changes)).encode() for name, changes in BAD_TASK_FIELDS.items()},
+}
+
+ODD_ARTIFACTS = [
+    "../../../escaped",
+    "..",
+    "a/../../escaped",
+    "/tmp/absolute",
+    "",
+    "a//b",
+    "./here",
+    "red\x1b[31m",
+    "two\nlines",
+    "right\u202eto-left",
+    "taken",  # and "taken/below", which cannot both be files
+    "z" * 300,
+]
+
+ASKS: dict[str, dict[str, Any]] = {
+    "the evidence": {"executor": "subprocess:Popen", "executor_options": {"args": ["touch", "ran"]}},
+    "a module beside": {"executor": "evil_backend:Executor"},
+    "a module beside, under a good name": {"backend": "local", "executor": "evil_backend:Executor"},
+    "an unknown backend": {"backend": "evil_backend"},
+    "an option that imports": {"executor_options": {"preload": ["evil_backend"]}},
+    "an option that the backend does not have": {"executor_options": {"args": ["touch", "ran"]}},
+    "an image of theirs": {"backend": "modal", "executor_options": {"image": "evil/image"}},
+    "secrets of ours": {"backend": "hf", "executor_options": {"secrets": ["AWS_SECRET_ACCESS_KEY"]}},
+    "a namespace that is a path": {"backend": "hf", "executor_options": {"namespace": "../models"}},
+    "a name that is none": {"backend": "modal", "executor_options": {"app_name": ["a"]}},
+}
+"""Runs whose records ask for code, or for what is ours."""
+
+SHOWN: dict[str, Any] = {
+    "created_by": ANSI,
+    "entrypoint": ANSI + "[bold]main[/bold]",
+    "chaos": [ANSI],
+    "env": [ANSI],
+}
+"""What a record may have to show."""

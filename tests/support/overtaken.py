@@ -1,0 +1,40 @@
+"""Executors whose resume is overtaken: between its look and its launch another resume brings ranks back."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from executors import LocalProcessExecutor, Run, attach
+from executors.resume import resume
+
+
+class OvertakenLocally(LocalProcessExecutor):
+    """Lets another resume go first, once, when attempts beyond the first are asked for."""
+
+    by_ranks: ClassVar[list[int] | None] = None
+    """Which ranks the other brings back; None: all that it finds."""
+
+    def launch_replicas(self, *args: Any, run: Any = None, **more: Any) -> Any:
+        if run.attempt > 0:
+            other: Any = LocalProcessExecutor(preload=(), term_grace_s=0.5)
+            let_another_go_first(run.run_id, other, self.by_ranks)
+        return super().launch_replicas(*args, run=run, **more)
+
+
+class OvertakenWhileLooking(LocalProcessExecutor):
+    """Lets another resume go between what a poll finds and what is made of it, once."""
+
+    is_overtaken = False
+
+    def poll(self, handle: Any) -> Any:
+        found = super().poll(handle)
+        if found == "failed" and not self.is_overtaken:
+            self.is_overtaken = True
+            let_another_go_first(handle.metadata["run_id"], LocalProcessExecutor(preload=(), term_grace_s=0.5), None)
+        return found
+
+
+def let_another_go_first(run_id: str, executor: Any, ranks: list[int] | None) -> None:
+    """Resume a run as another process would, with a look of its own."""
+    found = attach(run_id)
+    resume(Run(found.store, run_id, executor=executor), ranks=ranks)

@@ -1,0 +1,75 @@
+"""Looking behind the executor's back: what a run left in its store and who runs on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from executors import ReplicaHandle, open_store
+from executors.testing import eventually
+from executors.testing.helpers import environment
+from support import launchers
+from support.processes import is_alive
+from support.records import find_json
+
+GONE_WITHIN_S = 10.0
+
+
+def key_of(handle: ReplicaHandle, name: str) -> str:
+    meta = handle.metadata
+    return f"{meta['run_id']}/replicas/{handle.rank:04d}/{meta['attempt']}/{name}"
+
+
+def record_of(handle: ReplicaHandle, name: str) -> Any:
+    """Read one of the JSON objects of a replica; None when it is not there."""
+    return find_json(open_store(handle.metadata["store_url"]), key_of(handle, name))
+
+
+def pid_of(handle: ReplicaHandle) -> int:
+    """Wait for a replica to start, and return its pid."""
+    return int(eventually(lambda: record_of(handle, "started.json"), f"{handle} starts")["pid"])
+
+
+def log_of(handle: ReplicaHandle, state_home: Path) -> Path:
+    """Where the output of a local replica lies."""
+    return state_home / "replicas" / key_of(handle, "output.log")
+
+
+def folder_of(url: str) -> Path:
+    return Path(unquote(urlsplit(url).path))
+
+
+@contextlib.contextmanager
+def launcher(name: str, *args: str, start_new_session: bool = False) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a launcher of `launchers.py`."""
+    command = [sys.executable, launchers.__file__, name, *args]
+    with subprocess.Popen(command, env=environment(), start_new_session=start_new_session) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def said(path: Path) -> dict[str, Any]:
+    eventually(path.exists, f"{path.name} is said")
+    return dict(json.loads(path.read_text()))
+
+
+def handles_of(launched: dict[str, Any]) -> list[ReplicaHandle]:
+    return [ReplicaHandle.from_json(text) for text in launched["handles"]]
+
+
+def pids_said(folder: Path, pattern: str, n: int) -> list[int]:
+    """Wait for n files that hold a pid each."""
+    eventually(lambda: len(list(folder.glob(pattern))) == n, f"{n} processes say their pid")
+    return [int(path.read_text()) for path in folder.glob(pattern)]
+
+
+def all_gone(pids: list[int]) -> None:
+    eventually(lambda: not any(is_alive(pid) for pid in pids), "all processes are gone", within_s=GONE_WITHIN_S)

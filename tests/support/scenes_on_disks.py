@@ -1,0 +1,201 @@
+"""Scenes of stores and local runs on real file systems of a kind, played by `test_disks.py` in a mount namespace.
+
+Each gets a path that does not exist and mounts there what it needs; a failed assertion ends the process with 1.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from executors import LocalProcessExecutor, Run, launch
+from executors.errors import ReplicasError, StoreError, UnsafeStoreError
+from executors.store import Store, open_store
+from executors.testing import eventually
+from support.processes import is_alive
+
+MIB = 1 << 20
+
+
+def mount(kind: str, where: Path, *options: str) -> None:
+    where.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", kind, *options, "none", str(where)], check=True)
+
+
+def files_below(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def refused(act: Callable[[], object], *words: str) -> StoreError:
+    """Do what cannot be done; return the error, which says so in these words."""
+    with pytest.raises(StoreError) as caught:
+        act()
+    assert type(caught.value) is StoreError
+    assert isinstance(caught.value.__cause__, OSError)
+    for word in words:
+        assert word in str(caught.value)
+    return caught.value
+
+
+def fill_and_recover(store: Store, root: Path, words: str) -> None:
+    """Writes that do not fit leave the older object, and nothing else; those that fit work again."""
+    too_much = [b"x" * MIB] * 64
+    store.put("runs/kept", b"old")
+    for act in (lambda: store.put("runs/new", too_much), lambda: store.put_if_absent("runs/new", too_much)):
+        error = refused(act, "'runs/new'", words)
+        assert (error.key, error.url) == ("runs/new", store.url)
+    refused(lambda: store.put("runs/kept", too_much), words)
+    assert bytes(store.get("runs/kept")) == b"old"
+    assert [entry.key for entry in store.list("")] == ["runs/kept"]
+    assert files_below(root) == ["runs/kept"]
+    assert store.put_if_absent("runs/new", bytes(2 * MIB)), "the room is free again, and the key too"
+
+
+def full_disk(root: Path) -> None:
+    mount("tmpfs", root, "-o", "size=8m")
+    fill_and_recover(open_store(root), root, "No space left on device")
+
+
+def full_disk_without_anonymous_files(root: Path) -> None:
+    del os.O_TMPFILE
+    full_disk(root)
+
+
+def out_of_inodes(root: Path) -> None:
+    mount("tmpfs", root, "-o", "nr_inodes=12")
+    store = open_store(root)
+    written: list[str] = []
+
+    def write_small_ones() -> None:
+        for index in range(20):
+            store.put(f"{index}/x", b"")
+            written.append(f"{index}/x")
+
+    refused(write_small_ones, "No space left on device")
+    assert len(written) > 1
+    assert sorted(entry.key for entry in store.list("")) == sorted(written) == files_below(root)
+
+
+def full_from_the_start(root: Path) -> None:
+    mount("tmpfs", root, "-o", "nr_inodes=2")
+    refused(lambda: open_store(root).put("a", b"x"), "No space left on device")
+
+
+def file_size_limit(root: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, 8 * MIB))
+    fill_and_recover(open_store(root), root, "File too large")
+
+
+def no_hard_links(root: Path) -> None:
+    mount("mqueue", root)  # the one file system every Linux has that creates files and cannot link them
+    for place in (root, str(root), root.as_uri()):
+        with pytest.raises(UnsafeStoreError) as caught:
+            open_store(place)
+        assert str(root) in str(caught.value)
+        assert caught.value.url == root.as_uri()
+    assert list(root.iterdir()) == [], "the probe left something"
+
+
+def read_only(root: Path) -> None:
+    mount("tmpfs", root)
+    open_store(root).put("runs/a", b"x" * MIB)
+    subprocess.run(["mount", "-o", "remount,bind,ro", str(root)], check=True)
+    store = open_store(root)
+    assert bytes(store.get("runs/a")) == b"x" * MIB
+    assert [entry.key for entry in store.list("")] == ["runs/a"]
+    assert store.put_if_absent("runs/a", b"y") is False
+    refused(lambda: store.put("runs/a", b"y"), "'runs/a'", "Read-only file system")
+    refused(lambda: store.put_if_absent("b", b"y"), "'b'", "Read-only file system")
+    refused(lambda: store.delete("runs/a"), "'runs/a'", "Read-only file system")
+    refused(lambda: open_store(root / "below"), (root / "below").as_uri(), "Read-only file system")
+
+
+def of_another_user(root: Path) -> None:
+    """Without root's rights, in a directory that others own."""
+    root.mkdir()
+    open_store(root).put("runs/a", b"x")
+    (root / "runs/secret").write_bytes(b"x")
+    (root / "runs/secret").chmod(0)
+    os.setgroups([])
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+    store = open_store(root)
+    assert bytes(store.get("runs/a")) == b"x"
+    refused(lambda: store.put("b", b"y"), "'b'", "Permission denied")
+    refused(lambda: store.put_if_absent("runs/b", b"y"), "'runs/b'", "Permission denied")
+    refused(lambda: store.delete("runs/a"), "'runs/a'", "Permission denied")
+    refused(lambda: store.get("runs/secret"), "'runs/secret'", "Permission denied")
+
+
+LOCAL = LocalProcessExecutor(preload=(), term_grace_s=0.5)
+
+
+def fill(folder: str) -> str:
+    """Write until nothing more fits, and return."""
+    path = os.path.join(folder, "junk")
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    for size in (1 << 16, 1 << 12, 1):
+        try:
+            while True:
+                os.write(descriptor, bytes(size))
+        except OSError:
+            continue
+    os.close(descriptor)
+    print("filled", flush=True)
+    return "the result"
+
+
+def launch_and_fill(root: Path) -> Run:
+    mount("tmpfs", root, "-o", "size=1m")
+    return launch(LOCAL, fill, 1, args={"folder": str(root)}, rendezvous=str(root))
+
+
+def full_for_a_while(root: Path) -> None:
+    """Room comes back in time."""
+    run = launch_and_fill(root)
+    eventually(lambda: "filled" in run.logs(rank=0))
+    (root / "junk").unlink()
+    assert run.results() == ["the result"]
+
+
+def full_for_good(root: Path) -> None:
+    """Room never comes back: the run ends with an error that says so, and nothing is left running."""
+    run = launch_and_fill(root)
+    supervisor = run.handles[0].metadata["supervisor_pid"]
+    eventually(lambda: not is_alive(supervisor), "the supervisor gives up")
+    with pytest.raises(ReplicasError, match="No space left on device"):
+        run.results()
+
+
+def full_before_a_launch(root: Path) -> None:
+    """Nothing is started when the run cannot be written."""
+    mount("tmpfs", root, "-o", "size=1m")
+    fill(str(root))
+    with pytest.raises(StoreError, match="No space left on device"):
+        launch(LOCAL, fill, 1, args={"folder": str(root)}, rendezvous=str(root))
+
+
+def full_logs(root: Path) -> None:
+    """The logs do not fit; the run ends and says why."""
+    mount("tmpfs", root, "-o", "size=1m")
+    os.environ["XDG_STATE_HOME"] = str(root)
+    store = root.with_name("store")
+
+    def talk() -> str:
+        while True:
+            print("x" * 10_000)
+
+    run = launch(LOCAL, talk, 1, rendezvous=str(store))
+    with pytest.raises(ReplicasError, match="No space left on device"):
+        run.results()
+    assert len(run.logs(rank=0, tail=10)) > 10_000
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](Path(sys.argv[2]))

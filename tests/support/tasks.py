@@ -1,0 +1,183 @@
+"""What replicas do in the tests of the local executor. Importable, and needs nothing but Python and `executors`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+SLEEP = "import time; time.sleep(600)"
+
+
+def mark(path: Path, text: str = "") -> None:
+    """Tell the test something by a file that appears whole."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}~")
+    unfinished.write_text(text)
+    unfinished.rename(path)
+
+
+def hang(path: str | None = None) -> NoReturn:
+    """Never end. Says its pid in a file `<path>.<rank>`."""
+    if path is not None:
+        mark(Path(f"{path}.{os.environ['REPLICA_RANK']}"), str(os.getpid()))
+    while True:
+        time.sleep(60)
+
+
+def hang_with_helpers(folder: str, deaf: bool = False) -> NoReturn:
+    """Start helpers of all kinds, say their pids in files, and hang."""
+    where = Path(folder)
+    start_helpers(where, deaf)
+    hang(str(where / "rank"))
+
+
+def return_with_helpers(folder: str) -> str:
+    """Start helpers that outlive their replica, and return."""
+    start_helpers(Path(folder), deaf=True)
+    return "returned"
+
+
+def start_helpers(folder: Path, deaf: bool) -> None:
+    """A child, a child in its own session, an orphaned grandchild, and an orphan in its own session."""
+    code = ("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " if deaf else "") + SLEEP
+    child = subprocess.Popen([sys.executable, "-c", code])
+    session = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    mark(folder / "child", str(child.pid))
+    mark(folder / "session", str(session.pid))
+    for name, own_session in (("orphan", False), ("daemon", True)):
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            if own_session:
+                os.setsid()
+            orphan = subprocess.Popen([sys.executable, "-c", code])
+            os.write(writer, str(orphan.pid).encode())
+            os._exit(0)
+        mark(folder / name, os.read(reader, 100).decode())
+        os.wait()
+
+
+def die_by(signal_number: int) -> NoReturn:
+    """End by a signal, having said so."""
+    print("last words", flush=True)
+    os.kill(os.getpid(), signal_number)
+    time.sleep(60)
+    raise AssertionError("still here")
+
+
+def segfault() -> None:
+    ctypes.string_at(0)
+
+
+def take_memory(group: str) -> None:
+    """Take more memory than a control group of this replica's own allows."""
+    Path(group, "cgroup.procs").write_text(str(os.getpid()))
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    taken = [bytearray(b"x" * (16 << 20)) for _ in range(64)]
+    raise AssertionError(f"got {len(taken)} blocks")
+
+
+def clean_up(path: str) -> NoReturn:
+    """Hang, and say in a file that `finally` ran."""
+    try:
+        hang(path)
+    finally:
+        mark(Path(f"{path}.cleaned"))
+
+
+def clean_up_slowly(path: str) -> NoReturn:
+    """Never finish cleaning up."""
+    try:
+        hang(path)
+    finally:
+        mark(Path(f"{path}.cleaning"))
+        while True:
+            time.sleep(60)
+
+
+def swallow_sigterm(path: str) -> str:
+    """Catch what SIGTERM raises, and return a result all the same."""
+    try:
+        hang(path)
+    except SystemExit:
+        return "came through"
+
+
+def surroundings(names: list[str]) -> dict[str, Any]:
+    """What a replica finds around it."""
+    return {
+        "cwd": os.getcwd(),
+        "path": sys.path,
+        "variables": {name: os.environ.get(name) for name in names},
+        "stdin": sys.stdin.read(),
+        "umask": f"{os.umask(0):o}",
+        "session": os.getsid(0) == os.getpid(),
+        "signals": {
+            name: repr(signal.getsignal(getattr(signal, name))) for name in ("SIGINT", "SIGCHLD", "SIGPIPE", "SIGUSR1")
+        },
+        "descriptors": {
+            number: os.readlink(f"/proc/self/fd/{number}")
+            for number in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{number}")
+        },
+        "main": getattr(sys.modules["__main__"], "__file__", None),
+        "modules": sorted(sys.modules),
+    }
+
+
+def random_numbers() -> list[float]:
+    """Draw from every generator there is."""
+    import random
+
+    drawn = [random.random()]
+    if "numpy" in sys.modules:
+        drawn.append(float(sys.modules["numpy"].random.random()))
+    if "torch" in sys.modules:
+        drawn.append(float(sys.modules["torch"].rand(())))
+    return drawn
+
+
+def threads() -> dict[str, Any]:
+    import torch
+
+    return {"torch": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS")}
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def matmul() -> float:
+    """Use torch's threads, which hang for ever in a child forked at the wrong time."""
+    import torch
+
+    a = torch.ones(600, 600)
+    return float((a @ a).sum())
+
+
+def rank() -> int:
+    return int(os.environ["REPLICA_RANK"])
+
+
+def meet(folder: str, n: int) -> int:
+    """Wait until all ranks are here at the same time."""
+    mark(Path(folder, str(rank())))
+    while len([path for path in Path(folder).iterdir() if path.name.isdigit()]) < n:
+        time.sleep(0.01)
+    return rank()
+
+
+def report_and_keep(path: str) -> str:
+    """Report progress and keep an artifact."""
+    from executors import current_replica
+
+    me = current_replica()
+    me.report(step=7, loss=0.25, tokens=1e6)
+    me.save_artifact("model/weights.bin", path)
+    return me.run_id

@@ -1,0 +1,41 @@
+"""What tests of training share: a place to meet, models that are moved by hand, and processes that come anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco import DiLoCo
+from diloco.rendezvous.membership import _claimed
+from executors.store import MemoryStore
+
+PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
+"""Averaging without an outer optimizer's help."""
+
+
+def place(store: Any = None, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
+    """Return the arguments that tell a DiLoCo where it is; without a store, in one of its own."""
+    return {"store": store or MemoryStore(), "run_id": "test", "rank": rank, "world_size": world_size}
+
+
+def nudge(model: nn.Module, by: Any) -> None:
+    """Take an inner step by hand."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(by)
+
+
+def next_process() -> None:
+    """From here on a DiLoCo of the same rank claims a new attempt, as another process would."""
+    _claimed.clear()
+
+
+def leave(diloco: DiLoCo) -> None:
+    """Leave without what `close` says of steps that nobody averaged."""
+    diloco._close(in_order=False)
+
+
+def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, 0.1)

@@ -1,0 +1,146 @@
+"""Packing in pieces: what is sent is the same whether streamed or kept, and several reads at once change nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from diloco import DiLoCo
+from diloco.errors import ContributionError
+from diloco.fragments import Fragment, plan_fragments
+from diloco.pseudo_gradient import PIECE, pack
+from diloco.rendezvous.frames import digests_of
+from diloco.rendezvous.patient_store import THREADS, ParallelMap
+from diloco.rendezvous.round import Layout, Limits
+from diloco.testing import run_replicas
+from executors.store import MemoryStore, Store
+from executors.store.file import FileStore
+
+
+def model_of(sizes: list[int], dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Fragment, Tensor]:
+    """Return a model with tensors of these sizes, its one fragment, and an anchor elsewhere."""
+    model = nn.Module()
+    generator = torch.Generator().manual_seed(sum(sizes))
+    model.tensors = nn.ParameterList([torch.randn(size, generator=generator).to(dtype) for size in sizes])
+    (fragment,) = plan_fragments(model, 1, sync_buffers=False)
+    return model, fragment, torch.randn(fragment.n_elements, generator=generator)
+
+
+def expected_of(model: nn.Module, fragment: Fragment, anchor: Tensor) -> bytes:
+    live = torch.cat([model.get_parameter(slot.name).detach().float().reshape(-1) for slot in fragment.slots])
+    return (anchor - live).numpy().tobytes()
+
+
+@settings(deadline=None)  # a loaded machine is not slow code
+@given(
+    st.lists(st.integers(1, 90), min_size=1, max_size=8),
+    st.sampled_from([4, 12, 64, 100, 1000]),
+    st.tuples(st.integers(0, 20), st.integers(0, 20)),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_streamed_pieces_are_the_payload_and_what_is_kept_is_its_part(
+    sizes: list[int], block_bytes: int, keep: tuple[int, int], dtype: torch.dtype
+) -> None:
+    model, fragment, anchor = model_of(sizes, dtype)
+    expected = expected_of(model, fragment, anchor)
+    first, end = (min(at * block_bytes, len(expected)) for at in sorted(keep))
+    kept, written = torch.full(((end - first) // 4,), 7.0), bytearray()
+    with torch.no_grad():
+        packed = pack(
+            model, fragment, anchor, kept, start=first // 4, write=written.extend, who="I", block_bytes=block_bytes
+        )
+    assert bytes(written) == expected
+    assert packed.blocks == digests_of(expected, block_bytes)
+    assert len(packed.norms) == len(packed.blocks)
+    squares = np.frombuffer(expected, np.float32).astype(np.float64) ** 2
+    assert sum(norm**2 for norm in packed.norms) == pytest.approx(squares.sum(), rel=1e-5)
+    assert bytes(packed.kept) == expected[first:end]
+    assert packed.part(first, end - first) is not None
+    assert packed.part(first, end - first + 4) is None
+    assert first == 0 or packed.part(first - 4, 4) is None
+
+
+def test_pieces_of_a_large_block_are_digested_as_one() -> None:
+    model, fragment, anchor = model_of([PIECE - 5, 3 * PIECE, 11])
+    kept = torch.empty(fragment.n_elements)
+    with torch.no_grad():
+        packed = pack(model, fragment, anchor, kept, who="I", block_bytes=8 * PIECE + 40)
+    assert bytes(packed.kept) == expected_of(model, fragment, anchor)
+    assert packed.blocks == digests_of(packed.kept, 8 * PIECE + 40)
+
+
+def test_a_value_that_is_not_finite_is_named_also_when_it_is_streamed() -> None:
+    model, fragment, anchor = model_of([50, 60])
+    with torch.no_grad():
+        model.get_parameter("tensors.1")[7] = float("nan")
+        with pytest.raises(ContributionError, match=r"Rank 3: 'tensors.1' is not finite in 1 of 60 values"):
+            pack(model, fragment, anchor, torch.empty(0), write=len, who="Rank 3", block_bytes=64)
+
+
+class FarStore:
+    """A store that streams nothing, and of which nobody knows how soon it answers."""
+
+    def __init__(self, store: Store) -> None:
+        self.url = store.url
+        self.get, self.put, self.put_if_absent = store.get, store.put, store.put_if_absent
+        self.list, self.delete = store.list, store.delete
+
+
+def anchors_after(store: Store, n: int, rounds: int) -> list[bytes]:
+    """Let replicas, one thread each, go through sharded rounds; return their anchors."""
+
+    def body(where: Mapping[str, Any]) -> bytes:
+        model = nn.Linear(300, 7)
+        torch.nn.init.constant_(model.weight, 0.5)
+        torch.nn.init.zeros_(model.bias)
+        with DiLoCo(model, inner_steps=1, _limits=Limits(small_bytes=0, block_bytes=1000), **where) as diloco:
+            for number in range(rounds):
+                with torch.no_grad():
+                    model.weight += 0.1 * (where["rank"] + 1) * (number + 1)
+                report = diloco.step()
+                assert report is not None
+                assert report.ranks == tuple(range(n))
+            return b"".join(values.numpy().tobytes() for values in diloco.anchor().values())
+
+    return run_replicas(n, body, store=store)
+
+
+def test_streaming_reading_at_once_and_neither_lead_to_the_same_anchor(tmp_path: Path) -> None:
+    streamed = anchors_after(FileStore(tmp_path / "near"), 3, 4)
+    at_once = anchors_after(FarStore(FileStore(tmp_path / "far")), 3, 4)
+    in_memory = anchors_after(MemoryStore(), 3, 4)
+    assert len({*streamed, *at_once, *in_memory}) == 1
+
+
+def test_a_parallel_map_keeps_the_order_and_does_several_things_at_once() -> None:
+    together = threading.Barrier(THREADS, timeout=30)
+    at_once = ParallelMap()
+
+    def meet(number: int) -> int:
+        together.wait()
+        return number
+
+    assert list(at_once(meet, range(THREADS))) == list(range(THREADS))
+    assert list(at_once(str, [])) == []
+    at_once.close()
+    at_once.close()
+
+
+@settings(deadline=None)  # a loaded machine is not slow code
+@given(st.integers(1, 40), st.integers(1, 3000))
+def test_the_memory_taken_at_first_is_enough_for_any_shard(n_ranks: int, size_bytes: int) -> None:
+    layout = Layout(size_bytes, Limits(small_bytes=100, block_bytes=64))
+    n_shards = layout.n_shards(n_ranks)
+    largest = max(end - first for first, end, _, _ in (layout.shard(shard, n_shards) for shard in range(n_shards)))
+    kept = layout.kept_bytes(n_ranks, streams=True)
+    assert kept == size_bytes if size_bytes <= 100 else kept == min(size_bytes, largest * 64)
+    assert layout.kept_bytes(n_ranks, streams=False) == size_bytes

@@ -1,0 +1,90 @@
+"""What a run of real replicas keeps in its store: never more than the protocol says, counted after every write."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco import DiLoCo
+from diloco.rendezvous.frames import head_bytes
+from diloco.rendezvous.round import Layout, Limits
+from diloco.testing import run_replicas
+from executors.store import Data, MemoryStore
+
+N, EVERY, ROUNDS, BLOCK_BYTES = 3, 4, 200, 64
+SIZE_BYTES = 48 * 4
+KINDS = ("contribution", "mean", "part", "own", "seal", "snapshot")
+
+
+class Counting(MemoryStore):
+    """Knows the most objects and bytes of each kind that it ever held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most: Counter[str] = Counter()
+        self.most_bytes: Counter[str] = Counter()
+        self._counting = threading.Lock()
+
+    def put(self, key: str, data: Data) -> None:
+        super().put(key, data)
+        self._count()
+
+    def put_if_absent(self, key: str, data: Data) -> bool:
+        created = super().put_if_absent(key, data)
+        self._count()
+        return created
+
+    def _count(self) -> None:
+        objects: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        with self._counting:
+            for entry in self.list("test/diloco/"):
+                (kind,) = re.findall(rf"/({'|'.join(KINDS)}|bye)/", entry.key)
+                objects[kind] += 1
+                sizes[kind] += entry.size_bytes
+            self.most |= objects
+            self.most_bytes |= sizes
+
+
+@pytest.mark.parametrize("n_fragments", [1, 2])
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.filterwarnings("ignore:.* in nobody.s average")  # of staggered fragments without a known end
+def test_a_run_of_two_hundred_rounds_never_keeps_more_than_the_protocol_says(sharded: bool, n_fragments: int) -> None:
+    store = Counting()
+
+    def body(where: Mapping[str, Any]) -> int:
+        model = nn.Sequential(nn.Linear(24, 1, bias=False), nn.Linear(1, 24, bias=False))
+        limits = Limits(small_bytes=0 if sharded else 1 << 20, block_bytes=BLOCK_BYTES)
+        options: dict[str, Any] = {"inner_steps": n_fragments, "fragments": n_fragments, "snapshot_every": EVERY}
+        with DiLoCo(model, **options, **where, _limits=limits) as diloco:
+            diloco.attach_state("data", torch.Generator())
+            for _ in range(ROUNDS):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(0.01)
+                diloco.step()
+                diloco._background.finish()  # what is kept is stored before the next round: here rounds take no time
+            return diloco.rounds
+
+    assert run_replicas(N, body, store=store) == [ROUNDS] * N
+    blocks = Layout(SIZE_BYTES // n_fragments, Limits(block_bytes=BLOCK_BYTES)).n_blocks
+    shards = min(N, blocks) if sharded else 0
+    most = store.most
+    assert 0 < most["contribution"] <= 2 * N  # those of one round, and of the next before the last has adopted it
+    assert most["mean"] <= 3 * EVERY * shards
+    assert bool(most["mean"]) is sharded
+    assert 0 < most["part"] <= 3  # a snapshot is one part here
+    assert 0 < most["own"] <= 2 * 3 * N  # a record and its tensors, as often as there are snapshots
+    # What is never deleted: a pointer each `snapshot_every` rounds, and a seal each, of up to 100 bytes a member.
+    assert most["seal"] == ROUNDS
+    assert ROUNDS // EVERY // 2 <= most["snapshot"] <= ROUNDS // EVERY + 1
+    mean_bytes = 0 if sharded else SIZE_BYTES // n_fragments
+    assert store.most_bytes["seal"] <= ROUNDS * (100 * N + 256 + mean_bytes)
+    assert store.most_bytes["contribution"] <= 2 * N * (SIZE_BYTES // n_fragments + head_bytes(blocks))

@@ -1,0 +1,258 @@
+"""The bootstrap, run as a service would: in an empty directory, by a Python that does not see this project."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from servers.s3.server import CREDENTIALS, S3Server
+from support.new_runs import create_run
+from support.records import read_json
+from support.standalone_replicas import Cloud, ended, outcome_of, running_cloud, ship, write_files
+
+from executors import open_store
+from executors.protocol import Package, RunSpec
+from executors.shipping.package import bootstrap_command, make_package
+from executors.store.records import to_bytes
+
+CANNOT_START = 78
+TASK = """
+import os, sys
+import helper_of_user
+def main(x):
+    import executors, diloco
+    print("hello from", os.getcwd())
+    return [x * helper_of_user.FACTOR, executors.__file__, diloco.__file__, os.environ["REPLICA_RANK"]]
+def light(x):
+    return x * helper_of_user.FACTOR
+"""
+EVIL = "import os, pathlib; pathlib.Path(os.environ['HOME'], 'evil').write_text('ran')"
+
+
+@pytest.fixture
+def cloud(tmp_path: Path) -> Iterator[Cloud]:
+    with running_cloud(tmp_path) as cloud:
+        yield cloud
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    return write_files(tmp_path / "work space", train_of_user=TASK, helper_of_user="FACTOR = 3")
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A directory as the rendezvous, which a test can change behind the replica's back."""
+    return tmp_path / "shared directory"
+
+
+def test_the_isolated_python_sees_torch_and_not_this_project(cloud: Cloud) -> None:
+    def can_import(name: str) -> bool:
+        code = f"import importlib.util as u, sys; sys.exit(u.find_spec({name!r}) is None)"
+        done = subprocess.run([cloud.python, "-c", code], env=cloud.environ(), cwd=cloud.python.parent, check=False)
+        return done.returncode == 0
+
+    assert can_import("torch")
+    assert can_import("boto3")
+    assert not can_import("executors")
+    assert not can_import("diloco")
+
+
+def test_from_a_bucket_a_replica_gets_the_users_code_and_ours(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
+    spec = ship(s3.url("runs/deep"), workspace, "train_of_user.py:main", {"x": 2})
+    code, out, err = ended(cloud.start(spec))
+    assert (code, err) == (0, "")
+    result = outcome_of(spec).result
+    machine = cloud.folder / "machine of 0"
+    assert result[0] == 6
+    assert all(Path(path).is_relative_to(machine) and "/packages/" in path for path in result[1:3])
+    assert out.startswith(f"hello from {machine}/replica-")
+
+
+def test_from_a_directory_too(cloud: Cloud, workspace: Path, shared: Path) -> None:
+    spec = ship(shared, workspace, "train_of_user:light", {"x": 2})
+    assert ended(cloud.start(spec)) == (0, "", "")
+    assert outcome_of(spec).result == 6
+
+
+def test_the_command_is_short_carries_no_secret_and_is_the_same_for_every_run() -> None:
+    python, option, source = bootstrap_command()
+    assert (python, option) == ("python", "-c")
+    assert len(source.encode()) < 32 << 10
+    assert source.isascii()
+    assert len(source.splitlines()) < 175
+
+
+# What passes
+
+
+def test_a_server_that_is_busy_or_cuts_replies_off_is_asked_again(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
+    spec = ship(s3.url("runs"), workspace, "train_of_user:light", {"x": 1})
+    for fault in ("unavailable", "truncated", "short", "dropped"):
+        s3.misbehave_once(fault, "GET", "code.tar.gz")
+    s3.misbehave_once("unavailable", "GET", "task.json")
+    assert ended(cloud.start(spec)) == (0, "", "")
+    assert outcome_of(spec).result == 3
+    assert [row["fault"] for row in s3.requests("GET", "code.tar.gz")] == [
+        "unavailable", "truncated", "short", "dropped", "",
+    ]  # fmt: skip
+
+
+# What does not
+
+
+def refusal(cloud: Cloud, spec: RunSpec) -> str:
+    """Return the one line that a replica which could not start says; nothing of a bucket's may have run."""
+    code, out, err = ended(cloud.start(spec))
+    assert (code, out) == (CANNOT_START, "")
+    assert not list(cloud.folder.rglob("evil*"))
+    assert not open_store(spec.store_url).put_if_absent(f"{spec.run_id}/run.json", b"")
+    assert err.count("\n") == 1
+    assert err.startswith("replicas: replica 0 of run otter cannot start: ")
+    return err
+
+
+def test_a_task_that_was_replaced_is_not_looked_at(cloud: Cloud, workspace: Path, shared: Path) -> None:
+    spec = ship(shared, workspace, "train_of_user:light", {"x": 1})
+    store = open_store(shared)
+    record = read_json(store, "otter/task/task.json")
+    store.put("otter/task/task.json", to_bytes({**record, "requirements": ["./evil"]}))
+    assert "it is not what was launched: its sha256 is not" in refusal(cloud, spec)
+
+
+def test_code_that_was_replaced_is_not_unpacked(cloud: Cloud, workspace: Path, shared: Path, tmp_path: Path) -> None:
+    spec = ship(shared, workspace, "train_of_user:light", {"x": 1})
+    evil = make_package("train_of_user:light", root=write_files(tmp_path / "evil workspace", train_of_user=EVIL))
+    open_store(shared).put("otter/task/code.tar.gz", evil.archive)
+    assert "cannot read task/code.tar.gz" in refusal(cloud, spec)
+
+
+def test_a_pickle_that_was_replaced_is_not_opened(cloud: Cloud, workspace: Path, shared: Path) -> None:
+    spec = ship(shared, workspace, lambda: "ran")
+    evil = f"cbuiltins\nexec\n(S{EVIL!r}\ntR.".encode()
+    open_store(shared).put("otter/task/callable.pkl", evil)
+    code, out, _ = ended(cloud.start(spec))  # the worker's two streams are one
+    outcome = outcome_of(spec)
+    assert (code, outcome.status, outcome.reason) == (1, "failed", "exception")
+    assert "'otter/task/callable.pkl'" in str(outcome.error)
+    assert "is not what was launched" in str(outcome.error)
+    assert "is not what was launched" in out
+    assert not list(cloud.folder.rglob("evil*"))
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
+    made = tarfile.TarInfo(name)
+    made.type, made.linkname = kind, target
+    return made
+
+
+def test_an_archive_with_anything_but_plain_files_below_its_folder_is_refused(cloud: Cloud, tmp_path: Path) -> None:
+    for number, hostile in enumerate((
+        member("../evil"),
+        member("workspace/../../evil"),
+        member("/tmp/evil-of-a-test"),
+        member("workspace/evil", tarfile.CHRTYPE),
+        member("workspace/evil", tarfile.FIFOTYPE),
+        member("workspace/evil", tarfile.SYMTYPE, "/etc"),
+        member("workspace/evil", tarfile.LNKTYPE, "../../evil"),
+    )):  # fmt: skip
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+            archive.addfile(member("workspace/evil.py"), io.BytesIO())
+            archive.addfile(hostile)
+        data = packed.getvalue()
+        package = Package(data, hashlib.sha256(data).hexdigest(), 1, 1)
+        spec = ship(tmp_path / f"shared {number}", tmp_path, "evil:main", package=package)
+        assert "which is not a plain file below its folder" in refusal(cloud, spec), hostile
+        assert not Path("/tmp/evil-of-a-test").exists()
+
+
+def test_a_variable_that_is_not_set_is_named(cloud: Cloud, workspace: Path, shared: Path) -> None:
+    spec = ship(shared, workspace, "train_of_user:light", {"x": 1})
+    for missing in ("REPLICA_RENDEZVOUS", "REPLICA_RUN_ID", "REPLICA_TASK_DIGEST"):
+        code, _, err = ended(cloud.start(spec, environ={missing: ""}))
+        assert code == CANNOT_START
+        assert f"cannot start: {missing} is not set." in err
+
+
+def test_a_run_that_is_gone_or_has_no_code_is_told(cloud: Cloud, shared: Path) -> None:
+    spec = create_run(open_store(shared), "otter", "helper:f", {}, 1, backend="cloud")
+    assert "the run was launched without its code" in refusal(cloud, spec)
+    gone = dataclasses.replace(spec, store_url=(shared / "nowhere").as_uri())
+    code, _, err = ended(cloud.start(gone))
+    assert (code, "No such file or directory" in err) == (CANNOT_START, True)
+
+
+def test_a_bucket_that_refuses_is_told_at_once_and_without_secrets(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
+    spec = ship(s3.url("runs"), workspace, "train_of_user:light", {"x": 1})
+    s3.misbehave(forbidden=["GET"])
+    code, out, err = ended(cloud.start(spec))
+    assert (code, out) == (CANNOT_START, "")
+    assert "AccessDenied" in err
+    assert len(s3.requests("GET", "task.json")) == 1
+    assert not [secret for secret in CREDENTIALS.values() if secret in err]
+
+
+# What is installed
+
+
+def wheel(folder: Path, name: str, version: str, text: str = "") -> Path:
+    """Make a wheel with one module."""
+    tags = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}.py", text)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", tags)
+        archive.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    return path
+
+
+def test_what_the_workspace_requires_is_installed_before_the_entrypoint_is_loaded(
+    cloud: Cloud, tmp_path: Path, shared: Path
+) -> None:
+    text = "import wheel_of_user\ndef main(): return wheel_of_user.VERSION"
+    workspace = write_files(tmp_path / "with requirements", main_of_user=text)
+    made = wheel(workspace, "wheel_of_user", "1.5", "VERSION = '1.5'")
+    (workspace / "requirements.txt").write_text(f"./{made.name}  # found in the workspace itself\n")
+    spec = ship(shared, workspace, "main_of_user")
+    code, _, err = ended(cloud.start(spec, environ={"PIP_NO_INDEX": "1"}))
+    assert (code, err) == (0, f"replicas: installing ./{made.name}\n")
+    assert outcome_of(spec).result == "1.5"
+
+
+def test_a_pin_that_is_installed_costs_no_pip_and_one_that_cannot_be_is_told(
+    cloud: Cloud, workspace: Path, shared: Path
+) -> None:
+    package = make_package("train_of_user:light", root=workspace, pip=["nowhere-to-be-found==1.0"])
+    spec = ship(shared, workspace, "train_of_user:light", {"x": 1}, package=package)
+    code, _, err = ended(cloud.start(spec, environ={"PIP_NO_INDEX": "1"}))
+    lines = err.splitlines()
+    assert code == CANNOT_START
+    assert lines[0] == "replicas: installing nowhere-to-be-found==1.0"
+    assert lines[-1].endswith("pip could not install what it needs (exit code 1); what pip says is above.")
+    assert "No matching distribution found for nowhere-to-be-found==1.0" in err
+
+
+def test_without_boto3_it_is_installed_first(tmp_path: Path, cloud: Cloud, workspace: Path, s3: S3Server) -> None:
+    spec = ship(s3.url("runs"), workspace, "train_of_user:light", {"x": 1})
+    offered, only_pip = tmp_path / "offered", tmp_path / "only pip"
+    for folder in (offered, only_pip):
+        folder.mkdir()
+    dependencies = next(cloud.python.parent.parent.rglob("dependencies.pth"))
+    (only_pip / "pip").symlink_to(Path(dependencies.read_text().splitlines()[0]) / "pip")
+    # What pip finds, being offline: a boto3 that leads to the one that is installed here.
+    here = f"sys.path[:0] = {dependencies.read_text().splitlines()!r}"
+    wheel(offered, "boto3", "1.0", f"import sys\n{here}\ndel sys.modules['boto3']\nimport boto3\n")
+    dependencies.write_text(f"{only_pip}\n")
+    code, _, err = ended(cloud.start(spec, environ={"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(offered)}))
+    assert (code, err) == (0, "replicas: installing boto3\n")
+    assert outcome_of(spec).result == 3

@@ -1,0 +1,133 @@
+"""What the command shows while a run lasts, on a simulated clock: few lines, and patience with store and backend."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from executors.cli.live import PlainView, follow, progress_line
+from executors.cli.output import Output
+from executors.cli.table import replica_table
+from executors.errors import BackendError, ReplicasError, StoreError
+from executors.protocol import Outcome, ReplicaStatus
+from executors.run import Run
+from executors.status import ReplicaState, RunStatus
+from executors.task.record import RunRecord
+
+RUNNING, SUCCEEDED, FAILED = ReplicaStatus.RUNNING, ReplicaStatus.SUCCEEDED, ReplicaStatus.FAILED
+
+
+class Clock:
+    """A clock that only sleeping moves."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class ScriptedRun:
+    """A run whose status comes from a script."""
+
+    record = RunRecord(backend="local", world_size=1, entrypoint="f", task_digest="0" * 64, created_at=0.0)
+
+    def __init__(self, script: Callable[[], RunStatus]) -> None:
+        self.status = script
+
+
+def replica(rank: int, status: ReplicaStatus = RUNNING, error: str | None = None, **reported: Any) -> ReplicaState:
+    outcome = Outcome(rank, 0, status, "exception", error=error) if error is not None else None
+    return ReplicaState(rank, 0, status, outcome, reported=reported)
+
+
+def state(*replicas: ReplicaState, at: float = 0.0) -> RunStatus:
+    return RunStatus("mine", "local", replicas, at=at)
+
+
+def show(script: Callable[[], RunStatus], clock: Clock, timeout_s: float | None = None) -> bool:
+    run = cast(Run, ScriptedRun(script))
+    return follow(run, PlainView(Output(), run, clock), sleep=clock.sleep, clock=clock, timeout_s=timeout_s)
+
+
+def test_each_change_of_status_is_one_line_and_progress_comes_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+
+    def script() -> RunStatus:
+        if clock.now < 35:
+            return state(*(replica(rank, step=int(clock.now * 10) + rank) for rank in range(3)), at=clock.now)
+        return state(replica(0, SUCCEEDED), replica(1, FAILED, "Trace\nOops: no"), replica(2, SUCCEEDED), at=clock.now)
+
+    assert show(script, clock)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "[ 0.0 s] ranks 0-2 running"
+    assert [line.partition("] ")[2].partition(":")[0] for line in lines[1:4]] == ["3 running"] * 3
+    assert [line.partition("] ")[2] for line in lines[4:]] == [
+        "ranks 0, 2 succeeded",
+        "rank 1 failed (exception: Oops: no)",
+    ]
+
+
+def test_a_run_that_reports_nothing_new_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    assert show(lambda: state(replica(0, RUNNING if clock.now < 1000 else SUCCEEDED, step=1), at=clock.now), clock)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_watching_ends_when_its_time_is_over() -> None:
+    clock = Clock()
+    assert not show(lambda: state(replica(0)), clock, timeout_s=3.2)
+    assert clock.now == 3.2
+
+
+@pytest.mark.parametrize(("kind", "name"), [(StoreError, "store"), (BackendError, "backend")])
+def test_a_failure_that_passes_is_reported_once(
+    capsys: pytest.CaptureFixture[str], kind: type[ReplicasError], name: str
+) -> None:
+    clock = Clock()
+
+    def script() -> RunStatus:
+        if 5 < clock.now < 50:
+            raise kind("no answer")
+        return state(replica(0, RUNNING if clock.now < 60 else SUCCEEDED), at=clock.now)
+
+    assert show(script, clock)
+    assert capsys.readouterr().out.count(f"The {name} fails; retrying: no answer") == 1
+
+
+def test_a_failure_that_lasts_for_a_minute_is_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    """Most readings of a status ask the store alone: a backend that fails is noticed in every tenth here."""
+    for kind, every, waits in ((StoreError, 1, True), (BackendError, 10, True), (BackendError, 1, False)):
+        clock, readings = Clock(), itertools.count(1)
+
+        def script(kind: type[ReplicasError] = kind, every: int = every, readings: Any = readings) -> RunStatus:
+            if next(readings) % every == 0:
+                raise kind("no answer")
+            return state(replica(0))
+
+        with pytest.raises(kind, match="no answer"):
+            show(script, clock)
+        assert clock.now > 60 if waits else clock.now == 0, (kind, every)
+        assert capsys.readouterr().out.count("retrying: no answer") == waits
+
+
+def test_progress_is_the_span_of_what_the_ranks_reported() -> None:
+    ranks = (replica(0, step=120, loss=2.5, round=4), replica(1, step=130, loss=2.25, round=4), replica(2))
+    assert progress_line(state(*ranks)) == "3 running: round 4, step 120-130, loss 2.2500-2.5000"
+    assert progress_line(state(replica(0, ReplicaStatus.PENDING))) == "1 pending"
+
+
+def test_a_table_of_many_ranks_shows_the_failed_ones_and_counts_the_rest() -> None:
+    from rich.console import Console
+
+    ranks = [replica(rank, FAILED if rank in (7, 90) else RUNNING) for rank in range(100)]
+    screen = io.StringIO()
+    Console(width=80, file=screen).print(replica_table(state(*ranks), 5))
+    shown_ranks = [line.split()[0] for line in screen.getvalue().splitlines()]
+    assert shown_ranks == ["rank", "0", "1", "2", "7", "90", "…"]

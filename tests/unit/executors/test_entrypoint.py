@@ -1,0 +1,163 @@
+"""Entrypoints: the forms that are understood, and what is said of those that are not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from executors.entrypoint import check_entrypoint, load_entrypoint, parse_entrypoint, prepare_entrypoint
+from executors.errors import EntrypointArgumentsError, EntrypointError, EntrypointImportError
+
+TRAIN = """
+print("imported")
+def main(steps=1): return ("main", steps)
+def train(lr, *, epochs=2): return ("train", lr, epochs)
+def anything(**kwargs): return kwargs
+def positional(a=1, b=2, /, c=3, d=4): return c
+not_a_function = 3
+class Trainer:
+    def __init__(self, lr): ...
+if __name__ == "__main__":
+    raise SystemExit("never run as a script")
+"""
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a package and a script, on sys.path as the command puts it there."""
+    folder = tmp_path / "work space"
+    (folder / "pkg_of_user" / "sub").mkdir(parents=True)
+    (folder / "pkg_of_user" / "__init__.py").write_text("raise RuntimeError('checks must not run this')")
+    (folder / "pkg_of_user" / "trainer.py").write_text(TRAIN)
+    (folder / "plain_of_user.py").write_text(TRAIN)
+    (folder / "scripts").mkdir()
+    (folder / "scripts" / "train_of_user.py").write_text("import neighbour_of_user\n" + TRAIN)
+    (folder / "scripts" / "neighbour_of_user.py").write_text("")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    before = set(sys.modules)
+    yield folder
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "module", "function"),
+    [
+        ("pkg.mod:f", "pkg.mod", "f"),
+        ("pkg.mod.f", "pkg.mod.f", None),
+        ("mod", "mod", None),
+        ("path/file.py:f", "file", "f"),
+        ("path/file.py", "file", "main"),
+        ("file.py", "file", "main"),
+    ],
+)
+def test_each_form_is_taken_apart(text: str, module: str, function: str | None) -> None:
+    name = parse_entrypoint(text)
+    assert (name.module, name.function) == (module, function)
+
+
+@pytest.mark.parametrize("text", ["", "a b", "mod:", "mod:f()", "path/file.txt:f", "1mod.f", "file.py:", "file.py:f.g"])
+def test_any_other_form_is_refused_and_the_four_are_named(text: str) -> None:
+    with pytest.raises(EntrypointError, match=r"(?s)Bad entrypoint.*\.py"):
+        parse_entrypoint(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "result"),
+    [
+        ("plain_of_user", {}, ("main", 1)),
+        ("plain_of_user:train", {"lr": 1}, ("train", 1, 2)),
+        ("plain_of_user.train", {"lr": 1}, ("train", 1, 2)),
+        ("scripts/train_of_user.py", {"steps": 5}, ("main", 5)),
+        ("scripts/train_of_user.py:train", {"lr": 1}, ("train", 1, 2)),
+    ],
+)
+@pytest.mark.usefixtures("workspace")
+def test_what_is_checked_can_be_loaded_and_called(text: str, args: dict[str, int], result: object) -> None:
+    check_entrypoint(text, args)
+    assert load_entrypoint(text)(**args) == result
+
+
+def test_a_module_named_so_wins_over_a_function_named_so(workspace: Path) -> None:
+    (workspace / "both_of_user").mkdir()
+    (workspace / "both_of_user" / "__init__.py").write_text("def inner(): return 'function'")
+    (workspace / "both_of_user" / "inner.py").write_text("def main(): return 'module'")
+    assert load_entrypoint("both_of_user.inner")() == "module"
+
+
+@pytest.mark.usefixtures("workspace")
+def test_checking_runs_nothing_of_the_users(capsys: pytest.CaptureFixture[str]) -> None:
+    check_entrypoint("pkg_of_user.trainer:train", {"lr": 1})  # its package raises when it is imported
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "error", "message"),
+    [
+        ("scripts/nope.py", {}, EntrypointImportError, "does not exist"),
+        ("nope_of_user:f", {}, EntrypointImportError, "there is no module 'nope_of_user'"),
+        ("plain_of_user:trian", {}, EntrypointImportError, "'trian' does not exist in it. Did you mean 'train'?"),
+        ("plain_of_user:train", {}, EntrypointArgumentsError, "train() needs the argument 'lr'"),
+        ("plain_of_user:train", {"lr": 1, "epoch": 1}, EntrypointArgumentsError, "Did you mean 'epochs'?"),
+        (
+            "plain_of_user.main",
+            {"step": 1},
+            EntrypointArgumentsError,
+            "takes no argument 'step'. Did you mean 'steps'?",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("workspace")
+def test_a_mistake_is_named_with_what_to_do(
+    text: str, args: dict[str, int], error: type[EntrypointError], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        check_entrypoint(text, args)
+    assert message in str(caught.value)
+
+
+@pytest.mark.usefixtures("workspace")
+def test_arguments_that_a_function_takes_in_any_form_pass() -> None:
+    check_entrypoint("plain_of_user:anything", {"whatever": 1})
+    check_entrypoint("plain_of_user:Trainer", {"lr": 1})
+    check_entrypoint("plain_of_user:positional", {"d": 1})
+
+
+def test_a_syntax_error_is_named_with_its_line(workspace: Path) -> None:
+    (workspace / "broken_of_user.py").write_text("x = 1\ndef main(:\n")
+    with pytest.raises(EntrypointImportError, match="line 2"):
+        check_entrypoint("broken_of_user.py", {})
+
+
+def test_a_file_whose_name_is_taken_by_another_module_is_refused(workspace: Path) -> None:
+    (workspace / "json.py").write_text("def main(): ...")
+    with pytest.raises(EntrypointImportError, match="another module"):
+        load_entrypoint("json.py")
+
+
+def test_what_is_no_function_is_refused(workspace: Path) -> None:
+    with pytest.raises(EntrypointImportError, match="'not_a_function' is not a function"):
+        load_entrypoint("plain_of_user:not_a_function")
+
+
+def test_a_file_that_was_prepared_is_compiled_and_not_run(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = str(workspace / "scripts" / "train_of_user.py") + ":train"
+    prepare_entrypoint(text)
+    assert capsys.readouterr().out == ""
+    (workspace / "scripts" / "train_of_user.py").unlink()
+    assert load_entrypoint(text)(0.1) == ("train", 0.1, 2)
+    assert capsys.readouterr().out == "imported\n"
+
+
+@pytest.mark.parametrize("source", ["def main(:", None])
+def test_what_is_wrong_with_a_file_is_said_when_it_is_loaded(workspace: Path, source: str | None) -> None:
+    path = workspace / "wrong_of_user.py"
+    if source is not None:
+        path.write_text(source)
+    prepare_entrypoint(str(path))
+    with pytest.raises((SyntaxError, EntrypointImportError)):
+        load_entrypoint(str(path))

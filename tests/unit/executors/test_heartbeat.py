@@ -1,0 +1,50 @@
+"""The heartbeat ends when it is stopped: nothing is written behind the outcome."""
+
+from __future__ import annotations
+
+import threading
+
+from executors.replica import Replica
+from executors.store import MemoryStore
+from executors.store.protocol import Data
+from executors.worker.heartbeat import Heartbeat
+
+
+class GatedStore(MemoryStore):
+    """Holds every `put` back until the gate is opened."""
+
+    def __init__(self) -> None:
+        super().__init__("memory://gated")
+        self.entered, self.gate = threading.Event(), threading.Event()
+        self.puts = 0
+
+    def put(self, key: str, data: Data) -> None:
+        self.entered.set()
+        assert self.gate.wait(30)
+        super().put(key, data)
+        self.puts += 1
+
+
+def test_nothing_is_written_after_a_heartbeat_was_stopped() -> None:
+    store = GatedStore()
+    replica = Replica(0, 1, "run", 0, store.url, claimed_nonce="n")
+    replica.__dict__["store"] = store  # a cached property
+    heartbeat = Heartbeat(replica)
+    puts_when_stopped: list[int] = []
+
+    def stop() -> None:
+        heartbeat.stop()
+        puts_when_stopped.append(store.puts)
+
+    beating = threading.Thread(target=heartbeat.beat)
+    stopping = threading.Thread(target=stop)
+    beating.start()
+    assert store.entered.wait(30)
+    stopping.start()
+    stopping.join(0.1)  # gives a stop that does not wait the chance to return too early
+    store.gate.set()
+    for thread in (beating, stopping):
+        thread.join(30)
+    heartbeat.beat()
+    assert puts_when_stopped == [1]
+    assert store.puts == 1

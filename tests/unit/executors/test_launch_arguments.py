@@ -1,0 +1,107 @@
+"""Bad input is refused before anything is written or started, and says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.third_party import PopenExecutor
+
+from executors import LocalProcessExecutor, ReplicaHandle, attach, launch, list_runs
+from executors.errors import (
+    EntrypointArgumentsError,
+    EntrypointError,
+    EntrypointImportError,
+    RunExistsError,
+    RunNotFoundError,
+    UnknownHandleError,
+)
+
+PLAIN = LocalProcessExecutor(preload=())
+
+
+def nothing() -> None: ...
+
+
+@pytest.fixture
+def nothing_written(state_home: Path) -> Iterator[None]:
+    yield
+    assert list_runs() == []
+    assert not [path for path in (state_home / "replicas").rglob("*") if path.is_file()]
+
+
+@pytest.mark.usefixtures("nothing_written")
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"n": 0}, ValueError, "n must be at least 1, got n=0."),
+        ({"n": -3}, ValueError, "n must be at least 1, got n=-3."),
+        ({"n": 1.5}, TypeError, "n is an integer, got n=1.5."),
+        ({"timeout": 0}, ValueError, "timeout must be more than 0 seconds, got timeout=0."),
+        ({"timeout": -1}, ValueError, "got timeout=-1."),
+        ({"run_id": "Not A Name"}, ValueError, "Bad run id 'Not A Name'"),
+        ({"rendezvous": "memory://x"}, ValueError, "lives in this process alone"),
+        ({"rendezvous": "ftp://x/y"}, ValueError, "No store serves 'ftp'"),
+        ({"gpu": "H100:none"}, ValueError, "as in 'H100' or 'H100:2', got 'H100:none'"),
+        ({"env": {"A": 1}}, ValueError, "env maps names to strings"),
+        ({"secrets": ["NO_SUCH_SECRET_HERE"]}, ValueError, "The secret 'NO_SUCH_SECRET_HERE' is not set"),
+        ({"args": {"x": 1}}, EntrypointArgumentsError, "unexpected keyword argument 'x'"),
+        ({"args": {"rank_env": "not a name"}}, ValueError, "rank_env names an environment variable"),
+        ({"entrypoint": "no/such/file.py"}, EntrypointImportError, "does not exist"),
+        ({"entrypoint": "no_such_module:f"}, EntrypointImportError, "there is no module 'no_such_module'"),
+        ({"entrypoint": "json:dumpz"}, EntrypointImportError, "Did you mean 'dump'?"),
+        ({"entrypoint": "what is this"}, EntrypointError, "Use pkg.mod:function"),
+        ({"executor": "locla"}, LookupError, "Did you mean 'local'?"),
+        ({"executor": PopenExecutor(), "env": {"A": "1"}}, ValueError, "'popen' takes no env="),
+    ],
+)
+def test_a_bad_argument_is_refused_before_anything_is_written(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    given: dict[str, Any] = {"executor": PLAIN, "entrypoint": nothing, "n": 1, **changes}
+    with pytest.raises(error) as caught:
+        launch(given.pop("executor"), given.pop("entrypoint"), given.pop("n"), **given)
+    assert message in str(caught.value)
+
+
+@pytest.mark.usefixtures("nothing_written")
+def test_a_module_that_fails_to_import_is_refused_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fails_on_import.py").write_text("import os\nos.nope\ndef main(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EntrypointImportError, match=r"(?s)line 2.*has no attribute 'nope'"):
+        launch(PLAIN, "fails_on_import:main", 1)
+
+
+def test_a_taken_run_id_says_how_to_attach() -> None:
+    with launch(PLAIN, nothing, 1, run_id="mine") as run:
+        run.wait(30)
+    with pytest.raises(RunExistsError, match="attach"):
+        launch(PLAIN, nothing, 1, run_id="mine")
+
+
+def test_an_unknown_run_says_how_to_name_one_elsewhere_and_the_nearest_here() -> None:
+    with launch(PLAIN, nothing, 1, run_id="brave-otter") as run:
+        run.wait(30)
+    with pytest.raises(RunNotFoundError, match=r"No run 'brave-oter' is known.*Did you mean 'brave-otter'\?.*s3://"):
+        attach("brave-oter")
+
+
+def test_a_handle_that_was_never_launched_names_run_rank_and_store(tmp_path: Path) -> None:
+    url = tmp_path.as_uri()
+    handle = ReplicaHandle(0, "local", {"run_id": "never-was", "store_url": url, "attempt": 0})
+    for verb in (PLAIN.poll, PLAIN.stream_logs, PLAIN.cancel, lambda handle: PLAIN.collect([handle])):
+        with pytest.raises(UnknownHandleError) as caught:
+            verb(handle)
+        assert str(caught.value) == f"No replica with run_id='never-was', rank 0 at {url}."
+
+
+def test_a_rank_that_the_run_does_not_have_is_refused() -> None:
+    with launch(PLAIN, nothing, 2) as run:
+        run.wait(30)
+        for verb in (run.logs, run.cancel, run.artifacts):
+            with pytest.raises(ValueError, match="has the ranks 0 to 1, got rank=2"):
+                verb(rank=2)

@@ -1,0 +1,139 @@
+"""Log files are read exactly and in bounded memory; a log that comes late or is cut off is given whole."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from executors.logs import MAX_READ_BYTES, completed, follow_logs, last_lines, read_from, tail_lines, tail_text
+from executors.protocol import ReplicaStatus, ServerlessExecutor
+
+LINES = [f"line {i} of é\n" for i in range(12)]
+ALL = "".join(LINES)
+
+
+@given(
+    lines=st.lists(st.binary(max_size=20).map(lambda data: data.replace(b"\n", b"")), max_size=30),
+    ends_with_newline=st.booleans(),
+    n_lines=st.integers(0, 40),
+)
+def test_the_last_lines_are_what_a_plain_reading_gives(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], ends_with_newline: bool, n_lines: int
+) -> None:
+    path = tmp_path_factory.mktemp("logs") / "log"
+    if lines and not ends_with_newline and not lines[-1]:
+        lines = [*lines, b"x"]
+    path.write_bytes(b"\n".join(lines) + (b"\n" if lines and ends_with_newline else b""))
+    newline = b"\n" if lines and ends_with_newline and n_lines else b""
+    assert tail_lines(path, n_lines)[0] == b"\n".join(lines[max(0, len(lines) - n_lines) :]) + newline
+
+
+def test_a_progress_bar_is_one_line_and_a_line_of_two_megabytes_comes_whole(tmp_path: Path) -> None:
+    for line in (b" 10%\r 20%\r 30%\n", b"x" * (2 << 20)):
+        (tmp_path / "log").write_bytes(b"before\n" + line)
+        assert tail_lines(tmp_path / "log", 1)[0] == line
+
+
+@pytest.mark.parametrize("block", [b"a line of a log\n", b"no newline at all"])
+def test_every_reader_of_a_200_mb_log_holds_a_bounded_part_of_it(tmp_path: Path, block: bytes) -> None:
+    path = tmp_path / "log"
+    with open(path, "wb") as file:
+        chunk = block * ((1 << 20) // len(block))
+        for _ in range(200):
+            file.write(chunk)
+    tracemalloc.start()
+    try:
+        tail_lines(path, 200)
+        tail_lines(path, 10**9)
+        tail_text(path, 65536)
+        read_from(path, 100)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 * MAX_READ_BYTES
+
+
+def test_reading_from_an_offset_gives_every_byte_once_and_a_missing_log_is_empty(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    assert (tail_lines(path, 5), read_from(path, 7), tail_text(path, 9)) == ((b"", 0), (b"", 7), "")
+    path.write_bytes(b"one\ntwo\nthree")
+    first, offset = tail_lines(path, 2)
+    with open(path, "ab") as file:
+        file.write(b" and four\n")
+    assert first + read_from(path, offset)[0] == b"two\nthree and four\n"
+
+
+class Scripted:
+    """An executor that gives one answer after the other, and then the last one each time."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers = list(answers)
+
+    def stream_logs(self, handle: Any, *, n_lines: int = 200) -> str:
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+def followed(*answers: str, kept: str = "", tail: int = 200) -> str:
+    """Follow a replica that ends when one answer is left."""
+    executor = Scripted(*answers)
+
+    def poll(rank: int) -> ReplicaStatus:
+        return ReplicaStatus.RUNNING if len(executor.answers) > 1 else ReplicaStatus.SUCCEEDED
+
+    lines = follow_logs(
+        cast(ServerlessExecutor, executor), poll, {0: "a handle"}, tail,
+        prefix=False, kept=lambda rank: kept, sleep=lambda seconds: None,
+    )  # fmt: skip
+    return "".join(lines)
+
+
+def test_a_log_that_lags_behind_the_end_is_completed_from_the_outcome() -> None:
+    for n in range(13):
+        given = "".join(LINES[:n])
+        assert completed(given, ALL) == ALL, n
+        assert followed(*dict.fromkeys(("".join(LINES[: n // 2]), given)), kept=ALL) == ALL, n
+        last = last_lines(cast(ServerlessExecutor, Scripted(given)), "a handle", 3, lambda: ALL)
+        assert last in ("".join(LINES[-3:]), ""), n
+
+
+def test_a_response_that_is_cut_off_costs_no_line_and_doubles_none() -> None:
+    for cut in range(len(ALL)):
+        assert followed(ALL[:cut], ALL) == ALL, cut
+        assert followed(ALL[:80], ALL[:cut], ALL) == ALL, cut
+        assert followed(ALL[:80], ALL[:cut], kept=ALL) == ALL, cut
+
+
+def test_only_the_tail_of_what_was_there_is_given_and_then_every_line() -> None:
+    before, after = "x\n1\nx\n2\nx\n", "x\n1\nx\n2\nx\n3\nx\n"
+    assert followed(before, "x\n1\nx\n", after, f"{after}\n\nend", tail=1) == "x\n3\nx\n\n\nend\n"
+    assert followed(before, after, tail=0) == "3\nx\n"
+
+
+def test_a_response_in_a_window_that_moved_on_doubles_no_line() -> None:
+    long = [f"{line[:-1]} {'.' * 2000}\n" for line in LINES]
+    windows = [long[:6], long[3:8], long[3:5], long[4:]]
+    assert followed(*map("".join, windows)) == "".join(long)
+
+
+def test_a_log_is_completed_after_the_last_line_that_the_replica_kept_too() -> None:
+    foreign = "a\nof another process\nb\nhalf of another"
+    cut_within = "a\n100%\r\ncaf\ufffd\ufffd \n"
+    cases = {
+        "nothing is missing": (foreign, "a\nb\n", foreign),
+        "lines of others stay": (foreign, "a\nb\nc\n", foreign + "\nc\n"),
+        "repeated lines": ("{\na\n}\n", "{\na\n}\n{\nb\n}\n", "{\na\n}\n{\nb\n}\n"),
+        "equal lines": ("x\nx\n", "x\nx\nx\n\ny\n", "x\nx\nx\n\ny\n"),
+        "equal lines, all there": ("x\nx\nx\n", "x\nx\nx\n", "x\nx\nx\n"),
+        "more history than was kept": ("1\nx\n2\nx\n3\nx\n", "2\nx\n3\nx\n4\nx\n", "1\nx\n2\nx\n3\nx\n4\nx\n"),
+        "characters and bars that were cut": (cut_within, "a\n10%\r100%\ncafé\n", cut_within),
+        "lines before the window": ("".join(LINES[8:10]), ALL, "".join(LINES[8:])),
+        "a whole window": ("".join(LINES[8:]), ALL, "".join(LINES[8:])),
+        "a megabyte of equal lines": ("x\n" * 400_000, "x\n" * 500_000, "x\n" * 500_000),
+    }
+    for name, (log, kept, whole) in cases.items():
+        assert completed(log, kept) == whole, name

@@ -1,0 +1,136 @@
+"""What a replica elsewhere needs installed: our dependencies as they are here, and the user's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+
+import pytest
+from servers.s3.server import S3Server
+
+from executors.errors import EntrypointError
+from executors.shipping.requirements import OURS, name_of, requirements_of
+
+PROJECT = Path(__file__).parents[3]
+PINS = tuple(f"{name}=={version(name).partition('+')[0]}" for name in OURS)
+
+
+def test_ours_are_pinned_to_what_is_installed_here_without_the_local_part(tmp_path: Path) -> None:
+    assert requirements_of((), tmp_path) == PINS
+    assert f"torch=={version('torch').partition('+')[0]}" in PINS
+    assert not [pin for pin in PINS if "+" in pin]
+
+
+def test_ours_are_all_that_a_replica_imports(s3: S3Server) -> None:
+    code = f"""
+import json, sys, torch, cloudpickle
+plain = set(sys.modules)
+from executors import worker, open_store, current_replica
+from executors.store.watch import open_watch
+import diloco, diloco.demo
+store = open_store({s3.url("runs")!r})
+store.put("a", b"b")
+open_watch(store).close()
+open_watch(open_store(sys.argv[1])).close()
+print(json.dumps(sorted({{name.partition(".")[0] for name in set(sys.modules) - plain}} - sys.stdlib_module_names)))
+"""
+    environ = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    folder = os.environ["XDG_STATE_HOME"]
+    done = subprocess.run([sys.executable, "-P", "-c", code, folder], env=environ, capture_output=True, check=True)
+    by_module = packages_distributions()
+    distributions = {name_of(found) for module in json.loads(done.stdout) for found in by_module.get(module, [])}
+    brought_by_boto3 = {"botocore", "s3transfer", "jmespath", "urllib3", "python-dateutil", "six"}
+    optional = {"certifi", "tornado"}  # looked for by botocore and tenacity, and missed by nobody
+    known = {name_of(name) for name in OURS} | brought_by_boto3 | optional | {"serverless-replicas"}
+    assert distributions <= known
+    late = {"torch", "cloudpickle", "tenacity"}  # the last when a call of the store is retried
+    assert {name_of(name) for name in OURS} - late <= distributions
+
+
+def test_those_given_by_hand_win_over_requirements_txt_and_that_over_pyproject(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "mine"\ndependencies = ["from-project>=1"]\n')
+    assert requirements_of((), tmp_path) == (*PINS, "from-project>=1")
+    (tmp_path / "requirements.txt").write_text("from-file\n")
+    assert requirements_of((), tmp_path) == (*PINS, "from-file")
+    assert requirements_of(["by-hand>=2"], tmp_path) == (*PINS, "by-hand>=2")
+
+
+def test_lines_comments_continuations_and_includes_are_read(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "base.txt").write_text("from-base\n-rdeeper.txt\n")
+    (tmp_path / "more" / "deeper.txt").write_text("from-deeper")
+    (tmp_path / "requirements.txt").write_text(
+        "\ufeff# all of it\n\nplain  # why\n"
+        "extra[one,two]>=1,<2 ; python_version > '3'\n"
+        "split \\\n  >=3\n"
+        "-r more/base.txt\n--requirement=more/deeper.txt\n"
+        "at @ https://example.com/at-1.0.zip#sha256=0a\n./local.whl\n",
+        encoding="utf-8",
+    )
+    assert requirements_of((), tmp_path)[len(PINS) :] == (
+        "plain",
+        "extra[one,two]>=1,<2 ; python_version > '3'",
+        "split   >=3",
+        "from-base",
+        "from-deeper",
+        "at @ https://example.com/at-1.0.zip#sha256=0a",
+        "./local.whl",
+    )
+
+
+def test_what_the_user_names_replaces_our_pin_and_names_are_compared_as_pip_does(tmp_path: Path) -> None:
+    for named in ("torch", "Torch>=2.9", "torch @ https://example.com/t.whl", "TORCH[x] == 2.0"):
+        found = requirements_of([named], tmp_path)
+        assert found == (*(pin for pin in PINS if not pin.startswith("torch==")), named), named
+    found = requirements_of(["Inotify.Simple==1.0"], tmp_path)
+    assert [line for line in found if name_of(line) == "inotify-simple"] == ["Inotify.Simple==1.0"]
+    assert name_of("Inotify_.Simple ~= 1.0") == "inotify-simple"
+    assert name_of("./a/path.whl") is None
+
+
+def test_this_project_is_shipped_and_not_required(tmp_path: Path) -> None:
+    assert requirements_of(["serverless-replicas[s3]>=0.1", "Serverless_Replicas"], tmp_path) == PINS
+    assert requirements_of((), PROJECT) == PINS
+    assert requirements_of(["mine"], PROJECT) == (*PINS, "mine")
+
+
+def test_an_option_of_pip_is_refused_by_name(tmp_path: Path) -> None:
+    for line in (
+        "-e .", "--index-url https://example.com", "-c constraints.txt", "a==1 --hash=sha256:00", "--pre", "-",
+    ):  # fmt: skip
+        (tmp_path / "requirements.txt").write_text(f"fine\n{line}\n")
+        with pytest.raises(EntrypointError, match=r"requirements\.txt: the option '-.*' is not taken to replicas"):
+            requirements_of((), tmp_path)
+        with pytest.raises(EntrypointError, match=r"pip=: the option '-.*' is not taken"):
+            requirements_of([line], tmp_path)
+
+
+def test_credentials_do_not_travel_in_a_requirement(tmp_path: Path) -> None:
+    for url in ("https://me:hunter2@example.com/a.whl", "git+https://hunter2@example.com/a.git"):
+        with pytest.raises(EntrypointError, match="'mine' holds credentials") as caught:
+            requirements_of([f"mine @ {url}"], tmp_path)
+        assert "hunter2" not in str(caught.value)
+    assert requirements_of(["mine @ git+ssh://git@example.com/a.git"], tmp_path)[-1].startswith("mine")
+
+
+def test_a_file_that_cannot_be_read_or_includes_itself_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("-r other.txt")
+    with pytest.raises(EntrypointError, match=r"other\.txt cannot be read"):
+        requirements_of((), tmp_path)
+    (tmp_path / "other.txt").write_text("-r requirements.txt")
+    with pytest.raises(EntrypointError, match=r"other\.txt includes itself"):
+        requirements_of((), tmp_path)
+    (tmp_path / "pyproject.toml").write_text("[project")
+    with pytest.raises(EntrypointError, match=r"pyproject\.toml cannot be read"):
+        requirements_of((), tmp_path)
+
+
+def test_a_dependency_that_is_not_installed_here_is_left_to_the_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executors.shipping.requirements.OURS", (*OURS, "nowhere-to-be-found"))
+    assert requirements_of((), tmp_path) == PINS

@@ -1,0 +1,130 @@
+"""From a url to a store, or to a sentence that helps; from a store and a run id to the address of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from executors.errors import StoreError
+from executors.store import MemoryStore, open_store
+from executors.store.file import FileStore
+from executors.store.s3.address import S3Address
+from executors.store.url import address_of, split_address
+
+
+def test_a_directory_is_opened_again_by_its_url(tmp_path: Path) -> None:
+    for name in ("a/b", "with space", "100%", "a%20b", "q?x=1", "h#1", "ü", "new\nline", "it's", "a;b", "a\\b"):
+        first = open_store(tmp_path / name)
+        assert [path for path in (tmp_path / name).rglob("*") if path.is_file()] == [], "opening left a file"
+        first.put("a", b"x")
+        assert first.url.startswith("file:///")
+        again = open_store(first.url)
+        assert bytes(again.get("a")) == b"x", name
+        assert again.url == first.url
+        assert (tmp_path / name / "a").is_file()
+
+
+def test_a_plain_path_is_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in ("runs", "./runs", str(tmp_path / "runs"), Path("runs"), f"file://localhost{tmp_path}/runs"):
+        store = open_store(place)
+        assert isinstance(store, FileStore)
+        assert store.url == (tmp_path / "runs").as_uri()
+
+
+def test_a_memory_store_is_the_same_for_the_same_name_in_one_process() -> None:
+    store = open_store("memory://one")
+    assert isinstance(store, MemoryStore)
+    store.put("a", b"1")
+    assert bytes(open_store("memory://one").get("a")) == b"1"
+    assert list(open_store("memory://other").list("")) == []
+    assert store.url == "memory://one"
+
+
+REFUSED = {
+    "file://runs/a": "absolute path, as in 'file:///data/runs', got 'file://runs/a'",
+    "file://server/share": "absolute path",
+    "file://": "absolute path",
+    "gopher://x/y": "No store serves 'gopher' (in 'gopher://x/y'). Known schemes: file, memory, s3",
+    "fiel:///tmp/x": "No store serves 'fiel'",
+    "http://localhost/x": "No store serves 'http'",
+    "https://somebody:hush@server/runs": "No store serves 'https'. Known schemes",
+    "": "The url of a store is empty",
+    "s3://": "needs a bucket",
+    "s3:///x": "needs a bucket",
+    "s3://b/../x": "'..'",
+    "s3://b//x//y": "segment",
+    "s3://b/x?endpoint=http://x": "endpoint_url, region, profile",
+    "s3://b/x?endpoint_url=localhost:9000": "http or https",
+    "s3://b/x#y": "%23",
+}
+WITH_CREDENTIALS = (
+    "s3://AKIASECRET:hush@bucket/x",
+    "s3://AKIASECRET@bucket/x",
+    "s3://bucket/x?aws_access_key_id=AKIASECRET",
+    "s3://bucket/x?aws_secret_access_key=AKIASECRET&region=x",
+    "s3://bucket/x?session_token=AKIASECRET",
+    "s3://bucket/x?endpoint_url=http://AKIASECRET:hush@localhost:1",
+    "s3://bucket/x?endpoint_url=http%3A%2F%2Flocalhost%3A1%2F%3FAKIASECRET",
+    "s3://bucket/x?endpoint_url=http%3A%2F%2Flocalhost%3A1%2F%23AKIASECRET",
+    "s3://bucket/x?endpoint_url=AKIASECRET:hush@localhost:1",
+)
+
+
+def test_a_url_that_is_wrong_is_refused_with_the_reason_and_without_its_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    credentials = dict.fromkeys(WITH_CREDENTIALS, "Credentials do not belong in a url")
+    for url, says in {**REFUSED, **credentials}.items():
+        with pytest.raises(ValueError) as caught:
+            open_store(url)
+        assert says in str(caught.value), url
+        assert not [secret for secret in ("AKIASECRET", "hush") if secret in str(caught.value)], url
+        assert "AWS_ACCESS_KEY_ID" in str(caught.value) or url not in credentials
+    assert list(Path().iterdir()) == []
+
+
+def test_a_file_in_the_place_of_the_directory_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    for place in (tmp_path / "file", tmp_path / "file/below"):
+        with pytest.raises(StoreError) as caught:
+            open_store(place)
+        assert place.as_uri() in str(caught.value)
+        assert caught.value.url == place.as_uri()
+    assert (tmp_path / "file").read_bytes() == b"x"
+
+
+def test_the_address_of_a_bucket_is_read_again_from_its_url() -> None:
+    urls = {
+        "s3://b": ("b", ""),
+        "s3://b/": ("b", ""),
+        "s3://b/runs/mine/": ("b", "runs/mine/"),
+        "s3://b/a%20b": ("b", "a b/"),
+        "s3://b/a b": ("b", "a b/"),
+        "s3://b/100%25/ä?region=eu-west-1": ("b", "100%/ä/"),
+        "s3://b/p%3Fq%23r?endpoint_url=http://x:9/base&profile=p%26q": ("b", "p?q#r/"),
+    }
+    for url, expected in urls.items():
+        address = S3Address.parse(url)
+        assert (address.bucket, address.prefix) == expected
+        assert S3Address.parse(address.url) == address
+        assert S3Address.parse(address.url).url == address.url
+
+
+def test_the_address_of_a_run_is_its_stores_url_and_its_id() -> None:
+    addresses = {
+        "s3://b/runs": "s3://b/runs/otter",
+        "s3://b": "s3://b/otter",
+        "s3://b/runs?endpoint_url=http://h:9/x&region=y": "s3://b/runs/otter?endpoint_url=http://h:9/x&region=y",
+        "file:///data/runs": "file:///data/runs/otter",
+        "file:///data/a%3Fb": "file:///data/a%3Fb/otter",
+        "/data/what?/runs": "/data/what?/runs/otter",
+    }
+    for store_url, address in addresses.items():
+        assert address_of(store_url, "otter") == address
+        assert split_address(address) == (store_url, "otter")
+    url = S3Address.parse("s3://b/runs?endpoint_url=http://127.0.0.1:9000&region=us-east-1").url
+    assert f"{url}/otter".rpartition("/") == (url, "/", "otter"), "a run id may follow a url with options"

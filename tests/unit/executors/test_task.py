@@ -1,0 +1,157 @@
+"""Tasks and runs in a store: what travels, what is refused, and that only what was launched is unpickled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.new_runs import create_run
+from support.records import read_json
+
+from executors.errors import EntrypointArgumentsError, EntrypointError, RunExistsError, StoreError
+from executors.run_index import new_run_id
+from executors.store import MemoryStore
+from executors.store.faulty import FaultyStore
+from executors.store.file import FileStore
+from executors.store.records import to_bytes
+from executors.store.url import check_run_id
+from executors.task.stored import read_task
+
+
+def add(a: int, b: int = 1) -> int:
+    return a + b
+
+
+def test_a_callable_and_its_arguments_come_back() -> None:
+    store = MemoryStore()
+    offset = 100
+    spec = create_run(store, "r", lambda a, b: a + b + offset, {"a": 1, "b": 2}, 2, backend="local", seed=7)
+    task = read_task(store, "r", spec.task_digest)
+    function, args = task.load()
+    assert function(**args) == 103
+    assert (task.record.seed, spec.ranks, spec.world_size) == (7, (0, 1), 2)
+
+
+def test_rank_env_names_a_variable_and_is_no_argument() -> None:
+    store = MemoryStore()
+    spec = create_run(store, "r", add, {"a": 1, "rank_env": "MY_RANK"}, 1, backend="local")
+    task = read_task(store, "r", spec.task_digest)
+    assert (task.load()[1], task.record.rank_env) == ({"a": 1}, "MY_RANK")
+
+
+def test_a_hundred_megabytes_of_arguments_travel() -> None:
+    store = MemoryStore()
+    spec = create_run(store, "r", lambda data: len(data), {"data": b"x" * (100 << 20)}, 1, backend="local")
+    function, args = read_task(store, "r", spec.task_digest).load()
+    assert function(**args) == 100 << 20
+
+
+def test_values_of_environment_and_secrets_are_never_recorded() -> None:
+    store = MemoryStore()
+    spec = create_run(store, "r", add, {"a": 1}, 1, backend="local", env={"TOKEN": "hunter2"}, secret_names=["KEY"])
+    stored = b"".join(bytes(store.get(entry.key)) for entry in store.list(""))
+    assert b"hunter2" not in stored
+    assert "hunter2" not in repr(spec)
+    assert read_json(store, "r/run.json")["env"] == ["TOKEN"]
+    assert read_json(store, "r/run.json")["secrets"] == ["KEY"]
+
+
+def test_a_taken_run_id_is_an_error_that_says_how_to_attach_and_changes_nothing(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    create_run(store, "mine", add, {"a": 1}, 1, backend="local")
+    before = {entry.key: bytes(store.get(entry.key)) for entry in store.list("")}
+    address = f"{store.url}/mine"  # this machine does not know the run by its id
+    said = f"exists at {store.url}. Look at it with executors.attach('{address}') or `replicas status {address}`"
+    with pytest.raises(RunExistsError, match=re.escape(said)):
+        create_run(store, "mine", add, {"a": 2}, 1, backend="local")
+    assert {entry.key: bytes(store.get(entry.key)) for entry in store.list("")} == before
+
+
+@pytest.mark.parametrize("run_id", ["", "-a", "A", "a b", "a/b", "a.b", "a" * 41, "ä"])
+def test_a_run_id_that_is_no_name_everywhere_is_refused(run_id: str) -> None:
+    with pytest.raises(ValueError, match="Bad run id"):
+        check_run_id(run_id)
+
+
+def test_generated_run_ids_are_good_ones() -> None:
+    for _ in range(200):
+        check_run_id(new_run_id())
+
+
+def test_arguments_that_are_no_json_are_refused_for_an_entrypoint_given_by_name() -> None:
+    store = MemoryStore()
+    with pytest.raises(EntrypointArgumentsError, match="travel as JSON"):
+        create_run(store, "r", "mod:f", {"a": object()}, 1, backend="local")
+    assert not list(store.list(""))
+
+
+def test_a_callable_that_does_not_take_the_arguments_is_refused_before_anything_is_written() -> None:
+    store = MemoryStore()
+    with pytest.raises(EntrypointArgumentsError, match=r"missing a required argument: 'a'.*signature is .a: "):
+        create_run(store, "r", add, {}, 1, backend="local")
+    with pytest.raises(TypeError):
+        create_run(store, "r", add, {"c": 1}, 1, backend="local")
+    assert not list(store.list(""))
+
+
+def test_what_cannot_be_pickled_is_refused_by_name_with_a_way_out() -> None:
+    lock = threading.Lock()
+    with pytest.raises(EntrypointError, match=r"cannot be pickled.*train\.py:main"):
+        create_run(MemoryStore(), "r", lambda: lock, {}, 1, backend="local")
+
+
+def test_a_task_that_was_changed_in_the_store_is_not_run() -> None:
+    store = MemoryStore()
+    spec = create_run(store, "r", add, {"a": 1}, 1, backend="local")
+    record = read_json(store, "r/task/task.json")
+    store.put("r/task/task.json", to_bytes({**record, "seed": 3}))
+    with pytest.raises(StoreError, match="is not what was launched"):
+        read_task(store, "r", spec.task_digest).load()
+
+
+def test_a_pickle_that_was_changed_in_the_store_is_not_unpickled() -> None:
+    store = MemoryStore()
+    spec = create_run(store, "r", add, {"a": 1}, 1, backend="local")
+    store.put("r/task/callable.pkl", b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(StoreError, match=r"callable\.pkl.* is not what was launched"):
+        read_task(store, "r", spec.task_digest).load()
+
+
+def test_readings_that_fail_or_are_not_what_was_launched_are_tried_again() -> None:
+    inner = MemoryStore()
+    spec = create_run(inner, "r", add, {"a": 1}, 1, backend="local")
+    store = FaultyStore(inner, seed=0)
+    store.fail_at("get", key="*/task.json", action="error")
+    store.fail_at("get", key="*/callable.pkl", action="lost")
+    cutting = FaultyStore(store, seed=1, truncate=0.4)
+    function, args = read_task(cutting, "r", spec.task_digest).load()
+    assert function(**args) == 2
+    assert len(store.log) == 2
+    assert [line for line in cutting.log if "cut from" in line]
+
+
+def test_a_pickle_of_another_python_is_refused_by_name_before_unpickling() -> None:
+    store = MemoryStore()
+    create_run(store, "r", add, {"a": 1}, 1, backend="local")
+    record: dict[str, Any] = read_json(store, "r/task/task.json")
+    task = to_bytes({**record, "python": "3.9"})
+    store.put("r/task/task.json", task)
+    store.put("r/task/callable.pkl", b"not a pickle")
+    with pytest.raises(EntrypointError) as caught:
+        read_task(store, "r", hashlib.sha256(task).hexdigest()).load()
+    assert str(caught.value).startswith("The callable was pickled by Python 3.9, this replica runs 3.")
+    assert str(caught.value).endswith("Use the same version, or an importable entrypoint.")
+
+
+def test_run_json_is_readable_json_that_tells_who_what_and_when() -> None:
+    store = MemoryStore()
+    create_run(store, "r", add, {"a": 1}, 3, backend="local")
+    record = json.loads(bytes(store.get("r/run.json")))
+    assert record["world_size"] == 3
+    assert record["entrypoint"].endswith("test_task.add")
+    assert {"created_at", "created_by", "backend", "cwd", "python", "detach"} <= set(record)
