@@ -248,6 +248,8 @@ class Supervisor:
             attempt = _claimed_by(running.pid, attempt)
             if attempt.outcome() is not None:
                 return
+            if not running.asked.has("handle.json"):
+                return  # the run was deleted since: an outcome would bring its folder back
         reason, error = self._explain(running, exit_code)
         _record(
             attempt,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support import tasks
 from support.processes import is_alive
-from support.runs import folder_of, pid_of
+from support.runs import all_gone, folder_of, pid_of
 
 from executors import LocalProcessExecutor, Run, attach, launch, list_runs
 from executors.errors import (
@@ -302,6 +302,21 @@ def test_removing_a_run_takes_all_of_it_and_only_when_it_has_ended(
     run.remove()
     assert [left.run_id for left in list_runs()] == [other.run_id]
     assert not (state_home / "replicas" / run.run_id).exists()
+
+
+def test_a_run_that_was_deleted_is_not_written_to_when_its_replica_ends(
+    local: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    def entrypoint(folder: str) -> None:
+        import os
+        import shutil
+
+        shutil.rmtree(folder)
+        os._exit(3)
+
+    run = launch(local, entrypoint, 1, args={"folder": str(tmp_path / "runs")}, rendezvous=tmp_path / "runs")
+    all_gone([run.handles[0].metadata["supervisor_pid"]])
+    assert not (tmp_path / "runs").exists()
 
 
 def test_cancelling_one_rank_names_a_rank_that_is_not_there(local: LocalProcessExecutor) -> None:
