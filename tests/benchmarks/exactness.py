@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
 from .harness import Comparison, Options
-from .launch import state_of_its_own
+from .launch import scratch_folder, state_of_its_own
 
 OURS, PEER = "DiLoCo, one inner step, eta 1, mu 0", "data-parallel: gloo, same seed, same batches"
 
@@ -16,7 +15,7 @@ def exactness(options: Options) -> list[Comparison]:
     from executors import launch
 
     n, rounds = (2, 3) if options.quick else (4, 50)
-    with state_of_its_own(), tempfile.TemporaryDirectory(prefix="exactness-") as folder:
+    with state_of_its_own(), scratch_folder("exactness-") as folder:
         arguments = {"rounds": rounds, "meeting_file": f"{folder}/gloo"}
         run = launch("local", f"{__package__}.exactness_replica:train", n, args=arguments, rendezvous=f"{folder}/store")
         by_rank: list[list[dict[str, Any]]] = run.results()

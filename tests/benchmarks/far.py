@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from .harness import Comparison, Options
-from .launch import state_of_its_own
+from .launch import scratch_folder, state_of_its_own
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the servers of the tests
 
@@ -63,7 +62,7 @@ def _rounds(server: S3Server, n: int, arguments: dict[str, Any]) -> list[list[di
 
     server.empty()
     server.misbehave(latency_s=LATENCY_S, bytes_per_s=BYTES_PER_S)
-    with state_of_its_own(), tempfile.TemporaryDirectory(prefix="far-") as folder:
+    with state_of_its_own(), scratch_folder("far-") as folder:
         arguments = {"url": server.url("far"), **arguments}
         run = launch("local", f"{__package__}.far_replica:meet", n, args=arguments, rendezvous=f"{folder}/store")
         by_rank: list[list[dict[str, Any]]] = run.results()

@@ -112,6 +112,14 @@ def launch_here(case: Case, preload: tuple[str, ...]) -> float:
     return arrived_at - started_at
 
 
+def scratch_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
+    """Return a folder for the files of replicas, deleted at the end.
+
+    A supervisor may still be writing when its launcher has everything it waited for.
+    """
+    return tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+
+
 @contextlib.contextmanager
 def state_of_its_own() -> Iterator[None]:
     """Keep the runs of this process, and of the commands it starts, out of the user's list.
@@ -120,8 +128,7 @@ def state_of_its_own() -> Iterator[None]:
     it gives out another one, so deleting what one repetition wrote would take half of the next one's time.
     """
     before = os.environ.get("XDG_STATE_HOME")
-    # A supervisor may still be writing when its launcher has everything it waited for.
-    with tempfile.TemporaryDirectory(prefix="benchmark-state-", ignore_cleanup_errors=True) as home:
+    with scratch_folder("benchmark-state-") as home:
         os.environ["XDG_STATE_HOME"] = home
         try:
             yield

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from statistics import quantiles
 
 from .harness import Comparison, Options
-from .launch import state_of_its_own
+from .launch import scratch_folder, state_of_its_own
 
 OURS, LOOKING = "the watch of the rendezvous", "looking every 10 ms"
 
@@ -17,7 +16,7 @@ def noticing(options: Options) -> list[Comparison]:
 
     n_objects = 20 if options.quick else 300
     found: dict[str, list[float]] = {}
-    with state_of_its_own(), tempfile.TemporaryDirectory(prefix="noticing-") as folder:
+    with state_of_its_own(), scratch_folder("noticing-") as folder:
         for method, watches in ((OURS, True), (LOOKING, False)):
             arguments = {"n_objects": n_objects, "watches": watches}
             task = f"{__package__}.noticing_replica:notice"

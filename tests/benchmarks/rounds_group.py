@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 
 from executors import launch
 
-from .launch import state_of_its_own
+from .launch import scratch_folder, state_of_its_own
 
 
 def main() -> None:
     """Launch the replicas and wait for them; the directory is where temporary files go."""
     n_elements, n, rounds = map(int, sys.argv[1:])
-    with state_of_its_own(), tempfile.TemporaryDirectory(prefix="rounds-") as folder:
+    with state_of_its_own(), scratch_folder("rounds-") as folder:
         arguments = {"n_elements": n_elements, "rounds": rounds, "meeting_file": f"{folder}/gloo"}
         task = f"{__package__}.rounds_replica:exchange"
         print(json.dumps(launch("local", task, n, args=arguments, rendezvous=f"{folder}/store").results()))
