@@ -150,6 +150,23 @@ class Attempt:
     number: int = 0
 
     @classmethod
+    def named_by(cls, handle: ReplicaHandle, backend: str) -> Attempt:
+        """Return the attempt that a handle names, asking no store.
+
+        Raises:
+            UnknownHandleError: it is not a handle of this backend.
+        """
+        try:
+            fields = Fields(handle.metadata, f"the handle of rank {handle.rank}")
+            url, run_id = fields.take("store_url", text()), fields.take("run_id", text(40, RUN_ID))
+            number, rank = fields.take("attempt", integer(0, MAX_ATTEMPTS)), integer(0, MAX_RANK)(handle.rank)
+        except (CorruptObjectError, ValueError) as error:
+            raise UnknownHandleError(
+                f"No replica: the handle of rank {handle.rank} was not made by the {backend} backend: {error}"
+            ) from None
+        return cls(store_at(url), run_id, rank, number)
+
+    @classmethod
     def of_handle(cls, handle: ReplicaHandle, backend: str) -> tuple[Attempt, ReplicaHandle]:
         """Return the newest attempt of the replica that a handle names, and its newest handle.
 
@@ -160,21 +177,14 @@ class Attempt:
         Raises:
             UnknownHandleError: no such replica was ever launched by this backend.
         """
-        try:
-            fields = Fields(handle.metadata, f"the handle of rank {handle.rank}")
-            url, run_id = fields.take("store_url", text()), fields.take("run_id", text(40, RUN_ID))
-            number, rank = fields.take("attempt", integer(0, MAX_ATTEMPTS)), integer(0, MAX_RANK)(handle.rank)
-        except (CorruptObjectError, ValueError) as error:
-            raise UnknownHandleError(
-                f"No replica: the handle of rank {handle.rank} was not made by the {backend} backend: {error}"
-            ) from None
-        launched = cls(store_at(url), run_id, rank, number)
-        seen = (url, launched.key("handle.json"))
+        launched = cls.named_by(handle, backend)
+        seen = (launched.store.url, launched.key("handle.json"))
         if seen not in _known and not launched.has("handle.json"):
-            raise UnknownHandleError(f"No replica with run_id={run_id!r}, rank {rank} at {url}.")
+            where = f"run_id={launched.run_id!r}, rank {launched.rank} at {launched.store.url}"
+            raise UnknownHandleError(f"No replica with {where}.")
         _known.add(seen)
         newest = launched.newest()
-        for later in range(newest.number, number, -1):
+        for later in range(newest.number, launched.number, -1):
             if found := newest.at(later).handle(backend):
                 place = newest.at(later).announced(backend).metadata  # also where the record has no place, or another
                 return newest, replace(found, metadata={**found.metadata, **place})

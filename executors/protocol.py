@@ -201,6 +201,26 @@ class KeepsOptions(Protocol):
         """The options with which the executor was made, as JSON: what this machine notes of a launch."""
 
 
+@dataclass(frozen=True)
+class Unfinished:
+    """A replica that has left no outcome, as the records of its run show it."""
+
+    handle: ReplicaHandle
+    """The newest that it has."""
+    attempt: int
+    """Its newest attempt: the handle's, or a later one that was claimed since."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a backend sees of a replica that has left no outcome."""
+
+    outcome: Outcome | None = None
+    """How it ended: its process or job was found gone, and this is on record now."""
+    doing: str = ""
+    """In a few words for people, what it does or waits for before its entrypoint runs, as in "installing"."""
+
+
 @runtime_checkable
 class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
     """What the executors of this package add to the five verbs.
@@ -261,6 +281,16 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
         self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
     ) -> dict[str, Any]:
         """Return what `launch_replicas` would ask for, as JSON, values of secrets and of the environment masked."""
+
+    def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
+        """Look at several replicas at once, in their order; the first to find one gone records its outcome.
+
+        The caller has looked at the store: nothing is asked of it here, but about a replica that is gone.
+
+        Raises:
+            CorruptObjectError: a handle is not one of this backend.
+            BackendError: the backend refuses the credentials.
+        """
 
     def find_handle(self, handle: ReplicaHandle) -> ReplicaHandle | None:
         """Find a replica whose launcher announced it, and died before it wrote the whole handle.

@@ -20,7 +20,17 @@ from executors.backends.jobs.sdk import PollThrottle
 from executors.backends.jobs.service import Job, JobId, JobKey, JobService, JobServiceError, JobState, retrying
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import StoreError
-from executors.protocol import Outcome, Package, Reason, Recordable, ReplicaHandle, ReplicaStatus, RunSpec
+from executors.protocol import (
+    Observation,
+    Outcome,
+    Package,
+    Reason,
+    Recordable,
+    ReplicaHandle,
+    ReplicaStatus,
+    RunSpec,
+    Unfinished,
+)
 from executors.registry import describe_executor
 from executors.replica import RENDEZVOUS
 from executors.run_index import local_store, new_run_id, remember
@@ -49,6 +59,14 @@ class _Replica:
     key: JobKey  # of the job that runs it: an earlier attempt's where a second copy was started since
     job: JobId | None  # as a record names it, to be verified; None: the service never had it
     timeout_s: float
+
+    @classmethod
+    def of(cls, attempt: Attempt, handle: ReplicaHandle) -> _Replica:
+        where = f"the handle of rank {attempt.rank} of run {attempt.run_id!r}"
+        fields = Fields(handle.metadata, where, attempt.store.url)
+        timeout_s = fields.take("timeout_s", number(0.0, FAR_AHEAD))
+        job, launched = fields.take("job", nullable(json_object)), fields.take("attempt", integer(0, MAX_ATTEMPTS))
+        return cls(attempt, JobKey.of(attempt.at(launched)), job, timeout_s)
 
 
 class JobExecutor:
@@ -162,6 +180,14 @@ class JobExecutor:
             return outcome.status
         return ReplicaStatus.RUNNING if replica.attempt.has("started.json") else ReplicaStatus.PENDING
 
+    def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
+        """Ask the service about several replicas; see `NativeExecutor.observe`."""
+        found = []
+        for each in replicas:
+            launched = Attempt.named_by(each.handle, self.backend_name)
+            found.append(Observation(self._conclude(_Replica.of(launched.at(each.attempt), each.handle))))
+        return found
+
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = LOG_LINES) -> str:
         """Return the last lines of the replica's output, as far as the service keeps it."""
         job_id = retrying()(self._job_of, self._find(handle))
@@ -211,11 +237,7 @@ class JobExecutor:
             announced = attempt.announced(self.backend_name)
             unheard = replace(newest, metadata={**newest.metadata, **announced.metadata, "job": None})
             newest = self.find_handle(announced) or unheard
-        where = f"the handle of rank {attempt.rank} of run {attempt.run_id!r}"
-        fields = Fields(newest.metadata, where, attempt.store.url)
-        timeout_s = fields.take("timeout_s", number(0.0, FAR_AHEAD))
-        job, launched = fields.take("job", nullable(json_object)), fields.take("attempt", integer(0, MAX_ATTEMPTS))
-        return _Replica(attempt, JobKey.of(attempt.at(launched)), job, timeout_s)
+        return _Replica.of(attempt, newest)
 
     def _job_of(self, replica: _Replica) -> JobId | None:
         """Return the job that a replica's handle names, once the service has said that it is this replica's."""

@@ -21,7 +21,15 @@ from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError, StoreError
 from executors.logs import read_from, tail_lines
 from executors.process import is_alive, this_machine
-from executors.protocol import Recordable, ReplicaHandle, ReplicaStatus, RunSpec
+from executors.protocol import (
+    Observation,
+    Outcome,
+    Recordable,
+    ReplicaHandle,
+    ReplicaStatus,
+    RunSpec,
+    Unfinished,
+)
 from executors.registry import describe_executor
 from executors.run_index import folder_of_run, local_store, new_run_id, remember, settle, state_dir, state_path
 from executors.status import wait_until_terminal
@@ -209,14 +217,23 @@ class LocalProcessExecutor:
             UnknownHandleError: no such replica was ever launched.
         """
         attempt, handle = Attempt.of_handle(handle, self.backend_name)
-        outcome = attempt.outcome()
-        if outcome is not None:
+        if outcome := attempt.outcome() or self._conclude(attempt, handle):
             return outcome.status
-        claim = attempt.find("started.json", Claim.parse)
-        if _Watch.of(attempt, handle).is_gone(claim):
-            # Looked at again after its end: the supervisor's last act may have been to write the outcome.
-            return (attempt.outcome() or attempt.record_lost("its supervisor is gone")).status
-        return ReplicaStatus.PENDING if claim is None else ReplicaStatus.RUNNING
+        return ReplicaStatus.RUNNING if attempt.has("started.json") else ReplicaStatus.PENDING
+
+    def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
+        """Look at several replicas through /proc; see `NativeExecutor.observe`."""
+        return [
+            Observation(self._conclude(Attempt.named_by(each.handle, self.backend_name).at(each.attempt), each.handle))
+            for each in replicas
+        ]
+
+    def _conclude(self, attempt: Attempt, handle: ReplicaHandle) -> Outcome | None:
+        """Record a replica as lost if it and its supervisor are gone, and it has left no outcome."""
+        if not _Watch.of(attempt, handle).is_gone(attempt):
+            return None
+        # Looked at again after its end: the supervisor's last act may have been to write the outcome.
+        return attempt.outcome() or attempt.record_lost("its supervisor is gone")
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
         """Return the last lines of the replica's output, at most 4 MiB; from another machine, what its outcome kept."""
@@ -302,14 +319,15 @@ class _Watch(Record):
         where = f"the handle of rank {attempt.rank} of run {attempt.run_id!r}"
         return cls.parse(handle.metadata, where, attempt.store.url)
 
-    def is_gone(self, claim: Claim | None) -> bool:
-        """Whether no process is left that could write the outcome, as far as this machine can see."""
+    def is_gone(self, attempt: Attempt) -> bool:
+        """Whether no process is left that could write the attempt's outcome, as far as this machine can see."""
         here, there = this_machine(), self.machine
         if here != there:
             host, boot, _ = here.split(" ")
             return there.split(" ")[0] == host and there.split(" ")[1] != boot  # this host was restarted since
         if is_alive(self.supervisor_pid, self.supervisor_started):
             return False
+        claim = attempt.find("started.json", Claim.parse)
         if claim is None or claim.pid is None or claim.pid_started is None:
             return True
         return not is_alive(claim.pid, claim.pid_started)
