@@ -89,6 +89,12 @@ class RunStatus:
         return all(replica.status.is_terminal for replica in self.replicas)
 
     @property
+    def last_at(self) -> float:
+        """When its last replica ended; while one goes on, when it was looked at."""
+        ends = [replica.outcome.finished_at for replica in self.replicas if replica.outcome is not None]
+        return max(ends, default=0.0) or self.at if self.is_terminal else self.at
+
+    @property
     def status(self) -> ReplicaStatus:
         """One status for the whole run: the worst of its replicas once all have ended."""
         found = {replica.status for replica in self.replicas}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 EVERY_LINE = 1 << 40
 OUT = "A folder for results.json, and for logs and artifacts by rank. What is there already stays."
 RESULTS = "results.json"
-OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)  # and of no one name
+OF_ITS_NAME = (None, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ)
 
 
 class _UnreadableError(Exception):
@@ -72,8 +72,8 @@ def collect(
         except OSError as error:
             if isinstance(error, ReplicasError):
                 raise
-            file = f"{str(error.filename)!r}" if error.filename else f"a file below {str(out)!r}"
-            print(inert(f"Error: Cannot write {file}: {error.strerror}. Nothing was brought."), file=sys.stderr)
+            why = f"Cannot write {str(error.filename)!r}: {error.strerror}."
+            print(inert(f"Error: {why} Nothing was brought."), file=sys.stderr)
             return FAILED
         output.say(f"Wrote {len(sizes)} files, {sum(sizes):,} bytes, to {out}")
         for left in skipped:
@@ -141,7 +141,7 @@ def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, A
         (folder / str(rank)).mkdir()
         log = folder / str(rank) / "output.log"
         try:
-            with open(log, "wb") as file:
+            with _named(log), open(log, "wb") as file:
                 for piece in _read_log(run, rank):
                     file.write(piece)
         except _UnreadableError as error:
@@ -150,18 +150,30 @@ def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, A
         for artifact in run.all_artifacts(rank):
             if problem := _save(artifact, folder / str(rank) / "artifacts"):
                 skipped.append({"rank": rank, "artifact": artifact.name, "problem": problem})
-    (folder / RESULTS).write_text(strict_json(document) + "\n", encoding="utf-8")
+    with _named(folder / RESULTS):
+        (folder / RESULTS).write_text(strict_json(document) + "\n", encoding="utf-8")
     return skipped
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Have an error of writing name its file: only those of opening do."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _save(artifact: Artifact, folder: Path) -> str | None:
     """Write an artifact below a folder; return why not, where its name or its content is at fault."""
     try:
-        artifact.save_below(folder)
+        with _named(folder / artifact.name):
+            artifact.save_below(folder)
     except (StoreError, ValueError) as error:
         return str(error)
     except OSError as error:
-        if error.errno in OF_THE_DISK:
+        if error.errno not in OF_ITS_NAME:
             raise
         return error.strerror or str(error)
     return None

@@ -203,7 +203,7 @@ class PlainView:
         self._progress_at = clock()
 
     def update(self, status: RunStatus) -> None:
-        elapsed = f"[{name_duration(status.at - self._created_at):>6}]"
+        elapsed = f"[{name_duration(status.last_at - self._created_at):>6}]"
         changed: dict[tuple[ReplicaStatus, str], list[int]] = {}
         for replica in status.replicas:
             if self._seen.get(replica.rank) is not replica.status:
@@ -252,7 +252,7 @@ class LiveView(PlainView):
 
         max_rows = None if status.is_terminal else self._output.console.height - LINES_AROUND
         hint = [Text(self._hint, style="dim")] if self._hint and not status.is_terminal else []
-        head = title(status, status.at - self._created_at)
+        head = title(status, status.last_at - self._created_at)
         table = replica_table(status, max_rows, more=self._columns, brief=status.is_terminal)
         self._live.update(Group(head, table, *hint), refresh=True)
 

@@ -110,14 +110,13 @@ def status(
     if as_json:
         output.document({**summary.document(), **now.to_json()})
         return 0
-    ended_at = max((outcome.finished_at for outcome in outcomes), default=now.at) if now.is_terminal else now.at
     output.say(heading(found), "bold")
     output.say(
         f"launched {name_age(time.time() - record.created_at)} ago by {one_line(record.created_by)}"
         f"{', detached' if record.detach else ''}, in {found.store.url}",
         "dim",
     )
-    output.say(title(now, ended_at - record.created_at))
+    output.say(title(now, now.last_at - record.created_at))
     output.say(replica_table(now, more=columns, brief=True))
     summary.print_failures(output)
     return 0

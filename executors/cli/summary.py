@@ -137,7 +137,7 @@ class Summary:
             for line in frames if frames not in shown else ():
                 output.say(line[:MAX_CHARACTERS])
             shown.append(frames)
-            output.say(f"    replicas logs {reference(self.run)} --rank {min(ranks)}")
+            output.say(f"  Log: replicas logs {reference(self.run)} --rank {min(ranks)}")
         if len(groups) > MAX_LINES:
             output.say(f"… and {len(groups) - MAX_LINES} more: replicas status {reference(self.run)}", "dim")
 
