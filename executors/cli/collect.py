@@ -161,7 +161,8 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if error.errno is not None:  # else it is no system's error, and has no place for a name
+            error.filename = error.filename or str(path)
         raise
 
 

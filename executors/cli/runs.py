@@ -84,7 +84,7 @@ def _row_of(run: Run) -> dict[str, Any]:
         record = run.record
         row |= {"backend": record.backend, "world_size": record.world_size, "entrypoint": record.entrypoint}
         row |= {"created_at": record.created_at, "status": "unknown"}  # no such backend here, or the store is away
-        row["status"] = str(run.status(reports=False).status)
+        row["status"] = str(run.status().status)
     except ReplicasError as error:
         row["problem"] = str(error)
     return row
