@@ -14,14 +14,12 @@ import hashlib
 import itertools
 import os
 import random
-import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Any, NoReturn
 
 from executors import replica as environment
@@ -37,8 +35,8 @@ from executors.task.record import RunRecord
 from executors.task.stored import StoredTask, read_task
 from executors.worker.heartbeat import Deadline, Heartbeat
 from executors.worker.result import to_json_value
+from executors.worker.sigterm import TERMINATED, handle_sigterm, ignore_sigterm, sigterm_arrived
 
-TERMINATED = 143  # 128 + SIGTERM, as a shell says it
 TIMED_OUT = 124  # as the command `timeout` leaves
 
 
@@ -69,12 +67,8 @@ class CancelledBeforeStart(ReplicasError):
 
 def main(assignment: Assignment) -> NoReturn:
     """Run one replica in a process of its own, and leave it."""
-    global _at_second_sigterm
     faulthandler.enable()  # a segfault leaves its Python stack
-    if assignment.supervisor_pid is None:
-        _at_second_sigterm = signal.SIG_IGN  # no other process would write the outcome; SIGKILL is left
-    signal.signal(signal.SIGTERM, _terminate)
-    os.register_at_fork(after_in_child=_forget_terminate)
+    handle_sigterm(is_supervised=assignment.supervisor_pid is not None)
     code = 1
     try:
         code = _Worker(assignment).run()
@@ -176,17 +170,17 @@ class _Worker:
             spec = assignment.spec
             task = assignment.task or read_task(self.attempt.store, spec.run_id, spec.task_digest)
             value = _load(self.replica, task)()
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is finished is worth writing down
+            ignore_sigterm()
             outcome = self.succeeded(value)
         except BaseException as error:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            if _terminated and assignment.supervisor_pid is not None and not self.heartbeat.supervisor_is_gone:
+            ignore_sigterm()
+            if sigterm_arrived() and assignment.supervisor_pid is not None and not self.heartbeat.supervisor_is_gone:
                 self.heartbeat.stop()
                 return TERMINATED  # the supervisor sent SIGTERM, knows why, and writes the outcome
             if deadline is not None and deadline.has_passed:
                 outcome = self._out_of_time(TERMINATED)
             else:
-                outcome = self._terminated_from_outside() if _terminated else self.raised(error)
+                outcome = self._terminated_from_outside() if sigterm_arrived() else self.raised(error)
             with contextlib.suppress(OSError, ValueError, AttributeError):  # the user may have closed or unset it
                 sys.stderr.write(f"{outcome.error}\n")
         if deadline is not None:
@@ -303,24 +297,6 @@ def _seed(replica: Replica, seed: int | None, but: set[str]) -> set[str]:
         if torch.version.cuda or torch.version.hip:
             torch.cuda.manual_seed_all(number)
     return loaded
-
-
-_terminated = False
-_at_second_sigterm = signal.SIG_DFL
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    """Turn the first SIGTERM into SystemExit, so that `finally` runs; a second one ends what has a supervisor."""
-    global _terminated
-    _terminated = True
-    signal.signal(signal.SIGTERM, _at_second_sigterm)
-    raise SystemExit(TERMINATED)
-
-
-def _forget_terminate() -> None:
-    """Let a helper that the replica forks die of SIGTERM as any process: its pool would wait for it for ever."""
-    if signal.getsignal(signal.SIGTERM) is _terminate:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _flush() -> None:

@@ -259,6 +259,20 @@ def test_a_replica_that_swallows_sigterm_and_returns_is_cancelled_all_the_same(
     assert (row["status"], row["reason"], row["result"]) == ("cancelled", "cancelled", None)
 
 
+@pytest.mark.parametrize("swallow", ["__del__", "weakref callback"])
+def test_a_sigterm_that_python_swallows_in_a_callback_is_raised_again(
+    local: LocalProcessExecutor, tmp_path: Path, swallow: str
+) -> None:
+    """As when it arrives in the callback of an import lock: Python ignores what is raised there."""
+    args = {"path": str(tmp_path / "said"), "by_weakref": swallow != "__del__"}
+    handles = local.launch_replicas(1, tasks.swallow_in_callback, args)
+    eventually((tmp_path / "said.in callback").exists)
+    local.cancel(handles[0])
+    assert (tmp_path / "said.after callback").exists(), "the callback was interrupted"
+    assert (tmp_path / "said.cleaned").exists(), "and then the entrypoint"
+    assert local.poll(handles[0]) == "cancelled"
+
+
 def test_a_stopped_replica_can_be_cancelled(local: LocalProcessExecutor) -> None:
     handles = local.launch_replicas(1, tasks.hang, {})
     pid = pid_of(handles[0])
