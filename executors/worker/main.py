@@ -33,6 +33,7 @@ from executors.store.records import RETRY_S, read_record, retry, to_bytes
 from executors.store.url import split_address
 from executors.task.record import RunRecord
 from executors.task.stored import StoredTask, read_task
+from executors.worker.failure import describe_failure
 from executors.worker.heartbeat import Deadline, Heartbeat
 from executors.worker.result import to_json_value
 from executors.worker.sigterm import TERMINATED, handle_sigterm, ignore_sigterm, sigterm_arrived
@@ -95,7 +96,7 @@ def call(run: str) -> Any:
     worker.heartbeat.start()
     try:
         task = _load(worker.replica, read_task(worker.attempt.store, run_id))
-        outcome = worker.succeeded(task())
+        outcome = worker.succeeded(_called(task))
         error: BaseException | None = None
     except BaseException as raised:
         outcome, error = worker.raised(raised), raised
@@ -169,7 +170,7 @@ class _Worker:
                 deadline.start()  # its SIGTERM may come at once
             spec = assignment.spec
             task = assignment.task or read_task(self.attempt.store, spec.run_id, spec.task_digest)
-            value = _load(self.replica, task)()
+            value = _called(_load(self.replica, task))
             ignore_sigterm()
             outcome = self.succeeded(value)
         except BaseException as error:
@@ -205,13 +206,8 @@ class _Worker:
             said = f" ({error.code})" if isinstance(error.code, str) else ""
             text = f"The entrypoint ended its process with exit code {code}{said} instead of returning a result."
             return self._failed("no_result", text, code)
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_globals.get("__name__") == __name__:
-            trace = trace.tb_next  # the user's frames are enough
-        text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
         reason: Any = error.outcome_reason if isinstance(error, ReplicasError) else "exception"
-        line = "".join(traceback.format_exception_only(type(error), error)).strip().partition("\n")[0]
-        return self._failed(reason, text, 1, error_line=line)
+        return self._failed(reason, exit_code=1, **describe_failure(error))
 
     def _out_of_time(self, exit_code: int) -> Outcome:
         return self._failed("timeout", self._sentence("timeout", limit_s=self._assignment.timeout_s), exit_code)
@@ -227,7 +223,7 @@ class _Worker:
         text = self._sentence("cancelled" if is_cancelled else "terminated")
         return self._failed("signal", text, TERMINATED, signal="SIGTERM")
 
-    def _failed(self, reason: Reason, error: str, exit_code: int, **more: Any) -> Outcome:
+    def _failed(self, reason: Reason, error: str | None, exit_code: int, **more: Any) -> Outcome:
         return self._ended(ReplicaStatus.FAILED, reason, error=error, exit_code=exit_code, **more)
 
     def _ended(self, status: ReplicaStatus, reason: Reason | None, **more: Any) -> Outcome:
@@ -246,6 +242,16 @@ class _Worker:
             kill_descendants(os.getpid())
         finally:
             os._exit(TIMED_OUT)
+
+
+def _called(task: Callable[[], Any]) -> Any:
+    """Call the entrypoint and return its result; `sys.exit(0)` returns None, unless it answers a SIGTERM."""
+    try:
+        return task()
+    except SystemExit as left:
+        if sigterm_arrived() or left.code is not None and not (isinstance(left.code, int) and left.code == 0):
+            raise
+        return None
 
 
 def _load(replica: Replica, stored: StoredTask) -> Callable[[], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -133,6 +134,25 @@ def test_every_kind_of_exception_is_recorded(local: LocalProcessExecutor) -> Non
         assert cause < direct < row["error"].rindex(word), "and the cause comes first"
     assert (left["status"], left["reason"], left["exit_code"]) == ("failed", "no_result", 1)
     assert "no data here" in left["error"]
+
+
+def test_a_failure_in_a_notebooks_cell_shows_the_lines_of_all_cells_it_passed(local: LocalProcessExecutor) -> None:
+    cells = {
+        "/tmp/ipykernel_1/11.py": "class Trainer:\n    def run(self):\n        raise ValueError('boom')  # here\n",
+        "/tmp/ipykernel_1/22.py": "def train():\n    Trainer().run()  # the second cell\n",
+        "/tmp/ipykernel_1/33.py": "password = 'not needed by train'\n",
+    }
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for file, text in cells.items():
+        exec(compile(text, file, "exec"), names)
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # as IPython does
+    run = launch(local, names["train"], 1)
+    assert run.wait(timeout=60)
+    (outcome,) = run.outcomes()
+    assert "raise ValueError('boom')  # here" in str(outcome.error)
+    assert "Trainer().run()  # the second cell" in str(outcome.error)
+    assert (outcome.error_line, outcome.error_place) == ("ValueError: boom", "a notebook's cell, line 3")
+    assert b"password" not in bytes(run.store.get(f"{run.run_id}/task/task.json"))
 
 
 def write_at_exit(folder: Path) -> None:
