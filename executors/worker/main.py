@@ -249,7 +249,7 @@ def _called(task: Callable[[], Any]) -> Any:
     try:
         return task()
     except SystemExit as left:
-        if sigterm_arrived() or left.code is not None and not (isinstance(left.code, int) and left.code == 0):
+        if sigterm_arrived() or (left.code is not None and not (isinstance(left.code, int) and left.code == 0)):
             raise
         return None
 
