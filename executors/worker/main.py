@@ -10,10 +10,8 @@ import atexit
 import contextlib
 import faulthandler
 import functools
-import hashlib
 import itertools
 import os
-import random
 import socket
 import sys
 import time
@@ -27,7 +25,7 @@ from executors.attempt import Attempt, Claim, describe_end
 from executors.errors import ReplicasError, ResultError, StoreError
 from executors.process import children, flush_c_streams, kill_descendants, start_time
 from executors.protocol import Outcome, Reason, ReplicaStatus, RunSpec
-from executors.replica import Replica, set_current_replica
+from executors.replica import Replica
 from executors.store import store_at
 from executors.store.records import RETRY_S, read_record, retry, to_bytes
 from executors.store.url import split_address
@@ -37,6 +35,7 @@ from executors.worker.failure import describe_failure
 from executors.worker.heartbeat import Deadline, Heartbeat
 from executors.worker.result import to_json_value
 from executors.worker.sigterm import TERMINATED, handle_sigterm, ignore_sigterm, sigterm_arrived
+from executors.worker.surroundings import NoGpuError, check_gpu, seed_generators, set_environment
 
 TIMED_OUT = 124  # as the command `timeout` leaves
 
@@ -57,9 +56,9 @@ class Assignment:
     term_grace_s: float = 5.0
     torch_threads: int | None = None
     timeout_s: float | None = None
-    """The time limit, where this process has to end itself."""
-    spent_s: float = 0.0
-    """How much of the limit was gone when this process started."""
+    """The time limit of the entrypoint, where this process has to end itself."""
+    gpu: str | None = None
+    """What was asked for, and is here as far as the backend knows."""
 
 
 class CancelledBeforeStart(ReplicasError):
@@ -92,7 +91,7 @@ def call(run: str) -> Any:
     world_size = read_record(store_at(store_url), f"{run_id}/run.json", RunRecord.parse).world_size
     rank = int(os.environ[environment.RANK])
     worker = _Worker(Assignment(RunSpec(run_id, store_url, "", world_size, (rank,)), rank))
-    _set_environment(worker.replica, None)
+    set_environment(worker.replica)
     worker.heartbeat.start()
     try:
         task = _load(worker.replica, read_task(worker.attempt.store, run_id))
@@ -157,19 +156,20 @@ class _Worker:
         self.heartbeat = Heartbeat(self.replica, supervisor_pid=parent, grace_s=grace_s)
         self._deadline: Deadline | None = None
         if assignment.timeout_s is not None:
-            spent_s = assignment.spent_s + time.time() - self._started_at
-            self._deadline = Deadline(assignment.timeout_s - spent_s, grace_s, self._end_out_of_time)
+            self._deadline = Deadline(assignment.timeout_s, grace_s, self._end_out_of_time)
 
     def run(self) -> int:
         """Call the entrypoint and leave the outcome; return the process's exit code."""
         assignment, deadline = self._assignment, self._deadline
         try:
-            _set_environment(self.replica, assignment.torch_threads)
+            set_environment(self.replica, assignment.torch_threads)
             self.heartbeat.start()
-            if deadline is not None:
-                deadline.start()  # its SIGTERM may come at once
             spec = assignment.spec
             task = assignment.task or read_task(self.attempt.store, spec.run_id, spec.task_digest)
+            if assignment.gpu is not None:
+                check_gpu(assignment.gpu)
+            if deadline is not None:
+                deadline.start()
             value = _called(_load(self.replica, task))
             ignore_sigterm()
             outcome = self.succeeded(value)
@@ -206,6 +206,8 @@ class _Worker:
             said = f" ({error.code})" if isinstance(error.code, str) else ""
             text = f"The entrypoint ended its process with exit code {code}{said} instead of returning a result."
             return self._failed("no_result", text, code)
+        if isinstance(error, NoGpuError):
+            return self._failed("start_failed", str(error), 1)
         reason: Any = error.outcome_reason if isinstance(error, ReplicasError) else "exception"
         return self._failed(reason, exit_code=1, **describe_failure(error))
 
@@ -261,48 +263,12 @@ def _load(replica: Replica, stored: StoredTask) -> Callable[[], Any]:
 
         if warning := difference(stored.record.python_version, stored.record.torch):
             print(warning, file=sys.stderr)
-    seeded = _seed(replica, stored.record.seed, but=set())
+    seeded = seed_generators(replica, stored.record.seed, but=set())
     function, args = stored.load()
-    _seed(replica, stored.record.seed, but=seeded)
+    seed_generators(replica, stored.record.seed, but=seeded)
     if stored.record.rank_env is not None:
         os.environ[stored.record.rank_env] = str(replica.rank)
     return functools.partial(function, **args)
-
-
-def _set_environment(replica: Replica, torch_threads: int | None) -> None:
-    for name in environment.TORCH_DISTRIBUTED:
-        os.environ.pop(name, None)
-    contract = (replica.rank, replica.world_size, replica.run_id, replica.attempt, replica.rendezvous)
-    os.environ.update(zip(environment.CONTRACT, map(str, contract), strict=True))
-    set_current_replica(replica)
-    if torch_threads is not None:
-        threads = os.environ.setdefault("OMP_NUM_THREADS", str(torch_threads))
-        if "torch" in sys.modules and threads.isdigit():  # imported before the variable was set
-            sys.modules["torch"].set_num_threads(int(threads))
-
-
-def _seed(replica: Replica, seed: int | None, but: set[str]) -> set[str]:
-    """Give every generator that is loaded a stream of this rank's own; return their names.
-
-    Args:
-        but: those seeded before, which the user's module may have seeded otherwise since.
-    """
-    source = f"{replica.run_id if seed is None else seed}/{replica.rank}"
-    loaded: set[str] = {name for name in ("random", "numpy", "torch") if name in sys.modules}
-    fresh = loaded - but
-    if "random" in fresh:
-        random.seed(source)
-    if fresh <= {"random"}:
-        return loaded
-    number = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "big") >> 1
-    if "numpy" in fresh:
-        sys.modules["numpy"].random.seed(number % 2**32)
-    if "torch" in fresh:
-        torch = sys.modules["torch"]
-        torch.default_generator.manual_seed(number)  # torch.manual_seed takes 3 ms on a build without accelerators
-        if torch.version.cuda or torch.version.hip:
-            torch.cuda.manual_seed_all(number)
-    return loaded
 
 
 def _flush() -> None:

@@ -13,6 +13,8 @@ import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
+from executors.process import usable_cores
+
 SLEEP = "import time; time.sleep(600)"
 
 
@@ -174,7 +176,7 @@ def threads() -> dict[str, Any]:
 
 
 def cores() -> int:
-    return len(os.sched_getaffinity(0))
+    return usable_cores()
 
 
 def matmul() -> float:
