@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import platform
+import re
 import subprocess
 import sys
+import time
 from importlib import metadata
+from pathlib import Path
 
+from executors.process import usable_cores
+from executors.replica import BOOTSTRAP_S
+
+DRIVER = "/proc/driver/nvidia/version"
 PACKAGES = ("torch", "numpy", "boto3", "modal", "huggingface_hub")
 
 
 def describe_environment() -> dict[str, str]:
     """Return the facts about where this process runs: system, Python, packages, cores, GPUs."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores() if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "system": f"{platform.system()} {platform.release()}",
         "python": f"{platform.python_version()} at {sys.executable}",
@@ -21,6 +30,33 @@ def describe_environment() -> dict[str, str]:
         "cores": str(cores),
         "gpus": _gpus(),
     }
+
+
+def probe(gpu: str | None = None) -> dict[str, str]:
+    """Return the facts about a replica; where a GPU was asked for, also what torch sees, and how long that took."""
+    facts = describe_environment()
+    if gpu is None:
+        return facts
+    began = time.monotonic()
+    torch = importlib.import_module("torch")
+    imported_s = time.monotonic() - began
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        **facts,
+        "driver": driver_version() or "none",
+        "torch": f"{torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}, sees {seen} GPUs",
+        "fetching and installing": f"{float(os.environ.get(BOOTSTRAP_S) or 0.0):.1f} s",
+        "importing torch": f"{imported_s:.1f} s",
+    }
+
+
+def driver_version() -> str | None:
+    """Return the version of the NVIDIA driver; None where there is none."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"\b\d+\.\d[\d.]*", Path(DRIVER).read_text()):
+            return found.group()
+    listed = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    return listed[0] if listed else None
 
 
 def _version(package: str) -> str:
@@ -31,10 +67,14 @@ def _version(package: str) -> str:
 
 
 def _gpus() -> str:
-    try:
-        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return "none"
-    names = [line.partition(" (UUID")[0] for line in listed.stdout.splitlines()]
+    names = [line.partition(" (UUID")[0] for line in _nvidia_smi("--list-gpus")]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (", ".join(names) or "none") + ("" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})")
+
+
+def _nvidia_smi(*arguments: str) -> list[str]:
+    try:
+        command = ["nvidia-smi", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
