@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
@@ -104,7 +106,7 @@ def launch(
                     return 0
                 run = _start(plan, output)
         except KeyboardInterrupt:
-            output.say("Cancelled before the run had started.", "yellow")
+            output.say("Cancelled.", "yellow")
             return CANCELLED
         return _finish(run, output, interrupts, detach=detach)
 
@@ -120,6 +122,9 @@ launch.epilog = (  # type: ignore[attr-defined]
 
 def _start(plan: LaunchPlan, output: Output) -> Run:
     try:
+        if plan.executor.backend_name == "inline":  # the screen is the entrypoint's
+            with contextlib.redirect_stdout(sys.stderr) if output.as_json else contextlib.nullcontext():
+                return plan.start()
         with output.busy(f"Starting {plan.request.n} replicas"):
             return plan.start()
     except LaunchError as error:
