@@ -142,9 +142,10 @@ def current_replica() -> Replica:
 
 @functools.cache  # the line is printed once
 def _replica_alone() -> Replica:
+    script = sys.argv[0] if sys.argv[0].endswith(".py") else "FILE.py"
     print(
-        "replicas: this process is not a replica: it is rank 0 of 1, and what it reports and saves is kept nowhere. "
-        "`replicas launch` starts replicas.",
+        "replicas: this process is not a replica, so it is alone: world size 1, in memory, and nothing is kept. With "
+        f"others: replicas launch {script} --n 4",
         file=sys.stderr,
     )
     nonce = os.urandom(16).hex()

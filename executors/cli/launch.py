@@ -40,7 +40,7 @@ ENTRYPOINT = (
 ARG = "An argument of the entrypoint: JSON, else a string. Repeatable."
 TIMEOUT = f"How long each replica may run ({DURATIONS}). Default: no limit locally, one hour elsewhere."
 CHAOS = (
-    "A fault to inject, local backend only: kill:rank=1,round=3 (or at=POINT,count=N,when=after), "
+    "A fault to inject, local backend only: kill:rank=1,round=3 (counted from 1; or at=POINT,count=N,when=after), "
     "or store:lost=0.02,error=0.01,delay=0.3. Repeatable."
 )
 TASK_DIGEST = (

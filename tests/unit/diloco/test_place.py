@@ -10,13 +10,6 @@ from diloco.errors import DiLoCoError
 from diloco.rendezvous.membership import find_place
 
 
-def test_a_process_that_is_no_replica_trains_alone_each_time_in_a_store_of_its_own() -> None:
-    first, second = (find_place(None, None, None, None) for _ in range(2))
-    assert (first.rank, first.world_size) == (0, 1)
-    assert first.store.url.startswith("memory://")
-    assert first.store is not second.store, "a second training does not go on with the first one's rounds"
-
-
 @pytest.mark.parametrize(
     ("given", "missing"),
     [
