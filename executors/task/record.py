@@ -83,6 +83,9 @@ class TaskRecord(Record):
     entrypoint: str | None = checked(nullable(text()), None)
     """None: the pickled callable."""
     args: Mapping[str, Any] | None = checked(nullable(json_object), None)
+    arg_texts: Mapping[str, Any] = checked(json_object, {})
+    """Those of the arguments that a command line gave, as it gave them: the function's annotations say what they are.
+    """
     callable_sha256: str | None = checked(nullable(text(64, SHA256)), None)
     rank_env: str | None = checked(nullable(text(1000)), None)
     """The name of one more environment variable for the rank."""

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process"),
     ("errors", "logs"),
-    ("store", "entrypoint", "status"),
+    ("store", "entrypoint", "arguments", "status"),
     ("attempt", "task", "run_index", "registry", "chaos"),
     ("run", "replica"),
     ("resume", "worker", "shipping"),
