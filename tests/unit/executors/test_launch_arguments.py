@@ -61,7 +61,11 @@ def nothing_written(state_home: Path) -> Iterator[None]:
             EntrypointError,
             "is async: calling it runs nothing of it. Give a plain function",
         ),
-        ({"entrypoint": "json:loads", "args": {"s": object()}}, EntrypointArgumentsError, "argument 's' is an object. "),
+        (
+            {"entrypoint": "json:loads", "args": {"s": object()}},
+            EntrypointArgumentsError,
+            "argument 's' is an object. ",
+        ),
         (
             {"entrypoint": "json:dump", "args": {"obj": [0, 1, {"y": 1j}], "fp": 1}},
             EntrypointArgumentsError,
