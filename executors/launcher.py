@@ -61,6 +61,7 @@ def launch(
     task_digest: str | None = None,
     trust_bucket: bool = False,
     chaos: Sequence[str] = (),
+    fail_fast: bool = False,
 ) -> Run:
     """Start `n` ranked replicas of an entrypoint.
 
@@ -84,6 +85,7 @@ def launch(
         resume: bring back what ended of the run `run_id`, with the task it was launched with; see `resume.resume`.
         task_digest, trust_bucket: who vouches for that task where another machine launched it; see `resume.resume`.
         chaos: faults that the replicas are to suffer, as in "kill:rank=1,round=3"; local backend only, see `chaos`.
+        fail_fast: end the run at the first failure before anybody's first round. Otherwise the others train on.
 
     Raises:
         ValueError, TypeError: a bad argument.
@@ -106,6 +108,7 @@ def launch(
         seed=seed,
         detach=detach,
         chaos=chaos,
+        fail_fast=fail_fast,
     )
     if resume:
         return _bring_back(request, executor, task_digest, trust_bucket)

@@ -158,6 +158,8 @@ class RunSpec:
     detach: bool = False
     chaos: tuple[str, ...] = ()
     """Faults that the replicas are to suffer; see `chaos.py`."""
+    fail_fast: bool = False
+    """Whether the first failure ends the run, as long as nobody has had a round."""
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class LaunchRequest:
     seed: int | None = None
     detach: bool = False
     chaos: Sequence[str] = ()
+    fail_fast: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.n, bool) or not isinstance(self.n, int):
@@ -136,6 +137,7 @@ def plan_run(
         chaos=tuple(request.chaos),
         gpu=request.gpu,
         timeout_s=request.timeout,
+        fail_fast=request.fail_fast,
     )
     task, pickled = _pack_task(request, launched_with, package)
     record = RunRecord(
@@ -165,6 +167,7 @@ def plan_run(
         secret_names=tuple(request.secrets),
         detach=request.detach,
         chaos=tuple(request.chaos),
+        fail_fast=request.fail_fast,
     )
     return NewRun(spec, written, task, pickled, None if package is None else package.archive)
 

@@ -57,6 +57,7 @@ class LaunchedWith(Record):
     chaos: tuple[str, ...] = checked(NAMES, ())
     gpu: str | None = checked(nullable(text(100)), None)
     timeout_s: float | None = checked(nullable(number(0.0, FAR_AHEAD)), None)
+    fail_fast: bool = checked(flag, False)
 
 
 @dataclass(frozen=True, kw_only=True)
