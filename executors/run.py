@@ -22,7 +22,15 @@ from executors.logs import follow_logs, last_lines
 from executors.observer import Observer, in_parallel
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class, executor_of_record
-from executors.run_index import Note, folder_of_run, forget, known_run_ids, locate, noted_at_launch
+from executors.run_index import (
+    Note,
+    find_preparation,
+    folder_of_run,
+    forget,
+    known_run_ids,
+    locate,
+    noted_at_launch,
+)
 from executors.status import FAILED_EARLY, ReplicaState, RunStatus, raise_root_cause, wait_until
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
@@ -54,6 +62,8 @@ class Run:
         self.has_given_options = self._executor is not None
         """Whether a person made the executor, and so gave its options, too."""
         self._launched = handles
+        self.is_awaited = False
+        """Whether this process has waited for the run's end, or ended it."""
         self._watches_for_failures = True
 
     @cached_property
@@ -140,7 +150,8 @@ class Run:
                 self._watches_for_failures = False
             return all(state.status.is_terminal for state in states)
 
-        return wait_until(has_ended, timeout, self.pauses())
+        self.is_awaited = wait_until(has_ended, timeout, self.pauses())
+        return self.is_awaited
 
     def end_early(self, now: RunStatus, option: str) -> str | None:
         """End the run at a failure before anybody's first round, if it was launched so; return what to say, once.
@@ -257,6 +268,7 @@ class Run:
             attempt.request_cancel()  # its launcher died before its service had it; one that comes up late ends, too
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
         in_parallel(lambda r: self.executor.cancel(self.handle(r)), launched)
+        self.is_awaited = self.is_awaited or rank is None
 
     def remove(self) -> None:
         """Delete everything the run left, here and in its store.
@@ -338,6 +350,8 @@ def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | Se
         run_id = run
         url = str(rendezvous) if rendezvous is not None else locate(check_run_id(run))
     if url is None:
+        if preparation := find_preparation(run_id):
+            raise RunNotFoundError(preparation.describe(run_id))
         raise RunNotFoundError(
             f"No run {run_id!r} is known on this machine.{did_you_mean(run_id, known_run_ids())} For a run that was "
             f"launched elsewhere give its address, as in 's3://BUCKET/PREFIX/{run_id}'."

@@ -6,7 +6,6 @@ stays quick. Exit codes: 0, 1 a replica failed, 2 usage, 124 only timeouts, 130 
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -20,7 +19,7 @@ from executors.cli.doctor import doctor
 from executors.cli.launch import launch, resume
 from executors.cli.output import CANCELLED, FAILED, USAGE, inert
 from executors.cli.runs import cancel, collect, logs, ls, rm, status, wait
-from executors.errors import LaunchError, ReplicasError
+from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
 
 app = typer.Typer(
     name="replicas",
@@ -54,9 +53,12 @@ def _options(
 
 def main() -> int:
     """Run the command line and return its exit code. A user's mistake is one line on stderr, never a traceback."""
-    if not sys.flags.safe_path:
-        with contextlib.suppress(FileNotFoundError):  # the directory was deleted
+    try:
+        if not sys.flags.safe_path:
             sys.path.insert(0, os.getcwd())  # as `python -m` does, so that `train:main` is found there
+        os.getcwd()
+    except FileNotFoundError:
+        return _fail(ReplicasError(NO_DIRECTORY))
     _show_warnings_as_lines()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
