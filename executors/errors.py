@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from executors.protocol import Outcome
 
 
+NO_DIRECTORY = "The working directory was deleted. Change to one that exists, as with: cd ~"
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Return the message for a name that does not exist: `No X 'y'. Did you mean 'z'? Known: …`."""
     known = sorted(known)
@@ -46,6 +49,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def kind_of(value: object) -> str:
+    """Name the type of a value in a sentence: `an int`, `a Tensor`."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 class ReplicasError(Exception):

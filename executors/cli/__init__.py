@@ -6,7 +6,6 @@ stays quick. Exit codes: 0, 1 a replica failed, 2 usage, 124 only timeouts, 130 
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -21,7 +20,7 @@ from executors.cli.doctor import doctor
 from executors.cli.launch import launch, resume
 from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, inert
 from executors.cli.runs import cancel, logs, ls, rm, status, wait
-from executors.errors import LaunchError, ReplicasError
+from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
 
 app = typer.Typer(
     name="replicas",
@@ -55,9 +54,12 @@ def _options(
 
 def main() -> int:
     """Run the command line and return its exit code. A user's mistake is one line on stderr, never a traceback."""
-    if not sys.flags.safe_path:
-        with contextlib.suppress(FileNotFoundError):  # the directory was deleted
+    try:
+        if not sys.flags.safe_path:
             sys.path.insert(0, os.getcwd())  # as `python -m` does, so that `train:main` is found there
+        os.getcwd()
+    except FileNotFoundError:
+        return _fail(ReplicasError(NO_DIRECTORY))
     _show_warnings_as_lines()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -80,7 +82,8 @@ def _call() -> int:
     """Call the verb that the command line names."""
     command: Any = typer.main.get_command(app)
     try:
-        returned = command.main(prog_name="replicas", standalone_mode=False)
+        arguments, argv = _split_argv(sys.argv[1:])
+        returned = command.main(arguments, prog_name="replicas", standalone_mode=False, obj=argv)
     except (KeyboardInterrupt, typer.Abort):
         return CANCELLED
     except ReplicasError as error:
@@ -91,6 +94,14 @@ def _call() -> int:
             raise
         return _fail(error, error.format_message())
     return returned if isinstance(returned, int) else 0
+
+
+def _split_argv(arguments: list[str]) -> tuple[list[str], list[str] | None]:
+    """Take what follows `--` off a launch: it is the script's. None: there is no `--`."""
+    if arguments[:1] != ["launch"] or "--" not in arguments:
+        return arguments, None
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
 
 
 def _fail(error: Exception, message: str | None = None) -> int:

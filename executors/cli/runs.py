@@ -31,9 +31,10 @@ from executors.cli.output import (
     refuse,
     usage_errors,
 )
-from executors.errors import ReplicasError
+from executors.errors import ReplicasError, RunNotFoundError
 from executors.logs import MAX_READ_BYTES
 from executors.protocol import ReplicaStatus
+from executors.run_index import find_preparation
 
 if TYPE_CHECKING:
     from executors.run import Run
@@ -103,7 +104,14 @@ def status(
     from executors.cli.table import replica_table, title
 
     output = Output(as_json)
-    found = find_run(run, rendezvous, backend, option)
+    try:
+        found = find_run(run, rendezvous, backend, option)
+    except RunNotFoundError:
+        if (preparation := find_preparation(run.rpartition("/")[2])) is None:
+            raise
+        text, state = preparation.describe(run), "preparing" if preparation.is_going_on else "never started"
+        output.document({"run_id": run, "status": state, "problem": text}) if as_json else output.say(text)
+        return 0
     now, record = found.status(), found.record
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]
     summary = Summary(found, outcomes, exit_code(outcomes) if now.is_terminal else None)

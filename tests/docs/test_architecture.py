@@ -20,11 +20,11 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process"),
     ("errors", "logs"),
-    ("store", "entrypoint", "status", "root_cause"),
+    ("store", "entrypoint", "arguments", "status", "root_cause"),
     ("attempt", "inventory", "task", "run_index", "registry", "chaos"),
     ("observer", "replica"),
     ("run",),
-    ("resume", "worker", "shipping"),
+    ("resume", "launch_checks", "worker", "shipping"),
     ("launcher", "backends"),
     ("cli", "testing", ""),
 )
