@@ -19,10 +19,11 @@ from executors.errors import (
     UnknownHandleError,
     did_you_mean,
 )
-from executors.logs import follow_logs, last_lines
+from executors.logs.follower import Sight
 from executors.protocol import REASONS, NativeExecutor, Outcome, ReplicaStatus, ServerlessExecutor, as_status
 from executors.registry import check_backend_of, check_executor, executor_class, executor_of_record
 from executors.run_index import Note, folder_of_run, forget, known_run_ids, locate, noted_at_launch
+from executors.run_logs import Ranks, RunLogs, Which, check_rank
 from executors.status import ReplicaState, RunStatus, raise_root_cause, wait_until_terminal
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
@@ -164,32 +165,27 @@ class Run:
         return RunStatus(self.run_id, self.backend, replicas, count_joined(self.store, self.run_id, self.world_size))
 
     @overload
-    def logs(self, rank: int | Sequence[int] | None = None, tail: int = 200, follow: Literal[False] = False) -> str: ...
+    def logs(
+        self, rank: Ranks = None, tail: int = 200, follow: Literal[False] = False, *, attempt: Which = None
+    ) -> str: ...
     @overload
     def logs(
-        self, rank: int | Sequence[int] | None = None, tail: int = 200, *, follow: Literal[True]
+        self, rank: Ranks = None, tail: int = 200, *, follow: Literal[True], attempt: Which = None
     ) -> Iterator[str]: ...
     def logs(
-        self, rank: int | Sequence[int] | None = None, tail: int = 200, follow: bool = False
+        self, rank: Ranks = None, tail: int = 200, follow: bool = False, *, attempt: Which = None
     ) -> str | Iterator[str]:
         """Return the last lines of one replica's output, or of several or all, each line then led by `[rank]`.
 
         Args:
             rank: one, some, or None: all.
-            tail: how many lines of each replica.
-            follow: return an iterator over these and all later lines instead, which ends with the run.
+            tail: how many lines of each replica; with "all" of each attempt.
+            follow: return an iterator over these and all later lines instead, which ends with the run. Where a rank is
+                resumed meanwhile, it goes on with the new attempt.
+            attempt: the number of one, "all", or None: the newest of each rank.
         """
-        is_one = isinstance(rank, int)
-        chosen = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
-        ranks = [self._check_rank(r) for r in chosen]
-        if follow:
-            handles = {r: self.handle(r) for r in ranks}
-            return follow_logs(self.executor, self._poll, handles, tail, prefix=not is_one, kept=self._kept)
-        texts = self._in_parallel(lambda r: self._tail(r, tail), ranks)
-        if is_one:
-            return str(texts[0])
-        of_ranks = zip(ranks, texts, strict=True)
-        return "".join(f"[{r}] {line}\n" for r, text in of_ranks for line in text.split("\n") if line)
+        pieces = RunLogs(self, attempt).pieces(rank, tail, follow=follow)
+        return pieces if follow else "".join(pieces)
 
     def artifacts(self, rank: int) -> list[Artifact]:
         """List the files that a replica kept with `save_artifact`.
@@ -200,7 +196,7 @@ class Run:
 
     def all_artifacts(self, rank: int) -> list[Artifact]:
         """List all objects where a replica keeps its files, also those whose names cannot be written to."""
-        return find_artifacts(self.store, rank, self.newest_attempt(self._check_rank(rank)).key("artifacts/"))
+        return find_artifacts(self.store, rank, self.newest_attempt(check_rank(self, rank)).key("artifacts/"))
 
     def request_cancel(self) -> None:
         """Leave the cancel marker of every replica that has not ended; `cancel` also waits for their end."""
@@ -210,7 +206,7 @@ class Run:
 
     def cancel(self, rank: int | None = None) -> None:
         """Cancel one replica, or all that still run; returns when they are gone. Nothing changes for the others."""
-        ranks = range(self.world_size) if rank is None else [self._check_rank(rank)]
+        ranks = range(self.world_size) if rank is None else [check_rank(self, rank)]
         alive = [r for r, status in zip(ranks, self._ask_all(self._poll, ranks), strict=True) if not status.is_terminal]
         launched = [r for r in alive if self.handle(r) is not None]
         for r in set(alive) - set(launched):
@@ -306,29 +302,30 @@ class Run:
         """Read the handle of the newest attempt that has one."""
         newest = self.newest_attempt(rank)
         for attempt in map(newest.at, range(newest.number, -1, -1)):
-            handle = attempt.handle(self.backend)
-            if handle is not None:
+            if (handle := self.handle_at(attempt)) is not None or attempt.has("intent.json"):
                 return handle
-            if attempt.has("intent.json"):
-                announced = attempt.announced(self.backend)
-                return self.executor.find_handle(announced) if isinstance(self.executor, NativeExecutor) else None
         return None
 
-    def _tail(self, rank: int, n_lines: int) -> str:
-        text = last_lines(self.executor, self.handle(rank), n_lines, lambda: self._kept(rank))
-        if text or not self._poll(rank).is_terminal:
-            return text
-        kept = self._kept(rank) or getattr(self._outcomes.get(rank), "error", None) or ""  # the backend has nothing
-        return "".join(kept.splitlines(keepends=True)[-n_lines:])
+    def handle_at(self, attempt: Attempt) -> Any:
+        """Return the handle of one attempt; None where it left none of its own that this process can read."""
+        handle = attempt.handle(self.backend)
+        if handle is None and self._handles and attempt.number == 0:
+            handle = self._handles[attempt.rank]  # of an executor with the five verbs alone
+        if handle is None and isinstance(self.executor, NativeExecutor) and attempt.has("intent.json"):
+            handle = self.executor.find_handle(attempt.announced(self.backend))
+        return handle
 
-    def _kept(self, rank: int) -> str:
-        outcome = self._outcomes.get(rank) or self.newest_attempt(rank).outcome()
-        return outcome.output_tail if outcome else ""
+    def look(self, ranks: Sequence[int]) -> dict[int, Sight]:
+        """Return the newest attempt of each of some ranks, and whether it has ended."""
+        statuses = self._ask_all(self._poll, ranks)
+        known = [self._outcomes.get(rank) for rank in ranks]
+        newest = [each.attempt if each else self.newest_attempt(r).number for r, each in zip(ranks, known, strict=True)]
+        return {r: Sight(n, s.is_terminal) for r, n, s in zip(ranks, newest, statuses, strict=True)}
 
-    def _check_rank(self, rank: int) -> int:
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"Run {self.run_id!r} has the ranks 0 to {self.world_size - 1}, got rank={rank}.")
-        return rank
+    def outcome_of(self, attempt: Attempt) -> Outcome | None:
+        """Return how an attempt ended; None while it has not."""
+        known = self._outcomes.get(attempt.rank)
+        return known if known is not None and known.attempt == attempt.number else attempt.outcome()
 
     def _ask_all(self, ask: Callable[[int], T], ranks: Iterable[int]) -> list[T]:
         """Ask about several ranks: at once where each answer takes round trips, and in turn of a directory."""

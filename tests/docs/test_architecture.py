@@ -22,6 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "logs"),
     ("store", "entrypoint", "status"),
     ("attempt", "task", "run_index", "registry", "chaos"),
+    ("run_logs",),
     ("run", "replica"),
     ("resume", "worker", "shipping"),
     ("launcher", "backends"),
