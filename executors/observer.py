@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,11 +57,9 @@ class Observer:
         self._is_near = self._is_directory or store.url.startswith("memory:")
         self._inventory = Inventory()
         self._updated_at = -math.inf
-        self._handles: dict[int, tuple[int | None, Any]] = {rank: (0, each) for rank, each in enumerate(handles or ())}
+        self._handles: dict[tuple[int, int], Any] = {(rank, 0): handle for rank, handle in enumerate(handles or ())}
         self._outcomes: dict[int, Outcome] = {}
         self._beats: dict[int, tuple[int, Beat | None]] = {}
-        self._lock = threading.Lock()
-        self._recent: tuple[float, list[ReplicaState]] | None = None
 
     @property
     def ranks(self) -> range:
@@ -94,14 +91,6 @@ class Observer:
                 return [again.get(rank) or self._state(rank, *seen.get(rank, (None, ""))) for rank in ranks]
         return [self._state(rank, *seen.get(rank, (None, ""))) for rank in ranks]
 
-    def look_recently(self, rank: int) -> ReplicaStatus:
-        """Return a replica's status as of a moment ago, which many may ask for over and over."""
-        with self._lock:
-            age_s = RECENT_S if self._is_near else FAR_PAUSES_S[1]
-            if self._recent is None or time.monotonic() - self._recent[0] > age_s:
-                self._recent = (time.monotonic(), self.look(self.ranks))
-            return self._recent[1][rank].status
-
     def with_reports(self, states: Sequence[ReplicaState]) -> list[ReplicaState]:
         """Read the heartbeat of each replica that has one, once after its end, and add what it says."""
         return self.map(self._with_report, states)
@@ -126,19 +115,34 @@ class Observer:
         is_final = known is not None and known.status is ReplicaStatus.SUCCEEDED
         return known if is_final or (known and known.attempt == self._inventory.newest(rank)) else None
 
+    def newest_attempt(self, rank: int) -> Attempt:
+        """Return a rank's newest attempt, as of a moment ago at most: many may be asked for one after the other."""
+        self.update(RECENT_S)
+        return self.attempt(rank)
+
     def handle(self, rank: int) -> Any:
         """Return a rank's handle; None while it has left none that this process can read."""
-        _, handle = self._handles.get(rank, (None, None))
-        if handle is None:  # it may still come: its launcher may be at work
+        if (handle := self._newest_handle(rank)) is None:  # it may still come: its launcher may be at work
             self.update()
             handle = self._newest_handle(rank)
         return handle
 
     def handles(self) -> list[Any]:
         """Return the handles in rank order."""
-        if any(rank not in self._handles for rank in self.ranks):
-            self.update()
+        self.update(RECENT_S)
         return self.map(self._newest_handle, self.ranks)
+
+    def handle_at(self, attempt: Attempt) -> Any:
+        """Return the handle that one attempt left, or the backend finds; None where there is none, as of now."""
+        place = (attempt.rank, attempt.number)
+        if self._handles.get(place) is None:
+            found = attempt.handle(self._record.backend) if self._inventory.has(*place, "handle") else None
+            if found is None and self._inventory.has(*place, "intent"):
+                executor = self._executor()
+                if isinstance(executor, NativeExecutor):
+                    found = executor.find_handle(attempt.announced(self._record.backend))
+            self._handles[place] = found
+        return self._handles[place]
 
     def collect_missing(self) -> None:
         """Take from the backend what the store does not have: replicas that succeeded without reaching the store."""
@@ -161,19 +165,13 @@ class Observer:
             self._outcomes[rank] = outcome
 
     def _newest_handle(self, rank: int) -> Any:
-        """Return the handle of the newest attempt that has one; read again when a newer one was launched."""
-        launched, (number, known) = self._inventory.newest_launched(rank), self._handles.get(rank, (None, None))
-        if launched is None or (known is not None and number == launched):
-            return known
-        attempt = self.attempt(rank).at(launched)
-        found = attempt.handle(self._record.backend)
-        executor = self._executor() if found is None else None
-        if isinstance(executor, NativeExecutor):
-            found = executor.find_handle(attempt.announced(self._record.backend))
-            if found is None and (outcome := attempt.outcome()):  # it was found that it was never started
-                self._outcomes[rank] = outcome
-        self._handles[rank] = (launched, found)
-        return found
+        """Return the handle of the newest attempt that has one."""
+        attempt = self.attempt(rank)
+        handle = self.handle_at(attempt.at(self._inventory.newest_launched(rank) or 0))
+        is_announced = handle is None and self._inventory.has(rank, attempt.number, "intent")
+        if is_announced and (outcome := attempt.outcome()):  # its backend found that it was never started
+            self._outcomes[rank] = outcome
+        return handle
 
     def _ask_backend(
         self, newest: Mapping[int, Attempt], handles: Mapping[int, Any]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -224,6 +224,36 @@ class Observation:
     """In a few words for people, what it does or waits for before its entrypoint runs, as in "installing"."""
 
 
+class Log(Protocol):
+    """What one attempt of one rank writes, as it can be read from here. For one reader; any thread may close it."""
+
+    @property
+    def note(self) -> str:
+        """Where it is read, if that is not where the replica writes to, and how old that is."""
+
+    @property
+    def may_lag(self) -> bool:
+        """Whether lines come late, so that the last may be missing when the replica has ended."""
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait between two reads, at least."""
+
+    def tail(self, n_lines: int) -> str:
+        """Return the last lines so far."""
+
+    def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
+        """Yield what was written since the last call, in parts of bounded size: whole lines, with their newlines.
+
+        Args:
+            n_first: at the first call, how many of the last lines.
+            has_ended: the replica writes no more; the very last line may come without a newline.
+        """
+
+    def close(self) -> None:
+        """Let go of connections, at once."""
+
+
 @runtime_checkable
 class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
     """What the executors of this package add to the five verbs.
@@ -294,6 +324,9 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
             CorruptObjectError: a handle is not one of this backend.
             BackendError: the backend refuses the credentials.
         """
+
+    def open_log(self, handle: ReplicaHandle) -> Log:
+        """Return the log of the attempt that a handle names, and of no later one."""
 
     def find_handle(self, handle: ReplicaHandle) -> ReplicaHandle | None:
         """Find a replica whose launcher announced it, and died before it wrote the whole handle.

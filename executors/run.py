@@ -18,8 +18,8 @@ from executors.errors import (
     UnknownHandleError,
     did_you_mean,
 )
-from executors.logs import follow_logs, last_lines
-from executors.observer import RECENT_S, Observer, in_parallel
+from executors.logs.follower import Sight
+from executors.observer import Observer, in_parallel
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class, executor_of_record
 from executors.root_cause import raise_root_cause
@@ -32,6 +32,7 @@ from executors.run_index import (
     locate,
     noted_at_launch,
 )
+from executors.run_logs import Ranks, RunLogs, Which, check_rank
 from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
@@ -210,32 +211,27 @@ class Run:
         return self._observer.pauses()
 
     @overload
-    def logs(self, rank: int | Sequence[int] | None = None, tail: int = 200, follow: Literal[False] = False) -> str: ...
+    def logs(
+        self, rank: Ranks = None, tail: int = 200, follow: Literal[False] = False, *, attempt: Which = None
+    ) -> str: ...
     @overload
     def logs(
-        self, rank: int | Sequence[int] | None = None, tail: int = 200, *, follow: Literal[True]
+        self, rank: Ranks = None, tail: int = 200, *, follow: Literal[True], attempt: Which = None
     ) -> Iterator[str]: ...
     def logs(
-        self, rank: int | Sequence[int] | None = None, tail: int = 200, follow: bool = False
+        self, rank: Ranks = None, tail: int = 200, follow: bool = False, *, attempt: Which = None
     ) -> str | Iterator[str]:
         """Return the last lines of one replica's output, or of several or all, each line then led by `[rank]`.
 
         Args:
             rank: one, some, or None: all.
-            tail: how many lines of each replica.
-            follow: return an iterator over these and all later lines instead, which ends with the run.
+            tail: how many lines of each replica; with "all" of each attempt.
+            follow: return an iterator over these and all later lines instead, which ends with the run. Where a rank is
+                resumed meanwhile, it goes on with the new attempt.
+            attempt: the number of one, "all", or None: the newest of each rank.
         """
-        is_one = isinstance(rank, int)
-        chosen = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
-        ranks = [self._check_rank(r) for r in chosen]
-        if follow:
-            handles = {r: self.handle(r) for r in ranks}
-            return follow_logs(self.executor, self._poll, handles, tail, prefix=not is_one, kept=self._kept)
-        texts = in_parallel(lambda r: self._tail(r, tail), ranks)
-        if is_one:
-            return str(texts[0])
-        of_ranks = zip(ranks, texts, strict=True)
-        return "".join(f"[{r}] {line}\n" for r, text in of_ranks for line in text.split("\n") if line)
+        pieces = RunLogs(self, attempt).pieces(rank, tail, follow=follow)
+        return pieces if follow else "".join(pieces)
 
     def artifacts(self, rank: int) -> list[Artifact]:
         """List the files that a replica kept with `save_artifact`.
@@ -246,7 +242,7 @@ class Run:
 
     def all_artifacts(self, rank: int) -> list[Artifact]:
         """List all objects where a replica keeps its files, also those whose names cannot be written to."""
-        return find_artifacts(self.store, rank, self.newest_attempt(self._check_rank(rank)).key("artifacts/"))
+        return find_artifacts(self.store, rank, self.newest_attempt(check_rank(self, rank)).key("artifacts/"))
 
     def request_cancel(self) -> None:
         """Leave the cancel marker of every replica that has not ended; `cancel` also waits for their end."""
@@ -256,7 +252,7 @@ class Run:
     def cancel(self, rank: int | None = None) -> None:
         """Cancel one replica, or all that still run; returns when they are gone. Nothing changes for the others."""
         observer = self._observer
-        ranks = observer.ranks if rank is None else [self._check_rank(rank)]
+        ranks = observer.ranks if rank is None else [check_rank(self, rank)]
         alive = [state.rank for state in observer.look(ranks) if not state.status.is_terminal]
         launched = [r for r in alive if self.handle(r) is not None]
         for r in set(alive) - set(launched):
@@ -299,8 +295,7 @@ class Run:
 
     def newest_attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt: its number is 0 until it was resumed, or its process started twice."""
-        self._observer.update(RECENT_S)
-        return self._observer.attempt(rank)
+        return self._observer.newest_attempt(rank)
 
     @cached_property
     def _observer(self) -> Observer:
@@ -309,25 +304,20 @@ class Run:
     def _look(self) -> list[ReplicaState]:
         return self._observer.look(self._observer.ranks)
 
-    def _poll(self, rank: int) -> ReplicaStatus:
-        return self._observer.look_recently(rank)
+    # What `RunLogs` needs
 
-    def _tail(self, rank: int, n_lines: int) -> str:
-        text = last_lines(self.executor, self.handle(rank), n_lines, lambda: self._kept(rank))
-        if text:
-            return text
-        (state,) = self._observer.look([rank])
-        kept = (state.outcome and (state.outcome.output_tail or state.outcome.error)) or ""  # the backend has nothing
-        return "".join(kept.splitlines(keepends=True)[-n_lines:])
+    def handle_at(self, attempt: Attempt) -> Any:
+        """Return the handle of one attempt; None where it left none of its own that this process can read."""
+        return self._observer.handle_at(attempt)
 
-    def _kept(self, rank: int) -> str:
-        outcome = self._observer.outcome(rank) or self.newest_attempt(rank).outcome()
-        return outcome.output_tail if outcome else ""
+    def look(self, ranks: Sequence[int]) -> dict[int, Sight]:
+        """Return the newest attempt of each of some ranks, and whether it has ended."""
+        return {each.rank: Sight(each.attempt, each.status.is_terminal) for each in self._observer.look(ranks)}
 
-    def _check_rank(self, rank: int) -> int:
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"Run {self.run_id!r} has the ranks 0 to {self.world_size - 1}, got rank={rank}.")
-        return rank
+    def outcome_of(self, attempt: Attempt) -> Outcome | None:
+        """Return how an attempt ended; None while it has not."""
+        known = self._observer.outcome(attempt.rank)
+        return known if known is not None and known.attempt == attempt.number else attempt.outcome()
 
 
 def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | ServerlessExecutor | None = None) -> Run:

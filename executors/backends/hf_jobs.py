@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from executors.backends.jobs.executor import JobExecutor
-from executors.backends.jobs.sdk import LazyModule, LogStreams, call_with_timeout
+from executors.backends.jobs.job_logs import StreamedLog
+from executors.backends.jobs.sdk import LazyModule, call_with_timeout
 from executors.backends.jobs.service import (
     ForeignJobError,
     Job,
@@ -107,7 +108,6 @@ class HFJobs(JobService):
     secrets: list[str]
 
     def __post_init__(self) -> None:
-        self._streams = LogStreams()
         self._user: str | None = None
         self._asking_for_user = threading.Lock()
         self.api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))  # which the SDK reads at import alone
@@ -161,12 +161,34 @@ class HFJobs(JobService):
             reason = next((reason for word, reason in WORDS.items() if word in message.lower()), None)
         return JobState(True, reason, 0 if stage == "COMPLETED" else int(code[1]) if code else None, message)
 
-    def logs(self, job_id: JobId, n_lines: int) -> str:  # a silent job holds the SDK for 5 s, but not `LogStreams`
-        def fetch() -> Iterator[str]:
-            with contextlib.suppress(hub_errors.JobNotFoundError), translated_errors():
-                yield from self.api.fetch_job_logs(job_id=job_id["id"], namespace=job_id["namespace"], tail=n_lines)
+    def logs(self, job_id: JobId, n_lines: int) -> str:
+        with contextlib.closing(self.open_log(job_id)) as log:
+            return log.tail(n_lines)
 
-        return "".join(f"{line}\n" for line in self._streams.read(job_id["id"], n_lines, fetch))
+    def open_log(self, job_id: JobId) -> StreamedLog:
+        # The SDK's own reader ends after 5 s of silence, or it cannot be stopped, and all share its 100 connections.
+        return StreamedLog(functools.partial(self._stream, job_id))
+
+    @contextlib.contextmanager
+    def _stream(self, job_id: JobId, n_lines: int) -> Iterator[Any]:
+        url = f"{self.api.endpoint}/api/jobs/{job_id['namespace']}/{job_id['id']}/logs"
+        utils: Any = hub.utils
+        headers = utils.build_hf_headers(token=self.api.token)
+        with translated_errors():
+            try:
+                with self._streams.stream("GET", url, params={"tail": n_lines}, headers=headers) as response:
+                    utils.hf_raise_for_status(response)
+                    yield response
+            except hub_errors.JobNotFoundError:
+                yield None
+
+    @functools.cached_property
+    def _streams(self) -> Any:
+        """A client for streams that stay open; the service sends something every 30 s."""
+        import httpx2
+
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+        return httpx2.Client(limits=limits, timeout=httpx2.Timeout(CALL_LIMIT_S), follow_redirects=True)
 
     def stop(self, job_id: JobId) -> None:
         try:

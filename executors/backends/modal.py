@@ -13,9 +13,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from executors.backends.jobs.executor import MARGIN_S, JobExecutor
+from executors.backends.jobs.job_logs import Entry, TimedLog
 from executors.backends.jobs.sdk import LazyModule, call_with_timeout
 from executors.backends.jobs.service import (
     ForeignJobError,
@@ -237,19 +239,26 @@ class ModalJobs(JobService):
         # From inside the container, where the kernel does that for want of memory.
         return JobState(True, "oom" if code == KILLED else None, code)
 
-    @in_thread
     def logs(self, job_id: JobId, n_lines: int) -> str:
-        if n_lines <= 0:
-            return ""
+        return self.open_log(job_id).tail(n_lines) if n_lines > 0 else ""
+
+    def open_log(self, job_id: JobId) -> TimedLog:
         name = job_id["sandbox_id"]
-        try:
-            logs = self._logs.get(name) or modal.Sandbox.from_id(name).logs
-            entries = list(logs.tail(min(MOST_LOG_ENTRIES, 2 * n_lines + 50)))  # an entry may be a part of a line
-        except (modal.exception.NotFoundError, modal.exception.ExecutionError):
-            return ""  # unknown, or with a GPU: it waits to be scheduled, or never was
-        self._logs[name] = logs
-        lines = "".join(entry.message for entry in entries).splitlines(keepends=True)
-        return "".join(lines[-n_lines:])
+
+        @in_thread
+        def fetch(since: datetime | None, n_entries: int) -> list[Entry]:
+            try:
+                logs = self._logs.get(name) or modal.Sandbox.from_id(name).logs
+                # With `tail` alone the SDK asks up to four times, of the last hour to the last month.
+                found = list(logs.fetch(since=since) if since else logs.tail(min(MOST_LOG_ENTRIES, n_entries)))
+            except modal.exception.LogsFetchError:  # more in a moment than it fetches at once
+                found = list(logs.tail(MOST_LOG_ENTRIES))
+            except (modal.exception.NotFoundError, modal.exception.ExecutionError):
+                return []  # unknown, or with a GPU: it waits to be scheduled, or never was
+            self._logs[name] = logs
+            return [Entry(each.timestamp, each.source, each.message) for each in found]
+
+        return TimedLog(fetch)
 
     @in_thread
     def stop(self, job_id: JobId) -> None:

@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "logs"),
     ("store", "entrypoint", "arguments", "status", "root_cause"),
     ("attempt", "inventory", "task", "run_index", "registry", "chaos"),
-    ("observer", "replica"),
+    ("observer", "replica", "run_logs"),
     ("run",),
     ("resume", "launch_checks", "worker", "shipping"),
     ("launcher", "backends"),

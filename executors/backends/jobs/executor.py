@@ -16,11 +16,14 @@ from typing import Any, ClassVar
 
 from executors.attempt import ENDINGS, MAX_ATTEMPTS, OUTPUT_TAIL_BYTES, Attempt, Intent, collect_rows
 from executors.backends.jobs.gang_start import GangStart
+from executors.backends.jobs.job_logs import PatientLog
 from executors.backends.jobs.sdk import PollThrottle
 from executors.backends.jobs.service import Job, JobId, JobKey, JobService, JobServiceError, JobState, retrying
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import StoreError
+from executors.logs.readers import TailedLog
 from executors.protocol import (
+    Log,
     Observation,
     Outcome,
     Package,
@@ -193,6 +196,14 @@ class JobExecutor:
         """Return the last lines of the replica's output, as far as the service keeps it."""
         job_id = retrying()(self._job_of, self._find(handle))
         return "" if job_id is None else retrying()(self.service.logs, job_id, n_lines)
+
+    def open_log(self, handle: ReplicaHandle) -> Log:
+        """Return the log of the job that runs one attempt; see `NativeExecutor.open_log`."""
+        attempt = Attempt.named_by(handle, self.backend_name)
+        job_id = retrying()(self._job_of, _Replica.of(attempt, handle))
+        if job_id is None:  # the service never had it
+            return TailedLog(lambda n_lines: "")
+        return PatientLog(self.service.open_log(job_id), f"rank {attempt.rank}")
 
     def cancel(self, handle: ReplicaHandle) -> None:
         """End a replica. Returns when the service has accepted it."""
