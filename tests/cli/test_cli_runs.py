@@ -240,9 +240,21 @@ def test_collect_names_a_log_that_cannot_be_read_and_says_so_by_its_exit_code(
     log.mkdir()  # as unreadable to everybody as another user's file is to us
     told = here.replicas("collect", "mine", "--out", here.folder.path / "out")
     assert told.code == 1
-    assert f"Skipped the log 'output.log' of rank 0: {log}: Is a directory" in told.stdout
-    assert not (here.folder.path / "out" / "0" / "output.log").exists()
+    assert f"Skipped the log 'output.log' of rank 0: {log}: Is a directory (only its end was found)" in told.stdout
     assert (here.folder.path / "out" / "1" / "output.log").read_text() == "saved\n"
+
+
+def test_collect_brings_the_logs_of_all_attempts(here: HereInstead, local: LocalProcessExecutor) -> None:
+    run = ended(local, "fail", 2, ranks=[1])
+    resume(run).wait(60)
+    here.replicas("collect", "mine", "--out", "out")
+    logs = sorted(path for path in (here.folder.path / "out").rglob("*.log"))
+    assert [str(log.relative_to(here.folder.path / "out")) for log in logs] == [
+        "0/output.log",
+        "1/output-attempt-0.log",
+        "1/output.log",
+    ]
+    assert all("last words" in log.read_text() for log in logs[1:])
 
 
 def test_numbers_that_json_lacks_are_null_with_a_note_wherever_json_is_printed(
