@@ -11,13 +11,12 @@ import functools
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from executors.backends.jobs.executor import MARGIN_S, JobExecutor
-from executors.backends.jobs.job_logs import Entry, TimedLog
 from executors.backends.jobs.sdk import LazyModule, call_with_timeout
 from executors.backends.jobs.service import (
     ForeignJobError,
@@ -31,6 +30,7 @@ from executors.backends.jobs.service import (
     masked,
     shortened,
 )
+from executors.backends.jobs.timed_log import Entry, SharedLog, TimedLog
 from executors.errors import BackendError
 from executors.protocol import Recordable
 from executors.shipping.requirements import name_of
@@ -243,7 +243,7 @@ class ModalJobs(JobService):
         return self.open_log(job_id).tail(n_lines) if n_lines > 0 else ""
 
     def open_log(self, job_id: JobId) -> TimedLog:
-        name = job_id["sandbox_id"]
+        name, where = job_id["sandbox_id"], (job_id.get("app"), job_id.get("environment"))
 
         @in_thread
         def fetch(since: datetime | None, n_entries: int) -> list[Entry]:
@@ -256,9 +256,20 @@ class ModalJobs(JobService):
             except (modal.exception.NotFoundError, modal.exception.ExecutionError):
                 return []  # unknown, or with a GPU: it waits to be scheduled, or never was
             self._logs[name] = logs
-            return [Entry(each.timestamp, each.source, each.message) for each in found]
+            return _entries(found)
 
-        return TimedLog(fetch)
+        return TimedLog(fetch, self._shared_log if where == (self.app_name, self.environment) else None)
+
+    @functools.cached_property
+    def _shared_log(self) -> SharedLog:
+        """What all sandboxes of the app write: two requests, however many there are."""
+
+        @in_thread
+        def fetch(since: datetime) -> list[Entry]:
+            self._app = self._app or modal.App.lookup(self.app_name, environment_name=self.environment)
+            return _entries(self._app.logs.fetch(since=since))
+
+        return SharedLog(fetch)
 
     @in_thread
     def stop(self, job_id: JobId) -> None:
@@ -300,6 +311,11 @@ class ModalJobs(JobService):
         if self.image is None:
             return modal.Image.debian_slim(self.python_version).uv_pip_install(*_not_paths(requirements))
         return modal.Image.from_registry(self.image) if isinstance(self.image, str) else self.image
+
+
+def _entries(found: Iterable[Any]) -> list[Entry]:
+    """Return entries of the SDK; the last of their context is the container."""
+    return [Entry(each.timestamp, each.source, each.message, ["", *each.context_ids][-1]) for each in found]
 
 
 def _not_paths(requirements: Sequence[str]) -> list[str]:
