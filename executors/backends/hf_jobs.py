@@ -14,9 +14,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from executors.backends.jobs.executor import JobExecutor
+from executors.backends.jobs.executor import JobExecutor, options_of
 from executors.backends.jobs.sdk import LazyModule, LogStreams, call_with_timeout
 from executors.backends.jobs.service import (
     ForeignJobError,
@@ -28,10 +28,11 @@ from executors.backends.jobs.service import (
     JobState,
     Kind,
     masked,
+    option,
     shortened,
 )
 from executors.errors import BackendError
-from executors.protocol import Reason, Recordable
+from executors.protocol import Reason
 from executors.task.record import OPTION_NAME
 
 if TYPE_CHECKING:
@@ -55,58 +56,21 @@ TOKEN_ADVICE = "Log in with: hf auth login (or set HF_TOKEN to a token that may 
 T = TypeVar("T")
 
 
-class HFJobsExecutor(JobExecutor):
-    """Runs replicas as Hugging Face Jobs.
-
-    Args:
-        namespace: the user or organisation that pays. None: the user of the token.
-        image: a Docker image with Python and pip. None: Docker's `python`, in this Python's minor version.
-        flavor: the hardware, as in `hf jobs hardware`. None: as `gpu=` asks, or the smallest without a GPU.
-        pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
-        labels: more labels for the jobs: of letters, digits, "-" and "_", at most 100.
-        secrets: names of variables of this environment that every replica gets as a secret. What a replica prints of
-            them is in its log, and in its outcome.
-
-    Raises:
-        MissingDependencyError: huggingface_hub is not installed.
-        ValueError: a label that the service does not take.
-    """
-
-    backend_name = "hf"
-    recordable_options: ClassVar[Recordable] = {
-        "namespace": OPTION_NAME,
-        "image": PYTHON_IMAGE,
-        "flavor": OPTION_NAME,
-        "labels": dict,
-    }
-
-    def __init__(
-        self,
-        *,
-        namespace: str | None = None,
-        image: str | None = None,
-        flavor: str | None = None,
-        pip: Sequence[str] = (),
-        labels: Mapping[str, str] | None = None,
-        secrets: Sequence[str] = (),
-    ) -> None:
-        image = image or "python:{}.{}".format(*sys.version_info)
-        super().__init__(HFJobs(namespace, image, flavor, dict(labels or {}), list(secrets)), pip=pip)
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class HFJobs(JobService):
-    """The jobs of one namespace. The fields are arguments of `HFJobsExecutor`."""
+    """The jobs of one namespace. `HFJobsExecutor` says what the fields mean."""
 
     name = "Hugging Face"
 
-    namespace: str | None
-    image: str
-    flavor: str | None
-    labels: dict[str, str]
-    secrets: list[str]
+    namespace: str | None = option(None, OPTION_NAME)
+    image: str | None = option(None, PYTHON_IMAGE)
+    flavor: str | None = option(None, OPTION_NAME)
+    labels: Mapping[str, str] | None = option(None, dict)
+    secrets: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        self.image = self.image or "python:{}.{}".format(*sys.version_info)
+        self.labels = dict(self.labels or {})
         self._streams = LogStreams()
         self._user: str | None = None
         self._asking_for_user = threading.Lock()
@@ -201,7 +165,7 @@ class HFJobs(JobService):
             "flavor": self._flavor_of(job.gpu),
             "timeout": job.limit_s,
             "name": job.key.name,
-            "labels": {**self.labels, **job.key.labels},
+            "labels": {**(self.labels or {}), **job.key.labels},
             "namespace": self.namespace or self._whoami(),
         }
 
@@ -242,6 +206,31 @@ class HFJobs(JobService):
                 self._user = str(_ask(self.api.whoami)["name"])
                 self.namespace = self.namespace or self._user
             return self._user
+
+
+class HFJobsExecutor(JobExecutor):
+    """Runs replicas as Hugging Face Jobs.
+
+    Args:
+        namespace: the user or organisation that pays. None: the user of the token.
+        image: a Docker image with Python and pip. None: Docker's `python`, in this Python's minor version.
+        flavor: the hardware, as in `hf jobs hardware`. None: as `gpu=` asks, or the smallest without a GPU.
+        pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
+        labels: more labels for the jobs: of letters, digits, "-" and "_", at most 100.
+        secrets: names of variables of this environment that every replica gets as a secret. What a replica prints of
+            them is in its log, and in its outcome.
+
+    Raises:
+        MissingDependencyError: huggingface_hub is not installed.
+        ValueError: a label that the service does not take.
+    """
+
+    backend_name = "hf"
+    recordable_options = HFJobs.recordable_options()
+
+    @options_of(HFJobs)
+    def __init__(self, service: HFJobs) -> None:
+        super().__init__(service)
 
 
 @contextlib.contextmanager

@@ -13,9 +13,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from executors.backends.jobs.executor import MARGIN_S, JobExecutor
+from executors.backends.jobs.executor import MARGIN_S, JobExecutor, options_of
 from executors.backends.jobs.sdk import LazyModule, call_with_timeout
 from executors.backends.jobs.service import (
     ForeignJobError,
@@ -27,10 +27,10 @@ from executors.backends.jobs.service import (
     JobState,
     Kind,
     masked,
+    option,
     shortened,
 )
 from executors.errors import BackendError
-from executors.protocol import Recordable
 from executors.shipping.requirements import name_of
 from executors.task.record import OPTION_NAME
 
@@ -49,54 +49,6 @@ TOKEN_ADVICE = "Run: modal token new (or set MODAL_TOKEN_ID and MODAL_TOKEN_SECR
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class ModalExecutor(JobExecutor):
-    """Runs replicas as Modal Sandboxes.
-
-    Args:
-        app_name: the Modal app that the sandboxes belong to; made when missing.
-        image: a `modal.Image`, or the name of one in a registry; it needs Python and pip. None: Debian with Python and
-            all requirements installed.
-        python_version: of the default image, as in "3.12". None: this Python's minor version.
-        pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
-        secrets: names of Modal secrets that every replica gets.
-        cpu: cores to reserve for each replica.
-        memory_mb: memory to reserve for each replica, in MiB.
-        region: where to run, as in "us-east".
-        cloud: on whose machines, as in "aws".
-        environment: the Modal environment. None: the default of the account.
-    """
-
-    backend_name = "modal"
-    recordable_options: ClassVar[Recordable] = {
-        "app_name": OPTION_NAME,
-        "python_version": PYTHON_VERSION,
-        "cpu": float,
-        "memory_mb": int,
-        "region": OPTION_NAME,
-        "cloud": OPTION_NAME,
-        "environment": OPTION_NAME,
-    }
-
-    def __init__(
-        self,
-        *,
-        app_name: str = "replicas",
-        image: Any = None,
-        python_version: str | None = None,
-        pip: Sequence[str] = (),
-        secrets: Sequence[str] = (),
-        cpu: float | None = None,
-        memory_mb: int | None = None,
-        region: str | None = None,
-        cloud: str | None = None,
-        environment: str | None = None,
-    ) -> None:
-        modal.config  # noqa: B018 - a missing SDK is found out now, before anything is planned
-        python = python_version or "{}.{}".format(*sys.version_info)
-        service = ModalJobs(app_name, image, python, list(secrets), cpu, memory_mb, region, cloud, environment)
-        super().__init__(service, pip=pip)
 
 
 @contextlib.contextmanager
@@ -134,32 +86,29 @@ def in_thread(call: Callable[P, T]) -> Callable[P, T]:
     return made_in_thread
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class ModalJobs(JobService):
-    """Sandboxes of one Modal app. The fields are arguments of `ModalExecutor`."""
+    """Sandboxes of one Modal app. `ModalExecutor` says what the fields mean."""
 
     name = "Modal"
 
-    app_name: str
-    image: Any
-    python_version: str
-    secrets: list[str]
-    cpu: float | None
-    memory_mb: int | None
-    region: str | None
-    cloud: str | None
-    environment: str | None
+    app_name: str = option("replicas", OPTION_NAME)
+    image: Any = None
+    python_version: str | None = option(None, PYTHON_VERSION)
+    secrets: Sequence[str] = ()
+    cpu: float | None = option(None, float)
+    memory_mb: int | None = option(None, int)
+    region: str | None = option(None, OPTION_NAME)
+    cloud: str | None = option(None, OPTION_NAME)
+    environment: str | None = option(None, OPTION_NAME)
 
     def __post_init__(self) -> None:
+        modal.config  # noqa: B018 - a missing SDK is found out now, before anything is planned
+        self.python_version = self.python_version or "{}.{}".format(*sys.version_info)
         self._lock = threading.Lock()
         self._app: Any = None
         self._images: dict[tuple[str, ...], Any] = {}
         self._logs: dict[str, Any] = {}  # by sandbox; each remembers what the SDK would else ask for every time
-
-    @property
-    def options(self) -> dict[str, Any]:
-        image = {"image": self.image} if isinstance(self.image, str) else {}  # an object cannot be kept
-        return {name: value for name, value in super().options.items() if name != "image"} | image
 
     @in_thread
     def check_account(self, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:
@@ -291,6 +240,31 @@ class ModalJobs(JobService):
         if self.image is None:
             return modal.Image.debian_slim(self.python_version).uv_pip_install(*_not_paths(requirements))
         return modal.Image.from_registry(self.image) if isinstance(self.image, str) else self.image
+
+
+class ModalExecutor(JobExecutor):
+    """Runs replicas as Modal Sandboxes.
+
+    Args:
+        app_name: the Modal app that the sandboxes belong to; made when missing.
+        image: a `modal.Image`, or the name of one in a registry; it needs Python and pip. None: Debian with Python and
+            all requirements installed.
+        python_version: of the default image, as in "3.12". None: this Python's minor version.
+        pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
+        secrets: names of Modal secrets that every replica gets.
+        cpu: cores to reserve for each replica.
+        memory_mb: memory to reserve for each replica, in MiB.
+        region: where to run, as in "us-east".
+        cloud: on whose machines, as in "aws".
+        environment: the Modal environment. None: the default of the account.
+    """
+
+    backend_name = "modal"
+    recordable_options = ModalJobs.recordable_options()
+
+    @options_of(ModalJobs)
+    def __init__(self, service: ModalJobs) -> None:
+        super().__init__(service)
 
 
 def _not_paths(requirements: Sequence[str]) -> list[str]:

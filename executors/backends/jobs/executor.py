@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from executors.attempt import ENDINGS, MAX_ATTEMPTS, OUTPUT_TAIL_BYTES, Attempt, Intent, collect_rows
 from executors.backends.jobs.gang_start import GangStart
@@ -48,7 +49,28 @@ LOG_LINES = 200
 STALE_INTENT_S = 1800  # a call may block until its job is scheduled: at Modal 21 minutes
 SIGNALS = {137: "SIGKILL", 143: "SIGTERM", 139: "SIGSEGV", 134: "SIGABRT", 130: "SIGINT"}  # by exit code
 
+P = ParamSpec("P")
+S = TypeVar("S", bound=JobService)
 log = logging.getLogger(__name__)
+
+
+def options_of(
+    service_class: Callable[P, S],
+) -> Callable[[Callable[[Any, S], None]], Callable[Concatenate[Any, P], None]]:
+    """Let a constructor that takes a service take the options of that service instead: its fields, by name."""
+
+    def with_options(constructor: Callable[[Any, S], None]) -> Callable[Concatenate[Any, P], None]:
+        def with_service(self: Any, /, *args: P.args, **options: P.kwargs) -> None:
+            constructor(self, service_class(*args, **options))
+
+        options = inspect.signature(service_class, eval_str=True)
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        with_service.__signature__ = options.replace(  # type: ignore[attr-defined]
+            parameters=[itself, *options.parameters.values()]
+        )
+        return with_service
+
+    return with_options
 
 
 @dataclass(frozen=True)
@@ -70,11 +92,7 @@ class _Replica:
 
 
 class JobExecutor:
-    """The five verbs of an executor over a JobService; a subclass has a name and a constructor.
-
-    Args:
-        pip: requirements of the replicas. When empty, the workspace's files name them.
-    """
+    """The five verbs of an executor over a JobService; a subclass has a name and a constructor."""
 
     backend_name: str
     recordable_options: ClassVar[Recordable]
@@ -82,9 +100,8 @@ class JobExecutor:
     needs_shared_rendezvous: bool = True
     default_timeout_s: float | None = DEFAULT_TIMEOUT_S
 
-    def __init__(self, service: JobService, *, pip: Sequence[str] = ()) -> None:
+    def __init__(self, service: JobService) -> None:
         self.service = service
-        self._pip = tuple(pip)
         self._throttle = PollThrottle()
         self._verified: dict[JobKey, JobId] = {}
         """The jobs that this process started, or the service has said whose they are."""
@@ -94,7 +111,7 @@ class JobExecutor:
 
     @property
     def options_to_keep(self) -> dict[str, Any]:
-        """The service's options. What is installed travels with the task."""
+        """The service's options."""
         return self.service.options
 
     def warm_up(self) -> None:
@@ -122,7 +139,7 @@ class JobExecutor:
 
     def package(self, entrypoint: str | Callable[..., Any]) -> Package:
         """Pack what replicas need of this side: the code under the working directory, and what to install."""
-        return make_package(entrypoint, pip=self._pip)
+        return make_package(entrypoint, pip=self.service.pip)
 
     def launch_replicas(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -18,7 +19,7 @@ import tenacity
 
 from executors.attempt import Attempt
 from executors.errors import BackendError
-from executors.protocol import Reason
+from executors.protocol import Reason, Recordable
 from executors.task.create import MASK
 
 JobId = dict[str, Any]
@@ -128,19 +129,33 @@ class CancelledWhileStartingError(JobServiceError):
         super().__init__("it was cancelled while it was being started.", "rejected")
 
 
+def option(default: Any, recorded_as: type | re.Pattern[str]) -> Any:
+    """Declare an option of a service that readers take from a run's record; see `protocol.Recordable`."""
+    return field(default=default, metadata={"recorded_as": recorded_as})
+
+
+@dataclass(eq=False, kw_only=True)
 class JobService(abc.ABC):
     """A service that runs jobs, through its SDK. Every call may come from several threads at once.
 
-    Every call raises JobServiceError, with the words of the service.
+    Every call raises JobServiceError, with the words of the service. The fields are the options of its executor.
     """
 
     name: ClassVar[str]
     """The service's name for people, as in "Modal"."""
 
+    pip: Sequence[str] = ()
+    """Requirements of the replicas. When empty, the workspace's files name them."""
+
     @property
     def options(self) -> dict[str, Any]:
-        """The options that make the same service in another process, as JSON: the fields of a dataclass."""
-        return {option.name: getattr(self, option.name) for option in fields(self)}  # type: ignore[arg-type]
+        """The options that make the same service in another process. What is installed travels with the task."""
+        return {option.name: getattr(self, option.name) for option in fields(self) if option.name != "pip"}
+
+    @classmethod
+    def recordable_options(cls) -> Recordable:
+        """Those of its options that are declared by `option`."""
+        return {each.name: each.metadata["recorded_as"] for each in fields(cls) if "recorded_as" in each.metadata}
 
     @abc.abstractmethod
     def check_account(self, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:
