@@ -224,6 +224,7 @@ def test_a_job_whose_launcher_left_no_handle_is_found_by_its_key(machines: Machi
     other = attached()
     assert other.handles == [None], "one who attaches early sees none yet, and finds it later"
     machines.hides = lambda _: 0
+    eventually(lambda: other.handles != [None], "it is not looked for all the time")
     other.cancel()
     assert json.loads(bytes(run.store.get(key))) == json.loads(handle)
     assert machines.living() == []

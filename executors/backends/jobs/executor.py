@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
-from executors.attempt import ENDINGS, MAX_ATTEMPTS, OUTPUT_TAIL_BYTES, Attempt, Intent, collect_rows
+from executors.attempt import MAX_ATTEMPTS, OUTPUT_TAIL_BYTES, Attempt, Intent, collect_rows
 from executors.backends.jobs.gang_start import GangStart
-from executors.backends.jobs.sdk import PollThrottle
+from executors.backends.jobs.job_states import MAX_THREADS, SIGNALS, JobStates, explain
 from executors.backends.jobs.service import Job, JobId, JobKey, JobService, JobServiceError, JobState, retrying
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import StoreError
@@ -47,11 +47,9 @@ DEFAULT_TIMEOUT_S = 3600
 MARGIN_S = 120  # what the service's limit leaves for fetching the code, and for a replica that ends by its own limit
 LOG_LINES = 200
 STALE_INTENT_S = 1800  # a call may block until its job is scheduled: at Modal 21 minutes
-SIGNALS = {137: "SIGKILL", 143: "SIGTERM", 139: "SIGSEGV", 134: "SIGABRT", 130: "SIGINT"}  # by exit code
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=JobService)
-log = logging.getLogger(__name__)
 
 
 def options_of(
@@ -102,9 +100,7 @@ class JobExecutor:
 
     def __init__(self, service: JobService) -> None:
         self.service = service
-        self._throttle = PollThrottle()
-        self._verified: dict[JobKey, JobId] = {}
-        """The jobs that this process started, or the service has said whose they are."""
+        self._states = JobStates(service)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.service!r})"
@@ -193,17 +189,35 @@ class JobExecutor:
             BackendError: the service refuses the credentials.
         """
         replica = self._find(handle)
-        if outcome := replica.attempt.outcome() or self._conclude(replica):
+        outcome = replica.attempt.outcome()
+        if outcome is None:
+            outcome = self._observe([replica])[0].outcome
+        else:
+            self._states.forget(replica.key)
+        if outcome is not None:
             return outcome.status
         return ReplicaStatus.RUNNING if replica.attempt.has("started.json") else ReplicaStatus.PENDING
 
     def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
         """Ask the service about several replicas; see `NativeExecutor.observe`."""
-        found = []
-        for each in replicas:
-            launched = Attempt.named_by(each.handle, self.backend_name)
-            found.append(Observation(self._conclude(_Replica.of(launched.at(each.attempt), each.handle))))
-        return found
+        launched = [Attempt.named_by(each.handle, self.backend_name) for each in replicas]
+        newest = [attempt.at(each.attempt) for attempt, each in zip(launched, replicas, strict=True)]
+        return self._observe(
+            [_Replica.of(attempt, each.handle) for attempt, each in zip(newest, replicas, strict=True)]
+        )
+
+    def _observe(self, replicas: Sequence[_Replica]) -> list[Observation]:
+        states = self._states.of({replica.key: replica.job for replica in replicas if replica.job is not None})
+
+        def observation(replica: _Replica) -> Observation:
+            if (state := states.get(replica.key)) is None:
+                return Observation()
+            return Observation(self._conclude(replica, state)) if state.has_ended else Observation(doing=state.message)
+
+        if sum(state.has_ended for state in states.values()) < 2:
+            return list(map(observation, replicas))
+        with ThreadPoolExecutor(min(MAX_THREADS, len(replicas))) as pool:  # each takes some round trips
+            return list(pool.map(observation, replicas))
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = LOG_LINES) -> str:
         """Return the last lines of the replica's output, as far as the service keeps it."""
@@ -222,8 +236,7 @@ class JobExecutor:
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
             return
         retrying()(self.service.stop, job_id)
-        self._throttle.forget(attempt.place)
-        self._conclude(replica)
+        self._states.hurry(replica.key)
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Wait for the replicas' outcomes, at most `timeout` seconds, and return them in the order of `handles`."""
@@ -233,6 +246,9 @@ class JobExecutor:
         """Find a replica whose launcher wrote its intent and no handle; see `NativeExecutor.find_handle`."""
         place = handle.metadata
         attempt = Attempt(store_at(place["store_url"]), place["run_id"], handle.rank, place["attempt"])
+        return self._look_for(attempt) if self._states.may_look_for(JobKey.of(attempt)) else None
+
+    def _look_for(self, attempt: Attempt) -> ReplicaHandle | None:
         jobs = retrying()(self.service.find, JobKey.of(attempt))
         if not jobs:
             intent = attempt.find("intent.json", Intent.parse)
@@ -253,18 +269,15 @@ class JobExecutor:
         if attempt.number != newest.metadata.get("attempt") and attempt.has("intent.json"):
             announced = attempt.announced(self.backend_name)
             unheard = replace(newest, metadata={**newest.metadata, **announced.metadata, "job": None})
-            newest = self.find_handle(announced) or unheard
+            newest = self._look_for(attempt) or unheard
         return _Replica.of(attempt, newest)
 
     def _job_of(self, replica: _Replica) -> JobId | None:
         """Return the job that a replica's handle names, once the service has said that it is this replica's."""
-        named = replica.job
-        if named is not None and self._verified.get(replica.key) != named:
-            self._verified[replica.key] = named = self.service.verify(named, replica.key)
-        return named
+        return None if replica.job is None else self._states.verified(replica.key, replica.job)
 
     def _handle(self, attempt: Attempt, job_id: JobId, timeout_s: float) -> ReplicaHandle:
-        self._verified[JobKey.of(attempt)] = job_id
+        self._states.started(JobKey.of(attempt), job_id)
         announced = attempt.announced(self.backend_name)
         return replace(announced, metadata={**announced.metadata, "timeout_s": timeout_s, "job": job_id})
 
@@ -289,30 +302,21 @@ class JobExecutor:
             jobs.append((attempt, job))
         return jobs
 
-    def _conclude(self, replica: _Replica) -> Outcome | None:
-        """Ask the service about a replica without an outcome, and record one if its job has ended."""
+    def _conclude(self, replica: _Replica, state: JobState) -> Outcome:
+        """Record how a replica ended whose job is gone, unless it left an outcome."""
+        attempt = replica.attempt
+        outcome = attempt.outcome() or self._ended_without_outcome(replica, state)  # perhaps written just before
+        self._states.forget(replica.key)
+        return outcome
+
+    def _ended_without_outcome(self, replica: _Replica, state: JobState) -> Outcome:
         attempt, service = replica.attempt, self.service
-        if replica.job is None or not self._throttle.is_due(attempt.place):
-            return None
-        try:
-            job_id = self._job_of(replica)  # not retried: the next poll asks again
-            assert job_id is not None
-            state = service.state(job_id)
-        except JobServiceError as error:
-            if error.kind == "rejected":
-                raise
-            log.warning("rank %d: %s cannot report the state of its job: %s", attempt.rank, service.name, error)
-            return None
-        if not state.has_ended:
-            return None
-        self._throttle.forget(attempt.place)
-        if outcome := attempt.outcome():  # written just before the job ended
-            return outcome
         if state.reason == "lost":
             return attempt.record_lost(f"{service.name} reports it gone")
         output = ""
         with contextlib.suppress(JobServiceError):
-            output = service.logs(job_id, LOG_LINES)[-OUTPUT_TAIL_BYTES:]
+            if job_id := self._job_of(replica):
+                output = service.logs(job_id, LOG_LINES)[-OUTPUT_TAIL_BYTES:]
         reason: Reason = "cancelled"
         error_text = None  # of a cancellation the marker says why
         if not attempt.has("cancel.json"):
@@ -332,35 +336,3 @@ class JobExecutor:
 
 def _timeout_s(timeout: float | None) -> float:
     return DEFAULT_TIMEOUT_S if timeout is None else timeout
-
-
-def explain(
-    who: str, service: str, state: JobState, timeout_s: float, has_started: bool, output: str
-) -> tuple[Reason, str]:
-    """Name the reason of an end without an outcome, and put it into a sentence.
-
-    Args:
-        who: `Replica 3 of 8 (attempt 1)`.
-        service: its name for people.
-        has_started: whether the replica claimed its attempt.
-        output: the end of its log.
-    """
-    said = f" {service} says: {state.message.rstrip('.')}." if state.message else ""
-
-    def sentence(ending: str, **values: Any) -> str:
-        return f"{who} {ENDINGS[ending].format(service=service, **values)}{'' if ending == 'timeout' else said}"
-
-    if state.reason == "oom":
-        cause = "out of memory" if said else f"most likely out of memory (SIGKILL, and not by {service})"
-        return "oom", sentence("killed", cause=cause)
-    if state.reason is not None:
-        endings = {"timeout": "timeout", "preempted": "preempted", "cancelled": "cancelled_there"}
-        return state.reason, sentence(endings.get(state.reason, "not_run"), limit_s=timeout_s)
-    code = "an unknown exit code" if state.exit_code is None else f"exit code {state.exit_code}"
-    if state.exit_code in SIGNALS:
-        return "signal", sentence("by_exit_code", name=SIGNALS[state.exit_code], code=code)
-    if not has_started:
-        lines = output.strip().splitlines()
-        why = f" Its log ends: {lines[-1].rstrip('.')}." if lines else ""  # first: a table shows the beginning alone
-        return "start_failed", sentence("not_reached", code=code, why=why)
-    return "no_result", sentence("no_result", code=code)

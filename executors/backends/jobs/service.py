@@ -1,4 +1,4 @@
-"""JobService: seven calls to a service that runs jobs.
+"""JobService: the calls to a service that runs jobs.
 
 A service's own file knows one SDK and nothing of runs, stores or outcomes; `executor.py` knows these and no SDK.
 `executors.testing.job_service_contract` is the executable form of this file.
@@ -94,7 +94,7 @@ class JobState:
     """Why it ended, as far as the service knows. None: by itself, with `exit_code`."""
     exit_code: int | None = None
     message: str = ""
-    """What the service says, in its own words."""
+    """What the service says, in its own words; of a job that has not ended, what it waits for, as in "scheduling"."""
 
 
 class JobServiceError(BackendError):
@@ -143,6 +143,9 @@ class JobService(abc.ABC):
 
     name: ClassVar[str]
     """The service's name for people, as in "Modal"."""
+    starts_at_once: ClassVar[int] = 10_000
+    """How many jobs may be asked for at once; `starts_per_s` more follow each second."""
+    starts_per_s: ClassVar[float] = 1000.0
 
     pip: Sequence[str] = ()
     """Requirements of the replicas. When empty, the workspace's files name them."""
@@ -170,6 +173,10 @@ class JobService(abc.ABC):
     def start(self, job: Job) -> JobId:
         """Start a job, and return its id; may block until the job is scheduled."""
 
+    def interrupt_starts(self) -> None:
+        """Let the calls of `start` that still wait fail soon, and leave no job: the launch was given up."""
+        return
+
     @abc.abstractmethod
     def find(self, key: JobKey) -> list[JobId]:
         """Return the jobs of one attempt of one rank that the service knows, oldest first, also those that ended."""
@@ -187,6 +194,14 @@ class JobService(abc.ABC):
     @abc.abstractmethod
     def state(self, job_id: JobId) -> JobState:
         """Return the job's state without waiting. A job the service no longer knows counts as ended, `lost`."""
+
+    def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
+        """Return the states of those of these jobs of one run that one request shows; others are asked for one by one.
+
+        Override it where the service lists jobs. The ids are as records name them: a job is shown only under the key
+        whose labels it has, and if the whole id is the one that `start` returned, so that nobody needs to verify it.
+        """
+        return {}
 
     @abc.abstractmethod
     def logs(self, job_id: JobId, n_lines: int) -> str:
