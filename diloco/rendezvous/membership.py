@@ -7,10 +7,13 @@ replica is gone when it said bye or left an outcome.
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from time import monotonic
 from typing import Literal
 
@@ -19,8 +22,8 @@ from diloco.rendezvous.frames import Contribution, Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.patient_store import PatientStore
 from executors.errors import ReplicasError
-from executors.replica import Replica, current_replica
-from executors.store import Store, store_at
+from executors.replica import CONTRACT, Replica, current_replica
+from executors.store import MemoryStore, Store, store_at
 from executors.store.watch import Watch
 
 JOIN = "join"
@@ -222,6 +225,8 @@ class Place:
     run_id: str
     rank: int | None
     world_size: int
+    is_alone: bool = False
+    """Whether this process is no replica at all, so that nobody will ever read what it stores."""
 
     def identify(self, store: PatientStore, keys: Keys, watch: Watch) -> Identity:
         """Return the claim that this process has already, or claim the next attempt, or the next rank."""
@@ -232,12 +237,23 @@ class Place:
         return claim(store, keys, self.rank, self.world_size, nonce, lambda: watch.wait(0.01, ()))
 
 
+@cache
+def _say_that_it_is_alone() -> None:
+    print(
+        "replicas: this process is not a replica, so DiLoCo trains alone: world size 1, in memory. With others: "
+        f"replicas launch {sys.argv[0] if sys.argv[0].endswith('.py') else 'FILE.py'} --n 4",
+        file=sys.stderr,
+    )
+
+
 def find_place(
     store: Store | str | None, run_id: str | None, rank: int | Literal["join"] | None, world_size: int | None
 ) -> Place:
     """Take what was not given from the replica that this process is.
 
-    Raises: DiLoCoError: this process is not a replica.
+    A process that is no replica, and is told nothing, is alone: world size 1, in memory.
+
+    Raises: DiLoCoError: this process is not a replica, and too little was given.
     """
     if isinstance(rank, str) and rank != JOIN:
         raise ValueError(f'rank must be an integer or "join", got rank={rank!r}.')
@@ -245,6 +261,9 @@ def find_place(
     try:
         replica = current_replica()
     except ReplicasError as error:
+        if {store, run_id, rank, world_size} == {None} and not os.environ.keys() & set(CONTRACT):
+            _say_that_it_is_alone()
+            return Place(None, MemoryStore("alone"), "alone", 0, 1, is_alone=True)
         if store is None or run_id is None or rank is None or world_size is None:
             raise DiLoCoError(
                 f"DiLoCo needs to know its run and its rank: pass store, run_id, rank and world_size. ({error})"

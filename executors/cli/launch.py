@@ -36,7 +36,7 @@ ENTRYPOINT = (
 ARG = "An argument of the entrypoint: JSON, else a string. Repeatable."
 TIMEOUT = "Seconds each replica may run. Default: no limit locally."
 CHAOS = (
-    "A fault to inject, local backend only: kill:rank=1,round=3 (or at=POINT,count=N,when=after), "
+    "A fault to inject, local backend only: kill:rank=1,round=3 (counted from 1; or at=POINT,count=N,when=after), "
     "or store:lost=0.02,error=0.01,delay=0.3. Repeatable."
 )
 TASK_DIGEST = (
