@@ -27,8 +27,9 @@ CONTRACT = (RANK, WORLD_SIZE, RUN_ID, ATTEMPT, RENDEZVOUS)
 # For the worker alone, where a replica is started by a command and not forked.
 TASK_DIGEST = "REPLICA_TASK_DIGEST"
 TIMEOUT_S = "REPLICA_TIMEOUT_S"
-BOOTSTRAP_S = "REPLICA_BOOTSTRAP_S"  # how much of the time limit was gone when the worker started
-FOR_THE_WORKER = (TASK_DIGEST, TIMEOUT_S, BOOTSTRAP_S)
+BOOTSTRAP_S = "REPLICA_BOOTSTRAP_S"  # how long fetching and installing took
+GPU = "REPLICA_GPU"  # what the launch asked for
+FOR_THE_WORKER = (TASK_DIGEST, TIMEOUT_S, BOOTSTRAP_S, GPU)
 # A replica is not a member of a torch process group: a leftover of these would make libraries think it is.
 TORCH_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -132,9 +133,10 @@ def replica_from(environ: Mapping[str, str]) -> Replica:
     """Read the environment contract, as a helper process started by a replica does."""
     missing = [name for name in CONTRACT if name not in environ]
     if missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise ReplicasError(
-            f"This process is not a replica: {', '.join(missing)} is not set. Start it with "
-            "executors.launch(...) or the command `replicas launch`."
+            f"This process is not a replica: {', '.join(missing)} {verb} not set. Start it with executors.launch(...) "
+            "or the command `replicas launch`."
         )
     return Replica(
         rank=int(environ[RANK]),

@@ -30,6 +30,7 @@ from executors.store import Store
 from executors.store.records import MAX_DEPTH, is_deeper_than, to_bytes
 from executors.store.url import address_of, check_run_id
 from executors.task.record import MAX_WORLD_SIZE, LaunchedWith, RunRecord
+from executors.task.sources import sources_of
 from executors.task.stored import PYTHON
 
 MASK = "***"  # shown instead of a value of the environment
@@ -215,7 +216,8 @@ def _pack_task(
             "function, or give an importable entrypoint such as 'train.py:main'."
         ) from error
     digest = hashlib.sha256(pickled).hexdigest()
-    return to_bytes({**record, "entrypoint": None, "name": describe(entrypoint), "callable_sha256": digest}), pickled
+    record |= {"entrypoint": None, "name": describe(entrypoint), "sources": sources_of(entrypoint, pickled)}
+    return to_bytes({**record, "callable_sha256": digest}), pickled
 
 
 def _user() -> str:

@@ -84,6 +84,8 @@ class TaskRecord(Record):
     """None: the pickled callable."""
     args: Mapping[str, Any] | None = checked(nullable(json_object), None)
     callable_sha256: str | None = checked(nullable(text(64, SHA256)), None)
+    sources: Mapping[str, Any] = checked(json_object, {})
+    """The text of the files that the callable was defined in, for tracebacks."""
     rank_env: str | None = checked(nullable(text(1000)), None)
     """The name of one more environment variable for the rank."""
     seed: int | None = checked(nullable(integer(-ANY_SEED, ANY_SEED)), None)

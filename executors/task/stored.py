@@ -13,6 +13,7 @@ from executors.errors import CorruptObjectError, EntrypointError, StoreError
 from executors.store import Store
 from executors.store.records import get_at_most, retry
 from executors.task.record import LaunchedWith, TaskRecord
+from executors.task.sources import show_sources
 
 READ_TRIES = 3
 MAX_TASK_BYTES = 1 << 30  # of each of its objects
@@ -94,6 +95,7 @@ class StoredTask:
         import cloudpickle
 
         function, args = cloudpickle.loads(pickled)
+        show_sources(self.record.sources)
         return function, args
 
 
