@@ -350,14 +350,6 @@ def _parse_world_size(data: Any, key: str, url: str) -> int:
     return Fields(data, key, url).take("world_size", integer(1, MAX_RANK))
 
 
-def count_joined(store: Store, run_id: str, world_size: int) -> int:
-    """Return how many ranks beyond those that were launched have joined the run since; their numbers are dense."""
-    joined = 0
-    while joined < MAX_RANK and exists(store, replica_key(run_id, world_size + joined, 0, "started.json")):
-        joined += 1
-    return joined
-
-
 def _encode(outcome: Outcome) -> bytes:
     """Encode an outcome within the bounds that its readers keep."""
     if outcome.error is not None and len(outcome.error) > MAX_ERROR:
