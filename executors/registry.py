@@ -24,6 +24,7 @@ from executors.store.records import (
 ENTRY_POINTS = "replicas.backends"
 BUILT_IN = {
     "hf": "executors.backends.hf_jobs:HFJobsExecutor",
+    "inline": "executors.backends.inline:InlineExecutor",
     "local": "executors.backends.local.executor:LocalProcessExecutor",
     "modal": "executors.backends.modal:ModalExecutor",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from typer import Argument, Option
 
 from executors.cli.backends import make_executor
-from executors.cli.output import refuse, usage_errors
+from executors.cli.output import UsageProblem, refuse, usage_errors
 
 if TYPE_CHECKING:
     from executors.run import Run
@@ -20,6 +21,9 @@ EXAMPLES = {
     "--env": "--env OMP_NUM_THREADS=1",
     "--option": "--option max_parallel=2",
 }
+DURATIONS = "90, 90s, 5m, 2h, 1h30m"
+_NUMBER = r"(\d+(?:\.\d+)?)"
+DURATION = re.compile(f"(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s?)?")
 FROM_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -45,8 +49,19 @@ EXECUTOR = "The backend the run was launched with, or pkg.mod:Class, which is ne
 ExecutorOption = Annotated[str | None, Option("--backend", "-b", metavar="NAME", help=EXECUTOR)]
 OPTION = "An option of the backend; see `replicas backends`. Repeatable."
 BackendOptions = Annotated[list[str] | None, Option("--option", metavar="K=V", help=OPTION)]
-WAIT = "Wait at most this many seconds; then exit with 124."
-WaitOption = Annotated[float | None, Option("--timeout", metavar="S", help=WAIT)]
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of `90`, `90s`, `5m`, `2h` or `1h30m`."""
+    found = DURATION.fullmatch(str(text).strip())
+    if found is None or not any(found.groups()):
+        raise UsageProblem(f"{text!r} is not a duration. Give seconds, or hours, minutes and seconds: {DURATIONS}.")
+    hours, minutes, seconds = (float(part or 0) for part in found.groups())
+    return hours * 3600 + minutes * 60 + seconds
+
+
+WAIT = f"Wait at most this long ({DURATIONS}); then exit with 124."
+WaitOption = Annotated[float | None, Option("--timeout", metavar="DURATION", parser=parse_duration, help=WAIT)]
 
 
 def find_run(run: str, rendezvous: str | None, backend: str | None = None, options: Sequence[str] | None = None) -> Run:
