@@ -29,6 +29,7 @@ Reason = Literal[
 ]
 REASONS: tuple[str, ...] = get_args(Reason)
 BY_USER = "cancelled by the user"
+GATHER_S = 600.0
 
 
 class ReplicaStatus(StrEnum):
@@ -158,6 +159,10 @@ class RunSpec:
     detach: bool = False
     chaos: tuple[str, ...] = ()
     """Faults that the replicas are to suffer; see `chaos.py`."""
+    min_replicas: int | None = None
+    """How many of `ranks` are enough when the others cannot be started. None: all."""
+    gather_s: float = GATHER_S
+    """How long the others are waited for."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +204,7 @@ class KeepsOptions(Protocol):
 
     @property
     def options_to_keep(self) -> Mapping[str, Any]:
-        """The options with which the executor was made, as JSON: what this machine notes of a launch."""
+        """The options with which the executor was made: what this machine notes of a launch, as far as it is JSON."""
 
 
 @dataclass(frozen=True)
@@ -268,6 +273,7 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
         gpu: str | None = None,
         timeout: float | None = None,
         run: RunSpec | None = None,
+        tell: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Start replicas as `ServerlessExecutor.launch_replicas` does.
 

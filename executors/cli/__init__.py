@@ -70,7 +70,9 @@ def main() -> int:
         return CANCELLED
     except ReplicasError as error:
         code = _fail(error)
-        return CANCELLED if isinstance(error, LaunchError) and error.cancelled else code
+        if isinstance(error, LaunchError):  # something was started
+            code = CANCELLED if error.cancelled else FAILED
+        return code
     except OSError as error:  # a closed pipe is not a mistake; a full disk under stdout is an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
         if not isinstance(error, BrokenPipeError):
