@@ -167,8 +167,8 @@ def replica_from(environ: Mapping[str, str]) -> Replica:
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ReplicasError(
-            f"This process is not a whole replica: {', '.join(missing)} {verb} not set. "
-            "Start it with executors.launch(...) or the command `replicas launch`."
+            f"This process is not a whole replica: {', '.join(missing)} {verb} not set. Start it with "
+            "executors.launch(...) or the command `replicas launch`."
         )
     return Replica(
         rank=int(environ[RANK]),

@@ -97,6 +97,7 @@ def resume(
             secret_names=secret_names,
             detach=detach,
             chaos=launched.chaos,
+            fail_fast=launched.fail_fast,
         )
         handles = executor.launch_replicas(
             len(group),

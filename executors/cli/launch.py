@@ -6,7 +6,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from executors.cli.backends import make_executor
 from executors.cli.options import (
@@ -19,6 +19,7 @@ from executors.cli.options import (
     RunArgument,
     SecretOption,
     find_run,
+    note_python_words,
     parse_duration,
     parse_texts,
     parse_values,
@@ -34,15 +35,16 @@ if TYPE_CHECKING:
 
 TASKS = "replicas.tasks"  # the group of entry points that names the default task
 ENTRYPOINT = (
-    "What each replica calls: pkg.mod:function, path/file.py:function, or path/file.py (its main). "
-    "Default: the task that comes with the installation."
+    "What each replica calls: pkg.mod:function, path/file.py:function, or path/file.py (its main). A file without a "
+    "main, or with -- ARGV… behind all options, is run as a script. Default: the task that comes with the installation."
 )
-ARG = "An argument of the entrypoint: JSON, else a string. Repeatable."
+ARG = "An argument of the entrypoint, as its annotation says; without one JSON, else a string. Repeatable."
 TIMEOUT = f"How long each replica may run ({DURATIONS}). Default: no limit locally, one hour elsewhere."
 CHAOS = (
     "A fault to inject, local backend only: kill:rank=1,round=3 (counted from 1; or at=POINT,count=N,when=after), "
     "or store:lost=0.02,error=0.01,delay=0.3. Repeatable."
 )
+FAIL_FAST = "End the run at the first failure before anybody's first round. Default: the others train on."
 TASK_DIGEST = (
     "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
     "task_digest."
@@ -51,6 +53,7 @@ TRUST_BUCKET = "Start whatever the run's store holds, with the credentials found
 
 
 def launch(
+    context: Context,
     entrypoint: Annotated[str | None, Argument(metavar="ENTRYPOINT", help=ENTRYPOINT)] = None,
     *,
     n: Annotated[int, Option("--n", "-n", metavar="N", help="How many replicas.")],
@@ -66,6 +69,7 @@ def launch(
     secret: SecretOption = None,
     option: BackendOptions = None,
     chaos: Annotated[list[str] | None, Option(metavar="SPEC", help=CHAOS)] = None,
+    fail_fast: Annotated[bool, Option("--fail-fast", help=FAIL_FAST)] = False,
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the request, start nothing.")] = False,
@@ -89,7 +93,8 @@ def launch(
                     request = LaunchRequest(
                         entrypoint=entrypoint or default_task(),
                         n=n,
-                        args=parse_values("--arg", arg),
+                        arg_texts=parse_texts("--arg", arg),
+                        argv=context.obj,
                         rendezvous=rendezvous,
                         run_id=run_id,
                         gpu=gpu,
@@ -99,8 +104,10 @@ def launch(
                         seed=seed,
                         detach=detach,
                         chaos=chaos or (),
+                        fail_fast=fail_fast,
                     )
                     plan = plan_launch(request, make_executor(backend, parse_values("--option", option)))
+                note_python_words("--arg", plan.request.args or {})
                 if dry_run:
                     output.document(plan.dry_run())
                     return 0
@@ -114,6 +121,7 @@ def launch(
 launch.epilog = (  # type: ignore[attr-defined]
     "[bold]Examples[/bold]\n\nreplicas launch --n 4"
     "\n\nreplicas launch train.py:main --n 8 --arg steps=500 --arg lr=0.01"
+    "\n\nreplicas launch train.py --n 4 -- --lr 1e-3 --epochs 2"
     "\n\nreplicas launch train.py --n 64 --option max_parallel=4 --option preload=\\[] --timeout 10m"
     "\n\nreplicas launch --n 4 --chaos kill:rank=1,round=20 --chaos store:delay=0.05,lost=0.02"
     "\n\nreplicas launch pkg.train:main --n 8 --backend my.cloud:Executor --rendezvous /shared/runs --detach"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from executors.arguments import json_or_text
 from executors.cli.backends import make_executor
 from executors.cli.output import UsageProblem, refuse, usage_errors
 
@@ -77,15 +77,17 @@ def find_run(run: str, rendezvous: str | None, backend: str | None = None, optio
 
 def parse_values(option: str, texts: Sequence[str] | None) -> dict[str, Any]:
     """Return the values of `k=v` texts: JSON where they parse as JSON, else strings."""
-    values: dict[str, Any] = {}
-    for name, text in parse_texts(option, texts).items():
-        try:
-            values[name] = json.loads(text, parse_constant=_refuse_constant)
-        except ValueError:
-            values[name] = text
-        if text in FROM_PYTHON:
-            print(f"Note: {option} {name}={text} is a string; JSON writes {name}={FROM_PYTHON[text]}.", file=sys.stderr)
+    values = {name: json_or_text(text) for name, text in parse_texts(option, texts).items()}
+    note_python_words(option, values)
     return values
+
+
+def note_python_words(option: str, values: Mapping[str, Any]) -> None:
+    """Say on stderr which values are strings that look like constants of Python."""
+    for name, value in values.items():
+        if isinstance(value, str) and value in FROM_PYTHON:
+            text = FROM_PYTHON[value]
+            print(f"Note: {option} {name}={value} is a string; JSON writes {name}={text}.", file=sys.stderr)
 
 
 def parse_texts(option: str, texts: Sequence[str] | None) -> dict[str, str]:
@@ -100,7 +102,3 @@ def parse_texts(option: str, texts: Sequence[str] | None) -> dict[str, str]:
             refuse(f"{option} {name} is given twice.")
         values[name] = value
     return values
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

@@ -71,7 +71,7 @@ def test_a_file_is_read_again_at_each_launch(tmp_path: Path) -> None:
         assert launch("inline", str(file), 1).results() == [version]
 
 
-REFUSED = [
+REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"n": 2}, "n must be 1 on the backend 'inline', which runs one replica in this process, got n=2. For more, "),
     ({"timeout": 60}, "Backend 'inline' takes no timeout, got timeout=60"),
     ({"gpu": "H100"}, "Backend 'inline' takes no gpu, got gpu='H100'"),
