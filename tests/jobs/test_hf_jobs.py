@@ -133,6 +133,43 @@ def test_each_way_to_end_has_its_state(hf: HubServer, service: JobService) -> No
     assert hf.job(stopped).stage == "CANCELED"
 
 
+def test_only_a_time_limit_is_a_time_limit(hf: HubServer, service: JobService, job_id: JobId) -> None:
+    meant = {
+        "Job timeout": "timeout",
+        "Failed to pull image python:3.99: dial tcp 1.2.3.4:443: i/o timeout": None,
+        "Job failed with exit code: 1. Reason: Error": None,
+        "Job failed with exit code: 137. Reason: OOMKilled": "oom",
+    }
+    for message, reason in meant.items():
+        hf.job(job_id["id"]).stage, hf.job(job_id["id"]).message = "ERROR", message
+        state = service.state(job_id)
+        assert (state.reason, state.message) == (reason, message)
+
+
+def test_the_states_of_a_run_are_one_request(hf: HubServer, service: JobService) -> None:
+    hf.hold(CPU)
+    keys = [replace(KEY, rank=rank) for rank in range(5)]
+    jobs = {key: service.start(replace(JOB, key=key)) for key in keys}
+    other = replace(KEY, run_id="another")
+    service.start(replace(JOB, key=other))
+    hf.job(jobs[keys[1]]["id"]).stage = "COMPLETED"
+    hf.job(jobs[keys[3]]["id"]).stage = "RUNNING"
+    hf.forget(jobs[keys[2]]["id"])
+    states = service.states(jobs)
+    assert {key.rank: (state.has_ended, state.message) for key, state in states.items()} == {
+        0: (False, "scheduling"), 1: (True, ""), 3: (False, ""), 4: (False, "scheduling"),
+    }  # fmt: skip
+    assert (hf.count("list"), hf.count("inspect")) == (1, 0)
+
+
+def test_jobs_are_listed_page_by_page(hf: HubServer, service: JobService) -> None:
+    hf.hold(CPU)
+    jobs = {key: service.start(replace(JOB, key=key)) for key in (replace(KEY, rank=rank) for rank in range(5))}
+    hf.page_size = 2
+    assert list(service.states(jobs)) == list(jobs)
+    assert (hf.count("list"), hf.count("inspect")) == (3, 0)
+
+
 def test_jobs_that_the_filter_of_labels_lets_through_are_not_found(
     hf: HubServer, service: JobService, job_id: JobId
 ) -> None:
@@ -228,14 +265,27 @@ def test_an_answer_that_is_malformed_is_a_failure_of_the_service(
     hf._create, hf._inspect = real_create, real_inspect  # type: ignore[method-assign]
 
 
-def test_the_service_says_how_long_it_wants_to_be_left_alone(hf: HubServer, service: JobService, job_id: JobId) -> None:
-    for header, pause_s in (("30", 30.0), ("Fri, 20 Nov 2026 12:00:00 GMT", 0.0)):
-        hf.fail("cancel", 429, headers={"Retry-After": header})
-        assert kind_of(lambda: service.stop(job_id)) == ("unavailable", pause_s), header
+def test_the_service_says_how_long_it_wants_to_be_left_alone(
+    hf: HubServer, service: JobService, job_id: JobId, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = {"cancel": lambda: service.stop(job_id), "list": lambda: service.find(KEY)}
+    cases: list[tuple[dict[str, str], float]] = [
+        ({"RateLimit": '"api";r=0;t=187', "RateLimit-Policy": '"fixed window";"api";q=1000;w=300'}, 187.0),
+        ({"RateLimit": '"api";r=0;t=187', "Retry-After": "30"}, 187.0),
+        ({"RateLimit": "nonsense", "Retry-After": "30"}, 30.0),
+        ({"Retry-After": "30"}, 30.0),
+        ({"Retry-After": "Fri, 20 Nov 2026 12:00:00 GMT"}, 0.0),
+    ]
+    for route, call in calls.items():
+        for headers, pause_s in cases:
+            hf.fail(route, 429, headers=headers)
+            assert kind_of(call) == ("unavailable", pause_s), (route, headers)
+        assert hf.count(route) == len(cases), "the SDK itself neither waits nor asks again"
+    assert caplog.records == []
 
 
 def test_a_service_that_never_answers_is_given_up(hf: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executors.backends.hf_jobs.CALL_LIMIT_S", 0.2)
+    monkeypatch.setattr("executors.backends.hf_client.CALL_LIMIT_S", 0.2)
     hf.fail("whoami", "silent")
     with pytest.raises(BackendError, match=r"cannot be reached: no answer within 0\.2 s"):
         launch("hf", "job.py:main", 1)
