@@ -23,7 +23,7 @@ else:
     hub, hub_errors = LazyModule("huggingface_hub", NEEDED), LazyModule("huggingface_hub.errors", NEEDED)
 utils: Any = LazyModule("huggingface_hub.utils", "")
 
-__all__ = ["ask", "check_version", "hub", "hub_errors", "list_jobs", "translated_errors"]
+__all__ = ["ask", "check_version", "hub", "hub_errors", "list_jobs", "translated_errors", "volume_of"]
 OLDEST = (1, 20)  # the first release whose jobs have all that is asked for here
 CALL_LIMIT_S = 60.0  # the SDK itself waits for an answer without end
 TOKEN_ADVICE = "Log in with: hf auth login (or set HF_TOKEN to a token that may write jobs)."
@@ -63,6 +63,18 @@ def list_jobs(api: hub.HfApi, namespace: str, labels: Mapping[str, str]) -> list
         found += [hub.JobInfo(**job, endpoint=api.endpoint) for job in response.json()]
         url, params = response.links.get("next", {}).get("url"), None  # which holds the labels already
     return found
+
+
+def volume_of(source: str, path: str) -> hub.Volume:
+    """Return a volume for a job: `hf://datasets/NAMESPACE/NAME` at a path.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    mount = utils.parse_hf_mount(f"{source}:{path}")
+    place = {"revision": mount.source.revision, "path": mount.source.path_in_repo or None}
+    kind, read_only = mount.source.type, mount.read_only
+    return hub.Volume(type=kind, source=mount.source.id, mount_path=mount.mount_path, read_only=read_only, **place)
 
 
 @contextlib.contextmanager

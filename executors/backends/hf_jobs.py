@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from executors.backends.hf_client import ask, check_version, hub, hub_errors, list_jobs, translated_errors
+from executors.backends.hf_client import ask, check_version, hub, hub_errors, list_jobs, translated_errors, volume_of
+from executors.backends.hf_hardware import CPU_FLAVOR, flavor_of, price_per_hour
 from executors.backends.jobs.executor import JobExecutor, options_of
 from executors.backends.jobs.sdk import LogStreams
 from executors.backends.jobs.service import (
@@ -35,7 +36,6 @@ from executors.errors import BackendError
 from executors.protocol import Reason
 from executors.task.record import OPTION_NAME
 
-CPU_FLAVOR = "cpu-basic"
 ENDED: dict[str, Reason | None] = {"COMPLETED": None, "CANCELED": "cancelled", "ERROR": None, "DELETED": "lost"}
 TIMEOUT = "Job timeout"  # the whole message; in others the word tells of a connection
 WORDS: dict[str, Reason] = {"oomkilled": "oom", "evicted": "preempted", "preempt": "preempted"}
@@ -57,6 +57,7 @@ class HFJobs(JobService):
     flavor: str | None = option(None, OPTION_NAME)
     labels: Mapping[str, str] | None = option(None, dict)
     secrets: Sequence[str] = ()
+    volumes: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         check_version()
@@ -74,11 +75,16 @@ class HFJobs(JobService):
                 )
             if name == "name" or name.startswith(OUR_LABELS):
                 raise ValueError(f"The label {name!r} is set by `replicas` itself. Choose another name.")
+        for path, source in (self.volumes or {}).items():
+            volume_of(source, path)
 
     def check_account(self, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:
         self._secrets(secret_names)
         self._whoami()
         self._flavor_of(gpu)
+
+    def price_per_hour(self, gpu: str | None) -> float | None:
+        return price_per_hour(self._hardware, self._flavor_of(gpu))
 
     def start(self, job: Job) -> JobId:  # the SDK does not repeat this request, so a lost answer is "unknown"
         request = self._request(job)
@@ -140,7 +146,8 @@ class HFJobs(JobService):
     def describe(self, job: Job) -> dict[str, Any]:
         request = self._request(job)
         secrets = dict.fromkeys(request["secrets"], "***")
-        return {**request, "command": shortened(request["command"]), "env": masked(request["env"]), "secrets": secrets}
+        shown = {"command": shortened(request["command"]), "env": masked(request["env"]), "secrets": secrets}
+        return {**request, **shown, "volumes": dict(self.volumes or {})}
 
     def _job_id(self, job: str, namespace: str) -> JobId:
         return {"id": job, "namespace": namespace, "url": f"{self.api.endpoint}/jobs/{namespace}/{job}"}
@@ -159,40 +166,31 @@ class HFJobs(JobService):
             "secrets": {**self._secrets(job.secret_names), **job.credentials},
             "flavor": self._flavor_of(job.gpu),
             "timeout": job.limit_s,
-            "name": job.key.name,
-            "labels": {**(self.labels or {}), **job.key.labels},
+            "labels": {**(self.labels or {}), **job.key.labels, "name": job.key.name},
             "namespace": self.namespace or self._whoami(),
+            "volumes": [volume_of(source, path) for path, source in (self.volumes or {}).items()],
         }
 
     def _flavor_of(self, gpu: str | None) -> str:
         if gpu is None or self.flavor is not None:
             return self.flavor or CPU_FLAVOR  # given by name: a flavor is more than a GPU
-        model, _, count = gpu.partition(":")
-        if (found := self._flavors.get((_model(model), count or "1"))) is None:
-            known = ", ".join(name if n == "1" else f"{name}:{n}" for name, n in sorted(self._flavors))
-            raise BackendError(
-                f"Hugging Face Jobs have no flavor for gpu={gpu!r}. Known: {known}. "
-                "Or name one of `hf jobs hardware`: --option flavor=NAME."
-            )
-        return found
+        return flavor_of(self._hardware, gpu)
 
     @functools.cached_property
-    def _flavors(self) -> dict[tuple[str, str], str]:
-        """The cheapest flavor with a GPU, by its model and how many of them."""
-        found = {}
-        for hardware in sorted(ask(self.api.list_jobs_hardware), key=lambda each: each.unit_cost_usd, reverse=True):
-            if gpu := hardware.accelerator:
-                found[_model(gpu.model), str(gpu.quantity)] = hardware.name
-        return found
+    def _hardware(self) -> list[hub.JobHardwareInfo]:
+        return ask(self.api.list_jobs_hardware)
 
     def _secrets(self, names: Sequence[str]) -> dict[str, str]:
         names = (*self.secrets, *names)
-        if missing := [name for name in names if name not in os.environ]:
+        here = dict(os.environ)
+        if "HF_TOKEN" in names and (token := hub.get_token()):
+            here.setdefault("HF_TOKEN", token)  # of the login's file, as `hf jobs run --secrets` has it
+        if missing := [name for name in names if name not in here]:
             raise BackendError(
                 f"The secret {missing[0]!r} is not set. Jobs get secrets from this environment: set it before the "
                 "launch."
             )
-        return {name: os.environ[name] for name in names}
+        return {name: here[name] for name in names}
 
     def _whoami(self) -> str:
         """Return the user of the token, asked for once: the service counts this request strictly."""
@@ -213,11 +211,12 @@ class HFJobsExecutor(JobExecutor):
         pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
         labels: more labels for the jobs: of letters, digits, "-" and "_", at most 100.
         secrets: names of variables of this environment that every replica gets as a secret. What a replica prints of
-            them is in its log, and in its outcome.
+            them is in its log, and in its outcome. HF_TOKEN may also be that of `hf auth login`.
+        volumes: what to mount where, as in {"/data": "hf://datasets/NAMESPACE/NAME"}; a bucket may be written to.
 
     Raises:
-        MissingDependencyError: huggingface_hub is not installed.
-        ValueError: a label that the service does not take.
+        MissingDependencyError: huggingface_hub is not installed, or too old.
+        ValueError: a label or a volume that the service does not take.
     """
 
     backend_name = "hf"
@@ -226,11 +225,6 @@ class HFJobsExecutor(JobExecutor):
     @options_of(HFJobs)
     def __init__(self, service: HFJobs) -> None:
         super().__init__(service)
-
-
-def _model(name: str) -> str:
-    """Return the name of a GPU in one spelling: `rtx pro 6000` is `RTX-PRO-6000`."""
-    return name.upper().replace("_", "-").replace(" ", "-").removeprefix("NVIDIA-")
 
 
 def _state_of(info: hub.JobInfo | None) -> JobState:

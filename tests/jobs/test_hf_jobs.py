@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from servers.hub.faults import Misconduct, Request
@@ -12,7 +13,7 @@ from servers.hub.server import HubServer, Reply
 
 from executors import HFJobsExecutor, Run, attach, launch
 from executors.backends.jobs.service import Job, JobId, JobKey, JobService, JobServiceError, JobState
-from executors.errors import BackendError
+from executors.errors import BackendError, MissingDependencyError
 from executors.testing import eventually
 
 CPU = "cpu-basic"
@@ -54,6 +55,47 @@ def test_a_gpu_is_the_cheapest_flavor_that_has_it(hf: HubServer, service: JobSer
     assert hf.count("hardware") == 1
     by_hand = HFJobsExecutor(flavor="cpu-upgrade").service
     assert by_hand.describe(replace(JOB, gpu="H100"))["flavor"] == "cpu-upgrade"
+
+
+def test_the_price_of_an_hour_is_that_of_the_flavor(service: JobService) -> None:
+    prices = {None: 0.01, "T4": 0.40, "A100:4": 10.00}
+    assert {gpu: round(service.price_per_hour(gpu) or 0, 2) for gpu in prices} == prices
+    assert HFJobsExecutor(flavor="of-tomorrow").service.price_per_hour(None) is None
+
+
+def test_volumes_are_mounted_and_those_that_are_none_are_refused_at_once(hf: HubServer) -> None:
+    hf.hold(CPU)
+    volumes = {"/data": "hf://datasets/org/corpus@v2/train", "/out": "hf://buckets/ada/mine"}
+    service = HFJobsExecutor(volumes=volumes).service
+    assert service.describe(JOB)["volumes"] == volumes
+    assert hf.job(service.start(JOB)["id"]).spec["volumes"] == [
+        {"type": "dataset", "source": "org/corpus", "mountPath": "/data", "revision": "v2", "path": "train"},
+        {"type": "bucket", "source": "ada/mine", "mountPath": "/out"},
+    ]
+    for path, source in (("data", "hf://datasets/org/corpus"), ("/data", "corpus"), ("/", "hf://buckets/ada/mine")):
+        with pytest.raises(ValueError, match=r"hf://|corpus"):
+            HFJobsExecutor(volumes={path: source})
+
+
+def test_the_token_of_the_login_is_a_secret_like_a_variable(
+    hf: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text(hf.token)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    hf.hold(CPU)
+    service = HFJobsExecutor(secrets=["HF_TOKEN"]).service
+    service.check_account(None, 60, ())
+    assert hf.job(service.start(JOB)["id"]).spec["secrets"] == {"HF_TOKEN": hf.token}
+    assert hf.token not in str(service.describe(JOB))
+
+
+def test_a_client_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.__version__", "0.36.2")
+    with pytest.raises(
+        MissingDependencyError, match=r"needs huggingface_hub 1\.20 or later, this is 0\.36\.2\. Update"
+    ):
+        HFJobsExecutor()
 
 
 def test_a_gpu_that_no_flavor_has_is_refused_with_those_that_are_known(hf: HubServer) -> None:

@@ -169,6 +169,10 @@ class JobService(abc.ABC):
             ValueError: a value that the service does not take.
         """
 
+    def price_per_hour(self, gpu: str | None) -> float | None:
+        """Return what an hour of one replica costs in US dollars; None: the service does not tell."""
+        return None
+
     @abc.abstractmethod
     def start(self, job: Job) -> JobId:
         """Start a job, and return its id; may block until the job is scheduled."""
