@@ -82,7 +82,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 def test_what_it_cannot_do_is_refused_by_name(state_home: Path) -> None:
     for given, message in REFUSED:
-        changed: Any = {"n": 1, **given}  # type: ignore[dict-item]
+        changed: Any = {"n": 1, **given}
         with pytest.raises(ValueError) as caught:
             launch("inline", "job:main", **changed)
         assert message in str(caught.value)
