@@ -291,8 +291,8 @@ class Run:
         forget(folder)
         if left:
             raise StoreError(
-                f"Run {self.run_id!r} is removed, but for {len(left)} objects under names that no store takes, such as "
-                f"{left[0][:200]!r}. Delete these with the tools of the store.",
+                f"Run {self.run_id!r} is removed, but for {len(left)} objects under names that no run has, such as "
+                f"{left[0][:200]!r}. Delete these with the tools of the rendezvous.",
                 url=self.store.url,
             )
 

@@ -49,14 +49,14 @@ TASK_DIGEST = (
     "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
     "task_digest."
 )
-TRUST_BUCKET = "Start whatever the run's store holds, with the credentials found here."
+TRUST_BUCKET = "Start whatever the run's rendezvous holds, with the credentials found here."
 
 
 def launch(
     context: Context,
     entrypoint: Annotated[str | None, Argument(metavar="ENTRYPOINT", help=ENTRYPOINT)] = None,
     *,
-    n: Annotated[int, Option("--n", "-n", metavar="N", help="How many replicas.")],
+    n: Annotated[int, Option("--n", metavar="N", help="How many replicas.")],
     backend: Annotated[str, Option("--backend", "-b", metavar="NAME", help="A backend's name, or pkg.mod:Class.")] = (
         "local"
     ),

@@ -133,7 +133,7 @@ def follow(
     """Show a run until every replica has ended; False if the time was over first. Calls `after_each` in between.
 
     Raises:
-        StoreError: the store could not be read for a minute.
+        StoreError: the rendezvous could not be read for a minute.
         BackendError: the backend could not be asked for a minute, or the first time.
     """
     end = math.inf if timeout_s is None else clock() + timeout_s
@@ -144,7 +144,7 @@ def follow(
         try:
             status = run.status()
         except (StoreError, BackendError) as error:
-            what = "store" if isinstance(error, StoreError) else "backend"
+            what = "rendezvous" if isinstance(error, StoreError) else "backend"
             if not was_read and (what == "backend" or isinstance(error, CorruptObjectError)):
                 raise  # a missing SDK or account, or unreadable records: waiting does not help
             failed_at = clock()
@@ -155,7 +155,7 @@ def follow(
                 raise
         else:
             was_read = True
-            failing_since.pop("store", None)
+            failing_since.pop("rendezvous", None)
             if clock() - failed_at > PATIENCE_S:  # most readings of a status ask the store alone
                 failing_since.pop("backend", None)
             view.update(status)
