@@ -18,8 +18,9 @@ from typer.core import TyperCommand, TyperGroup
 from executors.cli.backends import backends
 from executors.cli.doctor import doctor
 from executors.cli.launch import launch, resume
+from executors.cli.logs import logs
 from executors.cli.output import CANCELLED, FAILED, USAGE, inert
-from executors.cli.runs import cancel, collect, logs, ls, rm, status, wait
+from executors.cli.runs import cancel, collect, ls, rm, status, wait
 from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
 
 SYNONYMS = {
@@ -115,7 +116,9 @@ def main() -> int:
         return CANCELLED
     except ReplicasError as error:
         code = _fail(error)
-        return CANCELLED if isinstance(error, LaunchError) and error.cancelled else code
+        if isinstance(error, LaunchError):  # something was started
+            code = CANCELLED if error.cancelled else FAILED
+        return code
     except OSError as error:  # a closed pipe is not a mistake; a full disk under stdout is an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
         if not isinstance(error, BrokenPipeError):

@@ -215,6 +215,7 @@ def _pack_task(
             **versions_here(),
             "code_sha256": package.sha256,
             "requirements": list(package.requirements),
+            "pins": list(package.pins),
             "paths": list(package.paths),
         }
     if isinstance(entrypoint, str):
