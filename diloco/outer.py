@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import monotonic
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -86,8 +87,9 @@ class DiLoCo:
         snapshot_every: rounds between snapshots, from which later and returning replicas start.
         allow_no_rounds: let `close()` pass when there was no round: each replica has trained alone, on purpose.
         name: tells apart several DiLoCos of one run.
-        store, run_id, rank, world_size: default to those of `current_replica()`. rank="join": one more replica of a
-            run that began with `world_size`, under the next free rank.
+        store, run_id, rank, world_size: default to those of `current_replica()`; in a process that is no replica, as
+            in `python train.py`, to a world of 1, in memory, which stderr says. rank="join": one more replica of a run
+            that began with `world_size`, under the next free rank.
 
     Raises:
         ValueError, TypeError: an argument; nothing was written.
@@ -128,6 +130,9 @@ class DiLoCo:
         self._replica = place.replica
         if not name or "/" in name:
             raise ValueError(f"name must be a word without '/', as in 'main', got name={name!r}.")
+        limits = _limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
+        if place.is_alone:  # its memory is not to fill up: what a mean is made of is deleted behind the last snapshot
+            snapshot_every, limits = 1, replace(limits, small_bytes=0)
         fragments_ = plan_fragments(model, fragments, sync_buffers=sync_buffers)
         self._settings = settings = Settings(
             inner_steps=inner_steps, outer_optimizer=outer_optimizer, outer_lr=outer_lr,
@@ -139,7 +144,6 @@ class DiLoCo:
         )  # fmt: skip
         settings.check()
         settings.warn_of_few_rounds()
-        limits = _limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
         self._model_state = ModelState(model, fragments_, settings, block_bytes=limits.block_bytes)
         self._watch = open_watch(place.store)
         patient = PatientStore(place.store, clock=monotonic, error_patience_s=limits.error_patience_s)
@@ -172,7 +176,7 @@ class DiLoCo:
         )
         for layout in context.layouts:
             self._model_state.reserve(layout.kept_bytes(place.world_size, streams=patient.streams))
-        self._attached = AttachedState(patient, keys, me, self._background)
+        self._attached = AttachedState(patient, keys, me, self._background, settings.plan)
         self._participant = Participant(context)
         self._steps = 0
         """Steps of this process."""
@@ -182,6 +186,7 @@ class DiLoCo:
         self._participant.start(None if kept is None else (kept.position, kept.progress(self._model_state.sizes())))
         self._kept_period = self.rounds // settings.entries_per_snapshot
         _open[self._name] = self
+        self._show_progress()
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -200,11 +205,14 @@ class DiLoCo:
             DivergenceError: this replica's anchor is not the others', also after reloading it.
             FencedError: a newer attempt of this rank has begun; this one is to end.
             AbortedError: a peer aborted the run.
+            RunNotFoundError: the run was deleted.
         """
         self._check_open()
         self._steps += 1
         began = monotonic()
-        return self._report(self._participant.step(), began)
+        reports = self._participant.step()
+        self._attached.follow(self.inner_step, made=1)
+        return self._report(reports, began)
 
     def sync(self) -> list[RoundReport]:
         """Have a round of every fragment now; all replicas must call it at the same step. Inner steps count from here.
@@ -214,10 +222,11 @@ class DiLoCo:
         self._check_open()
         began = monotonic()
         reports = self._participant.sync()
+        self._attached.follow(self.inner_step)
         self._report(reports, began)
         return reports
 
-    def attach_state(self, name: str, thing: Any) -> None:
+    def attach_state(self, name: str, thing: Any, *, follow: bool = False) -> None:
         """Keep a state with the snapshots, so that this rank's next attempt goes on with it and the loss has no bump.
 
         Attach the inner optimizer, the learning rate schedule, the data's position and the random generators, right
@@ -225,16 +234,22 @@ class DiLoCo:
         earlier one kept. States are kept once every `snapshot_every` rounds, at the end of the `step()` that had the
         round: call `step()` last, when everything else has taken its step.
 
+        A run goes on without a replica that is away: `inner_step` is then further than what is attached, which a line
+        in the log says. Make schedules functions of `inner_step`, or let them follow it.
+
         Args:
             name: tells apart what is attached; the same in each attempt.
             thing: has `state_dict` and `load_state_dict`, or is a random generator of torch, numpy or Python. Its
                 state is tensors, arrays and JSON; it is stored as safetensors and JSON, never as a pickle.
+            follow: it is a learning rate schedule of torch: DiLoCo steps it to `inner_step`, now and at the end of each
+                `step()`. Do not step it yourself, and attach its optimizer first.
 
         Raises:
             TypeError: it is something else, or its state is; says where.
+            ValueError: the name is taken, or a schedule that follows was attached before its optimizer.
         """
         self._check_open()
-        self._attached.attach(name, thing)
+        self._attached.attach(name, thing, self.inner_step, follow=follow)
 
     def close(self) -> None:
         """Apply what is in flight and leave; does not average. Safe to call again.
@@ -259,6 +274,7 @@ class DiLoCo:
         finally:
             self._watch.close()
             self._reads.close()
+        self._show_progress()
         if in_order:
             self._background.finish()
             self._settings.check_what_was_averaged(self._steps, self.rounds, max(self._participant.phase.made))
@@ -323,7 +339,9 @@ class DiLoCo:
             view.copy_(state["anchor"][name])
         for outer, outer_state in zip(self._model_state.outer, state["outer"], strict=True):
             outer.load_state_dict(outer_state)
+        self._attached.step = state["base"] + state["since"]
         self._participant.go_back(state["rounds"], state["base"], state["since"])
+        self._attached.follow(self.inner_step)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -339,9 +357,14 @@ class DiLoCo:
             report = RoundReport.sum_of(reports)
             log.debug("rank %s: %s", self._settings.rank, report)
         self._round_s += monotonic() - began
-        if report is not None and self._replica is not None:
-            self._replica.report(round=self.rounds, round_s=round(self._round_s, 3))
+        if report is not None:
+            self._show_progress()
         return report
+
+    def _show_progress(self) -> None:
+        """Report how many rounds there were; nothing before the first: whoever reads it knows that there was none."""
+        if self._replica is not None and self.rounds:
+            self._replica.report(round=self.rounds, round_s=round(self._round_s, 3))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -61,6 +61,14 @@ class Claim(Record):
     host: str = checked(text(1000), "")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Boot(Record):
+    """`boot.json`: what a replica elsewhere does before its worker runs."""
+
+    at: float = checked(number(LONG_AGO, FAR_AHEAD))
+    doing: str = checked(text(100))
+
+
 @dataclass(frozen=True)
 class Beat:
     """`heartbeat.json`: that a replica lived at a time, and what it reported last."""
@@ -348,14 +356,6 @@ def describe_end(ending: str, rank: int, world_size: int, **values: Any) -> str:
 
 def _parse_world_size(data: Any, key: str, url: str) -> int:
     return Fields(data, key, url).take("world_size", integer(1, MAX_RANK))
-
-
-def count_joined(store: Store, run_id: str, world_size: int) -> int:
-    """Return how many ranks beyond those that were launched have joined the run since; their numbers are dense."""
-    joined = 0
-    while joined < MAX_RANK and exists(store, replica_key(run_id, world_size + joined, 0, "started.json")):
-        joined += 1
-    return joined
 
 
 def _encode(outcome: Outcome) -> bytes:

@@ -84,11 +84,12 @@ def main(assignment: Assignment) -> NoReturn:
     _leave(code)
 
 
-def call(run: str) -> Any:
+def call(run: str, digest: str | None = None) -> Any:
     """Run one replica inside a process of a third-party executor, which has this as its entrypoint.
 
     Args:
         run: `<store url>/<run id>`. The rank comes from `REPLICA_RANK`.
+        digest: of the task that was launched, where a launch can carry it.
 
     Returns: what the user's entrypoint returned, as a JSON value. Its exceptions are passed on.
     """
@@ -99,11 +100,13 @@ def call(run: str) -> Any:
     set_environment(worker.replica)
     worker.heartbeat.start()
     try:
-        task = _load(worker.replica, read_task(worker.attempt.store, run_id))
+        task = _load(worker.replica, read_task(worker.attempt.store, run_id, digest))
         outcome = worker.succeeded(_called(task))
         error: BaseException | None = None
     except BaseException as raised:
         outcome, error = worker.raised(raised), raised
+        if isinstance(raised, KeyboardInterrupt):
+            worker.attempt.request_cancel()
     worker.heartbeat.stop()
     recorded = worker.attempt.record(outcome, retry_s=RETRY_S)
     if error is not None:

@@ -148,6 +148,7 @@ class LocalProcessExecutor:
         gpu: str | None = None,
         timeout: float | None = 3600,
         run: RunSpec | None = None,
+        tell: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Start the replicas and return their handles in rank order; see `NativeExecutor.launch_replicas`.
 

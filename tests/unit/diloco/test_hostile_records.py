@@ -303,11 +303,11 @@ def test_what_a_rank_kept_and_cannot_be_read_means_what_it_kept_before(caplog: p
     for stray in ("x/0", "-1/0", "102", "102/0/0"):
         kept_by(store, stray, b"")
     patient = PatientStore(store, clock=lambda: 0.0, error_patience_s=1e6)
-    attachments = AttachedState(patient, KEYS, Identity(0, 1, 1, "n"), lambda job: job())
+    attachments = AttachedState(patient, KEYS, Identity(0, 1, 1, "n"), lambda job: job(), Plan())
     assert attachments.kept is not None
     assert attachments.kept.position == 1
     assert [part.tolist() for part in attachments.kept.progress([16])] == [[0.0] * 4]
-    attachments.attach("x", torch.Generator())
+    attachments.attach("x", torch.Generator(), 1)
     assert "what it kept as 'x' cannot be read" in caplog.text
 
 
@@ -367,7 +367,7 @@ def test_a_run_ends_at_a_seal_that_somebody_has_forged_and_names_it(seal: bytes)
         for _ in range(2):
             diloco.step()
         before = diloco.anchor()["weight"].flatten().tolist()
-        with pytest.raises(QuorumTimeoutError, match=rf"^Round 2: it was sealed, .* The seal \({KEYS.seal(2)}\)"):
+        with pytest.raises(QuorumTimeoutError, match=rf"^Round 3: it was sealed, .* The seal \({KEYS.seal(2)}\)"):
             diloco.step()
         diloco._close(in_order=False)
         return diloco.rounds, before, diloco.anchor()["weight"].flatten().tolist()
