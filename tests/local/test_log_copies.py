@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from servers.s3.server import S3Server
 from support import tasks
 from support.runs import log_of, pid_of
 
@@ -59,6 +60,14 @@ def test_the_whole_log_is_in_the_rendezvous_when_the_outcome_is(
         assert said.startswith(b"the first words\n" + b"x" * 10 + b"the last words")
     run.remove()
     assert not list((tmp_path / "shared").glob("*/replicas"))
+
+
+def test_the_logs_of_replicas_that_leave_no_outcome_are_copied_into_a_bucket(
+    local: LocalProcessExecutor, s3: S3Server
+) -> None:
+    run = launch(local, say_and_end, 3, args={"how": "leaves"}, rendezvous=s3.url("runs"))
+    assert run.wait(60)
+    assert [copy_of(run, rank) for rank in range(3)] == [b"the first words\n" + b"x" * 10 + b"the last words"] * 3
 
 
 def test_of_a_long_log_the_last_16_mebibytes_are_copied(local: LocalProcessExecutor, tmp_path: Path) -> None:
