@@ -75,7 +75,7 @@ def test_all_options_reach_the_request(modal_runs: ModalServer, gpu: str | None)
     assert (asked.resources.milli_cpu, asked.resources.memory_mb) == (500, 512)
     assert list(asked.scheduler_placement.regions) == ["us-east"]
     assert "aws" in str(asked).lower()
-    assert asked.timeout_secs == 220
+    assert asked.timeout_secs == 1000
     assert (asked.resources.gpu_config.gpu_type, asked.resources.gpu_config.count) == (("H100", 2) if gpu else ("", 0))
     assert asked.name.startswith("otter-")
     assert {tag.tag_name: tag.tag_value for tag in call.request.tags}.items() >= {
