@@ -107,7 +107,8 @@ class ServerlessExecutor(Protocol):
         """Start `n_replicas` replicas and return their handles in rank order.
 
         Each calls the entrypoint once with `entrypoint_args` as keyword arguments, and with its rank in
-        `REPLICA_RANK`. If one cannot be started, those already started are cancelled and an error names it.
+        `REPLICA_RANK`. One that leaves by `sys.exit(0)` or `sys.exit()` has succeeded with the result None. If one
+        cannot be started, those already started are cancelled and an error names it.
 
         Args:
             n_replicas: how many, at least 1.
@@ -329,6 +330,8 @@ class Outcome:
     """A traceback, or a sentence that says what happened."""
     error_line: str | None = None
     """The line that begins the exception, of an error that is a traceback."""
+    error_place: str | None = None
+    """The last place in the user's code that an exception passed, as in `train.py:12`."""
     result: Any = None
     host: str = ""
     pid: int | None = None

@@ -21,6 +21,7 @@ from executors.store.records import is_plain_number
 ENTRY_POINTS = "replicas.backends"
 BUILT_IN = {
     "hf": "executors.backends.hf_jobs:HFJobsExecutor",
+    "inline": "executors.backends.inline:InlineExecutor",
     "local": "executors.backends.local.executor:LocalProcessExecutor",
     "modal": "executors.backends.modal:ModalExecutor",
 }

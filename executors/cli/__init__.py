@@ -63,7 +63,8 @@ def main() -> int:
             stream.reconfigure(errors="replace")  # a log may hold what this terminal cannot show
     command: Any = typer.main.get_command(app)
     try:
-        returned = command.main(prog_name="replicas", standalone_mode=False)
+        arguments, argv = _split_argv(sys.argv[1:])
+        returned = command.main(arguments, prog_name="replicas", standalone_mode=False, obj=argv)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         return CANCELLED
@@ -82,6 +83,14 @@ def main() -> int:
             raise
         return _fail(error, error.format_message())
     return returned if isinstance(returned, int) else 0
+
+
+def _split_argv(arguments: list[str]) -> tuple[list[str], list[str] | None]:
+    """Take what follows `--` off a launch: it is the script's. None: there is no `--`."""
+    if arguments[:1] != ["launch"] or "--" not in arguments:
+        return arguments, None
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
 
 
 def _fail(error: Exception, message: str | None = None) -> int:

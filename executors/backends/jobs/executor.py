@@ -55,6 +55,7 @@ from executors.task.stored import read_task
 
 DEFAULT_TIMEOUT_S = 3600
 MARGIN_S = 120  # what the service's limit leaves for fetching the code, and for a replica that ends by its own limit
+INSTALL_S = 900  # the same where something is to be installed: the time limit counts from the entrypoint's start
 LOG_LINES = 200
 STALE_INTENT_S = 1800  # a call may block until its job is scheduled: at Modal 21 minutes
 
@@ -314,11 +315,11 @@ class JobExecutor:
                 JobKey.of(attempt),
                 bootstrap_command(),
                 tuple(requirements),
-                {**run.env, **replica_environment(run, rank, timeout_s), RENDEZVOUS: url},
+                {**run.env, **replica_environment(run, rank, timeout_s, gpu), RENDEZVOUS: url},
                 credentials,
                 run.secret_names,
                 gpu,
-                int(timeout_s + MARGIN_S),
+                int(timeout_s + (INSTALL_S if requirements else MARGIN_S)),
             )
             jobs.append((attempt, job))
         return jobs

@@ -275,6 +275,7 @@ class LocalProcessExecutor:
             timeout_s=timeout,
             max_parallel=self.max_parallel,
             term_grace_s=self.term_grace_s,
+            gpu=gpu,
             gpu_slots=self._gpu_slots(gpu, len(run.ranks)),
             **surroundings(),
         )
