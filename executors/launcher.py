@@ -24,7 +24,7 @@ from executors.entrypoint import (
     split_rank_env,
 )
 from executors.errors import RunExistsError, StoreError
-from executors.protocol import KeepsOptions, NativeExecutor, Package, ReplicaHandle, ServerlessExecutor
+from executors.protocol import GATHER_S, KeepsOptions, NativeExecutor, Package, ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
 from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED
 from executors.run_index import NOTE, local_store, locate, new_run_id, remember, state_path
@@ -61,6 +61,8 @@ def launch(
     task_digest: str | None = None,
     trust_bucket: bool = False,
     chaos: Sequence[str] = (),
+    min_replicas: int | None = None,
+    gather_s: float = GATHER_S,
 ) -> Run:
     """Start `n` ranked replicas of an entrypoint.
 
@@ -84,6 +86,8 @@ def launch(
         resume: bring back what ended of the run `run_id`, with the task it was launched with; see `resume.resume`.
         task_digest, trust_bucket: who vouches for that task where another machine launched it; see `resume.resume`.
         chaos: faults that the replicas are to suffer, as in "kill:rank=1,round=3"; local backend only, see `chaos`.
+        min_replicas: start with so many when the others cannot be started, or not within `gather_s` seconds; these join
+            when they come, unless `detach`. The run has succeeded when so many have. None: all of them.
 
     Raises:
         ValueError, TypeError: a bad argument.
@@ -106,6 +110,8 @@ def launch(
         seed=seed,
         detach=detach,
         chaos=chaos,
+        min_replicas=min_replicas,
+        gather_s=gather_s,
     )
     if resume:
         return _bring_back(request, executor, task_digest, trust_bucket)
@@ -124,8 +130,12 @@ class LaunchPlan:
     run_id: str
     package: Package | None
 
-    def start(self) -> Run:
-        """Write the run and start its replicas. If that fails half-way, the run is left cancelled, not waiting."""
+    def start(self, tell: Callable[[str], None] = lambda words: None) -> Run:
+        """Write the run and start its replicas. If that fails half-way, the run is left cancelled, not waiting.
+
+        Args:
+            tell: gets a few words on how far the start is, where it takes long.
+        """
         from executors.run import Run
 
         request, executor = self.request, self.executor
@@ -142,7 +152,9 @@ class LaunchPlan:
             if isinstance(executor, NativeExecutor):
                 limits: Any = {"gpu": request.gpu, "timeout": request.timeout}
                 args = request.args or {}
-                handles = executor.launch_replicas(request.n, request.entrypoint, args, **limits, run=spec)
+                started = executor.launch_replicas(request.n, request.entrypoint, args, **limits, run=spec, tell=tell)
+                of_ranks = {handle.rank: handle for handle in started}
+                handles = [of_ranks.get(rank) for rank in range(request.n)]
             else:
                 handles = self._start_plainly(store)
         except BaseException as error:
@@ -282,6 +294,8 @@ def _bring_back(
     request = _resolved(request)
     if request.chaos:
         raise ValueError("A resumed run keeps the chaos it was launched with: leave chaos= away.")
+    if request.min_replicas is not None:
+        raise ValueError("A resumed run keeps the min_replicas it was launched with: leave min_replicas= away.")
     if request.run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
     from executors.resume import resume, vouched_task

@@ -132,13 +132,17 @@ class Run:
     def results(self) -> list[Any]:
         """Wait, and return what each replica's entrypoint returned, in rank order.
 
+        When as many as `min_replicas` gave a result, it is None for the others.
+
         Raises:
             ReplicaError: a replica gave no result. The error is the earliest failure, with the remote traceback as its
                 message; the other failures are its notes.
         """
         self.wait()
         outcomes = self.outcomes()
-        raise_root_cause(outcomes)
+        n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
+        if n_done < (self.record.min_replicas or self.world_size):
+            raise_root_cause(outcomes)
         return [outcome.result for outcome in outcomes]
 
     def outcomes(self) -> list[Outcome]:
@@ -157,7 +161,7 @@ class Run:
         """
         states = self._look()
         replicas = self._observer.with_reports(states) if reports else states
-        return RunStatus(self.run_id, self.backend, replicas, self._observer.count_joined())
+        return RunStatus(self.run_id, self.backend, replicas, self._observer.count_joined(), self.record.min_replicas)
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look at the run and the next: at a bucket, requests cost."""

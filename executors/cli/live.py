@@ -272,4 +272,6 @@ def progress_line(status: RunStatus, more: Sequence[str] = ()) -> str:
         if having:
             ends = [choose(having, key=lambda r: float(r.reported[column])).cell(column) for choose in (min, max)]
             parts.append(f"{column} {'-'.join(dict.fromkeys(ends))}")
+    if status.prospects:
+        parts.append(status.prospects)
     return status.counts + (f": {', '.join(parts)}" if parts else "")

@@ -106,7 +106,7 @@ def status(
     found = find_run(run, rendezvous, backend, option)
     now, record = found.status(), found.record
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]
-    summary = Summary(found, outcomes, exit_code(outcomes) if now.is_terminal else None)
+    summary = Summary(found, outcomes, exit_code(outcomes, enough=record.min_replicas) if now.is_terminal else None)
     if as_json:
         output.document({**summary.document(), **now.to_json()})
         return 0
