@@ -63,6 +63,7 @@ def launch(
     chaos: Sequence[str] = (),
     min_replicas: int | None = None,
     gather_s: float = GATHER_S,
+    fail_fast: bool = False,
 ) -> Run:
     """Start `n` ranked replicas of an entrypoint.
 
@@ -88,6 +89,7 @@ def launch(
         chaos: faults that the replicas are to suffer, as in "kill:rank=1,round=3"; local backend only, see `chaos`.
         min_replicas: start with so many when the others cannot be started, or not within `gather_s` seconds; these join
             when they come, unless `detach`. The run has succeeded when so many have. None: all of them.
+        fail_fast: end the run at the first failure before anybody's first round. Otherwise the others train on.
 
     Raises:
         ValueError, TypeError: a bad argument.
@@ -112,6 +114,7 @@ def launch(
         chaos=chaos,
         min_replicas=min_replicas,
         gather_s=gather_s,
+        fail_fast=fail_fast,
     )
     if resume:
         return _bring_back(request, executor, task_digest, trust_bucket)

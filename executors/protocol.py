@@ -189,6 +189,8 @@ class Package:
     """What git would take and the archive lacks, with the reason in brackets."""
     requirements: tuple[str, ...] = ()
     """What to install."""
+    pins: tuple[str, ...] = ()
+    """Those of them that are ours: an image that has a later version keeps it."""
     paths: tuple[str, ...] = ()
     """Folders of the workspace from which the launcher imports, such as `src`: its `sys.path`, made relative."""
 

@@ -101,6 +101,7 @@ def resume(
             detach=detach,
             chaos=launched.chaos,
             min_replicas=launched.min_replicas and max(1, min(launched.min_replicas - goes_on, len(group))),
+            fail_fast=launched.fail_fast,
         )
         handles = executor.launch_replicas(
             len(group),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,12 +24,14 @@ from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class, executor_of_record
 from executors.root_cause import raise_root_cause
 from executors.run_index import Note, folder_of_run, forget, known_run_ids, locate, noted_at_launch
-from executors.status import ReplicaState, RunStatus, wait_until
+from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
 from executors.store.records import exists
 from executors.store.url import RUN_ID, address_of, check_run_id, existing_store, split_address
 from executors.task.record import RunRecord, find_run_record
+
+MAX_WHY = 2000  # characters
 
 
 class Run:
@@ -52,6 +55,7 @@ class Run:
         self.has_given_options = self._executor is not None
         """Whether a person made the executor, and so gave its options, too."""
         self._launched = handles
+        self._watches_for_failures = True
 
     @cached_property
     def record(self) -> RunRecord:
@@ -127,7 +131,38 @@ class Run:
 
         Ctrl-C leaves the run alone.
         """
-        return wait_until(lambda: all(s.status.is_terminal for s in self._look()), timeout, self.pauses())
+
+        def has_ended() -> bool:
+            states = self._look()
+            if self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states):
+                now = RunStatus(self.run_id, self.backend, self._observer.with_reports(states))
+                if told := self.end_early(now, "fail_fast=True"):
+                    print(f"replicas: {self.run_id}: {told}", file=sys.stderr)
+                self._watches_for_failures = False
+            return all(state.status.is_terminal for state in states)
+
+        return wait_until(has_ended, timeout, self.pauses())
+
+    def end_early(self, now: RunStatus, option: str) -> str | None:
+        """End the run at a failure before anybody's first round, if it was launched so; return what to say, once.
+
+        Supervisors and workers do so as well; not those of a third party's executor, or of a replica that was killed.
+
+        Args:
+            option: what would have ended it, as the caller's users write it.
+        """
+        if not now.failed_early or not self._watches_for_failures:
+            return None
+        self._watches_for_failures = False
+        first = f"rank {now.failed_early[0]} {FAILED_EARLY}"
+        if not self.record.fail_fast:
+            return f"{first}; the others train on without it. {option} ends the run instead."
+        failed = now.replicas[now.failed_early[0]].outcome
+        alive = [state.rank for state in now.replicas if not state.status.is_terminal]
+        why = f"{first}: {failed.headline[:MAX_WHY]}" if failed else first
+        self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), alive)
+        self.cancel()
+        return f"{first}, which ends the run."
 
     def results(self) -> list[Any]:
         """Wait, and return what each replica's entrypoint returned, in rank order.

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, as_status
 
+FAILED_EARLY = "failed before the first round"
 COLUMNS = ("rank", "attempt", "status", "round", "step", "loss", "round_s", "note")
 N_MORE = 3  # columns for other numbers, where nobody says which
 MAX_COLUMNS = 50  # in a notebook
@@ -34,6 +35,11 @@ class ReplicaState:
     """What the replica reported last: step, loss, round, and more of its choice."""
     doing: str = ""
     """In a few words, what it does or waits for before its entrypoint runs."""
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a newer attempt took over, which is not a failure."""
+        return self.outcome is not None and self.outcome.reason == "fenced"
 
     @property
     def note(self) -> str:
@@ -89,6 +95,12 @@ class RunStatus:
     def is_terminal(self) -> bool:
         """Whether every replica has ended."""
         return all(replica.status.is_terminal for replica in self.replicas)
+
+    @property
+    def failed_early(self) -> list[int]:
+        """The ranks that failed while others go on, as long as nobody has reported a round."""
+        failed = [r.rank for r in self.replicas if r.status is ReplicaStatus.FAILED and not r.is_replaced]
+        return [] if self.is_terminal or any("round" in r.reported for r in self.replicas) else failed
 
     @property
     def status(self) -> ReplicaStatus:

@@ -44,6 +44,7 @@ CHAOS = (
     "A fault to inject, local backend only: kill:rank=1,round=3 (counted from 1; or at=POINT,count=N,when=after), "
     "or store:lost=0.02,error=0.01,delay=0.3. Repeatable."
 )
+FAIL_FAST = "End the run at the first failure before anybody's first round. Default: the others train on."
 TASK_DIGEST = (
     "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
     "task_digest."
@@ -68,6 +69,7 @@ def launch(
     secret: SecretOption = None,
     option: BackendOptions = None,
     chaos: Annotated[list[str] | None, Option(metavar="SPEC", help=CHAOS)] = None,
+    fail_fast: Annotated[bool, Option("--fail-fast", help=FAIL_FAST)] = False,
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the request, start nothing.")] = False,
@@ -102,6 +104,7 @@ def launch(
                         seed=seed,
                         detach=detach,
                         chaos=chaos or (),
+                        fail_fast=fail_fast,
                     )
                     plan = plan_launch(request, make_executor(backend, parse_values("--option", option)))
                 note_python_words("--arg", plan.request.args or {})

@@ -22,6 +22,7 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.root_cause import headline, last_frames, name_ranks
 from executors.run import Run
 from executors.run_index import locate
+from executors.status import FAILED_EARLY
 
 SUBJECT = re.compile(r"^Replica \d+( of \d+)?( \(attempt \d+\))? ")  # left out: the ranks are named once, before it
 K = TypeVar("K")
@@ -51,7 +52,8 @@ def exit_code(outcomes: Sequence[Outcome], *, interrupted: bool = False, enough:
     n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
     if enough is not None and n_done >= enough and not interrupted:
         return 0
-    if interrupted or any(outcome.status is ReplicaStatus.CANCELLED for outcome in outcomes):
+    cancelled = [outcome for outcome in outcomes if outcome.status is ReplicaStatus.CANCELLED]
+    if interrupted or not all(FAILED_EARLY in (outcome.error or "") for outcome in cancelled):
         return CANCELLED
     reasons = {outcome.reason for outcome in _failures(outcomes)}
     if reasons - {"timeout"}:

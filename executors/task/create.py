@@ -62,6 +62,7 @@ class LaunchRequest:
     chaos: Sequence[str] = ()
     min_replicas: int | None = None
     gather_s: float = GATHER_S
+    fail_fast: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.n, bool) or not isinstance(self.n, int):
@@ -143,6 +144,7 @@ def plan_run(
         gpu=request.gpu,
         timeout_s=request.timeout,
         min_replicas=request.min_replicas,
+        fail_fast=request.fail_fast,
     )
     task, pickled = _pack_task(request, launched_with, package)
     record = RunRecord(
@@ -174,6 +176,7 @@ def plan_run(
         chaos=tuple(request.chaos),
         min_replicas=request.min_replicas,
         gather_s=request.gather_s,
+        fail_fast=request.fail_fast,
     )
     return NewRun(spec, written, task, pickled, None if package is None else package.archive)
 
@@ -221,6 +224,7 @@ def _pack_task(
             **versions_here(),
             "code_sha256": package.sha256,
             "requirements": list(package.requirements),
+            "pins": list(package.pins),
             "paths": list(package.paths),
         }
     if isinstance(entrypoint, str):

@@ -57,7 +57,8 @@ class TestModalJobs(JobServiceContract):
         return ModalExecutor(**service.options).service
 
     def unknown(self, service: JobService) -> JobId:
-        return {"sandbox_id": "sb-01234567890123456789AB" if self.gpu else "sb-2never"}
+        name = "sb-01234567890123456789AB" if self.gpu else "sb-2never"
+        return {"sandbox_id": name, "url": f"https://modal.com/id/{name}"}
 
 
 class TestModalJobsWithGpus(TestModalJobs):

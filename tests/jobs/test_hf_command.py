@@ -88,7 +88,7 @@ def test_the_backends_tell_the_options_of_this_one(here: HereInstead) -> None:
     assert options["flavor"]["default"] is None
     assert options["pip"]["type"] == "Sequence[str]"
     assert options["labels"]["help"].startswith("more labels for the jobs")
-    assert set(options) == {"namespace", "image", "flavor", "pip", "labels", "secrets"}
+    assert set(options) == {"namespace", "image", "flavor", "pip", "labels", "secrets", "volumes"}
     assert "hf  ready" in here.replicas("backends").stdout
 
 

@@ -104,6 +104,27 @@ def test_the_default_image_has_the_requirements_installed_and_the_users_is_taken
     assert not any("torch==" in text for text in images(modal_runs)[n_images:])
 
 
+def test_the_default_image_has_git_where_a_requirement_comes_from_there_and_knows_the_users_indexes(
+    modal_runs: ModalServer,
+) -> None:
+    Path("requirements.txt").write_text(
+        "--extra-index-url https://download.pytorch.org/whl/cpu\ntorch==2.13.0+cpu\n"
+        "mine @ git+https://example.com/mine.git\n"
+    )
+    launch(ModalExecutor(), task("echo"), 1, timeout=1).cancel()
+    text = "\n".join(images(modal_runs))
+    assert "apt-get install -y git" in text
+    options = "--index-strategy=unsafe-best-match --extra-index-url=https://download.pytorch.org/whl/cpu"
+    assert options in text
+    assert "torch==2.13.0+cpu" in text
+    Path("requirements.txt").write_text("einops\n")
+    n_images = len(images(modal_runs))
+    launch(ModalExecutor(), task("echo"), 1, timeout=1).cancel()
+    text = "\n".join(images(modal_runs)[n_images:])
+    assert "git" not in text
+    assert "--index-strategy" not in text
+
+
 def test_all_sandboxes_are_asked_for_at_the_same_time(modal_runs: ModalServer, gpu: str | None) -> None:
     modal_runs.answer_together(create_of(gpu), 8)
     run = launch("modal", task("hang"), 8, gpu=gpu)
@@ -256,6 +277,29 @@ def test_each_way_to_end_has_its_state(modal_runs: ModalServer, service: JobServ
     assert [service.logs(each, 9) for each in ids] == ["hanging\n"] * 3 + ["", "hanging\n"]
     assert stopped != vanished
     assert alive(modal_runs) == []
+
+
+def test_the_states_of_those_that_run_are_one_list(modal_runs: ModalServer, service: JobService, job: Job) -> None:
+    keys = [replace(KEY, rank=rank) for rank in range(5)]
+    jobs = {key: service.start(replace(job, key=key)) for key in keys}
+    service.start(replace(job, key=replace(KEY, run_id="another")))
+    service.stop(jobs[keys[1]])
+    eventually(lambda: service.state(jobs[keys[1]]).has_ended)
+    n_calls = len(modal_runs._dispatcher.calls)
+    assert {key.rank: state for key, state in service.states(jobs).items()} == dict.fromkeys(
+        (0, 2, 3, 4), JobState(False)
+    )
+    asked = [call.rpc for call in modal_runs._dispatcher.calls[n_calls:]]
+    assert [rpc for rpc in asked if rpc.startswith("Sandbox")] == ["SandboxListV2"] * 3, "of two pages and an empty one"
+    for each in jobs.values():
+        service.stop(each)
+
+
+def test_each_job_has_its_page(service: JobService, job: Job) -> None:
+    job_id = service.start(job)
+    assert job_id["url"] == f"https://modal.com/id/{job_id['sandbox_id']}"
+    assert service.verify({**job_id, "url": "https://evil.example.com"}, job.key) == job_id
+    service.stop(job_id)
 
 
 def test_a_job_whose_command_is_not_there_has_an_exit_code(service: JobService, job: Job) -> None:

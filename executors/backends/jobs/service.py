@@ -60,12 +60,12 @@ class JobKey:
     @property
     def labels(self) -> dict[str, str]:
         """The same as labels: names and values of `[A-Za-z0-9_-]`."""
-        return {
-            "replicas-run": self.run_id,
-            "replicas-store": self._place,
-            "replicas-rank": str(self.rank),
-            "replicas-attempt": str(self.attempt),
-        }
+        return {**self.run_labels, "replicas-rank": str(self.rank), "replicas-attempt": str(self.attempt)}
+
+    @property
+    def run_labels(self) -> dict[str, str]:
+        """Those that all jobs of the run have."""
+        return {"replicas-run": self.run_id, "replicas-store": self._place}
 
     @property
     def _place(self) -> str:
@@ -174,6 +174,10 @@ class JobService(abc.ABC):
             BackendError: no credentials, an unknown GPU or secret.
             ValueError: a value that the service does not take.
         """
+
+    def price_per_hour(self, gpu: str | None) -> float | None:
+        """Return what an hour of one replica costs in US dollars; None: the service does not tell."""
+        return None
 
     @abc.abstractmethod
     def start(self, job: Job) -> JobId:
