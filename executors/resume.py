@@ -217,11 +217,11 @@ def vouched_task(run: Run, *, task_digest: str | None = None, trust_bucket: bool
         digest = kept
     else:
         raise UntrustedTaskError(
-            f"Run {run.run_id!r} was not launched from here, at least not under this address, so only its store says "
-            f"what it is. {_what_would_run(run)} To resume it, give the digest that `replicas status {run.run_id} "
+            f"Run {run.run_id!r} was not launched from here, at least not under this address, so only its rendezvous "
+            f"says what it is. {_what_would_run(run)} To resume it, give the digest that `replicas status {run.run_id} "
             "--json` says as task_digest on the machine that launched it: "
             f"replicas resume {shlex.quote(run.url)} --task-digest SHA256, or task_digest=. "
-            "Or trust whoever can write to that store: --trust-bucket, or trust_bucket=True."
+            "Or trust whoever can write to that rendezvous: --trust-bucket, or trust_bucket=True."
         )
     task = read_task(run.store, run.run_id, digest)
     launched_with = {**vars(task.launched_with), "task_digest": digest}
@@ -252,7 +252,7 @@ def _what_would_run(run: Run) -> str:
     entrypoint, by, digest = (_shown(value) for value in (record.entrypoint, record.created_by, record.task_digest))
     return (
         f"Resuming {run.url} runs code with the credentials of this machine: {entrypoint}, launched by {by}, with the "
-        f"task digest {digest}, as the store says."
+        f"task digest {digest}, as its rendezvous says."
     )
 
 

@@ -146,7 +146,7 @@ def follow(
         after_each: called in between. True: something was begun, and the next look comes soon.
 
     Raises:
-        StoreError: the store could not be read for a minute.
+        StoreError: the rendezvous could not be read for a minute.
         BackendError: the backend could not be asked for a minute, or the first time.
     """
     end = math.inf if timeout_s is None else clock() + timeout_s
@@ -158,7 +158,7 @@ def follow(
         try:
             status = run.status()
         except (StoreError, BackendError) as error:
-            what = "store" if isinstance(error, StoreError) else "backend"
+            what = "rendezvous" if isinstance(error, StoreError) else "backend"
             if not was_read and (what == "backend" or isinstance(error, CorruptObjectError)):
                 raise  # a missing SDK or account, or unreadable records: waiting does not help
             failed_at = clock()
@@ -169,7 +169,7 @@ def follow(
                 raise
         else:
             was_read = True
-            failing_since.pop("store", None)
+            failing_since.pop("rendezvous", None)
             if clock() - failed_at > PATIENCE_S:  # most readings of a status ask the store alone
                 failing_since.pop("backend", None)
             view.update(status)

@@ -29,8 +29,9 @@ from executors.cli.output import (
     one_line,
     usage_errors,
 )
-from executors.errors import ReplicasError
+from executors.errors import ReplicasError, RunNotFoundError
 from executors.protocol import ReplicaStatus
+from executors.run_index import find_preparation
 
 if TYPE_CHECKING:
     from executors.run import Run
@@ -100,7 +101,14 @@ def status(
     from executors.cli.table import replica_table, title
 
     output = Output(as_json)
-    found = find_run(run, rendezvous, backend, option)
+    try:
+        found = find_run(run, rendezvous, backend, option)
+    except RunNotFoundError:
+        if (preparation := find_preparation(run.rpartition("/")[2])) is None:
+            raise
+        text, state = preparation.describe(run), "preparing" if preparation.is_going_on else "never started"
+        output.document({"run_id": run, "status": state, "problem": text}) if as_json else output.say(text)
+        return 0
     now, record = found.status(), found.record
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]
     summary = Summary(found, outcomes, exit_code(outcomes, enough=record.min_replicas) if now.is_terminal else None)

@@ -330,7 +330,7 @@ def test_artifacts_under_odd_names_are_skipped_and_named_and_the_rest_is_collect
     }
     names = [artifact.name for artifact in attach("bad", rendezvous=owner.url).artifacts(0)]
     assert names == ["model/weights.bin", "taken", "taken/below"]
-    is_refused(victim.uses("rm", owner), "under names that no store takes")
+    is_refused(victim.uses("rm", owner), "under names that no run has")
     assert victim.lists(owner) == []
 
 
@@ -341,7 +341,7 @@ def test_a_file_whose_name_is_no_text_is_skipped_and_named(victim: Victim, direc
     folder.mkdir()
     Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe")).write_bytes(b"data")
     assert "Skipped the artifact" in victim.uses("collect --out", directory).stdout
-    is_refused(victim.uses("rm", directory), "under names that no store takes")
+    is_refused(victim.uses("rm", directory), "under names that no run has")
 
 
 def test_a_result_may_be_as_deep_as_a_replica_may_return(victim: Victim, owner: Owner) -> None:
