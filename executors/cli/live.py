@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from executors.cli.output import CANCELLED, Output, inert, name_duration, name_ranks, one_line
+from executors.cli.output import CANCELLED, PROGRESS_EVERY_S, Output, inert, name_duration, name_ranks, one_line
 from executors.cli.summary import reference
 from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError
 from executors.protocol import ReplicaStatus
 from executors.run import Run
 from executors.status import ReplicaState, RunStatus
 
-PROGRESS_EVERY_S = 10.0  # between two plain lines of progress
 PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
 SHOW_CURSOR = b"\x1b[?25h"
 

@@ -114,6 +114,14 @@ class Summary:
             else:
                 self._print_results(output, document)
             self.print_failures(output)
+            n_done, enough = (
+                sum(o.status is ReplicaStatus.SUCCEEDED for o in self.outcomes),
+                self.run.record.min_replicas,
+            )
+            if enough is not None and n_done < self.run.world_size:
+                output.say()
+                asked = f"at least {enough} were asked for"
+                output.say(f"{n_done} of {self.run.world_size} replicas succeeded; {asked}.", "yellow")
             output.say()
             output.say(f"More: replicas status {reference(self.run)} (or: logs, collect)", "dim")
         if output.as_json:
