@@ -23,7 +23,7 @@ from executors.launch_checks import (
     check_working_directory,
     resolved,
 )
-from executors.protocol import KeepsOptions, NativeExecutor, Package, ReplicaHandle, ServerlessExecutor
+from executors.protocol import GATHER_S, KeepsOptions, NativeExecutor, Package, ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
 from executors.run_index import NOTE, local_store, locate, new_run_id, preparing, remember, state_path
 from executors.store import Store, open_store
@@ -58,6 +58,8 @@ def launch(
     task_digest: str | None = None,
     trust_bucket: bool = False,
     chaos: Sequence[str] = (),
+    min_replicas: int | None = None,
+    gather_s: float = GATHER_S,
     fail_fast: bool = False,
 ) -> Run:
     """Start `n` ranked replicas of an entrypoint.
@@ -82,6 +84,8 @@ def launch(
         resume: bring back what ended of the run `run_id`, with the task it was launched with; see `resume.resume`.
         task_digest, trust_bucket: who vouches for that task where another machine launched it; see `resume.resume`.
         chaos: faults that the replicas are to suffer, as in "kill:rank=1,round=3"; local backend only, see `chaos`.
+        min_replicas: start with so many when the others cannot be started, or not within `gather_s` seconds; these join
+            when they come, unless `detach`. The run has succeeded when so many have. None: all of them.
         fail_fast: end the run at the first failure before anybody's first round. Otherwise the others train on.
 
     Raises:
@@ -105,6 +109,8 @@ def launch(
         seed=seed,
         detach=detach,
         chaos=chaos,
+        min_replicas=min_replicas,
+        gather_s=gather_s,
         fail_fast=fail_fast,
     )
     if resume:
@@ -155,8 +161,12 @@ class LaunchPlan:
     run_id: str
     package: Package | None
 
-    def start(self) -> Run:
-        """Write the run and start its replicas. If that fails half-way, the run is left cancelled, not waiting."""
+    def start(self, tell: Callable[[str], None] = lambda words: None) -> Run:
+        """Write the run and start its replicas. If that fails half-way, the run is left cancelled, not waiting.
+
+        Args:
+            tell: gets a few words on how far the start is, where it takes long.
+        """
         from executors.run import Run
 
         request, executor = self.request, self.executor
@@ -173,7 +183,9 @@ class LaunchPlan:
             if isinstance(executor, NativeExecutor):
                 limits: Any = {"gpu": request.gpu, "timeout": request.timeout}
                 args = request.args or {}
-                handles = executor.launch_replicas(request.n, request.entrypoint, args, **limits, run=spec)
+                started = executor.launch_replicas(request.n, request.entrypoint, args, **limits, run=spec, tell=tell)
+                of_ranks = {handle.rank: handle for handle in started}
+                handles = [of_ranks.get(rank) for rank in range(request.n)]
             else:
                 handles = self._start_plainly(store)
         except BaseException as error:
@@ -289,6 +301,8 @@ def _bring_back(
     request = resolved(request)
     if request.chaos:
         raise ValueError("A resumed run keeps the chaos it was launched with: leave chaos= away.")
+    if request.min_replicas is not None:
+        raise ValueError("A resumed run keeps the min_replicas it was launched with: leave min_replicas= away.")
     if request.run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
     from executors.resume import resume, vouched_task

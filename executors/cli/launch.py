@@ -26,7 +26,7 @@ from executors.cli.options import (
 )
 from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, refuse, usage_errors
 from executors.errors import BackendError, LaunchError, StoreError
-from executors.protocol import NativeExecutor
+from executors.protocol import GATHER_S, NativeExecutor
 
 if TYPE_CHECKING:
     from executors.cli.live import Interrupts
@@ -45,6 +45,8 @@ CHAOS = (
     "or store:lost=0.02,error=0.01,delay=0.3. Repeatable."
 )
 FAIL_FAST = "End the run at the first failure before anybody's first round. Default: the others train on."
+MIN_REPLICAS = "Start with M when the others cannot be had; the run has succeeded when M have. Default: all."
+GATHER = f"How long --min-replicas waits for all ({DURATIONS}); what comes later joins. Default: 10m."
 TASK_DIGEST = (
     "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
     "task_digest."
@@ -70,6 +72,8 @@ def launch(
     option: BackendOptions = None,
     chaos: Annotated[list[str] | None, Option(metavar="SPEC", help=CHAOS)] = None,
     fail_fast: Annotated[bool, Option("--fail-fast", help=FAIL_FAST)] = False,
+    min_replicas: Annotated[int | None, Option(metavar="M", help=MIN_REPLICAS)] = None,
+    gather: Annotated[float, Option(metavar="DURATION", parser=parse_duration, help=GATHER)] = GATHER_S,
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the request, start nothing.")] = False,
@@ -106,6 +110,8 @@ def launch(
                         detach=detach,
                         chaos=chaos or (),
                         fail_fast=fail_fast,
+                        min_replicas=min_replicas,
+                        gather_s=gather,
                     )
                 )
                 known = contextlib.nullcontext() if dry_run else preparing(str(request.run_id))
@@ -139,8 +145,8 @@ def _start(plan: LaunchPlan, output: Output) -> Run:
         if plan.executor.backend_name == "inline":  # the screen is the entrypoint's
             with contextlib.redirect_stdout(sys.stderr) if output.as_json else contextlib.nullcontext():
                 return plan.start()
-        with output.busy(f"Starting {plan.request.n} replicas of {plan.run_id}"):
-            return plan.start()
+        with output.busy(f"Starting {plan.request.n} replicas of {plan.run_id}") as tell:
+            return plan.start(tell)
     except LaunchError as error:
         message = f"{error} See: replicas status {plan.run_id}"
         raise LaunchError(message, rank=error.rank, cancelled=error.cancelled) from error
@@ -184,7 +190,7 @@ def resume(
     found = find_run(run, rendezvous, backend, option)
     with Interrupts() as interrupts:
         try:
-            with usage_errors():
+            with usage_errors(), output.busy(f"Starting replicas of {found.run_id} again") as tell:
                 resumed = start_again(
                     found,
                     ranks=rank or None,
@@ -195,6 +201,7 @@ def resume(
                     detach=detach,
                     task_digest=task_digest,
                     trust_bucket=trust_bucket,
+                    tell=tell,
                 )
         except KeyboardInterrupt:
             output.say("Cancelled before the replicas had started.", "yellow")
