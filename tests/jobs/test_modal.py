@@ -199,6 +199,26 @@ def test_in_a_notebook_where_an_event_loop_runs_nothing_complains(modal_runs: Mo
     assert asyncio.run(cell()) == ["said"]
 
 
+def test_volumes_and_buckets_are_mounted_and_a_volume_that_is_not_there_is_refused(
+    modal_runs: ModalServer, s3: S3Server, gpu: str | None
+) -> None:
+    volumes = {"/data": "corpus", "/more": "s3://bucket-of-mine/some/prefix"}
+    executor = ModalExecutor(volumes=volumes)
+    with pytest.raises(BackendError, match=r"no volume 'corpus'\. Make it with: modal volume create corpus"):
+        launch(executor, task("echo"), 1, gpu=gpu)
+    assert modal_runs.sandboxes == []
+    modal_runs.account.volumes.add("corpus")
+    assert launch(executor, task("echo"), 1, gpu=gpu).results()[0]["rank"] == 0
+    (call,) = modal_runs.calls_of(create_of(gpu))
+    (volume,), (bucket,) = call.request.definition.volume_mounts, call.request.definition.cloud_bucket_mounts
+    assert (volume.mount_path, volume.volume_id) == ("/data", f"vo-{'corpus':0>22}")
+    assert (bucket.mount_path, bucket.bucket_name, bucket.key_prefix) == ("/more", "bucket-of-mine", "some/prefix/")
+    assert not modal_runs.requests_carrying(CREDENTIALS["AWS_SECRET_ACCESS_KEY"])
+    for path, source in (("data", "corpus"), ("/data", "gs://bucket"), ("/", "corpus")):
+        with pytest.raises(ValueError, match="volume"):
+            launch(ModalExecutor(volumes={path: source}), task("echo"), 1)
+
+
 # What is refused before anything is written
 
 

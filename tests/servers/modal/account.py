@@ -37,6 +37,8 @@ class Account:
     def __init__(self) -> None:
         self.secrets: dict[str, dict[str, str]] = {}
         """Named secrets, as made in the vendor's dashboard: name -> variables."""
+        self.volumes: set[str] = set()
+        """Names of volumes."""
         self.auth_tokens: set[str] = set()
         self.apps: dict[str, tuple[str, str]] = {}
         """App id -> environment and name."""
@@ -89,6 +91,16 @@ class Account:
             image_id=image_id,
             result=api_pb2.GenericResult(status=api_pb2.GenericResult.GENERIC_STATUS_SUCCESS),
             metadata=api_pb2.ImageMetadata(image_builder_version=request.builder_version),
+        )
+
+    async def VolumeGetOrCreate(self, request: Any, metadata: Any) -> api_pb2.VolumeGetOrCreateResponse:
+        """Look a volume up; one is made by the test: `server.account.volumes.add(name)`."""
+        name = request.deployment_name
+        environment = self._environment(request.environment_name)
+        if name not in self.volumes:
+            raise GRPCError(Status.NOT_FOUND, f"Volume {name!r} not found in environment {environment!r}")
+        return api_pb2.VolumeGetOrCreateResponse(
+            volume_id=f"vo-{name:0>22}", metadata=api_pb2.VolumeMetadata(name=name)
         )
 
     async def SecretGetOrCreate(self, request: Any, metadata: Any) -> api_pb2.SecretGetOrCreateResponse:
