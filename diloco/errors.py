@@ -24,7 +24,7 @@ class DiLoCoError(ReplicasError):
 
 
 class QuorumTimeoutError(DiLoCoError, TimeoutError):
-    """A round was not decided, or its mean not published, in time."""
+    """A round (`round`: 1, 2, 3, …) was not decided, or its mean not published, in time."""
 
     def __init__(self, message: str, *, round: int | None = None, missing: Sequence[int] = ()) -> None:
         super().__init__(message)

@@ -1,5 +1,6 @@
 """The calls of a rendezvous to its store that `replicas launch --chaos kill:…,at=NAME` can name.
 
+What belongs to a round is stored under its index, a snapshot under the number of rounds behind it (0: first anchor).
 The package announces this table under the entry point group `replicas.fault_points`. It imports no torch.
 """
 
@@ -15,15 +16,15 @@ FAULT_POINTS: Mapping[str, FaultPoint] = {
     "part-delete": FaultPoint("delete", "*/diloco/*/part/{round}/*"),
     "pointer": FaultPoint("put_if_absent", "*/diloco/*/snapshot/{round}"),
     "pointer-read": FaultPoint("get", "*/diloco/*/snapshot/{round}"),
-    "contribution": FaultPoint("put_if_absent", "*/diloco/*/r{round}/contribution/{rank}"),
-    "contribution-read": FaultPoint("get", "*/diloco/*/r{round}/contribution/*", inside=False),
-    "contribution-delete": FaultPoint("delete", "*/diloco/*/r{round}/contribution/{rank}"),
-    "input-read": FaultPoint("get", "*/diloco/*/r{round}/contribution/*", inside=True),
-    "seal": FaultPoint("put_if_absent", "*/diloco/*/seal/{round}"),
-    "seal-read": FaultPoint("get", "*/diloco/*/seal/{round}"),
-    "mean": FaultPoint("put_if_absent", "*/diloco/*/r{round}/mean/*"),
-    "mean-read": FaultPoint("get", "*/diloco/*/r{round}/mean/*"),
-    "mean-delete": FaultPoint("delete", "*/diloco/*/r{round}/mean/*"),
+    "contribution": FaultPoint("put_if_absent", "*/diloco/*/r{index}/contribution/{rank}"),
+    "contribution-read": FaultPoint("get", "*/diloco/*/r{index}/contribution/*", inside=False),
+    "contribution-delete": FaultPoint("delete", "*/diloco/*/r{index}/contribution/{rank}"),
+    "input-read": FaultPoint("get", "*/diloco/*/r{index}/contribution/*", inside=True),
+    "seal": FaultPoint("put_if_absent", "*/diloco/*/seal/{index}"),
+    "seal-read": FaultPoint("get", "*/diloco/*/seal/{index}"),
+    "mean": FaultPoint("put_if_absent", "*/diloco/*/r{index}/mean/*"),
+    "mean-read": FaultPoint("get", "*/diloco/*/r{index}/mean/*"),
+    "mean-delete": FaultPoint("delete", "*/diloco/*/r{index}/mean/*"),
     "own": FaultPoint("put", "*/diloco/*/own/{rank}/{round}/*"),
     "own-read": FaultPoint("get", "*/diloco/*/own/{rank}/{round}/*"),
     "list": FaultPoint("list", "*/diloco/*"),

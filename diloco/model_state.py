@@ -90,7 +90,7 @@ class ModelState:
             self._room((end - first) // 4),
             start=first // 4,
             write=write,
-            who=f"Contribution of rank {self.rank} for round {entry}",
+            who=f"Contribution of rank {self.rank} for round {entry + 1}",
             block_bytes=self._block_bytes,
         )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import monotonic
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -86,8 +87,9 @@ class DiLoCo:
         snapshot_every: rounds between snapshots, from which later and returning replicas start.
         allow_no_rounds: let `close()` pass when there was no round: each replica has trained alone, on purpose.
         name: tells apart several DiLoCos of one run.
-        store, run_id, rank, world_size: default to those of `current_replica()`. rank="join": one more replica of a
-            run that began with `world_size`, under the next free rank.
+        store, run_id, rank, world_size: default to those of `current_replica()`; in a process that is no replica, as
+            in `python train.py`, to a world of 1, in memory, which stderr says. rank="join": one more replica of a run
+            that began with `world_size`, under the next free rank.
 
     Raises:
         ValueError, TypeError: an argument; nothing was written.
@@ -128,6 +130,9 @@ class DiLoCo:
         self._replica = place.replica
         if not name or "/" in name:
             raise ValueError(f"name must be a word without '/', as in 'main', got name={name!r}.")
+        limits = _limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
+        if place.is_alone:  # its memory is not to fill up: what a mean is made of is deleted behind the last snapshot
+            snapshot_every, limits = 1, replace(limits, small_bytes=0)
         fragments_ = plan_fragments(model, fragments, sync_buffers=sync_buffers)
         self._settings = settings = Settings(
             inner_steps=inner_steps, outer_optimizer=outer_optimizer, outer_lr=outer_lr,
@@ -139,7 +144,6 @@ class DiLoCo:
         )  # fmt: skip
         settings.check()
         settings.warn_of_few_rounds()
-        limits = _limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
         self._model_state = ModelState(model, fragments_, settings, block_bytes=limits.block_bytes)
         self._watch = open_watch(place.store)
         patient = PatientStore(place.store, clock=monotonic, error_patience_s=limits.error_patience_s)
@@ -182,6 +186,7 @@ class DiLoCo:
         self._participant.start(None if kept is None else (kept.position, kept.progress(self._model_state.sizes())))
         self._kept_period = self.rounds // settings.entries_per_snapshot
         _open[self._name] = self
+        self._show_progress()
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -259,6 +264,7 @@ class DiLoCo:
         finally:
             self._watch.close()
             self._reads.close()
+        self._show_progress()
         if in_order:
             self._background.finish()
             self._settings.check_what_was_averaged(self._steps, self.rounds, max(self._participant.phase.made))
@@ -339,9 +345,14 @@ class DiLoCo:
             report = RoundReport.sum_of(reports)
             log.debug("rank %s: %s", self._settings.rank, report)
         self._round_s += monotonic() - began
-        if report is not None and self._replica is not None:
-            self._replica.report(round=self.rounds, round_s=round(self._round_s, 3))
+        if report is not None:
+            self._show_progress()
         return report
+
+    def _show_progress(self) -> None:
+        """Report how many rounds there were; nothing before the first: whoever reads it knows that there was none."""
+        if self._replica is not None and self.rounds:
+            self._replica.report(round=self.rounds, round_s=round(self._round_s, 3))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -47,6 +47,7 @@ TICKS = integer(0, 2**63)
 OUTPUT_TAIL_BYTES = 64 * 1024
 MAX_OUTCOME_BYTES = 32 << 20
 MAX_ERROR = 1 << 20  # characters
+MAX_PLACE = 1000  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +131,7 @@ def parse_outcome(data: Any, key: str = "outcome.json", url: str = "") -> Outcom
         signal=fields.take("signal", nullable(text(100)), None),
         error=fields.take("error", nullable(text(MAX_ERROR)), None),
         error_line=fields.take("error_line", nullable(text(MAX_ERROR)), None),
+        error_place=fields.take("error_place", nullable(text(MAX_PLACE)), None),
         result=fields.take("result", anything, None),
         host=fields.take("host", text(1000), ""),
         pid=fields.take("pid", nullable(PID), None),
@@ -356,14 +358,6 @@ def _parse_world_size(data: Any, key: str, url: str) -> int:
     return Fields(data, key, url).take("world_size", integer(1, MAX_RANK))
 
 
-def count_joined(store: Store, run_id: str, world_size: int) -> int:
-    """Return how many ranks beyond those that were launched have joined the run since; their numbers are dense."""
-    joined = 0
-    while joined < MAX_RANK and exists(store, replica_key(run_id, world_size + joined, 0, "started.json")):
-        joined += 1
-    return joined
-
-
 def _encode(outcome: Outcome) -> bytes:
     """Encode an outcome within the bounds that its readers keep."""
     if outcome.error is not None and len(outcome.error) > MAX_ERROR:
@@ -371,6 +365,8 @@ def _encode(outcome: Outcome) -> bytes:
         outcome = replace(outcome, error=f"{outcome.error[:half]}\n…\n{outcome.error[-half:]}")
     if outcome.error_line is not None and len(outcome.error_line) > MAX_ERROR:
         outcome = replace(outcome, error_line=outcome.error_line[:MAX_ERROR])
+    if outcome.error_place is not None:
+        outcome = replace(outcome, error_place=outcome.error_place[-MAX_PLACE:])
     data = to_bytes(asdict(outcome))
     if len(data) <= MAX_OUTCOME_BYTES:
         return data

@@ -49,6 +49,7 @@ class Kill:
 
     rank: int | None = None
     round: int | None = None
+    """1, 2, 3, …, as in the table; of a snapshot, how many rounds are behind it."""
     at: str = "contribution"
     count: int = 1
     """Which of such calls it is."""
@@ -69,9 +70,12 @@ class Kill:
         if self.when not in ("before", "after"):
             raise ValueError(unknown_name("time", self.when, ("before", "after")))
         point = fault_points()[self.at]
-        if self.round is not None and "{round}" not in point.key:
+        if self.round is not None and not ("{round}" in point.key or "{index}" in point.key):
             raise ValueError(f"at={self.at} belongs to no round, got round={self.round}.")
-        key = point.key.format(rank=self.rank, round="*" if self.round is None else self.round)
+        if self.round == 0 and "{index}" in point.key:
+            raise ValueError("rounds count from 1, got round=0.")
+        number, index = ("*", "*") if self.round is None else (self.round, self.round - 1)
+        key = point.key.format(rank=self.rank, round=number, index=index)
         before, after = (self.die, None) if self.when == "before" else (None, self.die)
         deadly = FaultyStore(store, seed=0)
         deadly.fail_at(point.verb, key=key, inside=point.inside, count=self.count, before=before, after=after)

@@ -29,6 +29,7 @@ Reason = Literal[
 ]
 REASONS: tuple[str, ...] = get_args(Reason)
 BY_USER = "cancelled by the user"
+GATHER_S = 600.0
 
 
 class ReplicaStatus(StrEnum):
@@ -106,7 +107,8 @@ class ServerlessExecutor(Protocol):
         """Start `n_replicas` replicas and return their handles in rank order.
 
         Each calls the entrypoint once with `entrypoint_args` as keyword arguments, and with its rank in
-        `REPLICA_RANK`. If one cannot be started, those already started are cancelled and an error names it.
+        `REPLICA_RANK`. One that leaves by `sys.exit(0)` or `sys.exit()` has succeeded with the result None. If one
+        cannot be started, those already started are cancelled and an error names it.
 
         Args:
             n_replicas: how many, at least 1.
@@ -157,6 +159,10 @@ class RunSpec:
     detach: bool = False
     chaos: tuple[str, ...] = ()
     """Faults that the replicas are to suffer; see `chaos.py`."""
+    min_replicas: int | None = None
+    """How many of `ranks` are enough when the others cannot be started. None: all."""
+    gather_s: float = GATHER_S
+    """How long the others are waited for."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +206,7 @@ class KeepsOptions(Protocol):
 
     @property
     def options_to_keep(self) -> Mapping[str, Any]:
-        """The options with which the executor was made, as JSON: what this machine notes of a launch."""
+        """The options with which the executor was made: what this machine notes of a launch, as far as it is JSON."""
 
 
 @dataclass(frozen=True)
@@ -269,6 +275,7 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
         gpu: str | None = None,
         timeout: float | None = None,
         run: RunSpec | None = None,
+        tell: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Start replicas as `ServerlessExecutor.launch_replicas` does.
 
@@ -325,6 +332,8 @@ class Outcome:
     """A traceback, or a sentence that says what happened."""
     error_line: str | None = None
     """The line that begins the exception, of an error that is a traceback."""
+    error_place: str | None = None
+    """The last place in the user's code that an exception passed, as in `train.py:12`."""
     result: Any = None
     host: str = ""
     pid: int | None = None

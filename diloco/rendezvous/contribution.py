@@ -107,7 +107,7 @@ def check_weight(weight: float | Callable[[], float], rank: int, entry: int, *, 
         return 0.0
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_WEIGHT:
         raise ContributionError(
-            f"Contribution of rank {rank} for round {entry}: weight must be a positive number, at most "
+            f"Contribution of rank {rank} for round {entry + 1}: weight must be a positive number, at most "
             f"{MAX_WEIGHT:g}, got {value!r}."
         )
     return float(value)

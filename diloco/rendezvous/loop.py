@@ -170,7 +170,7 @@ class Rendezvous:
         if not self._phase.is_out:
             self.sealer.learn(entry, self._waited_s)
         return RoundReport(
-            round=entry.index,
+            round=entry.index + 1,
             fragment=entry.fragment,
             ranks=tuple(rank for rank in seal.inputs if rank not in entry.left_out),
             counted=self.seals.verdict(seal) is Verdict.COUNTED,

@@ -19,8 +19,8 @@ from diloco.rendezvous.frames import Contribution, Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.patient_store import PatientStore
 from executors.errors import ReplicasError
-from executors.replica import Replica, current_replica
-from executors.store import Store, store_at
+from executors.replica import Replica, current_replica, find_replica
+from executors.store import MemoryStore, Store, store_at
 from executors.store.watch import Watch
 
 JOIN = "join"
@@ -222,6 +222,8 @@ class Place:
     run_id: str
     rank: int | None
     world_size: int
+    is_alone: bool = False
+    """Whether this process is no replica at all, so that nobody will ever read what it stores."""
 
     def identify(self, store: PatientStore, keys: Keys, watch: Watch) -> Identity:
         """Return the claim that this process has already, or claim the next attempt, or the next rank."""
@@ -237,18 +239,28 @@ def find_place(
 ) -> Place:
     """Take what was not given from the replica that this process is.
 
-    Raises: DiLoCoError: this process is not a replica.
+    A process that is no replica, and is told nothing, is alone: world size 1, in memory.
+
+    Raises: DiLoCoError: this process is not a replica, and too little was given.
     """
     if isinstance(rank, str) and rank != JOIN:
         raise ValueError(f'rank must be an integer or "join", got rank={rank!r}.')
-    replica: Replica | None = None
+    problem = "This process is not a replica."
     try:
-        replica = current_replica()
+        replica = find_replica()
     except ReplicasError as error:
-        if store is None or run_id is None or rank is None or world_size is None:
-            raise DiLoCoError(
-                f"DiLoCo needs to know its run and its rank: pass store, run_id, rank and world_size. ({error})"
-            ) from error
+        replica, problem = None, str(error)
+    else:
+        if replica is None and {store, run_id, rank, world_size} == {None}:
+            current_replica()  # says that it is alone
+            return Place(None, MemoryStore("alone"), "alone", 0, 1, is_alone=True)
+    given = {"store": store, "run_id": run_id, "rank": rank, "world_size": world_size}
+    missing = [name for name, value in given.items() if value is None]
+    if replica is None and missing:
+        raise DiLoCoError(
+            "DiLoCo needs to know its run and its rank: pass store, run_id, rank and world_size. "
+            f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} missing. {problem}"
+        )
     if replica is not None:
         store = replica.store if store is None else store
         run_id = replica.run_id if run_id is None else run_id

@@ -221,7 +221,7 @@ class RoundReport:
     """What one round was, and what it cost this replica."""
 
     round: int
-    """The entry of the log: 0, 1, 2, … over all fragments."""
+    """Which one it was: 1, 2, 3, … over all fragments, as `DiLoCo.rounds` counts. Stored keys count from 0."""
     fragment: int
     ranks: tuple[int, ...]
     """Whose work is in the mean."""

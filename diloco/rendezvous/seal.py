@@ -231,18 +231,18 @@ class Sealer:
             return
         if self._store.exists(key := self._context.keys.seal(entry.index)):
             raise QuorumTimeoutError(
-                f"Round {entry.index}: it was sealed, but its mean could not be had in {timeout_s:g} s. The seal "
+                f"Round {entry.index + 1}: it was sealed, but its mean could not be had in {timeout_s:g} s. The seal "
                 f"({key}), or what the mean is made of, is missing or is not what was written, and there is no later "
                 "snapshot.",
-                round=entry.index,
+                round=entry.index + 1,
             )
         ranks = self._ranks()
         missing = [rank for rank in ranks if rank not in entry.seen]
         raise QuorumTimeoutError(
-            f"Round {entry.index}: {len(ranks) - len(missing)} of {len(ranks)} contributions arrived in "
+            f"Round {entry.index + 1}: {len(ranks) - len(missing)} of {len(ranks)} contributions arrived in "
             f"{timeout_s:g} s, min_quorum is {self._context.min_quorum}. "
             f"Missing ranks: {', '.join(map(str, missing)) or 'none'}.",
-            round=entry.index,
+            round=entry.index + 1,
             missing=missing,
         )
 

@@ -227,7 +227,7 @@ class SnapshotWriter:
                     collect_garbage(store, keys, copy.entry, context.snapshot_every)
                     break
         except StoreError as error:
-            log.warning("rank %s could not keep the snapshot of round %s: %s", self._me.rank, copy.entry, error)
+            log.warning("rank %s could not keep the snapshot after round %s: %s", self._me.rank, copy.entry, error)
         finally:
             self._busy = False
 

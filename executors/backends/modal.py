@@ -193,7 +193,7 @@ class ModalJobs(JobService):
         return {
             "name": job.key.name,
             "tags": job.key.labels,
-            "timeout": job.limit_s,
+            "timeout": min(job.limit_s, LONGEST_S + MARGIN_S),
             "gpu": job.gpu,
             "cpu": self.cpu,
             "memory": self.memory_mb,

@@ -36,7 +36,8 @@ class FaultPoint:
 
     verb: Verb | Literal["*"]
     key: str
-    """A shell's pattern, where `*` covers slashes, too. A table of named points has `{rank}` and `{round}` in it."""
+    """A shell's pattern, where `*` covers slashes, too. A table of named points has `{rank}` in it, and
+    `{round}` (1, 2, 3, …) or `{index}` (one less)."""
     inside: bool | None = None
     """True: only reads that begin inside an object; False: only others; None: any."""
 

@@ -14,8 +14,9 @@ from support.cli import FAST, Folder, HereInstead
 from diloco.fault_points import FAULT_POINTS
 from executors import LocalProcessExecutor, Run, attach, launch, list_runs
 from executors.attempt import Attempt
-from executors.chaos import EVERY_REPLICA
+from executors.chaos import EVERY_REPLICA, Kill, parse
 from executors.resume import resume
+from executors.store import MemoryStore
 from executors.testing.helpers import environment
 
 KILL = "kill:rank=1,at=claim,when=after"
@@ -78,6 +79,7 @@ REFUSED = {
     "kill:rank=1,rank=1": "'rank' needs one value",
     "kill:rank": "'rank' needs one value",
     "kill:rank=1,at=bye,round=3": "at=bye belongs to no round, got round=3.",
+    "kill:rank=1,round=0": "rounds count from 1, got round=0.",
     "store:lost=2": "lost is a rate from 0 to 1, got lost=2.0.",
     "store:delay=-1": "delay is a number of seconds, got delay=-1.0.",
     "store:delay=fast": "delay is a number, got delay=fast.",
@@ -114,3 +116,16 @@ def test_the_fault_points_of_a_rendezvous_are_announced_and_found_without_torch(
     assert not FAULT_POINTS.keys() & EVERY_REPLICA.keys()
     code = f"import sys, {module}, executors.chaos; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=environment(), check=False).returncode == 0
+
+
+def test_a_kill_names_its_round_as_people_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    deaths: list[str] = []
+    monkeypatch.setattr(Kill, "die", lambda self: deaths.append(self.at))
+    for spec, key in {
+        "kill:rank=1,round=3": "run/diloco/main/r2/contribution/1",
+        "kill:rank=1,round=3,at=seal": "run/diloco/main/seal/2",
+        "kill:rank=1,round=3,at=pointer": "run/diloco/main/snapshot/3",
+        "kill:rank=1,round=0,at=pointer": "run/diloco/main/snapshot/0",
+    }.items():
+        parse(spec).around(MemoryStore(spec), seed="").put_if_absent(key, b"")
+    assert deaths == ["contribution", "seal", "pointer", "pointer"]

@@ -20,9 +20,10 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process"),
     ("errors", "logs"),
-    ("store", "entrypoint", "status"),
-    ("attempt", "task", "run_index", "registry", "chaos"),
-    ("run", "replica"),
+    ("store", "entrypoint", "arguments", "status"),
+    ("attempt", "inventory", "task", "run_index", "registry", "chaos"),
+    ("observer", "replica"),
+    ("run",),
     ("resume", "worker", "shipping"),
     ("launcher", "backends"),
     ("cli", "testing", ""),

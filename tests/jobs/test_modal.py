@@ -28,6 +28,7 @@ from executors import ModalExecutor, attach, launch, open_store
 from executors.backends.jobs.service import Job, JobKey, JobService, JobServiceError, JobState
 from executors.errors import BackendError, LaunchError, MissingDependencyError
 from executors.launcher import plan_launch
+from executors.resume import resume
 from executors.task.create import LaunchRequest
 from executors.testing import eventually
 from executors.testing.executor_contract import task
@@ -137,7 +138,20 @@ def test_an_executor_in_another_process_is_made_with_the_options_to_keep(modal_r
     again = ModalExecutor(**json.loads(json.dumps(executor.options_to_keep)))
     assert again.options_to_keep == executor.options_to_keep
     assert again.options_to_keep["image"] == "python:3.11"
-    assert "image" not in ModalExecutor(image=modal.Image.debian_slim()).options_to_keep
+
+
+def test_a_run_with_an_image_object_is_resumed_only_with_an_image_that_is_given_again(modal_runs: ModalServer) -> None:
+    image = modal.Image.debian_slim("3.11").run_commands("echo made-by-the-user")
+    run = launch(ModalExecutor(image=image), task("fail"), 1, args={"message": "no"}, run_id="otter")
+    assert run.wait(60)
+    assert run.record.unrecorded_options == ("image",)
+    asked_again = r"with the option 'image' of backend 'modal'.*--backend modal --option image=…"
+    for found in (attach("otter"), attach("otter", executor="modal"), attach("otter", executor=ModalExecutor())):
+        with pytest.raises(ValueError, match=asked_again):
+            resume(found)
+    for given in (run, attach("otter", executor=ModalExecutor(image="python:3.11"))):
+        assert resume(given).wait(60)
+    assert [outcome.attempt for outcome in attach("otter").outcomes()] == [2]
 
 
 def test_no_secret_is_seen_outside_secret_objects(

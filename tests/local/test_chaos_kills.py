@@ -112,7 +112,7 @@ def test_a_replica_is_killed_at_a_fault_point_before_and_after_it_and_comes_back
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_replica_is_killed_again_as_it_comes_back(tmp_path: Path, when: str) -> None:
-    chaos = ["kill:rank=1,round=3", f"kill:rank=1,at=own-read,when={when},attempt=1"]
+    chaos = ["kill:rank=1,round=4", f"kill:rank=1,at=own-read,when={when},attempt=1"]
     with closed_gates(tmp_path / "gates", [GATE]):
         run = start(tmp_path / "gates", 2, ROUNDS, [GATE], chaos=chaos, snapshot_every=1, late=LATE)
         for attempt in (0, 1):
@@ -134,7 +134,7 @@ def test_the_first_to_publish_an_anchor_is_killed_and_another_does_it(tmp_path: 
 
 
 def test_all_are_killed_between_seal_and_mean_and_come_back(tmp_path: Path) -> None:
-    chaos = [f"kill:rank={rank},at=mean,round=4" for rank in range(3)]
+    chaos = [f"kill:rank={rank},at=mean,round=5" for rank in range(3)]
     run = start(tmp_path, 3, ROUNDS, chaos=chaos, sharded=True, snapshot_every=2, late=LATE)
     assert [death_of(run, rank, 0).signal for rank in range(3)] == ["SIGKILL"] * 3
     is_unharmed(resume(run), 3, ROUNDS)

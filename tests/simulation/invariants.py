@@ -98,14 +98,14 @@ class Invariants:
         calls_s = 60 * plan.answer_s + 3 * plan.upload_s + 1.2  # the pauses between two looks are a second at most
         if was_out and not adopted and now - began_s > 60 * plan.answer_s + plan.upload_s:
             raise Violation(f"I12: {process.name}, out of phase, stood still for {now - began_s:.3f} s")
-        if plan.sharded or (adopted and self.steps.is_final(adopted[-1].round)):
+        if plan.sharded or (adopted and self.steps.is_final(adopted[-1].round - 1)):
             return  # waits for a mean are not counted; at the end of a plan there is nothing to do but wait
         grace_s = max(plan.grace_s, plan.phase_s / 20)
         for entry in adopted:
             early_s = 1.05 * plan.step_s[1] + 1.0 if was_out or process.is_new else 0.0  # a step and a look
             most_s = grace_s + early_s if was_named else 2 * plan.phase_s + 2 * grace_s
             if entry.wait_s > most_s + calls_s:
-                raise Violation(f"I12: {process.name} waited {entry.wait_s:.3f} s for seal {entry.round}")
+                raise Violation(f"I12: {process.name} waited {entry.wait_s:.3f} s for round {entry.round}")
 
     def _check_everybody_is_named(self) -> None:
         """I11: from the third seal on after the last fault, once a replica that waits has had its next look."""

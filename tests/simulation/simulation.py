@@ -125,7 +125,8 @@ class Simulation(Invariants):
     def _is_excused(self, error: str) -> bool:
         """Return whether a replica waited in vain because what it needed had rotted."""
         rotten = self.store.ever_rotten
-        entry = error.split(":")[0].removeprefix("Round ")
+        found = re.match(r"Round (\d+):", error)
+        entry = int(found[1]) - 1 if found else -1
         if any("/part/" in key or "/mean/" in key for key in rotten):
             return True
         missing = re.findall(r"\d+", error.partition("Missing ranks:")[2])

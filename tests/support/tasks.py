@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
+
+from executors.process import usable_cores
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -109,6 +112,29 @@ def swallow_sigterm(path: str) -> str:
         return "came through"
 
 
+def swallow_in_callback(path: str, by_weakref: bool) -> NoReturn:
+    """Let Python ignore what the first SIGTERM raises, then hang; say in a file that `finally` ran."""
+
+    def hang_here(*_: object) -> None:
+        mark(Path(f"{path}.in callback"))
+        while True:
+            time.sleep(60)
+
+    class Watched:
+        def __del__(self) -> None:
+            if not by_weakref:
+                hang_here()
+
+    watched = Watched()
+    watcher = weakref.ref(watched, hang_here) if by_weakref else None
+    try:
+        del watched
+        mark(Path(f"{path}.after callback"), str(watcher))
+        hang()
+    finally:
+        mark(Path(f"{path}.cleaned"))
+
+
 def surroundings(names: list[str]) -> dict[str, Any]:
     """What a replica finds around it."""
     return {
@@ -150,7 +176,7 @@ def threads() -> dict[str, Any]:
 
 
 def cores() -> int:
-    return len(os.sched_getaffinity(0))
+    return usable_cores()
 
 
 def matmul() -> float:

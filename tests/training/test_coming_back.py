@@ -160,7 +160,7 @@ def test_the_error_tells_a_mean_that_is_gone_for_good_from_a_lack_of_contributio
     store = died_after(12, snapshot_every=10)
     rot(store, "test/diloco/main/seal/2")
     again = Trainer(place(store), snapshot_every=10, round_timeout_s=0.5, grace_s=0.5)
-    with pytest.raises(QuorumTimeoutError, match=r"^Round 2: it was sealed, .* The seal \(test/diloco/main/seal/2\)"):
+    with pytest.raises(QuorumTimeoutError, match=r"^Round 3: it was sealed, .* The seal \(test/diloco/main/seal/2\)"):
         again.train_until(12)
     leave(again.diloco)
 
@@ -326,7 +326,7 @@ def test_a_weight_may_be_a_scalar_of_torch_or_numpy() -> None:
 
 
 def test_a_weight_that_is_not_a_positive_number_is_refused() -> None:
-    refusal = "rank 0 for round 0: weight must be a positive number"
+    refusal = "rank 0 for round 1: weight must be a positive number"
     values: list[Any] = [0, -1.0, float("nan"), float("inf"), "many", True, 1e300, torch.ones(2)]
     for value in values:
         with pytest.raises(ContributionError, match=refusal):

@@ -109,7 +109,7 @@ def test_a_parameter_that_changed_its_shape_is_named() -> None:
     with pytest.raises(ContributionError) as caught:
         diloco.step()
     assert str(caught.value) == (
-        "Contribution of rank 0 for round 0: 'lm_head.weight' has shape (50, 768), this model has (32, 768)."
+        "Contribution of rank 0 for round 1: 'lm_head.weight' has shape (50, 768), this model has (32, 768)."
     )
     diloco.close()
 
@@ -120,7 +120,7 @@ def test_parameters_that_are_not_finite_are_not_sent() -> None:
         diloco = DiLoCo(model, inner_steps=1, **place(store))
         with torch.no_grad():
             model.bias[1] = value
-        with pytest.raises(ContributionError, match=r"rank 0 for round 0: 'bias' is not finite in 1 of 3 values"):
+        with pytest.raises(ContributionError, match=r"rank 0 for round 1: 'bias' is not finite in 1 of 3 values"):
             diloco.step()
         diloco.close()
         assert not list(store.list("test/diloco/main/r0/contribution"))
@@ -146,7 +146,7 @@ def test_a_round_without_quorum_names_who_is_missing() -> None:
     with pytest.raises(QuorumTimeoutError) as caught:
         diloco.step()
     assert str(caught.value) == (
-        "Round 0: 1 of 8 contributions arrived in 0.5 s, min_quorum is 6. Missing ranks: 1, 2, 3, 4, 5, 6, 7."
+        "Round 1: 1 of 8 contributions arrived in 0.5 s, min_quorum is 6. Missing ranks: 1, 2, 3, 4, 5, 6, 7."
     )
     assert isinstance(caught.value, TimeoutError)
     leave(diloco)

@@ -18,7 +18,17 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 from executors.attempt import MAX_ATTEMPTS, OUTPUT_TAIL_BYTES, Attempt, Intent, collect_rows
 from executors.backends.jobs.gang_start import GangStart
 from executors.backends.jobs.job_states import MAX_THREADS, SIGNALS, JobStates, explain
-from executors.backends.jobs.service import Job, JobId, JobKey, JobService, JobServiceError, JobState, retrying
+from executors.backends.jobs.service import (
+    LONGEST_PATIENCE_S,
+    Job,
+    JobId,
+    JobKey,
+    JobService,
+    JobServiceError,
+    JobState,
+    retrying,
+    stop_others,
+)
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import StoreError
 from executors.protocol import (
@@ -45,6 +55,7 @@ from executors.task.stored import read_task
 
 DEFAULT_TIMEOUT_S = 3600
 MARGIN_S = 120  # what the service's limit leaves for fetching the code, and for a replica that ends by its own limit
+INSTALL_S = 900  # the same where something is to be installed: the time limit counts from the entrypoint's start
 LOG_LINES = 200
 STALE_INTENT_S = 1800  # a call may block until its job is scheduled: at Modal 21 minutes
 
@@ -101,6 +112,8 @@ class JobExecutor:
     def __init__(self, service: JobService) -> None:
         self.service = service
         self._states = JobStates(service)
+        self._starting: set[JobKey] = set()
+        """The jobs that this process asked for, and has no answer yet."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.service!r})"
@@ -146,17 +159,20 @@ class JobExecutor:
         gpu: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
         run: RunSpec | None = None,
+        tell: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Start the replicas at the same time; see `ServerlessExecutor.launch_replicas`.
 
         Args:
             timeout: seconds; None for one hour.
             run: the run these replicas belong to, written already. None: a new one in `$REPLICAS_RENDEZVOUS`.
+            tell: gets a few words on how far the start is, as in "5 of 8 started".
 
         Raises:
             LaunchError: a replica could not be started; the others were ended.
 
-        Returns: the handles. Those of attempts that another process began first are left out, and left alone.
+        Returns: the handles. Those of attempts that another process began first are left out, and left alone; and with
+            `min_replicas` those of replicas that may still join.
         """
         if run is None:
             is_shared = self.needs_shared_rendezvous
@@ -172,7 +188,8 @@ class JobExecutor:
         jobs = self._jobs(run, gpu, timeout_s, requirements)
 
         handle_of = functools.partial(self._handle, timeout_s=timeout_s)
-        return GangStart(self.service, self.backend_name, run.world_size, jobs, handle_of).run()
+        self._starting |= {job.key for _, job in jobs}
+        return GangStart(self.service, self.backend_name, run, jobs, handle_of=handle_of, tell=tell).run()
 
     def describe_launch(
         self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
@@ -235,7 +252,10 @@ class JobExecutor:
         if job_id is None:  # its launcher died before the service had it; one that comes up late ends
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
             return
-        retrying()(self.service.stop, job_id)
+        for one_try in retrying(patience_s=LONGEST_PATIENCE_S):
+            with one_try:
+                self.service.stop(job_id)
+                stop_others(self.service, replica.key, job_id)
         self._states.hurry(replica.key)
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
@@ -246,7 +266,8 @@ class JobExecutor:
         """Find a replica whose launcher wrote its intent and no handle; see `NativeExecutor.find_handle`."""
         place = handle.metadata
         attempt = Attempt(store_at(place["store_url"]), place["run_id"], handle.rank, place["attempt"])
-        return self._look_for(attempt) if self._states.may_look_for(JobKey.of(attempt)) else None
+        key = JobKey.of(attempt)
+        return self._look_for(attempt) if key not in self._starting and self._states.may_look_for(key) else None
 
     def _look_for(self, attempt: Attempt) -> ReplicaHandle | None:
         jobs = retrying()(self.service.find, JobKey.of(attempt))
@@ -278,6 +299,7 @@ class JobExecutor:
 
     def _handle(self, attempt: Attempt, job_id: JobId, timeout_s: float) -> ReplicaHandle:
         self._states.started(JobKey.of(attempt), job_id)
+        self._starting.discard(JobKey.of(attempt))
         announced = attempt.announced(self.backend_name)
         return replace(announced, metadata={**announced.metadata, "timeout_s": timeout_s, "job": job_id})
 
@@ -293,11 +315,11 @@ class JobExecutor:
                 JobKey.of(attempt),
                 bootstrap_command(),
                 tuple(requirements),
-                {**run.env, **replica_environment(run, rank, timeout_s), RENDEZVOUS: url},
+                {**run.env, **replica_environment(run, rank, timeout_s, gpu), RENDEZVOUS: url},
                 credentials,
                 run.secret_names,
                 gpu,
-                int(timeout_s + MARGIN_S),
+                int(timeout_s + (INSTALL_S if requirements else MARGIN_S)),
             )
             jobs.append((attempt, job))
         return jobs
@@ -306,6 +328,8 @@ class JobExecutor:
         """Record how a replica ended whose job is gone, unless it left an outcome."""
         attempt = replica.attempt
         outcome = attempt.outcome() or self._ended_without_outcome(replica, state)  # perhaps written just before
+        with contextlib.suppress(JobServiceError):
+            stop_others(self.service, replica.key, replica.job)
         self._states.forget(replica.key)
         return outcome
 

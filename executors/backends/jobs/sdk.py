@@ -7,13 +7,14 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
 from executors.errors import MissingDependencyError
 
 K = TypeVar("K", bound=Hashable)
+R = TypeVar("R")
 T = TypeVar("T")
 FIRST_PAUSE_S = 0.25
 GROWTH = 1.5
@@ -21,6 +22,31 @@ LONGEST_PAUSE_S = 5.0
 QUIET_S = 0.5  # a stream that is silent for so long has sent what there is
 FIRST_LINE_S = 2.0  # how long the first line may take
 LONGEST_S = 30.0
+MAX_UNANSWERED = 64
+
+
+def in_threads(act: Callable[[T], R], items: Sequence[T], n_threads: int) -> list[Future[R]]:
+    """Begin to call `act` with each item in daemon threads, and return the answers to come.
+
+    Unlike those of a pool, these threads hold up neither who stops waiting for them nor the end of the process.
+    """
+    futures: list[Future[R]] = [Future() for _ in items]
+    waiting = deque(zip(items, futures, strict=True))
+
+    def work() -> None:
+        while waiting:
+            try:
+                item, future = waiting.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                future.set_result(act(item))
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                future.set_exception(error)
+
+    for number in range(min(n_threads, len(items))):
+        threading.Thread(target=work, name=f"replicas-{number}", daemon=True).start()
+    return futures
 
 
 def call_with_timeout(limit_s: float, call: Callable[[], T]) -> T:
@@ -31,18 +57,19 @@ def call_with_timeout(limit_s: float, call: Callable[[], T]) -> T:
     Raises:
         TimeoutError: the time is over.
     """
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="replicas-call", daemon=True).start()
+    for earlier in [call for call in _unanswered if call.done()]:
+        _unanswered.discard(earlier)
+    if len(_unanswered) >= MAX_UNANSWERED:
+        raise TimeoutError(f"{MAX_UNANSWERED} earlier requests have had no answer yet")
+    (answer,) = in_threads(lambda _: call(), [None], 1)
     if not wait([answer], limit_s).done:
+        _unanswered.add(answer)
         raise TimeoutError(f"no answer within {limit_s:g} s")
     return answer.result()
+
+
+_unanswered: set[Future[Any]] = set()
+"""Calls that nobody waits for any more, each with a thread: were there no limit, they would pile up."""
 
 
 class LazyModule:

@@ -10,6 +10,8 @@ import abc
 import hashlib
 import logging
 import re
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -27,7 +29,11 @@ JobId = dict[str, Any]
 TRIES = 6
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0  # so about 20 s in all, besides what the requests take
-LONGEST_RETRY_AFTER_S = 60.0  # a service that asks for a longer pause is asked again all the same
+PATIENCE_S = 60.0  # of all pauses together: a service that asks for longer ones has refused
+LONGEST_PATIENCE_S = (
+    300.0  # where giving up costs a launch, or leaves jobs behind; the longest pause that the Hub asks for
+)
+TOLD_FROM_S = 10.0  # a pause of this length is told
 Kind = Literal["rejected", "unavailable", "unknown"]
 log = logging.getLogger(__name__)
 
@@ -231,7 +237,14 @@ def shortened(command: Sequence[str]) -> list[str]:
     return [*words, f"<a script of {len(script)} characters>"]
 
 
-def retrying(sleep: Callable[[float], None] = time.sleep) -> tenacity.Retrying:
+def stop_others(service: JobService, key: JobKey, job: JobId | None) -> None:
+    """End whatever the service lists under a key beside its job: an answer that was lost may have left it."""
+    for found in service.find(key):
+        if found != job:
+            service.stop(found)
+
+
+def retrying(sleep: Callable[[float], Any] = time.sleep, *, patience_s: float = PATIENCE_S) -> tenacity.Retrying:
     """Return a retry policy: a call is repeated while the service is unavailable, or its answer is lost.
 
     For what may be done twice; `GangStart` looks for the job first. The last error is raised.
@@ -241,11 +254,16 @@ def retrying(sleep: Callable[[float], None] = time.sleep) -> tenacity.Retrying:
             lambda error: isinstance(error, JobServiceError) and error.kind != "rejected"
         ),
         wait=_RetryAfter() + tenacity.wait_random(0, FIRST_PAUSE_S),
-        stop=tenacity.stop_after_attempt(TRIES),
-        before_sleep=tenacity.before_sleep_log(log, logging.INFO),
+        stop=lambda state: state.attempt_number >= TRIES or state.idle_for + _asked_s(state) > patience_s,
+        before_sleep=_tell_of_a_long_pause,
         sleep=sleep,
         reraise=True,
     )
+
+
+def _asked_s(state: tenacity.RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome else None
+    return error.retry_after_s if isinstance(error, JobServiceError) else 0.0
 
 
 class _RetryAfter(tenacity.wait.wait_base):
@@ -255,6 +273,18 @@ class _RetryAfter(tenacity.wait.wait_base):
         self._usual = tenacity.wait_exponential(FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
     def __call__(self, retry_state: tenacity.RetryCallState) -> float:
-        error = retry_state.outcome.exception() if retry_state.outcome else None
-        asked_s = error.retry_after_s if isinstance(error, JobServiceError) else 0.0
-        return max(self._usual(retry_state), min(asked_s, LONGEST_RETRY_AFTER_S))
+        return max(self._usual(retry_state), _asked_s(retry_state))
+
+
+_telling, _told_until = threading.Lock(), 0.0
+
+
+def _tell_of_a_long_pause(state: tenacity.RetryCallState) -> None:
+    """Say once, not for each of the jobs, that the service lets everybody wait."""
+    global _told_until
+    error, pause_s = state.outcome and state.outcome.exception(), state.upcoming_sleep
+    log.info("asking again in %.1f s: %s", pause_s, error)
+    with _telling:
+        if pause_s >= TOLD_FROM_S and time.monotonic() >= _told_until:
+            _told_until = time.monotonic() + pause_s
+            print(f"replicas: {error} Asking again in {pause_s:.0f} s.", file=sys.stderr)

@@ -20,7 +20,7 @@ from executors.attempt import OUTPUT_TAIL_BYTES
 from executors.backends.local.request import LocalLaunch, adopt
 from executors.errors import LaunchError, ReplicasError
 from executors.logs import tail_text
-from executors.process import become_subreaper, fork, start_time
+from executors.process import become_subreaper, fork, start_time, usable_cores
 from executors.protocol import ReplicaHandle
 from executors.store import store_at
 from executors.task.stored import StoredTask, read_task
@@ -84,7 +84,7 @@ class LocalRanks:
     def __init__(self, launch: LocalLaunch, private: list[int]) -> None:
         self._launch = launch
         self.private = private
-        self._torch_threads = launch.torch_threads(cores=len(os.sched_getaffinity(0)))
+        self._torch_threads = launch.torch_threads(usable_cores())
         self._pid, self._started = os.getpid(), start_time(os.getpid())
         self._lock: int | None = None
 
@@ -166,6 +166,7 @@ class LocalRanks:
                 output_tail=functools.partial(self.output_tail, rank),
                 term_grace_s=self._launch.term_grace_s,
                 torch_threads=self._torch_threads,
+                gpu=self._launch.gpu if self._launch.gpu_slots is not None else None,
             )
         except BaseException:
             sys.excepthook(*sys.exc_info())

@@ -51,6 +51,8 @@ class LocalLaunch:
     timeout_s: float | None = None
     max_parallel: int | None = None
     term_grace_s: float = 5.0
+    gpu: str | None = None
+    """What was asked for."""
     gpu_slots: list[str] | None = None
     """`CUDA_VISIBLE_DEVICES` of each place that a replica can run in; None leaves it alone."""
     nonce: str = field(default_factory=lambda: os.urandom(16).hex())

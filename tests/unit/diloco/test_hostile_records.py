@@ -367,7 +367,7 @@ def test_a_run_ends_at_a_seal_that_somebody_has_forged_and_names_it(seal: bytes)
         for _ in range(2):
             diloco.step()
         before = diloco.anchor()["weight"].flatten().tolist()
-        with pytest.raises(QuorumTimeoutError, match=rf"^Round 2: it was sealed, .* The seal \({KEYS.seal(2)}\)"):
+        with pytest.raises(QuorumTimeoutError, match=rf"^Round 3: it was sealed, .* The seal \({KEYS.seal(2)}\)"):
             diloco.step()
         diloco._close(in_order=False)
         return diloco.rounds, before, diloco.anchor()["weight"].flatten().tolist()

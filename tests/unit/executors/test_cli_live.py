@@ -15,7 +15,7 @@ from executors.cli.table import replica_table
 from executors.errors import BackendError, ReplicasError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run import Run
-from executors.status import ReplicaState, RunStatus
+from executors.status import ReplicaState, RunStatus, pauses
 from executors.task.record import RunRecord
 
 RUNNING, SUCCEEDED, FAILED = ReplicaStatus.RUNNING, ReplicaStatus.SUCCEEDED, ReplicaStatus.FAILED
@@ -40,6 +40,7 @@ class ScriptedRun:
 
     def __init__(self, script: Callable[[], RunStatus]) -> None:
         self.status = script
+        self.pauses = pauses
 
 
 def replica(rank: int, status: ReplicaStatus = RUNNING, error: str | None = None, **reported: Any) -> ReplicaState:

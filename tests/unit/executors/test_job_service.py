@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.fake_jobs import FakeJobs
 
+from executors.backends.jobs import sdk
 from executors.backends.jobs.job_states import JobStates, explain
 from executors.backends.jobs.sdk import (
     FIRST_PAUSE_S,
@@ -19,9 +21,9 @@ from executors.backends.jobs.sdk import (
     call_with_timeout,
 )
 from executors.backends.jobs.service import FIRST_PAUSE_S as FIRST_RETRY_S
-from executors.backends.jobs.service import LONGEST_PAUSE_S as LONGEST_RETRY_S
 from executors.backends.jobs.service import (
-    LONGEST_RETRY_AFTER_S,
+    LONGEST_PATIENCE_S,
+    PATIENCE_S,
     TRIES,
     JobId,
     JobKey,
@@ -29,7 +31,9 @@ from executors.backends.jobs.service import (
     JobState,
     retrying,
 )
+from executors.backends.jobs.service import LONGEST_PAUSE_S as LONGEST_RETRY_S
 from executors.errors import MissingDependencyError
+from executors.testing import eventually
 
 
 class Clock:
@@ -187,7 +191,7 @@ def test_a_module_is_imported_when_it_is_used_and_its_absence_has_a_message() ->
         missing.anything  # noqa: B018
 
 
-def pauses_before_giving_up(error: JobServiceError) -> list[float]:
+def pauses_before_giving_up(error: JobServiceError, patience_s: float = PATIENCE_S) -> list[float]:
     """Return the pauses between the tries, when every one ends so."""
     slept: list[float] = []
 
@@ -195,7 +199,7 @@ def pauses_before_giving_up(error: JobServiceError) -> list[float]:
         raise error
 
     with pytest.raises(JobServiceError) as raised:
-        retrying(slept.append)(fails)
+        retrying(slept.append, patience_s=patience_s)(fails)
     assert raised.value is error
     return slept
 
@@ -208,10 +212,40 @@ def test_pauses_grow_to_a_limit_and_what_was_rejected_is_not_asked_again() -> No
     assert pauses_before_giving_up(JobServiceError("never", "rejected")) == []
 
 
-def test_a_service_is_left_alone_as_long_as_it_says_but_not_for_ever() -> None:
-    for asked_s, least_s in ((30.0, 30.0), (86_400.0, LONGEST_RETRY_AFTER_S)):
-        slept = pauses_before_giving_up(JobServiceError("later", "unavailable", retry_after_s=asked_s))
-        assert all(least_s <= pause <= least_s + FIRST_RETRY_S for pause in slept), asked_s
+def test_a_service_is_left_alone_as_long_as_it_says_and_given_up_when_it_asks_for_too_much() -> None:
+    for asked_s, patience_s, n_pauses in (
+        (25.0, PATIENCE_S, 2),
+        (187.0, PATIENCE_S, 0),
+        (187.0, LONGEST_PATIENCE_S, 1),
+        (LONGEST_PATIENCE_S, LONGEST_PATIENCE_S, 1),
+        (10.0, LONGEST_PATIENCE_S, TRIES - 1),
+        (86_400.0, LONGEST_PATIENCE_S, 0),
+    ):
+        slept = pauses_before_giving_up(JobServiceError("later", "unavailable", retry_after_s=asked_s), patience_s)
+        assert len(slept) == n_pauses, asked_s
+        assert all(asked_s <= pause <= asked_s + FIRST_RETRY_S for pause in slept), asked_s
+
+
+def test_a_long_pause_is_told_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executors.backends.jobs.service._told_until", 0.0)
+    error = JobServiceError("Cloud: too many requests (HTTP 429).", "unavailable", retry_after_s=187.0)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: pauses_before_giving_up(error, LONGEST_PATIENCE_S), range(8)))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("replicas: Cloud: too many requests (HTTP 429). Asking again in 187 s.")
+
+
+def test_calls_that_never_return_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdk, "MAX_UNANSWERED", 3)
+    hold = threading.Event()
+    for _ in range(3):
+        with pytest.raises(TimeoutError, match="no answer within"):
+            call_with_timeout(0.01, hold.wait)
+    with pytest.raises(TimeoutError, match="3 earlier requests have had no answer yet"):
+        call_with_timeout(60, lambda: 1)
+    hold.set()
+    eventually(lambda: all(call.done() for call in sdk._unanswered))
+    assert call_with_timeout(60, lambda: 1) == 1
 
 
 def test_every_end_without_an_outcome_has_a_reason_and_a_sentence() -> None:

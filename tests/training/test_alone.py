@@ -1,0 +1,96 @@
+"""A training loop in a process that is no replica, and what a replica shows of its rounds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.training import PLAIN, leave, nudge
+from torch import nn
+
+from diloco import DiLoCo
+from diloco.errors import DiLoCoError
+from executors.replica import Replica, set_current_replica
+from executors.testing.helpers import environment
+
+SCRIPT = """
+import torch
+from diloco import DiLoCo
+
+for _ in range(2):
+    model = torch.nn.Linear(4, 1)
+    with DiLoCo(model, inner_steps=2, total_steps=60) as diloco:
+        for _ in range(60):
+            diloco.step()
+    print(diloco.rounds)
+"""
+
+
+def test_a_script_with_a_diloco_runs_by_itself_and_says_once_that_it_is_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ran = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split() == ["30", "30"]
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith(
+        "replicas: this process is not a replica, so it is alone: world size 1, in memory, and nothing is kept."
+    )
+    assert line.endswith("replicas launch train.py --n 4")
+
+
+def test_who_is_alone_keeps_no_more_for_more_rounds() -> None:
+    def stored(rounds: int) -> int:
+        with DiLoCo(nn.Linear(1000, 1), inner_steps=1, **PLAIN) as diloco:
+            for _ in range(rounds):
+                diloco.step()
+                diloco._background.finish()
+            store = diloco._participant._context.store.store
+            return sum(entry.size_bytes for entry in store.list("") if "/r" in entry.key or "/part/" in entry.key)
+
+    assert stored(60) == pytest.approx(stored(6), rel=0.01)
+
+
+def test_a_replica_with_half_an_environment_does_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPLICA_RANK", "3")
+    with pytest.raises(DiLoCoError, match=r"needs to know its run and its rank.*REPLICA_WORLD_SIZE, "):
+        DiLoCo(nn.Linear(1, 1))
+
+
+def test_a_place_that_is_told_in_part_is_refused() -> None:
+    with pytest.raises(DiLoCoError, match="pass store, run_id, rank and world_size"):
+        DiLoCo(nn.Linear(1, 1), rank=0, world_size=2)
+
+
+@pytest.fixture
+def replica(tmp_path: Path) -> Iterator[Replica]:
+    replica = Replica(rank=0, world_size=1, run_id="test", attempt=0, rendezvous=(tmp_path / "store").as_uri())
+    replica.claimed_nonce = "nonce"
+    set_current_replica(replica)
+    yield replica
+    set_current_replica(None)
+
+
+def test_a_replica_shows_its_first_round_at_once_and_nothing_before(replica: Replica) -> None:
+    model = nn.Linear(1, 1)
+    with DiLoCo(model, inner_steps=2, **PLAIN) as diloco:
+        assert "round" not in replica.reported
+        diloco.step()
+        assert "round" not in replica.reported
+        nudge(model, 1.0)
+        report = diloco.step()
+        assert report is not None
+        assert report.round == diloco.rounds == replica.reported["round"] == 1
+
+
+def test_who_comes_back_shows_at_once_where_the_run_is(replica: Replica) -> None:
+    earlier = DiLoCo(nn.Linear(1, 1), inner_steps=1, snapshot_every=1, **PLAIN)
+    for _ in range(3):
+        earlier.step()
+    leave(earlier)
+    replica.reported.clear()
+    with DiLoCo(nn.Linear(1, 1), inner_steps=1, snapshot_every=1, **PLAIN):
+        assert replica.reported["round"] == 3
