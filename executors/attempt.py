@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -81,7 +82,11 @@ class Beat:
         fields = Fields(data, key, url)
         at = fields.take("at", number(LONG_AGO, FAR_AHEAD))
         # Reports are for people only: one that is not a number to show is left out.
-        reported = {name: value for name, value in fields.values.items() if name != "at" and is_plain_number(value)}
+        reported = {
+            name: value
+            for name, value in fields.values.items()
+            if name != "at" and (is_plain_number(value) or value in (math.inf, -math.inf))
+        }
         return cls(at, reported)
 
 

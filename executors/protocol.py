@@ -163,6 +163,8 @@ class RunSpec:
     """How many of `ranks` are enough when the others cannot be started. None: all."""
     gather_s: float = GATHER_S
     """How long the others are waited for."""
+    fail_fast: bool = False
+    """Whether the first failure ends the run, as long as nobody has had a round."""
 
 
 @dataclass(frozen=True)

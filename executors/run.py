@@ -18,11 +18,12 @@ from executors.errors import (
     did_you_mean,
 )
 from executors.logs import follow_logs, last_lines
-from executors.observer import Observer, in_parallel
+from executors.observer import RECENT_S, Observer, in_parallel
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class, executor_of_record
+from executors.root_cause import raise_root_cause
 from executors.run_index import Note, folder_of_run, forget, known_run_ids, locate, noted_at_launch
-from executors.status import ReplicaState, RunStatus, raise_root_cause, wait_until
+from executors.status import ReplicaState, RunStatus, wait_until
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
 from executors.store.records import exists
@@ -251,7 +252,7 @@ class Run:
 
     def newest_attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt: its number is 0 until it was resumed, or its process started twice."""
-        self._observer.update()
+        self._observer.update(RECENT_S)
         return self._observer.attempt(rank)
 
     @cached_property

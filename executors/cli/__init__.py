@@ -16,10 +16,11 @@ from typing import Annotated, Any
 import typer
 
 from executors.cli.backends import backends
+from executors.cli.collect import collect
 from executors.cli.doctor import doctor
 from executors.cli.launch import launch, resume
 from executors.cli.output import CANCELLED, FAILED, USAGE, inert
-from executors.cli.runs import cancel, collect, logs, ls, rm, status, wait
+from executors.cli.runs import cancel, logs, ls, rm, status, wait
 from executors.errors import LaunchError, ReplicasError
 
 app = typer.Typer(

@@ -49,6 +49,10 @@ EXECUTOR = "The backend the run was launched with, or pkg.mod:Class, which is ne
 ExecutorOption = Annotated[str | None, Option("--backend", "-b", metavar="NAME", help=EXECUTOR)]
 OPTION = "An option of the backend; see `replicas backends`. Repeatable."
 BackendOptions = Annotated[list[str] | None, Option("--option", metavar="K=V", help=OPTION)]
+COLUMNS = "Numbers to show that replicas report, as in lr,gnorm. Default: the first three."
+ColumnsOption = Annotated[
+    Any, Option("--columns", metavar="NAME,…", help=COLUMNS, parser=lambda text: [*filter(None, text.split(","))])
+]
 
 
 def parse_duration(text: str) -> float:

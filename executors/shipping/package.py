@@ -111,6 +111,8 @@ def replica_environment(
         found[environment.TIMEOUT_S] = str(timeout_s)
     if gpu is not None:
         found[environment.GPU] = gpu
+    if run.fail_fast:
+        found[environment.FAIL_FAST] = "1"
     return found
 
 

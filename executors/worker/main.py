@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from executors import replica as environment
@@ -31,8 +32,10 @@ from executors.store.records import RETRY_S, read_record, retry, to_bytes
 from executors.store.url import split_address
 from executors.task.record import RunRecord
 from executors.task.stored import StoredTask, read_task
+from executors.worker.fail_fast import end_others
 from executors.worker.failure import describe_failure
 from executors.worker.heartbeat import Deadline, Heartbeat
+from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.result import to_json_value
 from executors.worker.sigterm import TERMINATED, handle_sigterm, ignore_sigterm, sigterm_arrived
 from executors.worker.surroundings import NoGpuError, check_gpu, seed_generators, set_environment
@@ -53,6 +56,8 @@ class Assignment:
     """The parent that supervises this process; it ends with it. None: no supervisor."""
     output_tail: Callable[[], str] = str
     """Returns the end of the output, for the outcome."""
+    log_file: Path | None = None
+    """The output, where its end is to be copied into the rendezvous."""
     term_grace_s: float = 5.0
     torch_threads: int | None = None
     timeout_s: float | None = None
@@ -71,7 +76,7 @@ def main(assignment: Assignment) -> NoReturn:
     handle_sigterm(is_supervised=assignment.supervisor_pid is not None)
     code = 1
     try:
-        code = _Worker(assignment).run()
+        code = _Worker(assignment, owns_process=True).run()
     except (CancelledBeforeStart, SystemExit):
         code = TERMINATED
     except BaseException:
@@ -91,7 +96,7 @@ def call(run: str, digest: str | None = None) -> Any:
     store_url, run_id = split_address(run)
     world_size = read_record(store_at(store_url), f"{run_id}/run.json", RunRecord.parse).world_size
     rank = int(os.environ[environment.RANK])
-    worker = _Worker(Assignment(RunSpec(run_id, store_url, "", world_size, (rank,)), rank))
+    worker = _Worker(Assignment(RunSpec(run_id, store_url, "", world_size, (rank,)), rank), owns_process=False)
     set_environment(worker.replica)
     worker.heartbeat.start()
     try:
@@ -142,7 +147,7 @@ def _nonce_that_counts(attempt: Attempt, claim: bytes) -> str:
 class _Worker:
     """One replica in this process, which has claimed its attempt."""
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: Assignment, *, owns_process: bool) -> None:
         self._assignment = assignment
         self._started_at = time.time()
         spec, rank = assignment.spec, assignment.rank
@@ -156,7 +161,11 @@ class _Worker:
         self.replica = Replica(rank, spec.world_size, spec.run_id, number, url, claimed_nonce=nonce)
         self.replica.store = store
         parent, grace_s = assignment.supervisor_pid, assignment.term_grace_s
-        self.heartbeat = Heartbeat(self.replica, supervisor_pid=parent, grace_s=grace_s)
+        self._log = None if assignment.log_file is None else LogCopy(self.attempt, assignment.log_file)
+        at_cancel = self._end_cancelled if owns_process and parent is None else None
+        self.heartbeat = Heartbeat(
+            self.replica, supervisor_pid=parent, grace_s=grace_s, log=self._log, at_cancel=at_cancel
+        )
         self._deadline: Deadline | None = None
         if assignment.timeout_s is not None:
             self._deadline = Deadline(assignment.timeout_s, grace_s, self._end_out_of_time)
@@ -238,15 +247,28 @@ class _Worker:
         return describe_end(ending, self.replica.rank, self.replica.world_size, **values)
 
     def _record(self, outcome: Outcome) -> None:
-        self.attempt.record(replace(outcome, output_tail=self._assignment.output_tail()), retry_s=RETRY_S)
+        if self._log is not None:
+            self._log.put(FINAL_BYTES)  # before the outcome: who finds that finds the whole
+        outcome = replace(outcome, output_tail=self._assignment.output_tail())
+        recorded = self.attempt.record(outcome, retry_s=RETRY_S)
+        spec = self._assignment.spec
+        if spec.fail_fast and self._assignment.supervisor_pid is None:
+            with contextlib.suppress(StoreError):
+                end_others(self.attempt, recorded, spec.world_size)
 
     def _end_out_of_time(self) -> None:
-        """Leave the outcome and the process, in the thread of the deadline."""
+        self._end_at_once(self._out_of_time(TIMED_OUT), TIMED_OUT)
+
+    def _end_cancelled(self) -> None:
+        self._end_at_once(self._terminated_from_outside(), TERMINATED)
+
+    def _end_at_once(self, outcome: Outcome, exit_code: int) -> None:
+        """Leave the outcome and the process, in a thread beside the entrypoint's."""
         try:
-            self._record(self._out_of_time(TIMED_OUT))
+            self._record(outcome)
             kill_descendants(os.getpid())
         finally:
-            os._exit(TIMED_OUT)
+            os._exit(exit_code)
 
 
 def _called(task: Callable[[], Any]) -> Any:

@@ -62,8 +62,9 @@ def read_assignment(environ: Mapping[str, str], tail: Tail) -> Assignment:
             f"{environment.TASK_DIGEST} is not set: without it a replica would run whatever it finds. Start replicas "
             "with `replicas launch` or `replicas resume`, which set it."
         )
+    fail_fast = environ.get(environment.FAIL_FAST) == "1"
     return Assignment(
-        RunSpec(me.run_id, me.rendezvous, digest, me.world_size, (me.rank,), me.attempt),
+        RunSpec(me.run_id, me.rendezvous, digest, me.world_size, (me.rank,), me.attempt, fail_fast=fail_fast),
         me.rank,
         timeout_s=float(timeout_s) if timeout_s else None,
         torch_threads=usable_cores(),

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process"),
     ("errors", "logs"),
-    ("store", "entrypoint", "arguments", "status"),
+    ("store", "entrypoint", "arguments", "status", "root_cause"),
     ("attempt", "inventory", "task", "run_index", "registry", "chaos"),
     ("observer", "replica"),
     ("run",),

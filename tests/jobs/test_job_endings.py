@@ -58,7 +58,7 @@ def test_each_way_to_end_a_job_from_outside_has_its_reason(machines: Machines) -
 def test_the_services_limit_ends_a_replica_that_does_not_end_itself(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("executors.backends.jobs.executor.MARGIN_S", -58)
+    monkeypatch.setattr("executors.backends.jobs.executor.INSTALL_S", -58)
     run = start(function="hang", args={"deaf": True}, timeout=60)
     assert ends(run) == [("failed", "timeout")]
     assert run.outcomes()[0].error == "Replica 0 of 1 (attempt 0) ran into its time limit of 60 s."

@@ -133,7 +133,7 @@ def test_a_dry_run_shows_the_requests_and_starts_nothing(modal_runs: ModalServer
     jobs: list[Mapping[str, Any]] = shown["request"]["jobs"]
     assert shown["request"]["vendor"] == "Modal"
     assert [job["env"]["REPLICA_RANK"] for job in jobs] == ["0", "1"]
-    assert [(job["gpu"], job["region"], job["timeout"]) for job in jobs] == [("H100", "us-east", 3720)] * 2
+    assert [(job["gpu"], job["region"], job["timeout"]) for job in jobs] == [("H100", "us-east", 4500)] * 2
     assert jobs[0]["env"]["MINE"] == "***"
     assert jobs[0]["secrets"] == ["wandb", dict.fromkeys(CREDENTIALS, "***")]
     assert not any(value in text for value in ("my-own-value", "the-key-of-wandb", *CREDENTIALS.values()))
