@@ -10,10 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from executors.errors import (
-    CorruptObjectError,
-    UnknownHandleError,
-)
+from executors.errors import CorruptObjectError, UnknownHandleError
 from executors.protocol import BY_USER, ENDED, REASONS, Outcome, Reason, ReplicaHandle, ReplicaStatus
 from executors.status import wait_until_terminal
 from executors.store import Store, store_at
