@@ -26,7 +26,7 @@ from executors.backends.jobs.service import (
     option,
     shortened,
 )
-from executors.backends.modal_client import TOKEN_ADVICE, in_thread, modal, translated_errors
+from executors.backends.modal_client import TOKEN_ADVICE, WaitingCalls, in_thread, modal, translated_errors
 from executors.backends.modal_container import built, check_volumes, described, image_of, volume_of
 from executors.errors import BackendError
 from executors.task.record import OPTION_NAME
@@ -58,6 +58,7 @@ class ModalJobs(JobService):
         modal.config  # noqa: B018 - a missing SDK is found out now, before anything is planned
         self.python_version = self.python_version or "{}.{}".format(*sys.version_info)
         self._lock = threading.Lock()
+        self._starts = WaitingCalls()
         self._app: modal.App | None = None
         self._images: dict[tuple[str, ...], Any] = {}
         self._keys: dict[str, JobKey] = {}  # by sandbox, as its tags say it
@@ -103,9 +104,13 @@ class ModalJobs(JobService):
                     for path, source in (self.volumes or {}).items()
                 },
             }
-            sandbox = modal.Sandbox.create(*job.command, app=app, **inside, **self._request(job))
+            create = modal.Sandbox.create.aio
+            sandbox = self._starts.make(lambda: create(*job.command, app=app, **inside, **self._request(job)))
             self._keys[sandbox.object_id] = job.key
             return self._job_id(sandbox.object_id)
+
+    def interrupt_starts(self) -> None:
+        self._starts.interrupt()
 
     @in_thread
     def find(self, key: JobKey) -> list[JobId]:  # at most one: a name is unique among the running ones of an app

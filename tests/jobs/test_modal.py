@@ -12,6 +12,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -312,9 +313,29 @@ def test_a_gpu_that_never_comes_ends_the_launch_and_names_the_rank(
     assert alive(modal_runs) == []
 
 
+def test_a_start_that_waits_for_a_gpu_can_be_interrupted_and_leaves_nothing(
+    modal_runs: ModalServer, service: JobService
+) -> None:
+    modal_runs.capacity = 0
+    modal_runs.fail("SandboxGetFromName", Status.NOT_FOUND, times=99)  # the vendor promises to find those that run
+    with ThreadPoolExecutor(2) as pool:
+        starting = [
+            pool.submit(service.start, Job(replace(KEY, rank=rank), HANG, (), {}, {}, gpu="H100")) for rank in (0, 1)
+        ]
+        modal_runs.wait_for("SandboxGetTaskId", 2)
+        service.interrupt_starts()
+        for each in starting:
+            with pytest.raises(JobServiceError, match="given up while it waited for a machine") as caught:
+                each.result(timeout=30)
+            assert caught.value.kind == "unknown"
+    assert len(modal_runs.sandboxes) == 2
+    assert alive(modal_runs) == []
+
+
 @pytest.mark.slow
 def test_ctrl_c_during_the_wait_for_a_gpu_ends_everything(modal_runs: ModalServer) -> None:
     modal_runs.capacity = 2
+    modal_runs.fail("SandboxGetFromName", Status.NOT_FOUND, times=999)  # of those that wait
 
     def interrupt() -> None:
         modal_runs.wait_for("SandboxCreate", 4, within_s=90.0)

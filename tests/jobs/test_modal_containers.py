@@ -95,3 +95,16 @@ def test_volumes_and_buckets_are_mounted_and_a_volume_that_is_not_there_is_refus
     for path, source in (("data", "corpus"), ("/data", "gs://bucket"), ("/", "corpus")):
         with pytest.raises(ValueError, match="volume"):
             launch(ModalExecutor(volumes={path: source}), task("echo"), 1)
+
+
+def test_how_an_image_is_built_is_shown_on_stderr_and_one_that_exists_says_nothing(
+    modal_runs: ModalServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    modal_runs.account.builder_says = ["Step 7: uv pip install", "Resolved 31 packages"]
+    executor = ModalExecutor()
+    launch(executor, task("echo"), 2).results()
+    out, err = capfd.readouterr()
+    assert "Resolved 31 packages" not in out
+    assert err.count("Resolved 31 packages") >= 1
+    launch(ModalExecutor(), task("echo"), 2).results()
+    assert capfd.readouterr() == ("", "")
