@@ -136,7 +136,7 @@ class Observer:
 
     def handles(self) -> list[Any]:
         """Return the handles in rank order."""
-        if any(rank not in self._handles for rank in self.ranks):
+        if any(self._handles.get(rank, (None, None))[1] is None for rank in self.ranks):
             self.update()
         return self.map(self._newest_handle, self.ranks)
 

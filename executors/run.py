@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -22,13 +23,23 @@ from executors.observer import RECENT_S, Observer, in_parallel
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class, executor_of_record
 from executors.root_cause import raise_root_cause
-from executors.run_index import Note, folder_of_run, forget, known_run_ids, locate, noted_at_launch
-from executors.status import ReplicaState, RunStatus, wait_until
+from executors.run_index import (
+    Note,
+    find_preparation,
+    folder_of_run,
+    forget,
+    known_run_ids,
+    locate,
+    noted_at_launch,
+)
+from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
 from executors.store.records import exists
 from executors.store.url import RUN_ID, address_of, check_run_id, existing_store, split_address
 from executors.task.record import RunRecord, find_run_record
+
+MAX_WHY = 2000  # characters
 
 
 class Run:
@@ -52,6 +63,9 @@ class Run:
         self.has_given_options = self._executor is not None
         """Whether a person made the executor, and so gave its options, too."""
         self._launched = handles
+        self.is_awaited = False
+        """Whether this process has waited for the run's end, or ended it."""
+        self._watches_for_failures = True
 
     @cached_property
     def record(self) -> RunRecord:
@@ -127,10 +141,44 @@ class Run:
 
         Ctrl-C leaves the run alone.
         """
-        return wait_until(lambda: all(s.status.is_terminal for s in self._look()), timeout, self.pauses())
+
+        def has_ended() -> bool:
+            states = self._look()
+            if self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states):
+                now = RunStatus(self.run_id, self.backend, self._observer.with_reports(states))
+                if told := self.end_early(now, "fail_fast=True"):
+                    print(f"replicas: {self.run_id}: {told}", file=sys.stderr)
+                self._watches_for_failures = False
+            return all(state.status.is_terminal for state in states)
+
+        self.is_awaited = wait_until(has_ended, timeout, self.pauses())
+        return self.is_awaited
+
+    def end_early(self, now: RunStatus, option: str) -> str | None:
+        """End the run at a failure before anybody's first round, if it was launched so; return what to say, once.
+
+        Supervisors and workers do so as well; not those of a third party's executor, or of a replica that was killed.
+
+        Args:
+            option: what would have ended it, as the caller's users write it.
+        """
+        if not now.failed_early or not self._watches_for_failures:
+            return None
+        self._watches_for_failures = False
+        first = f"rank {now.failed_early[0]} {FAILED_EARLY}"
+        if not self.record.fail_fast:
+            return f"{first}; the others train on without it. {option} ends the run instead."
+        failed = now.replicas[now.failed_early[0]].outcome
+        alive = [state.rank for state in now.replicas if not state.status.is_terminal]
+        why = f"{first}: {failed.headline[:MAX_WHY]}" if failed else first
+        self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), alive)
+        self.cancel()
+        return f"{first}, which ends the run."
 
     def results(self) -> list[Any]:
         """Wait, and return what each replica's entrypoint returned, in rank order.
+
+        When as many as `min_replicas` gave a result, it is None for the others.
 
         Raises:
             ReplicaError: a replica gave no result. The error is the earliest failure, with the remote traceback as its
@@ -138,7 +186,9 @@ class Run:
         """
         self.wait()
         outcomes = self.outcomes()
-        raise_root_cause(outcomes)
+        n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
+        if n_done < (self.record.min_replicas or self.world_size):
+            raise_root_cause(outcomes)
         return [outcome.result for outcome in outcomes]
 
     def outcomes(self) -> list[Outcome]:
@@ -157,7 +207,7 @@ class Run:
         """
         states = self._look()
         replicas = self._observer.with_reports(states) if reports else states
-        return RunStatus(self.run_id, self.backend, replicas, self._observer.count_joined())
+        return RunStatus(self.run_id, self.backend, replicas, self._observer.count_joined(), self.record.min_replicas)
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look at the run and the next: at a bucket, requests cost."""
@@ -223,6 +273,7 @@ class Run:
             attempt.request_cancel()  # its launcher died before its service had it; one that comes up late ends, too
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
         in_parallel(lambda r: self.executor.cancel(self.handle(r)), launched)
+        self.is_awaited = self.is_awaited or rank is None
 
     def remove(self) -> None:
         """Delete everything the run left, here and in its store.
@@ -245,8 +296,8 @@ class Run:
         forget(folder)
         if left:
             raise StoreError(
-                f"Run {self.run_id!r} is removed, but for {len(left)} objects under names that no store takes, such as "
-                f"{left[0][:200]!r}. Delete these with the tools of the store.",
+                f"Run {self.run_id!r} is removed, but for {len(left)} objects under names that no run has, such as "
+                f"{left[0][:200]!r}. Delete these with the tools of the rendezvous.",
                 url=self.store.url,
             )
 
@@ -304,6 +355,8 @@ def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | Se
         run_id = run
         url = str(rendezvous) if rendezvous is not None else locate(check_run_id(run))
     if url is None:
+        if preparation := find_preparation(run_id):
+            raise RunNotFoundError(preparation.describe(run_id))
         raise RunNotFoundError(
             f"No run {run_id!r} is known on this machine.{did_you_mean(run_id, known_run_ids())} For a run that was "
             f"launched elsewhere give its address, as in 's3://BUCKET/PREFIX/{run_id}'."

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, as_status
 
+FAILED_EARLY = "failed before the first round"
 COLUMNS = ("rank", "attempt", "status", "round", "step", "loss", "round_s", "note")
 N_MORE = 3  # columns for other numbers, where nobody says which
 MAX_COLUMNS = 50  # in a notebook
@@ -34,6 +35,11 @@ class ReplicaState:
     """What the replica reported last: step, loss, round, and more of its choice."""
     doing: str = ""
     """In a few words, what it does or waits for before its entrypoint runs."""
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a newer attempt took over, which is not a failure."""
+        return self.outcome is not None and self.outcome.reason == "fenced"
 
     @property
     def note(self) -> str:
@@ -81,6 +87,8 @@ class RunStatus:
     replicas: Sequence[ReplicaState]
     joined: int = 0
     """How many more ranks joined while it ran; only their claims are known."""
+    min_replicas: int | None = None
+    """How many replicas are enough. None: all."""
     at: float = field(default_factory=time.time)
 
     @property
@@ -89,11 +97,20 @@ class RunStatus:
         return all(replica.status.is_terminal for replica in self.replicas)
 
     @property
+    def failed_early(self) -> list[int]:
+        """The ranks that failed while others go on, as long as nobody has reported a round."""
+        failed = [r.rank for r in self.replicas if r.status is ReplicaStatus.FAILED and not r.is_replaced]
+        return [] if self.is_terminal or any("round" in r.reported for r in self.replicas) else failed
+
+    @property
     def status(self) -> ReplicaStatus:
         """One status for the whole run: the worst of its replicas once all have ended."""
         found = {replica.status for replica in self.replicas}
         if not self.is_terminal:
             return ReplicaStatus.PENDING if found == {ReplicaStatus.PENDING} else ReplicaStatus.RUNNING
+        n_done = dict(self.numbers).get(ReplicaStatus.SUCCEEDED, 0)
+        if n_done >= (self.min_replicas or len(self.replicas)):
+            return ReplicaStatus.SUCCEEDED
         worst_first = (ReplicaStatus.FAILED, ReplicaStatus.CANCELLED)
         return next((status for status in worst_first if status in found), ReplicaStatus.SUCCEEDED)
 
@@ -109,12 +126,29 @@ class RunStatus:
         joined = [f"{self.joined} joined"] if self.joined else []
         return ", ".join([*(f"{count} {status}" for status, count in self.numbers), *joined])
 
+    @property
+    def prospects(self) -> str:
+        """With `min_replicas`: that some may still join, or that too few can still succeed. Else nothing."""
+        if self.min_replicas is None:
+            return ""
+        count, n = dict(self.numbers), len(self.replicas)
+        pending = count.get(ReplicaStatus.PENDING, 0)
+        can_succeed = n - count.get(ReplicaStatus.FAILED, 0) - count.get(ReplicaStatus.CANCELLED, 0)
+        if can_succeed < self.min_replicas:
+            which = "succeeded" if self.is_terminal else "can still succeed"
+            return f"only {can_succeed} of {n} {which}, at least {self.min_replicas} were asked for"
+        if pending and can_succeed - pending >= self.min_replicas:
+            return f"started with {can_succeed - pending} of {n}; {pending} may still join"
+        return ""
+
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain JSON."""
         return {
             "run_id": self.run_id,
             "backend": self.backend,
             "status": self.status,
+            "min_replicas": self.min_replicas,
+            "prospects": self.prospects,
             "joined": self.joined,
             "replicas": [replica.to_json() for replica in self.replicas],
         }
@@ -143,7 +177,8 @@ class RunStatus:
         head = "".join(f"<th>{html.escape(HEADINGS.get(name, name))}</th>" for name in columns)
         rows = ["".join(f"<td>{html.escape(row.cell(name))}</td>" for name in columns) for row in self.replicas]
         body = "".join(f"<tr>{row}</tr>" for row in rows)
-        title = f"{html.escape(self.run_id)} on {html.escape(self.backend)}: {html.escape(self.counts)}"
+        words = "; ".join(filter(None, [self.counts, self.prospects]))
+        title = html.escape(f"{self.run_id} on {self.backend}: {words}")
         return f"<p>{title}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 

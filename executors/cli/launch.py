@@ -47,18 +47,19 @@ CHAOS = (
     "A fault to inject, local backend only: kill:rank=1,round=3 (counted from 1; or at=POINT,count=N,when=after), "
     "or store:lost=0.02,error=0.01,delay=0.3. Repeatable."
 )
+FAIL_FAST = "End the run at the first failure before anybody's first round. Default: the others train on."
 TASK_DIGEST = (
     "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
     "task_digest."
 )
-TRUST_BUCKET = "Start whatever the run's store holds, with the credentials found here."
+TRUST_BUCKET = "Start whatever the run's rendezvous holds, with the credentials found here."
 
 
 def launch(
     context: Context,
     entrypoint: Annotated[str | None, Argument(metavar="ENTRYPOINT", help=ENTRYPOINT)] = None,
     *,
-    n: Annotated[int, Option("--n", "-n", metavar="N", help="How many replicas.")],
+    n: Annotated[int, Option("--n", metavar="N", help="How many replicas.")],
     backend: Annotated[str, Option("--backend", "-b", metavar="NAME", help="A backend's name, or pkg.mod:Class.")] = (
         "local"
     ),
@@ -73,6 +74,7 @@ def launch(
     volume: VolumeOption = None,
     max_cost: Annotated[float | None, Option(metavar="USD", help=MAX_COST)] = None,
     chaos: Annotated[list[str] | None, Option(metavar="SPEC", help=CHAOS)] = None,
+    fail_fast: Annotated[bool, Option("--fail-fast", help=FAIL_FAST)] = False,
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the request, start nothing.")] = False,
@@ -85,15 +87,16 @@ def launch(
     Exit code: 130 cancelled, 1 a replica failed, 124 only time limits were hit, 0 all succeeded, 2 usage.
     """
     from executors.cli.live import Interrupts
-    from executors.launcher import plan_launch
+    from executors.launcher import named, plan_launch
+    from executors.run_index import locate, preparing
     from executors.task.create import LaunchRequest
 
-    output = Output(as_json)
+    output, request = Output(as_json), None
     with Interrupts() as interrupts:
         try:
             with usage_errors():
-                with output.busy("Checking the launch"):  # importing torch takes a second
-                    request = LaunchRequest(
+                request = named(
+                    LaunchRequest(
                         entrypoint=entrypoint or default_task(),
                         n=n,
                         arg_texts=parse_texts("--arg", arg),
@@ -108,18 +111,24 @@ def launch(
                         seed=seed,
                         detach=detach,
                         chaos=chaos or (),
+                        fail_fast=fail_fast,
                     )
-                    plan = plan_launch(request, make_executor(backend, options_of(backend, option, volume)))
-                note_python_words("--arg", plan.request.args or {})
-                if dry_run:
-                    output.document(plan.dry_run())
-                    return 0
-                if price := plan.usd_per_hour():
-                    at_most = price * (plan.request.timeout or math.inf) / 3600
-                    print(f"replicas: ${price:.2f} an hour, ${at_most:.2f} until the time limit", file=sys.stderr)
-                run = _start(plan, output)
+                )
+                known = contextlib.nullcontext() if dry_run else preparing(str(request.run_id))
+                with known:
+                    with output.busy(f"Preparing {request.run_id}"):  # importing torch takes a second
+                        plan = plan_launch(request, make_executor(backend, options_of(backend, option, volume)))
+                    note_python_words("--arg", plan.request.args or {})
+                    if dry_run:
+                        output.document(plan.dry_run())
+                        return 0
+                    if price := plan.usd_per_hour():
+                        at_most = price * (plan.request.timeout or math.inf) / 3600
+                        print(f"replicas: ${price:.2f} an hour, ${at_most:.2f} until the time limit", file=sys.stderr)
+                    run = _start(plan, output)
         except KeyboardInterrupt:
-            output.say("Cancelled.", "yellow")
+            has_begun = request is not None and locate(str(request.run_id)) is not None
+            output.say("Cancelled." if has_begun else "Cancelled before the run had started.", "yellow")
             return CANCELLED
         return _finish(run, output, interrupts, detach=detach)
 
@@ -139,7 +148,7 @@ def _start(plan: LaunchPlan, output: Output) -> Run:
         if plan.executor.backend_name == "inline":  # the screen is the entrypoint's
             with contextlib.redirect_stdout(sys.stderr) if output.as_json else contextlib.nullcontext():
                 return plan.start()
-        with output.busy(f"Starting {plan.request.n} replicas"):
+        with output.busy(f"Starting {plan.request.n} replicas of {plan.run_id}"):
             return plan.start()
     except LaunchError as error:
         message = f"{error} See: replicas status {plan.run_id}"

@@ -146,7 +146,7 @@ def follow(
         after_each: called in between. True: something was begun, and the next look comes soon.
 
     Raises:
-        StoreError: the store could not be read for a minute.
+        StoreError: the rendezvous could not be read for a minute.
         BackendError: the backend could not be asked for a minute, or the first time.
     """
     end = math.inf if timeout_s is None else clock() + timeout_s
@@ -158,7 +158,7 @@ def follow(
         try:
             status = run.status()
         except (StoreError, BackendError) as error:
-            what = "store" if isinstance(error, StoreError) else "backend"
+            what = "rendezvous" if isinstance(error, StoreError) else "backend"
             if not was_read and (what == "backend" or isinstance(error, CorruptObjectError)):
                 raise  # a missing SDK or account, or unreadable records: waiting does not help
             failed_at = clock()
@@ -169,10 +169,12 @@ def follow(
                 raise
         else:
             was_read = True
-            failing_since.pop("store", None)
+            failing_since.pop("rendezvous", None)
             if clock() - failed_at > PATIENCE_S:  # most readings of a status ask the store alone
                 failing_since.pop("backend", None)
             view.update(status)
+            if status.failed_early and (told := run.end_early(status, "--fail-fast")):
+                view.say(told[:1].upper() + told[1:], "yellow")
             if status.is_terminal:
                 return True
         if after_each():
@@ -272,4 +274,6 @@ def progress_line(status: RunStatus, more: Sequence[str] = ()) -> str:
         if having:
             ends = [choose(having, key=lambda r: float(r.reported[column])).cell(column) for choose in (min, max)]
             parts.append(f"{column} {'-'.join(dict.fromkeys(ends))}")
+    if status.prospects:
+        parts.append(status.prospects)
     return status.counts + (f": {', '.join(parts)}" if parts else "")

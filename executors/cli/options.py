@@ -39,7 +39,7 @@ RunArguments = Annotated[
     list[str], Argument(metavar="RUN…", help="Run ids, or URL/RUN_ID.", autocompletion=_complete_run)
 ]
 RanksOption = Annotated[list[int] | None, Option("--rank", "-r", metavar="R", help="Only this rank. Repeatable.")]
-RENDEZVOUS = "The store that holds the run: a directory, or a url. Default: this user's own."
+RENDEZVOUS = "Where the run is kept and its replicas meet: a directory, or a url. Default: this user's own."
 RendezvousOption = Annotated[str | None, Option("--rendezvous", metavar="URL", help=RENDEZVOUS)]
 ENV = "A variable for the replicas; never recorded. Repeatable."
 EnvOption = Annotated[list[str] | None, Option("--env", "-e", metavar="K=V", help=ENV)]

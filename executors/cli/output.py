@@ -7,8 +7,8 @@ import json
 import math
 import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FAILED, USAGE, TIMED_OUT, CANCELLED = 1, 2, 124, 130  # exit codes
 ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")  # colours, movements; titles, links
 UNUSUAL = re.compile(r"[^\n -~]")
+QUIET_S = 2.0  # a launch that has begun by then needs no word before
 MAX_CHARACTERS = 300
 WIDE = 10_000  # columns: what another program reads is never cut
 
@@ -61,9 +62,24 @@ class Output:
         lines = captured.get().splitlines()  # without the blanks that fill a table's last column
         print(*(line.rstrip() for line in lines), sep="\n", file=self.console.file)
 
-    def busy(self, text: str) -> AbstractContextManager[object]:
-        """On a terminal, show that something is going on within the block."""
-        return self.console.status(text) if self.is_live else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def busy(self, text: str) -> Iterator[None]:
+        """Show within the block that something is going on: a line that counts seconds, elsewhere one after a while."""
+        if self.is_live:
+            from rich.progress import Progress, SpinnerColumn, TextColumn
+
+            column = TextColumn("{task.description} … {task.elapsed:.0f} s", markup=False)
+            with Progress(SpinnerColumn(), column, console=self.console, transient=True) as progress:
+                progress.add_task(text, total=None)
+                yield
+            return
+        timer = threading.Timer(QUIET_S, lambda: print(f"{text} …", file=sys.stderr, flush=True))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def document(self, value: Any) -> None:
         """Print the JSON document."""

@@ -1,10 +1,9 @@
-"""The verbs for runs that were launched before: `ls`, `status`, `logs`, `wait`, `cancel`, `rm`."""
+"""The verbs for runs that were launched before: `ls`, `status`, `wait`, `cancel`, `rm`."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import BadParameter, Option
@@ -28,12 +27,11 @@ from executors.cli.output import (
     name_age,
     name_ranks,
     one_line,
-    refuse,
     usage_errors,
 )
-from executors.errors import ReplicasError
-from executors.logs import MAX_READ_BYTES
+from executors.errors import ReplicasError, RunNotFoundError
 from executors.protocol import ReplicaStatus
+from executors.run_index import find_preparation
 
 if TYPE_CHECKING:
     from executors.run import Run
@@ -103,10 +101,17 @@ def status(
     from executors.cli.table import replica_table, title
 
     output = Output(as_json)
-    found = find_run(run, rendezvous, backend, option)
+    try:
+        found = find_run(run, rendezvous, backend, option)
+    except RunNotFoundError:
+        if (preparation := find_preparation(run.rpartition("/")[2])) is None:
+            raise
+        text, state = preparation.describe(run), "preparing" if preparation.is_going_on else "never started"
+        output.document({"run_id": run, "status": state, "problem": text}) if as_json else output.say(text)
+        return 0
     now, record = found.status(), found.record
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]
-    summary = Summary(found, outcomes, exit_code(outcomes) if now.is_terminal else None)
+    summary = Summary(found, outcomes, exit_code(outcomes, enough=record.min_replicas) if now.is_terminal else None)
     if as_json:
         output.document({**summary.document(), **now.to_json()})
         return 0
@@ -120,44 +125,6 @@ def status(
     output.say(title(now, ended_at - record.created_at))
     output.say(replica_table(now, more=columns, brief=True))
     summary.print_failures(output)
-    return 0
-
-
-def logs(
-    run: RunArgument,
-    rank: RanksOption = None,
-    follow: Annotated[bool, Option("--follow", "-f", help="Continue with new lines until the run ends.")] = False,
-    lines: Annotated[int, Option("--lines", "-n", metavar="N", help="The last lines of each replica.")] = 200,
-    rendezvous: RendezvousOption = None,
-    backend: ExecutorOption = None,
-    option: BackendOptions = None,
-) -> int:
-    """Print what replicas wrote to stdout and stderr.
-
-    Lines of more than one rank are led by `\\[rank]`.
-    """
-    found = find_run(run, rendezvous, backend, option)
-    if lines < 0:
-        refuse(f"--lines must be at least 0, got {lines}.")
-    ranks: list[Any] = rank or list(range(found.world_size))
-    is_one = rank is not None and len(rank) == 1
-    texts: Iterable[str]
-    last = "\n"
-    with usage_errors():
-        if follow:
-            texts = found.logs(ranks[0] if is_one else ranks, lines, follow=True)
-        else:  # one rank at a time: each text is bounded, all together need not be
-            texts = (found.logs(one if is_one else [one], lines) for one in ranks)
-        for text in texts:
-            sys.stdout.write(text)
-            last = text[-1:] or last
-            if follow:
-                sys.stdout.flush()
-            elif len(text) >= MAX_READ_BYTES:
-                most = f"{MAX_READ_BYTES >> 20} MiB"
-                print(f"Note: these are the last {most}; `replicas collect --out DIR` writes all.", file=sys.stderr)
-    if last != "\n":
-        sys.stdout.write("\n")
     return 0
 
 

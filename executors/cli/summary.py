@@ -22,6 +22,7 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.root_cause import headline, last_frames, name_ranks
 from executors.run import Run
 from executors.run_index import locate
+from executors.status import FAILED_EARLY
 
 SUBJECT = re.compile(r"^Replica \d+( of \d+)?( \(attempt \d+\))? ")  # left out: the ranks are named once, before it
 K = TypeVar("K")
@@ -42,9 +43,17 @@ def reference(run: Run) -> str:
     return run.run_id if locate(run.run_id) == run.store.url else shlex.quote(run.url)
 
 
-def exit_code(outcomes: Sequence[Outcome], *, interrupted: bool = False) -> int:
-    """Return the command's exit code for a run that has ended: the first that applies of 130, 1, 124 and 0."""
-    if interrupted or any(outcome.status is ReplicaStatus.CANCELLED for outcome in outcomes):
+def exit_code(outcomes: Sequence[Outcome], *, interrupted: bool = False, enough: int | None = None) -> int:
+    """Return the command's exit code for a run that has ended: the first that applies of 130, 1, 124 and 0.
+
+    Args:
+        enough: how many that succeed make it 0. None: all.
+    """
+    n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
+    if enough is not None and n_done >= enough and not interrupted:
+        return 0
+    cancelled = [outcome for outcome in outcomes if outcome.status is ReplicaStatus.CANCELLED]
+    if interrupted or not all(FAILED_EARLY in (outcome.error or "") for outcome in cancelled):
         return CANCELLED
     reasons = {outcome.reason for outcome in _failures(outcomes)}
     if reasons - {"timeout"}:
@@ -74,7 +83,8 @@ class Summary:
     def of(cls, run: Run, *, in_time: bool = True, interrupted: bool = False) -> Summary:
         """Summarise a run that was watched to its end, or until the time was over."""
         outcomes = run.outcomes()
-        return cls(run, outcomes, exit_code(outcomes, interrupted=interrupted) if in_time else TIMED_OUT)
+        code = exit_code(outcomes, interrupted=interrupted, enough=run.record.min_replicas) if in_time else TIMED_OUT
+        return cls(run, outcomes, code)
 
     def document(self) -> dict[str, Any]:
         """Return the summary as JSON."""

@@ -24,7 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("attempt", "inventory", "task", "run_index", "registry", "chaos", "prices"),
     ("observer", "replica"),
     ("run",),
-    ("resume", "worker", "shipping"),
+    ("resume", "launch_checks", "worker", "shipping"),
     ("launcher", "backends"),
     ("cli", "testing", ""),
 )

@@ -107,6 +107,13 @@ class Machines:
         assert call in CALLS
         self._faults.setdefault(call, []).append(Fault(kind, times, after_applying, rank, when))
 
+    def hold(self, *ranks: int) -> threading.Event:
+        """Let the calls that start some ranks wait until the event is set."""
+        decides = threading.Event()
+        for rank in ranks:
+            self.fail("start", when=lambda: not decides.wait(60), rank=rank, times=None)
+        return decides
+
     def forgive(self) -> None:
         self._faults.clear()
 

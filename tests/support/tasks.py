@@ -207,3 +207,26 @@ def report_and_keep(path: str) -> str:
     me.report(step=7, loss=0.25, tokens=1e6)
     me.save_artifact("model/weights.bin", path)
     return me.run_id
+
+
+def fail_or_hang(rank: int) -> NoReturn:
+    """Fail on one rank, hang on the others."""
+    if int(os.environ["REPLICA_RANK"]) == rank:
+        raise RuntimeError(f"rank {rank} was to fail")
+    hang()
+
+
+def fail_after_a_round() -> str:
+    """Have a round on rank 0, fail on rank 1 once that is known, and go on until rank 1 has failed."""
+    from executors import current_replica
+    from executors.testing import eventually
+    from support.records import find_json
+
+    me = current_replica()
+    beat, outcome = (f"{me.run_id}/replicas/{name}" for name in ("0000/0/heartbeat.json", "0001/0/outcome.json"))
+    if me.rank == 1:
+        eventually(lambda: "round" in (find_json(me.store, beat) or {}))
+        raise RuntimeError("rank 1 was to fail")
+    me.report(round=1)
+    eventually(lambda: find_json(me.store, outcome))
+    return "went on"

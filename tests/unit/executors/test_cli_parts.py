@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -45,6 +46,13 @@ def test_the_exit_code_is_the_first_that_applies() -> None:
     for reasons, interrupted, code in cases:
         outcomes = [outcome(rank, reason) for rank, reason in enumerate(reasons)]
         assert exit_code(outcomes, interrupted=interrupted) == code, reasons
+
+
+def test_who_was_ended_because_a_peer_failed_is_not_cancelled_by_the_user() -> None:
+    error = "Replica 0 was ended: rank 1 failed before the first round: ValueError: no."
+    ended = replace(outcome(0, "cancelled"), error=error)
+    assert exit_code([ended, outcome(1, "exception")]) == 1
+    assert exit_code([ended, outcome(1, "exception"), outcome(2, "cancelled")]) == 130
 
 
 def test_the_summary_is_that_of_the_lowest_rank_that_succeeded_and_has_one() -> None:
