@@ -42,6 +42,7 @@ from servers.modal.sandboxes import KERNEL_OOM_KILL, TERMINATED, Sandbox
 
 TOKEN_ID = "ak-oftheteststestst"
 TOKEN_SECRET = "as-never-to-be-seen-outside"
+SECRET_FIELDS = ["secret_sources", "ephemeral_secrets", "cloud_bucket_mount_credentials"]
 T = TypeVar("T")
 
 
@@ -240,9 +241,7 @@ class ModalServer:
 def without_secrets(call: Call) -> Call:
     """Return a call without those parts of its request that make secrets."""
     request = type(call.request).FromString(call.request.SerializeToString())
-    for field in {"SecretGetOrCreate": ["env_dict"], "SandboxCreateV2": ["secret_sources", "ephemeral_secrets"]}.get(
-        call.rpc, []
-    ):
+    for field in {"SecretGetOrCreate": ["env_dict"], "SandboxCreateV2": SECRET_FIELDS}.get(call.rpc, []):
         request.ClearField(field)
     return dataclasses.replace(call, request=request)
 
