@@ -172,8 +172,8 @@ class ModalServer:
         return list(self.calls.sandboxes.values())
 
     def calls_of(self, *rpcs: str) -> list[Call]:
-        """The calls so far of these names."""
-        return [call for call in list(self._dispatcher.calls) if call.rpc in rpcs]
+        """The calls so far of these names, or all."""
+        return [call for call in list(self._dispatcher.calls) if not rpcs or call.rpc in rpcs]
 
     def wait_for(self, rpc: str, n_calls: int = 1, within_s: float = 30.0) -> None:
         """Wait until there have been so many calls of a name."""
