@@ -19,13 +19,22 @@ from executors.errors import (
     UnknownHandleError,
     did_you_mean,
 )
-from executors.observer import Observer, in_parallel
+from executors.observer import RECENT_S, Observer, in_parallel
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class, executor_of_record
-from executors.run_index import Note, folder_of_run, forget, known_run_ids, locate, noted_at_launch
+from executors.root_cause import raise_root_cause
+from executors.run_index import (
+    Note,
+    find_preparation,
+    folder_of_run,
+    forget,
+    known_run_ids,
+    locate,
+    noted_at_launch,
+)
 from executors.run_logs import Note as LogNote
 from executors.run_logs import Ranks, RunLogs, Which
-from executors.status import FAILED_EARLY, ReplicaState, RunStatus, raise_root_cause, wait_until
+from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
 from executors.store.records import exists
@@ -57,6 +66,8 @@ class Run:
         self.has_given_options = self._executor is not None
         """Whether a person made the executor, and so gave its options, too."""
         self._launched = handles
+        self.is_awaited = False
+        """Whether this process has waited for the run's end, or ended it."""
         self._watches_for_failures = True
 
     @cached_property
@@ -143,7 +154,8 @@ class Run:
                 self._watches_for_failures = False
             return all(state.status.is_terminal for state in states)
 
-        return wait_until(has_ended, timeout, self.pauses())
+        self.is_awaited = wait_until(has_ended, timeout, self.pauses())
+        return self.is_awaited
 
     def end_early(self, now: RunStatus, option: str) -> str | None:
         """End the run at a failure before anybody's first round, if it was launched so; return what to say, once.
@@ -169,13 +181,17 @@ class Run:
     def results(self) -> list[Any]:
         """Wait, and return what each replica's entrypoint returned, in rank order.
 
+        When as many as `min_replicas` gave a result, it is None for the others.
+
         Raises:
             ReplicaError: a replica gave no result. The error is the earliest failure, with the remote traceback as its
                 message; the other failures are its notes.
         """
         self.wait()
         outcomes = self.outcomes()
-        raise_root_cause(outcomes)
+        n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
+        if n_done < (self.record.min_replicas or self.world_size):
+            raise_root_cause(outcomes)
         return [outcome.result for outcome in outcomes]
 
     def outcomes(self) -> list[Outcome]:
@@ -194,7 +210,7 @@ class Run:
         """
         states = self._look()
         replicas = self._observer.with_reports(states) if reports else states
-        return RunStatus(self.run_id, self.backend, replicas, self._observer.count_joined())
+        return RunStatus(self.run_id, self.backend, replicas, self._observer.count_joined(), self.record.min_replicas)
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look at the run and the next: at a bucket, requests cost."""
@@ -269,6 +285,7 @@ class Run:
             attempt.request_cancel()  # its launcher died before its service had it; one that comes up late ends, too
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
         in_parallel(lambda r: self.executor.cancel(self.handle(r)), launched)
+        self.is_awaited = self.is_awaited or rank is None
 
     def remove(self) -> None:
         """Delete everything the run left, here and in its store.
@@ -291,14 +308,14 @@ class Run:
         forget(folder)
         if left:
             raise StoreError(
-                f"Run {self.run_id!r} is removed, but for {len(left)} objects under names that no store takes, such as "
-                f"{left[0][:200]!r}. Delete these with the tools of the store.",
+                f"Run {self.run_id!r} is removed, but for {len(left)} objects under names that no run has, such as "
+                f"{left[0][:200]!r}. Delete these with the tools of the rendezvous.",
                 url=self.store.url,
             )
 
     def newest_attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt: its number is 0 until it was resumed, or its process started twice."""
-        self._observer.update()
+        self._observer.update(RECENT_S)
         return self._observer.attempt(rank)
 
     @cached_property
@@ -335,6 +352,8 @@ def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | Se
         run_id = run
         url = str(rendezvous) if rendezvous is not None else locate(check_run_id(run))
     if url is None:
+        if preparation := find_preparation(run_id):
+            raise RunNotFoundError(preparation.describe(run_id))
         raise RunNotFoundError(
             f"No run {run_id!r} is known on this machine.{did_you_mean(run_id, known_run_ids())} For a run that was "
             f"launched elsewhere give its address, as in 's3://BUCKET/PREFIX/{run_id}'."
