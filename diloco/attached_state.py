@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from xxhash import xxh3_128_hexdigest
 
 from diloco.rendezvous.frames import READ_TRIES, BadRecordError, frame, reading, unframe
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.phase import Plan
 from diloco.rendezvous.round import Background
 from diloco.rendezvous.snapshot import DTYPES, decode_part, digest_of, encode_part
 from diloco.rendezvous.training_state import Array, Arrays
@@ -54,27 +57,42 @@ class Kept:
 class AttachedState:
     """The states that are kept for a rank's next attempt."""
 
-    def __init__(self, store: PatientStore, keys: Keys, me: Identity, background: Background) -> None:
+    def __init__(self, store: PatientStore, keys: Keys, me: Identity, background: Background, plan: Plan) -> None:
         self._store = store
         self._keys = keys
         self._me = me
         self._background = background
+        self._plan = plan
         self._attached: dict[str, Any] = {}
+        self._followers: list[Any] = []
         self.kept = self._find() if me.attempt else None
         """What an earlier attempt left, if there was one."""
+        self.step = 0 if self.kept is None else plan.step_before(self.kept.position)
+        """The run's step that what is attached is of."""
 
     def __bool__(self) -> bool:
         return bool(self._attached)
 
-    def attach(self, name: str, thing: Any) -> None:
+    def attach(self, name: str, thing: Any, step: int, *, follow: bool = False) -> None:
         """Keep the state of a thing from now on; when an earlier attempt of this rank left one, load it.
+
+        Args:
+            step: the run's, now.
+            follow: it is a schedule, which is to be stepped to the run's step.
 
         Raises:
             TypeError: it has no state that can be taken and given back, or one that is more than tensors and JSON.
-            ValueError: the name is taken.
+            ValueError: the name is taken, or a schedule of this optimizer is attached already.
         """
         if name in self._attached:
             raise ValueError(f"Something is attached as {name!r} already.")
+        if any(getattr(schedule, "optimizer", None) is thing for schedule in self._followers):
+            raise ValueError(f"Attach {name!r} before its schedule: its state has a learning rate, too.")
+        if follow and (not isinstance(getattr(thing, "last_epoch", None), int) or isinstance(thing, ReduceLROnPlateau)):
+            raise TypeError(
+                f"attach_state({name!r}, …, follow=True) takes a learning rate schedule of torch that counts its steps "
+                f"(last_epoch), got a {type(thing).__name__}. Let it be a function of `inner_step` instead."
+            )
         take, give = _state_calls(name, thing)
         to_arrays(take(), name)
         state = None
@@ -87,6 +105,23 @@ class AttachedState:
         if state is not None:
             give(state)
         self._attached[name] = thing
+        self._followers += [thing] * follow
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of", UserWarning)  # before the optimizer's: on purpose
+            self.follow(step)
+
+    def follow(self, step: int, *, made: int = 0) -> None:
+        """Step the schedules that follow to the run's step; say where the run went on and the rest did not.
+
+        Args:
+            made: steps of this replica since the last call.
+        """
+        for schedule in self._followers:
+            while schedule.last_epoch < step:
+                schedule.step()
+        if step - self.step - made >= self._plan.steps_per_entry and len(self._attached) > len(self._followers):
+            log.warning("rank %s: went on at step %s; what is attached is from step %s", self._me.rank, step, self.step)
+        self.step = step
 
     def keep(self, position: int, progress: Sequence[Tensor]) -> None:
         """Copy all states as they are now, and store the copy in the background."""

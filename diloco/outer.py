@@ -176,7 +176,7 @@ class DiLoCo:
         )
         for layout in context.layouts:
             self._model_state.reserve(layout.kept_bytes(place.world_size, streams=patient.streams))
-        self._attached = AttachedState(patient, keys, me, self._background)
+        self._attached = AttachedState(patient, keys, me, self._background, settings.plan)
         self._participant = Participant(context)
         self._steps = 0
         """Steps of this process."""
@@ -205,11 +205,14 @@ class DiLoCo:
             DivergenceError: this replica's anchor is not the others', also after reloading it.
             FencedError: a newer attempt of this rank has begun; this one is to end.
             AbortedError: a peer aborted the run.
+            RunNotFoundError: the run was deleted.
         """
         self._check_open()
         self._steps += 1
         began = monotonic()
-        return self._report(self._participant.step(), began)
+        reports = self._participant.step()
+        self._attached.follow(self.inner_step, made=1)
+        return self._report(reports, began)
 
     def sync(self) -> list[RoundReport]:
         """Have a round of every fragment now; all replicas must call it at the same step. Inner steps count from here.
@@ -219,10 +222,11 @@ class DiLoCo:
         self._check_open()
         began = monotonic()
         reports = self._participant.sync()
+        self._attached.follow(self.inner_step)
         self._report(reports, began)
         return reports
 
-    def attach_state(self, name: str, thing: Any) -> None:
+    def attach_state(self, name: str, thing: Any, *, follow: bool = False) -> None:
         """Keep a state with the snapshots, so that this rank's next attempt goes on with it and the loss has no bump.
 
         Attach the inner optimizer, the learning rate schedule, the data's position and the random generators, right
@@ -230,16 +234,22 @@ class DiLoCo:
         earlier one kept. States are kept once every `snapshot_every` rounds, at the end of the `step()` that had the
         round: call `step()` last, when everything else has taken its step.
 
+        A run goes on without a replica that is away: `inner_step` is then further than what is attached, which a line
+        in the log says. Make schedules functions of `inner_step`, or let them follow it.
+
         Args:
             name: tells apart what is attached; the same in each attempt.
             thing: has `state_dict` and `load_state_dict`, or is a random generator of torch, numpy or Python. Its
                 state is tensors, arrays and JSON; it is stored as safetensors and JSON, never as a pickle.
+            follow: it is a learning rate schedule of torch: DiLoCo steps it to `inner_step`, now and at the end of each
+                `step()`. Do not step it yourself, and attach its optimizer first.
 
         Raises:
             TypeError: it is something else, or its state is; says where.
+            ValueError: the name is taken, or a schedule that follows was attached before its optimizer.
         """
         self._check_open()
-        self._attached.attach(name, thing)
+        self._attached.attach(name, thing, self.inner_step, follow=follow)
 
     def close(self) -> None:
         """Apply what is in flight and leave; does not average. Safe to call again.
@@ -329,7 +339,9 @@ class DiLoCo:
             view.copy_(state["anchor"][name])
         for outer, outer_state in zip(self._model_state.outer, state["outer"], strict=True):
             outer.load_state_dict(outer_state)
+        self._attached.step = state["base"] + state["since"]
         self._participant.go_back(state["rounds"], state["base"], state["since"])
+        self._attached.follow(self.inner_step)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from executors.errors import (
-    CorruptObjectError,
-    UnknownHandleError,
-)
+from executors.errors import CorruptObjectError, UnknownHandleError
 from executors.protocol import BY_USER, ENDED, REASONS, Outcome, Reason, ReplicaHandle, ReplicaStatus
 from executors.status import wait_until_terminal
 from executors.store import Store, store_at
@@ -60,6 +57,14 @@ class Claim(Record):
     """None: a replica that joined without being launched."""
     pid_started: int | None = checked(nullable(TICKS), None)
     host: str = checked(text(1000), "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boot(Record):
+    """`boot.json`: what a replica elsewhere does before its worker runs."""
+
+    at: float = checked(number(LONG_AGO, FAR_AHEAD))
+    doing: str = checked(text(100))
 
 
 @dataclass(frozen=True)

@@ -54,10 +54,10 @@ class Observer:
         self._record = record
         self._executor = executor
         self._is_directory = directory_of(store.url) is not None
-        self._is_near = self._is_directory or store.url.startswith("memory:")
+        self.is_near = self._is_directory or store.url.startswith("memory:")
         self._inventory = Inventory()
         self._updated_at = -math.inf
-        self._handles: dict[tuple[int, int], Any] = {(rank, 0): handle for rank, handle in enumerate(handles or ())}
+        self._handles: dict[int, tuple[int | None, Any]] = {rank: (0, each) for rank, each in enumerate(handles or ())}
         self._outcomes: dict[int, Outcome] = {}
         self._beats: dict[int, tuple[int, Beat | None]] = {}
 
@@ -68,7 +68,7 @@ class Observer:
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look and the next: a far store's requests cost."""
-        return pauses() if self._is_near else pauses(*FAR_PAUSES_S)
+        return pauses() if self.is_near else pauses(*FAR_PAUSES_S)
 
     def look(self, ranks: Sequence[int]) -> list[ReplicaState]:
         """Return the state of replicas, but for what they report.
@@ -115,34 +115,31 @@ class Observer:
         is_final = known is not None and known.status is ReplicaStatus.SUCCEEDED
         return known if is_final or (known and known.attempt == self._inventory.newest(rank)) else None
 
-    def newest_attempt(self, rank: int) -> Attempt:
-        """Return a rank's newest attempt, as of a moment ago at most: many may be asked for one after the other."""
-        self.update(RECENT_S)
-        return self.attempt(rank)
-
     def handle(self, rank: int) -> Any:
         """Return a rank's handle; None while it has left none that this process can read."""
-        if (handle := self._newest_handle(rank)) is None:  # it may still come: its launcher may be at work
+        _, handle = self._handles.get(rank, (None, None))
+        if handle is None:  # it may still come: its launcher may be at work
             self.update()
             handle = self._newest_handle(rank)
         return handle
 
     def handles(self) -> list[Any]:
         """Return the handles in rank order."""
-        self.update(RECENT_S)
+        if any(self._handles.get(rank, (None, None))[1] is None for rank in self.ranks):
+            self.update()
         return self.map(self._newest_handle, self.ranks)
 
+    def launched(self, rank: int) -> list[Attempt]:
+        """Return a rank's attempts that were launched, oldest first, as of the last look: those with a log."""
+        found = [self.attempt(rank).at(number) for number in self._inventory.launched(rank)]
+        return found or [self.attempt(rank).at(0)]
+
     def handle_at(self, attempt: Attempt) -> Any:
-        """Return the handle that one attempt left, or the backend finds; None where there is none, as of now."""
-        place = (attempt.rank, attempt.number)
-        if self._handles.get(place) is None:
-            found = attempt.handle(self._record.backend) if self._inventory.has(*place, "handle") else None
-            if found is None and self._inventory.has(*place, "intent"):
-                executor = self._executor()
-                if isinstance(executor, NativeExecutor):
-                    found = executor.find_handle(attempt.announced(self._record.backend))
-            self._handles[place] = found
-        return self._handles[place]
+        """Return the handle of an attempt; None where it left none of its own that this process can read."""
+        if attempt.number == self._inventory.newest_launched(attempt.rank):
+            return self._newest_handle(attempt.rank)
+        number, known = self._handles.get(attempt.rank, (None, None))
+        return known if number == attempt.number else attempt.handle(self._record.backend)
 
     def collect_missing(self) -> None:
         """Take from the backend what the store does not have: replicas that succeeded without reaching the store."""
@@ -165,13 +162,19 @@ class Observer:
             self._outcomes[rank] = outcome
 
     def _newest_handle(self, rank: int) -> Any:
-        """Return the handle of the newest attempt that has one."""
-        attempt = self.attempt(rank)
-        handle = self.handle_at(attempt.at(self._inventory.newest_launched(rank) or 0))
-        is_announced = handle is None and self._inventory.has(rank, attempt.number, "intent")
-        if is_announced and (outcome := attempt.outcome()):  # its backend found that it was never started
-            self._outcomes[rank] = outcome
-        return handle
+        """Return the handle of the newest attempt that has one; read again when a newer one was launched."""
+        launched, (number, known) = self._inventory.newest_launched(rank), self._handles.get(rank, (None, None))
+        if launched is None or (known is not None and number == launched):
+            return known
+        attempt = self.attempt(rank).at(launched)
+        found = attempt.handle(self._record.backend)
+        executor = self._executor() if found is None else None
+        if isinstance(executor, NativeExecutor):
+            found = executor.find_handle(attempt.announced(self._record.backend))
+            if found is None and (outcome := attempt.outcome()):  # it was found that it was never started
+                self._outcomes[rank] = outcome
+        self._handles[rank] = (launched, found)
+        return found
 
     def _ask_backend(
         self, newest: Mapping[int, Attempt], handles: Mapping[int, Any]
@@ -215,6 +218,8 @@ class Observer:
         number = self._inventory.newest(rank)
         has_started = self._inventory.has(rank, number, "started")
         status = reported or (ReplicaStatus.RUNNING if has_started else ReplicaStatus.PENDING)
+        if not has_started and self._inventory.has(rank, number, "boot"):
+            doing = "installing"
         return ReplicaState(rank, number, status, doing=doing)
 
     def _with_report(self, state: ReplicaState) -> ReplicaState:

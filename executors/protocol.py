@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
+
+from executors.replica_log import Log
 
 Reason = Literal[
     "exception",  # the entrypoint raised
@@ -29,6 +31,7 @@ Reason = Literal[
 ]
 REASONS: tuple[str, ...] = get_args(Reason)
 BY_USER = "cancelled by the user"
+GATHER_S = 600.0
 
 
 class ReplicaStatus(StrEnum):
@@ -158,6 +161,10 @@ class RunSpec:
     detach: bool = False
     chaos: tuple[str, ...] = ()
     """Faults that the replicas are to suffer; see `chaos.py`."""
+    min_replicas: int | None = None
+    """How many of `ranks` are enough when the others cannot be started. None: all."""
+    gather_s: float = GATHER_S
+    """How long the others are waited for."""
     fail_fast: bool = False
     """Whether the first failure ends the run, as long as nobody has had a round."""
 
@@ -184,6 +191,8 @@ class Package:
     """What git would take and the archive lacks, with the reason in brackets."""
     requirements: tuple[str, ...] = ()
     """What to install."""
+    pins: tuple[str, ...] = ()
+    """Those of them that are ours: an image that has a later version keeps it."""
     paths: tuple[str, ...] = ()
     """Folders of the workspace from which the launcher imports, such as `src`: its `sys.path`, made relative."""
 
@@ -201,7 +210,15 @@ class KeepsOptions(Protocol):
 
     @property
     def options_to_keep(self) -> Mapping[str, Any]:
-        """The options with which the executor was made, as JSON: what this machine notes of a launch."""
+        """The options with which the executor was made: what this machine notes of a launch, as far as it is JSON."""
+
+
+@runtime_checkable
+class KnowsPrices(Protocol):
+    """An executor that can say what its machines cost."""
+
+    def price_per_hour(self, gpu: str | None) -> float | None:
+        """Return what an hour of one replica costs in US dollars; None: its service does not tell."""
 
 
 @dataclass(frozen=True)
@@ -222,36 +239,6 @@ class Observation:
     """How it ended: its process or job was found gone, and this is on record now."""
     doing: str = ""
     """In a few words for people, what it does or waits for before its entrypoint runs, as in "installing"."""
-
-
-class Log(Protocol):
-    """What one attempt of one rank writes, as it can be read from here. For one reader; any thread may close it."""
-
-    @property
-    def note(self) -> str:
-        """Where it is read, if that is not where the replica writes to, and how old that is."""
-
-    @property
-    def may_lag(self) -> bool:
-        """Whether lines come late, so that the last may be missing when the replica has ended."""
-
-    @property
-    def pause_s(self) -> float:
-        """How long to wait between two reads, at least."""
-
-    def tail(self, n_lines: int) -> str:
-        """Return the last lines so far."""
-
-    def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
-        """Yield what was written since the last call, in parts of bounded size: whole lines, with their newlines.
-
-        Args:
-            n_first: at the first call, how many of the last lines.
-            has_ended: the replica writes no more; the very last line may come without a newline.
-        """
-
-    def close(self) -> None:
-        """Let go of connections, at once."""
 
 
 @runtime_checkable
@@ -300,6 +287,7 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
         gpu: str | None = None,
         timeout: float | None = None,
         run: RunSpec | None = None,
+        tell: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Start replicas as `ServerlessExecutor.launch_replicas` does.
 

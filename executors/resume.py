@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from executors.attempt import Attempt, Intent
@@ -20,7 +20,8 @@ from executors.errors import (
     StoreError,
     UntrustedTaskError,
 )
-from executors.protocol import NativeExecutor, ReplicaStatus, RunSpec
+from executors.protocol import KeepsOptions, NativeExecutor, ReplicaStatus, RunSpec
+from executors.registry import is_given
 from executors.run import Run
 from executors.store.records import SHA256, exists
 from executors.task.stored import StoredTask, read_task
@@ -43,6 +44,7 @@ def resume(
     detach: bool = False,
     task_digest: str | None = None,
     trust_bucket: bool = False,
+    tell: Callable[[str], None] = lambda words: None,
 ) -> Run:
     """Start a new attempt of every rank that ended without succeeding.
 
@@ -54,6 +56,7 @@ def resume(
         detach: go on when this process ends.
         task_digest: the sha256 of the task, for a run that another machine launched: `Run.task_digest` there.
         trust_bucket: start instead whatever the run's store holds, with the credentials of this machine.
+        tell: gets a few words on how far the start is, where it takes long.
 
     Returns: the run, with the handles of the new attempts.
 
@@ -84,6 +87,7 @@ def resume(
     for rank, attempt in next_attempts.items():
         by_attempt.setdefault(attempt, []).append(rank)
     begun: set[int] = set()
+    goes_on = run.world_size - len(next_attempts)
     for attempt, group in sorted(by_attempt.items()):
         spec = RunSpec(
             run_id=run.run_id,
@@ -96,6 +100,7 @@ def resume(
             secret_names=secret_names,
             detach=detach,
             chaos=launched.chaos,
+            min_replicas=launched.min_replicas and max(1, min(launched.min_replicas - goes_on, len(group))),
             fail_fast=launched.fail_fast,
         )
         handles = executor.launch_replicas(
@@ -105,6 +110,7 @@ def resume(
             gpu=gpu if gpu is not None else launched.gpu,
             timeout=timeout if timeout is not None else launched.timeout_s,
             run=spec,
+            tell=tell,
         )
         begun.update(handle.rank for handle in handles)
     if overtaken := {rank: attempt for rank, attempt in next_attempts.items() if rank not in begun}:
@@ -118,24 +124,26 @@ def resume(
 def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the secrets that the replicas get, after checking that a person named them here.
 
-    The machine that launched this very task has noted them, and the options of its executor. Nothing of this is taken
-    from a record.
+    The machine that launched this very task has noted them, and the options of its executor as far as they are JSON.
+    Nothing of this is taken from a record.
     """
-    if run.noted is not None:
-        return tuple(secrets or run.noted.secrets)
-    launched = task.launched_with
-    if missing := sorted(set(launched.secrets) - set(secrets)):
+    launched, noted = task.launched_with, run.noted
+    missing = [] if noted else sorted(set(launched.secrets) - set(secrets))
+    if missing:
         raise ValueError(
             f"Run {run.run_id!r} was launched with the secret {missing[0]!r}, and this machine gives no secret away "
             f"because a record names it. Name it again: --secret {missing[0]} or secrets=[{missing[0]!r}]."
         )
-    if launched.unrecorded_options and not run.has_given_options:
-        option, backend = launched.unrecorded_options[0], run.backend
+    given: Collection[str] = noted.executor_options if noted else ()  # an option that is not JSON is not noted either
+    if run.has_given_options and isinstance(run.executor, KeepsOptions):
+        given = {name for name, value in run.executor.options_to_keep.items() if is_given(value)}
+    if missing := sorted(set(launched.unrecorded_options) - set(given)):
+        option, backend = missing[0], run.backend
         raise ValueError(
             f"Run {run.run_id!r} was launched with the option {option!r} of backend {backend!r}, which is not taken "
             f"from a record. Give it again: --backend {backend} --option {option}=…, or attach(…, executor=…)."
         )
-    return tuple(secrets)
+    return tuple(secrets or (noted.secrets if noted else ()))
 
 
 def _next_attempts(run: Run, ranks: Sequence[int] | None) -> dict[int, int]:
@@ -209,11 +217,11 @@ def vouched_task(run: Run, *, task_digest: str | None = None, trust_bucket: bool
         digest = kept
     else:
         raise UntrustedTaskError(
-            f"Run {run.run_id!r} was not launched from here, at least not under this address, so only its store says "
-            f"what it is. {_what_would_run(run)} To resume it, give the digest that `replicas status {run.run_id} "
+            f"Run {run.run_id!r} was not launched from here, at least not under this address, so only its rendezvous "
+            f"says what it is. {_what_would_run(run)} To resume it, give the digest that `replicas status {run.run_id} "
             "--json` says as task_digest on the machine that launched it: "
             f"replicas resume {shlex.quote(run.url)} --task-digest SHA256, or task_digest=. "
-            "Or trust whoever can write to that store: --trust-bucket, or trust_bucket=True."
+            "Or trust whoever can write to that rendezvous: --trust-bucket, or trust_bucket=True."
         )
     task = read_task(run.store, run.run_id, digest)
     launched_with = {**vars(task.launched_with), "task_digest": digest}
@@ -244,7 +252,7 @@ def _what_would_run(run: Run) -> str:
     entrypoint, by, digest = (_shown(value) for value in (record.entrypoint, record.created_by, record.task_digest))
     return (
         f"Resuming {run.url} runs code with the credentials of this machine: {entrypoint}, launched by {by}, with the "
-        f"task digest {digest}, as the store says."
+        f"task digest {digest}, as its rendezvous says."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -18,8 +19,7 @@ from executors.errors import (
     UnknownHandleError,
     did_you_mean,
 )
-from executors.logs.follower import Sight
-from executors.observer import Observer, in_parallel
+from executors.observer import RECENT_S, Observer, in_parallel
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class, executor_of_record
 from executors.root_cause import raise_root_cause
@@ -32,7 +32,8 @@ from executors.run_index import (
     locate,
     noted_at_launch,
 )
-from executors.run_logs import Ranks, RunLogs, Which, check_rank
+from executors.run_logs import Note as LogNote
+from executors.run_logs import Ranks, RunLogs, Which
 from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
@@ -41,6 +42,7 @@ from executors.store.url import RUN_ID, address_of, check_run_id, existing_store
 from executors.task.record import RunRecord, find_run_record
 
 MAX_WHY = 2000  # characters
+log = logging.getLogger(__name__)
 
 
 class Run:
@@ -179,13 +181,17 @@ class Run:
     def results(self) -> list[Any]:
         """Wait, and return what each replica's entrypoint returned, in rank order.
 
+        When as many as `min_replicas` gave a result, it is None for the others.
+
         Raises:
             ReplicaError: a replica gave no result. The error is the earliest failure, with the remote traceback as its
                 message; the other failures are its notes.
         """
         self.wait()
         outcomes = self.outcomes()
-        raise_root_cause(outcomes)
+        n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
+        if n_done < (self.record.min_replicas or self.world_size):
+            raise_root_cause(outcomes)
         return [outcome.result for outcome in outcomes]
 
     def outcomes(self) -> list[Outcome]:
@@ -204,7 +210,7 @@ class Run:
         """
         states = self._look()
         replicas = self._observer.with_reports(states) if reports else states
-        return RunStatus(self.run_id, self.backend, replicas, self._observer.count_joined())
+        return RunStatus(self.run_id, self.backend, replicas, self._observer.count_joined(), self.record.min_replicas)
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look at the run and the next: at a bucket, requests cost."""
@@ -230,8 +236,22 @@ class Run:
                 resumed meanwhile, it goes on with the new attempt.
             attempt: the number of one, "all", or None: the newest of each rank.
         """
-        pieces = RunLogs(self, attempt).pieces(rank, tail, follow=follow)
+        pieces = self.log_pieces(rank, tail, follow, attempt)
         return pieces if follow else "".join(pieces)
+
+    def log_pieces(
+        self, rank: Ranks, tail: int, follow: bool, attempt: Which = None, note: LogNote = log.warning
+    ) -> Iterator[str]:
+        """Yield what `logs` returns, rank after rank; followed, line after line.
+
+        Args:
+            note: is given a line about each log that is not read where its replica writes to.
+        """
+        logs = RunLogs(self._observer, self.executor, attempt, note)
+        is_one = isinstance(rank, int)
+        chosen = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
+        ranks = [self._check_rank(r) for r in chosen]
+        return logs.followed(ranks, tail, is_one=is_one) if follow else logs.tails(ranks, tail, is_one=is_one)
 
     def artifacts(self, rank: int) -> list[Artifact]:
         """List the files that a replica kept with `save_artifact`.
@@ -242,7 +262,7 @@ class Run:
 
     def all_artifacts(self, rank: int) -> list[Artifact]:
         """List all objects where a replica keeps its files, also those whose names cannot be written to."""
-        return find_artifacts(self.store, rank, self.newest_attempt(check_rank(self, rank)).key("artifacts/"))
+        return find_artifacts(self.store, rank, self.newest_attempt(self._check_rank(rank)).key("artifacts/"))
 
     def request_cancel(self) -> None:
         """Leave the cancel marker of every replica that has not ended; `cancel` also waits for their end."""
@@ -252,7 +272,7 @@ class Run:
     def cancel(self, rank: int | None = None) -> None:
         """Cancel one replica, or all that still run; returns when they are gone. Nothing changes for the others."""
         observer = self._observer
-        ranks = observer.ranks if rank is None else [check_rank(self, rank)]
+        ranks = observer.ranks if rank is None else [self._check_rank(rank)]
         alive = [state.rank for state in observer.look(ranks) if not state.status.is_terminal]
         launched = [r for r in alive if self.handle(r) is not None]
         for r in set(alive) - set(launched):
@@ -288,14 +308,20 @@ class Run:
         forget(folder)
         if left:
             raise StoreError(
-                f"Run {self.run_id!r} is removed, but for {len(left)} objects under names that no store takes, such as "
-                f"{left[0][:200]!r}. Delete these with the tools of the store.",
+                f"Run {self.run_id!r} is removed, but for {len(left)} objects under names that no run has, such as "
+                f"{left[0][:200]!r}. Delete these with the tools of the rendezvous.",
                 url=self.store.url,
             )
 
     def newest_attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt: its number is 0 until it was resumed, or its process started twice."""
-        return self._observer.newest_attempt(rank)
+        self._observer.update(RECENT_S)
+        return self._observer.attempt(rank)
+
+    def launched(self, rank: int) -> list[Attempt]:
+        """Return a rank's attempts that were launched, oldest first: each has a log of its own."""
+        self._observer.update(RECENT_S)
+        return self._observer.launched(rank)
 
     @cached_property
     def _observer(self) -> Observer:
@@ -304,20 +330,10 @@ class Run:
     def _look(self) -> list[ReplicaState]:
         return self._observer.look(self._observer.ranks)
 
-    # What `RunLogs` needs
-
-    def handle_at(self, attempt: Attempt) -> Any:
-        """Return the handle of one attempt; None where it left none of its own that this process can read."""
-        return self._observer.handle_at(attempt)
-
-    def look(self, ranks: Sequence[int]) -> dict[int, Sight]:
-        """Return the newest attempt of each of some ranks, and whether it has ended."""
-        return {each.rank: Sight(each.attempt, each.status.is_terminal) for each in self._observer.look(ranks)}
-
-    def outcome_of(self, attempt: Attempt) -> Outcome | None:
-        """Return how an attempt ended; None while it has not."""
-        known = self._observer.outcome(attempt.rank)
-        return known if known is not None and known.attempt == attempt.number else attempt.outcome()
+    def _check_rank(self, rank: int) -> int:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"Run {self.run_id!r} has the ranks 0 to {self.world_size - 1}, got rank={rank}.")
+        return rank
 
 
 def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | ServerlessExecutor | None = None) -> Run:

@@ -87,6 +87,8 @@ class RunStatus:
     replicas: Sequence[ReplicaState]
     joined: int = 0
     """How many more ranks joined while it ran; only their claims are known."""
+    min_replicas: int | None = None
+    """How many replicas are enough. None: all."""
     at: float = field(default_factory=time.time)
 
     @property
@@ -112,6 +114,9 @@ class RunStatus:
         found = {replica.status for replica in self.replicas}
         if not self.is_terminal:
             return ReplicaStatus.PENDING if found == {ReplicaStatus.PENDING} else ReplicaStatus.RUNNING
+        n_done = dict(self.numbers).get(ReplicaStatus.SUCCEEDED, 0)
+        if n_done >= (self.min_replicas or len(self.replicas)):
+            return ReplicaStatus.SUCCEEDED
         worst_first = (ReplicaStatus.FAILED, ReplicaStatus.CANCELLED)
         return next((status for status in worst_first if status in found), ReplicaStatus.SUCCEEDED)
 
@@ -127,12 +132,29 @@ class RunStatus:
         joined = [f"{self.joined} joined"] if self.joined else []
         return ", ".join([*(f"{count} {status}" for status, count in self.numbers), *joined])
 
+    @property
+    def prospects(self) -> str:
+        """With `min_replicas`: that some may still join, or that too few can still succeed. Else nothing."""
+        if self.min_replicas is None:
+            return ""
+        count, n = dict(self.numbers), len(self.replicas)
+        pending = count.get(ReplicaStatus.PENDING, 0)
+        can_succeed = n - count.get(ReplicaStatus.FAILED, 0) - count.get(ReplicaStatus.CANCELLED, 0)
+        if can_succeed < self.min_replicas:
+            which = "succeeded" if self.is_terminal else "can still succeed"
+            return f"only {can_succeed} of {n} {which}, at least {self.min_replicas} were asked for"
+        if pending and can_succeed - pending >= self.min_replicas:
+            return f"started with {can_succeed - pending} of {n}; {pending} may still join"
+        return ""
+
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain JSON."""
         return {
             "run_id": self.run_id,
             "backend": self.backend,
             "status": self.status,
+            "min_replicas": self.min_replicas,
+            "prospects": self.prospects,
             "joined": self.joined,
             "replicas": [replica.to_json() for replica in self.replicas],
         }
@@ -161,7 +183,8 @@ class RunStatus:
         head = "".join(f"<th>{html.escape(HEADINGS.get(name, name))}</th>" for name in columns)
         rows = ["".join(f"<td>{html.escape(row.cell(name))}</td>" for name in columns) for row in self.replicas]
         body = "".join(f"<tr>{row}</tr>" for row in rows)
-        title = f"{html.escape(self.run_id)} on {html.escape(self.backend)}: {html.escape(self.counts)}"
+        words = "; ".join(filter(None, [self.counts, self.prospects]))
+        title = html.escape(f"{self.run_id} on {self.backend}: {words}")
         return f"<p>{title}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 

@@ -18,12 +18,14 @@ from diloco.errors import AbortedError, DiLoCoError, FencedError
 from diloco.rendezvous.frames import Contribution, Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.patient_store import PatientStore
-from executors.errors import ReplicasError
+from executors.errors import ReplicasError, RunNotFoundError
 from executors.replica import Replica, current_replica, find_replica
 from executors.store import MemoryStore, Store, store_at
 from executors.store.watch import Watch
 
 JOIN = "join"
+DELETED_LOOKS, DELETED_LOOK_S = 3, 10.0
+"""A run is held to be deleted when what is never deleted was missing in three looks, ten seconds apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,11 @@ class Membership:
         """The first rank beyond the first world that nobody has claimed, as far as was looked."""
         self.seal: Seal | None = None
         """The newest seal that was adopted."""
-        self.fence_checked_s = self._abort_checked_s = clock()
+        self.read_seal: str | None = None
+        """The key of the first seal that was read: where a run was deleted, later ones may be there again."""
+        self.missing_looks = 0
+        """How often in a row nothing was found of what is never deleted."""
+        self.fence_checked_s = self._abort_checked_s = self._looked_s = clock()
 
     @property
     def expected(self) -> Mapping[int, int]:
@@ -196,6 +202,7 @@ class Membership:
     def check_fence(self) -> None:
         """Raise FencedError when a newer attempt of this rank has begun."""
         self.fence_checked_s = self._clock()
+        self.check_run()
         newer = self._me.attempt + 1
         if self._is_claimed(self._me.rank, newer):
             raise FencedError(
@@ -205,12 +212,34 @@ class Membership:
 
     def check_abort(self) -> None:
         """Raise AbortedError when a peer has aborted the run; asks at most every `abort_check_s`."""
+        self.check_run()
         if self._clock() - self._abort_checked_s < self._abort_check_s:
             return
         self._abort_checked_s = self._clock()
         data = self._store.peek(self._keys.abort())
         if data is not None:
             raise AbortedError.from_record(self._keys.run_id, bytes(data))
+
+    def check_run(self) -> None:
+        """Raise RunNotFoundError when the run was deleted: nobody could end a replica that wrote on into its place.
+
+        One stale answer, or a store that fails, ends nobody.
+        """
+        if self._clock() - self._looked_s < DELETED_LOOK_S:
+            return
+        self._looked_s = self._clock()
+        kept = [self._keys.claim(self._me.rank, self._me.attempt), self._keys.snapshot(0)]
+        kept += [] if self.read_seal is None else [self.read_seal]
+        self.missing_looks = self.missing_looks + 1 if all(map(self._store.is_missing, kept)) else 0
+        if self.is_deleted:
+            raise RunNotFoundError(
+                f"Run {self._keys.run_id!r} was deleted from {self._store.store.url}: neither the claim of rank "
+                f"{self._me.rank} ({kept[0]}) nor {kept[-1]} is there any more. This replica ends."
+            )
+
+    @property
+    def is_deleted(self) -> bool:
+        return self.missing_looks >= DELETED_LOOKS
 
 
 @dataclass(frozen=True, slots=True)

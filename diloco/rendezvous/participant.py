@@ -61,7 +61,7 @@ class Participant:
             self.phase.is_restored = [True] * self._n_fragments
             self._cursor.restore(progress, position)
         self._cursor.set_newest_seal()
-        self.phase.begin(self.position * self._plan.steps_per_entry)
+        self.phase.begin(self._plan.step_before(self.position))
         self._join_the_others()
 
     def go_back(self, position: int, base: int, since: int) -> None:
@@ -103,9 +103,11 @@ class Participant:
             self.say_bye()
 
     def say_bye(self) -> None:
-        """Say that this replica sends nothing more, and adopt nothing."""
+        """Say that this replica sends nothing more, and adopt nothing; nowhere if the run was deleted."""
         context, pauses = self._context, self._context.pauses()
-        while not context.store.write(context.keys.bye(context.me.rank, context.me.attempt), b""):
+        while not self._members.is_deleted and not context.store.write(
+            context.keys.bye(context.me.rank, context.me.attempt), b""
+        ):
             context.wait(next(pauses), ())
 
     # -- steps and rounds ------------------------------------------------------------------------------------------
@@ -117,6 +119,8 @@ class Participant:
             QuorumTimeoutError, ContributionError, DivergenceError, FencedError, AbortedError: see `DiLoCo.step`.
         """
         self.phase.step_made()
+        if self._members.missing_looks:
+            self._members.check_run()
         reports: list[RoundReport] = []
         if self._plan.is_over(self.position):
             return reports

@@ -70,6 +70,16 @@ class PatientStore:
         end = start + size  # the range may not exist any more: then the object is rotten, the store does not fail
         return self.store.get(key)[start:end]
 
+    def is_missing(self, key: str) -> bool:
+        """Return whether the store says that there is no such object; an error is no answer."""
+        try:
+            self._get(key, 0, 0)
+        except KeyNotFoundError:
+            return True
+        except StoreError:
+            pass
+        return False
+
     def exists(self, key: str) -> bool:
         """Return whether the object exists; False may be wrong."""
         return self.peek(key) is not None

@@ -42,6 +42,14 @@ class Plan:
     def last_entry(self) -> int | None:
         return None if self.n_entries is None else self.n_entries - 1
 
+    def step_before(self, position: int) -> int:
+        """Return the run's step at which everything before an entry has been adopted."""
+        return self.capped(position * self.steps_per_entry)
+
+    def capped(self, step: int) -> int:
+        """Return the step, or the last planned one."""
+        return step if self.total_steps is None else min(step, self.total_steps)
+
     def is_over(self, position: int) -> bool:
         """Return whether nothing is planned from this entry on: one more would be a round alone."""
         return self.last_entry is not None and position > self.last_entry
@@ -120,7 +128,7 @@ class Phase:
 
     def begin(self, base: int, since: int = 0) -> None:
         """Continue from the step that others, or a checkpoint, have reached."""
-        self.base, self.since = self._capped(base), since
+        self.base, self.since = self._plan.capped(base), since
 
     def met(self, n_entries: int) -> None:
         """Go on after the rounds of a boundary, from which all go on together."""
@@ -135,7 +143,7 @@ class Phase:
 
     def synchronised(self, step: int) -> None:
         """Go on after rounds outside the plan: they are worth the steps that were made, not an entry's."""
-        self.base, self.since = self._capped(step), 0
+        self.base, self.since = self._plan.capped(step), 0
 
     @property
     def seconds(self) -> float:
@@ -155,11 +163,8 @@ class Phase:
         return self.seconds > 0 or self._steps > 0
 
     def _advance(self, n_entries: int) -> None:
-        self.base = self._capped(self.base + n_entries * self._plan.steps_per_entry)
+        self.base = self._plan.capped(self.base + n_entries * self._plan.steps_per_entry)
         self._begin_measuring()
 
     def _begin_measuring(self) -> None:
         self._known_s, self._steps, self._trained_s = self.seconds, 0, 0.0
-
-    def _capped(self, step: int) -> int:
-        return step if self._plan.total_steps is None else min(step, self._plan.total_steps)

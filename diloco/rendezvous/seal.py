@@ -57,6 +57,7 @@ class SealLog:
             return None
         if seal.lost_mean is None:
             self._newest = entry, seal
+            context.members.read_seal = context.members.read_seal or context.keys.seal(entry)
         return seal
 
     def is_rotten(self, entry: int) -> bool:

@@ -13,6 +13,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from executors.cli.backends import backends
 from executors.cli.collect import collect
@@ -23,8 +24,50 @@ from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, inert
 from executors.cli.runs import cancel, ls, rm, status, wait
 from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
 
+SYNONYMS = {
+    **dict.fromkeys(("run", "start", "submit", "exec"), "launch"),
+    **dict.fromkeys(("ps", "list", "runs"), "ls"),
+    **dict.fromkeys(("stop", "kill", "end"), "cancel"),
+    **dict.fromkeys(("tail", "log", "follow"), "logs"),
+    **dict.fromkeys(("show", "info", "inspect", "top"), "status"),
+    **dict.fromkeys(("attach", "watch"), "wait"),
+    **dict.fromkeys(("results", "fetch", "get"), "collect"),
+    **dict.fromkeys(("restart", "retry"), "resume"),
+    **dict.fromkeys(("remove", "delete", "del"), "rm"),
+}
+"""What other tools call our verbs."""
+HINTS = {
+    "-n": ". How many replicas is --n; -n is how many lines.",
+    "-o": ". An option of the backend is --option; -o is the folder of `replicas collect`.",
+}
+"""What is said of short forms that a verb does not have."""
+
+
+class _Verb(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types_of_flags(super().get_params(ctx))
+
+
+class _Verbs(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types_of_flags(super().get_params(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in SYNONYMS:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {SYNONYMS[args[0]]!r}?")
+        return super().resolve_command(ctx, args)
+
+
+def _without_types_of_flags(options: list[Any]) -> list[Any]:
+    for option in options:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""  # the help would show <bool>
+    return options
+
+
 app = typer.Typer(
     name="replicas",
+    cls=_Verbs,
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -33,7 +76,7 @@ app = typer.Typer(
     "\n\nreplicas logs RUN -f    replicas status RUN    replicas collect RUN --out results",
 )
 for verb in (launch, ls, status, logs, wait, collect, cancel, resume, rm, doctor, backends):
-    app.command(epilog=getattr(verb, "epilog", None))(verb)
+    app.command(cls=_Verb, epilog=getattr(verb, "epilog", None))(verb)
 
 
 def _print_version(wanted: bool) -> None:
@@ -89,11 +132,13 @@ def _call() -> int:
         return CANCELLED
     except ReplicasError as error:
         code = _fail(error)
-        return CANCELLED if isinstance(error, LaunchError) and error.cancelled else code
+        if isinstance(error, LaunchError):  # something was started
+            code = CANCELLED if error.cancelled else FAILED
+        return code
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of typer's: a defect, shown with its traceback
             raise
-        return _fail(error, error.format_message())
+        return _fail(error, error.format_message() + HINTS.get(getattr(error, "option_name", ""), ""))
     return returned if isinstance(returned, int) else 0
 
 

@@ -140,9 +140,9 @@ def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, A
     skipped: list[dict[str, Any]] = []
     for rank in range(run.world_size):
         (folder / str(rank)).mkdir()
-        newest = run.newest_attempt(rank)
-        for attempt in map(newest.at, range(newest.number + 1)):
-            is_newest = attempt == newest
+        attempts = run.launched(rank)
+        for attempt in attempts:
+            is_newest = attempt == attempts[-1]
             log = folder / str(rank) / ("output.log" if is_newest else f"output-attempt-{attempt.number}.log")
             if problem := _copy_log(run, attempt, log, is_newest=is_newest):
                 skipped.append({"rank": rank, "log": log.name, "problem": problem})
@@ -181,8 +181,6 @@ def _save(artifact: Artifact, folder: Path) -> str | None:
 
 def _copy_log(run: Run, attempt: Attempt, path: Path, *, is_newest: bool) -> str | None:
     """Write the log of an attempt, all of it where it can be read so; return what cannot be read, and why."""
-    if not is_newest and run.handle_at(attempt) is None:
-        return None  # its process was another attempt's
     problem = None
     with _named(path), open(path, "wb") as file:
         if is_newest:

@@ -23,7 +23,7 @@ LOW_DISK_BYTES = 1 << 30
 STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
 PROBE_LIMIT_S = 900.0
 WITHOUT_INOTIFY = (
-    "Replicas ask their store in short intervals instead, which is slower. On Linux raise "
+    "Replicas ask their rendezvous in short intervals instead, which is slower. On Linux raise "
     "fs.inotify.max_user_instances, or: pip install inotify_simple"
 )
 
@@ -46,7 +46,7 @@ def doctor(
     rendezvous: RendezvousOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Check this machine, a backend, and with --rendezvous a store.
+    """Check this machine, a backend, and a rendezvous.
 
     Exit code: 1 if something is wrong.
     """

@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from executors.cli.output import CANCELLED, Output, inert, name_duration, name_ranks, one_line
+from executors.cli.output import CANCELLED, PROGRESS_EVERY_S, Output, inert, name_duration, name_ranks, one_line
 from executors.cli.summary import reference
 from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError
 from executors.protocol import ReplicaStatus
 from executors.run import Run
 from executors.status import ReplicaState, RunStatus
 
-PROGRESS_EVERY_S = 10.0  # between two plain lines of progress
 PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
 SHOW_CURSOR = b"\x1b[?25h"
 
@@ -146,7 +145,7 @@ def follow(
         after_each: called in between. True: something was begun, and the next look comes soon.
 
     Raises:
-        StoreError: the store could not be read for a minute.
+        StoreError: the rendezvous could not be read for a minute.
         BackendError: the backend could not be asked for a minute, or the first time.
     """
     end = math.inf if timeout_s is None else clock() + timeout_s
@@ -158,7 +157,7 @@ def follow(
         try:
             status = run.status()
         except (StoreError, BackendError) as error:
-            what = "store" if isinstance(error, StoreError) else "backend"
+            what = "rendezvous" if isinstance(error, StoreError) else "backend"
             if not was_read and (what == "backend" or isinstance(error, CorruptObjectError)):
                 raise  # a missing SDK or account, or unreadable records: waiting does not help
             failed_at = clock()
@@ -169,7 +168,7 @@ def follow(
                 raise
         else:
             was_read = True
-            failing_since.pop("store", None)
+            failing_since.pop("rendezvous", None)
             if clock() - failed_at > PATIENCE_S:  # most readings of a status ask the store alone
                 failing_since.pop("backend", None)
             view.update(status)
@@ -273,4 +272,6 @@ def progress_line(status: RunStatus, more: Sequence[str] = ()) -> str:
         if having:
             ends = [choose(having, key=lambda r: float(r.reported[column])).cell(column) for choose in (min, max)]
             parts.append(f"{column} {'-'.join(dict.fromkeys(ends))}")
+    if status.prospects:
+        parts.append(status.prospects)
     return status.counts + (f": {', '.join(parts)}" if parts else "")

@@ -42,8 +42,6 @@ def logs(
 
     Lines of more than one rank are led by `\\[rank]`.
     """
-    from executors.run_logs import RunLogs
-
     found = find_run(run, rendezvous, backend, option)
     if lines < 0:
         refuse(f"--lines must be at least 0, got {lines}.")
@@ -53,8 +51,7 @@ def logs(
     last = "\n"
     with usage_errors():
         which: Any = int(attempt) if attempt and attempt != "all" else attempt
-        pieces = RunLogs(found, which, _note).pieces(rank[0] if rank and is_one else rank, lines, follow=follow)
-        for piece in pieces:
+        for piece in found.log_pieces(rank[0] if rank and is_one else rank, lines, follow, which, _note):
             text = piece if raw else BAR.sub("", piece) if is_one else BAR_OF_RANK.sub(r"\1", piece)
             sys.stdout.write(text)
             last = text[-1:] or last

@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -24,6 +24,7 @@ FAILED, USAGE, TIMED_OUT, CANCELLED = 1, 2, 124, 130  # exit codes
 CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
 ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")  # colours, movements; titles, links
 UNUSUAL = re.compile(r"[^\n -~]")
+PROGRESS_EVERY_S = 10.0  # between two plain lines of progress
 QUIET_S = 2.0  # a launch that has begun by then needs no word before
 MAX_CHARACTERS = 300
 WIDE = 10_000  # columns: what another program reads is never cut
@@ -64,23 +65,34 @@ class Output:
         print(*(line.rstrip() for line in lines), sep="\n", file=self.console.file)
 
     @contextlib.contextmanager
-    def busy(self, text: str) -> Iterator[None]:
-        """Show within the block that something is going on: a line that counts seconds, elsewhere one after a while."""
+    def busy(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Show within the block that something is going on: a line that counts seconds, elsewhere one after a while.
+
+        Yields: what takes a few words on how far it is, which are shown, too.
+        """
         if self.is_live:
             from rich.progress import Progress, SpinnerColumn, TextColumn
 
             column = TextColumn("{task.description} … {task.elapsed:.0f} s", markup=False)
             with Progress(SpinnerColumn(), column, console=self.console, transient=True) as progress:
-                progress.add_task(text, total=None)
-                yield
+                task = progress.add_task(text, total=None)
+                yield lambda words: progress.update(task, description=f"{text}: {words}")
             return
-        timer = threading.Timer(QUIET_S, lambda: print(f"{text} …", file=sys.stderr, flush=True))
-        timer.daemon = True
-        timer.start()
+        latest, is_over = [text], threading.Event()
+
+        def print_now_and_then() -> None:
+            pause_s, printed = QUIET_S, ""
+            while not is_over.wait(pause_s):
+                if latest[0] != printed:
+                    printed = latest[0]
+                    print(f"{printed} …", file=sys.stderr, flush=True)
+                pause_s = PROGRESS_EVERY_S
+
+        threading.Thread(target=print_now_and_then, name="replicas-busy", daemon=True).start()
         try:
-            yield
+            yield lambda words: latest.__setitem__(0, f"{text}: {words}")
         finally:
-            timer.cancel()
+            is_over.set()
 
     def document(self, value: Any) -> None:
         """Print the JSON document."""

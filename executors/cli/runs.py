@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,11 +31,13 @@ from executors.cli.output import (
     usage_errors,
 )
 from executors.errors import ReplicasError, RunNotFoundError
-from executors.protocol import ReplicaStatus
+from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.run_index import find_preparation
 
 if TYPE_CHECKING:
     from executors.run import Run
+
+PAGE = re.compile(r"https?://[!-~]{1,500}")
 
 
 def ls(
@@ -94,6 +97,7 @@ def status(
     backend: ExecutorOption = None,
     option: BackendOptions = None,
     columns: ColumnsOption = None,
+    verbose: Annotated[bool, Option("--verbose", "-v", help="Name the service's page of each job, too.")] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Show the status of each replica of a run."""
@@ -111,9 +115,12 @@ def status(
         return 0
     now, record = found.status(), found.record
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]
-    summary = Summary(found, outcomes, exit_code(outcomes) if now.is_terminal else None)
+    summary = Summary(found, outcomes, exit_code(outcomes, enough=record.min_replicas) if now.is_terminal else None)
+    pages = list(map(_page_of, found.handles)) if as_json or verbose else []
     if as_json:
-        output.document({**summary.document(), **now.to_json()})
+        document = {**summary.document(), **now.to_json()}
+        rows = [{**row, "page": page} for row, page in zip(document["replicas"], pages, strict=True)]
+        output.document({**document, "replicas": rows})
         return 0
     output.say(heading(found), "bold")
     output.say(
@@ -123,8 +130,18 @@ def status(
     )
     output.say(title(now, now.last_at - record.created_at))
     output.say(replica_table(now, more=columns, brief=True))
+    for rank, page in enumerate(pages):
+        if page is not None:
+            output.say(f"rank {rank}: {page}", "dim")
     summary.print_failures(output)
     return 0
+
+
+def _page_of(handle: Any) -> str | None:
+    """Return the page of a job at its service, which a record names."""
+    job = handle.metadata.get("job") if isinstance(handle, ReplicaHandle) else None
+    page = job.get("url") if isinstance(job, dict) else None
+    return page if isinstance(page, str) and PAGE.fullmatch(page) else None
 
 
 def wait(

@@ -43,8 +43,15 @@ def reference(run: Run) -> str:
     return run.run_id if locate(run.run_id) == run.store.url else shlex.quote(run.url)
 
 
-def exit_code(outcomes: Sequence[Outcome], *, interrupted: bool = False) -> int:
-    """Return the command's exit code for a run that has ended: the first that applies of 130, 1, 124 and 0."""
+def exit_code(outcomes: Sequence[Outcome], *, interrupted: bool = False, enough: int | None = None) -> int:
+    """Return the command's exit code for a run that has ended: the first that applies of 130, 1, 124 and 0.
+
+    Args:
+        enough: how many that succeed make it 0. None: all.
+    """
+    n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
+    if enough is not None and n_done >= enough and not interrupted:
+        return 0
     cancelled = [outcome for outcome in outcomes if outcome.status is ReplicaStatus.CANCELLED]
     if interrupted or not all(FAILED_EARLY in (outcome.error or "") for outcome in cancelled):
         return CANCELLED
@@ -76,7 +83,8 @@ class Summary:
     def of(cls, run: Run, *, in_time: bool = True, interrupted: bool = False) -> Summary:
         """Summarise a run that was watched to its end, or until the time was over."""
         outcomes = run.outcomes()
-        return cls(run, outcomes, exit_code(outcomes, interrupted=interrupted) if in_time else TIMED_OUT)
+        code = exit_code(outcomes, interrupted=interrupted, enough=run.record.min_replicas) if in_time else TIMED_OUT
+        return cls(run, outcomes, code)
 
     def document(self) -> dict[str, Any]:
         """Return the summary as JSON."""
@@ -106,6 +114,14 @@ class Summary:
             else:
                 self._print_results(output, document)
             self.print_failures(output)
+            n_done, enough = (
+                sum(o.status is ReplicaStatus.SUCCEEDED for o in self.outcomes),
+                self.run.record.min_replicas,
+            )
+            if enough is not None and n_done < self.run.world_size:
+                output.say()
+                asked = f"at least {enough} were asked for"
+                output.say(f"{n_done} of {self.run.world_size} replicas succeeded; {asked}.", "yellow")
             output.say()
             output.say(f"More: replicas status {reference(self.run)} (or: logs, collect)", "dim")
         if output.as_json:

@@ -47,6 +47,8 @@ def title(status: RunStatus, elapsed_s: float) -> Text:
     text = Text(", ").join(Text(f"{count} {state}", style=STYLES[state]) for state, count in status.numbers)
     if status.joined:
         text.append(f", {status.joined} joined")
+    if status.prospects:
+        text.append(f"; {status.prospects}", style="yellow")
     return text.append(f"  {name_duration(elapsed_s)}", style="dim")
 
 

@@ -9,7 +9,7 @@ from queue import Queue
 from typing import NamedTuple, Protocol
 
 from executors.logs.gaps import completed
-from executors.protocol import Log
+from executors.replica_log import Log
 
 MAX_THREADS = 64
 MAX_PARTS = 64  # that wait to be taken, besides one in each thread
@@ -17,7 +17,7 @@ LOOK_S = 1.0
 LONGEST_PAUSE_S = 2.0  # between two reads of one rank, unless its log needs a longer one
 PAUSED_RANKS = 16  # with more ranks the pauses grow, so that requests a second do not
 KEPT_CHARACTERS = 128 * 1024  # of what was shown, to find in it what an outcome kept: twice as much as outcomes keep
-WINDOW_LINES = 1000  # of what was there before, for the same reason
+WINDOW_LINES = 200  # of what was there before, for the same reason
 WHOLE = 20_000  # lines of an attempt that began while it was followed
 
 

@@ -43,7 +43,8 @@ def make_package(
     _check_shipped(entrypoint, root, package.files)
     if package.left_out:
         print(f"replicas: not shipped to the replicas: {', '.join(package.left_out)}", file=sys.stderr)
-    return replace(package, requirements=requirements_of(pip, root), paths=_paths(root, package.files))
+    ours, users = requirements_of(pip, root)
+    return replace(package, requirements=(*ours, *users), pins=ours, paths=_paths(root, package.files))
 
 
 def _check_shipped(entrypoint: str | Callable[..., Any], root: Path, files: Sequence[str]) -> None:

@@ -18,11 +18,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("protocol", "process"),
+    ("replica_log", "process"),
+    ("protocol",),
     ("errors", "logs"),
     ("store", "entrypoint", "arguments", "status", "root_cause"),
-    ("attempt", "inventory", "task", "run_index", "registry", "chaos"),
-    ("observer", "replica", "run_logs"),
+    ("attempt", "inventory", "task", "run_index", "registry", "chaos", "prices"),
+    ("observer", "replica"),
+    ("run_logs",),
     ("run",),
     ("resume", "launch_checks", "worker", "shipping"),
     ("launcher", "backends"),
@@ -31,8 +33,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 """The rooms of `executors` from the ground up; "" is `executors/__init__.py`."""
 DILOCO_USES = ("executors.store", "executors.replica", "executors.errors", "executors.attempt")
 SDKS = {
-    "modal": "executors/backends/modal.py",
-    "huggingface_hub": "executors/backends/hf_jobs.py",
+    "modal": "executors/backends/modal*.py",
+    "huggingface_hub": "executors/backends/hf_*.py",
     "boto3": "executors/store/s3/*.py",
     "botocore": "executors/store/s3/*.py",
 }
@@ -145,7 +147,7 @@ def test_diloco_knows_of_executors_only_the_store_the_replica_the_errors_and_the
 
 def test_no_backend_imports_another() -> None:
     def family(name: str) -> str:
-        return name.split(".")[2]
+        return name.split(".")[2].partition("_")[0]
 
     files = {name: path for name, path in files_of("executors/backends").items() if name.count(".") >= 2}
     assert [

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,14 +16,16 @@ from diloco.rendezvous.frames import Member, Seal, hash_order
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.loop import Rendezvous
 from diloco.rendezvous.membership import Identity, Membership, claim
+from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.phase import Phase
 from diloco.rendezvous.phase import Plan as StepPlan
-from diloco.rendezvous.round import Context, EntryState
+from diloco.rendezvous.round import Context, EntryState, Limits
 from diloco.rendezvous.seal import Sealer
+from executors.errors import RunNotFoundError
 from executors.store import Data, MemoryStore, Store
 from executors.store.faulty import FaultyStore
-from simulation.work import Toy
+from simulation.work import BLOCK_BYTES, Toy
 from simulation.world import SimulatedStore, World
 
 KEYS = Keys("run", "main")
@@ -217,9 +220,9 @@ def test_a_last_round_does_not_overlap_with_training() -> None:
 # -- the grace ---------------------------------------------------------------------------------------------------------
 
 
-def context(me: Identity, now: list[float]) -> Context:
+def context(me: Identity, now: list[float], store: Store | None = None) -> Context:
     return Context(
-        store=patient_store(MemoryStore()), keys=KEYS, me=me, training=Toy(1, 0, 0), plan=StepPlan(),
+        store=patient_store(store or MemoryStore()), keys=KEYS, me=me, training=Toy(1, 0, 0), plan=StepPlan(),
         wait=lambda seconds, prefixes: None, clock=lambda: now[0],
     )  # fmt: skip
 
@@ -270,3 +273,84 @@ def test_nothing_is_in_flight_that_was_sent_out_of_phase() -> None:
         for name, value in {"published": True, **changes}.items():
             setattr(rendezvous.current(), name, value)
         assert rendezvous.in_flight is (not changes), changes
+
+
+# -- a deleted run -----------------------------------------------------------------------------------------------------
+
+KEPT = (KEYS.claim(0, 0), KEYS.snapshot(0), KEYS.seal(5))
+
+
+def watching(store: Store, now: list[float]) -> Membership:
+    patient = PatientStore(store, clock=lambda: now[0], error_patience_s=1e6)
+    members = Membership(patient, KEYS, Identity(0, 2, 0, "me"), lambda: now[0])
+    members.read_seal = KEYS.seal(5)
+    for key in KEPT:
+        store.put(key, b"{}")
+    return members
+
+
+def test_a_run_whose_records_are_gone_in_three_looks_ends_a_replica() -> None:
+    store, now = MemoryStore(), [0.0]
+    members = watching(store, now)
+    for key in KEPT:
+        store.delete(key)
+    for now[0] in (10.0, 11.0, 20.0, 29.0):
+        members.check_fence()
+        assert not members.is_deleted
+    now[0] = 30.0
+    with pytest.raises(RunNotFoundError, match=r"Run 'run' was deleted from memory://: neither the claim of rank 0"):
+        members.check_abort()
+    assert members.is_deleted
+
+
+def test_one_record_that_is_still_there_or_there_again_ends_nobody() -> None:
+    for left in KEPT:
+        store, now = MemoryStore(), [0.0]
+        members = watching(store, now)
+        for key in KEPT:
+            store.delete(key) if key != left else None
+        for now[0] in range(0, 100, 10):
+            members.check_run()
+    store, now = MemoryStore(), [0.0]
+    members = watching(store, now)
+    for now[0] in range(0, 200, 10):  # two stale answers, a right one, and so on
+        for key in KEPT:
+            store.put(key, b"{}") if now[0] % 30 == 0 else store.delete(key)
+        members.check_run()
+
+
+def test_a_store_that_only_fails_ends_nobody() -> None:
+    store, now = FaultyStore(MemoryStore(), seed=0), [0.0]
+    members = watching(store, now)
+    store.fail_at("get", count=None, action="error")
+    for now[0] in range(0, 100, 10):
+        members.check_run()
+
+
+def test_who_finds_its_run_deleted_ends_and_writes_nothing_more() -> None:
+    store, now = MemoryStore(), [0.0]
+
+    def wait(seconds: float, prefixes: object) -> None:
+        now[0] += seconds
+
+    here = context(Identity(0, 1, 0, "me"), now, store)
+    participant = Participant(replace(here, wait=wait, limits=Limits(block_bytes=BLOCK_BYTES)))
+    store.put(KEYS.claim(0, 0), b'{"nonce": "me"}')
+    participant.start()
+    while participant.position < 3:
+        now[0] += 1.0
+        participant.step()
+    for entry in list(store.list("")):
+        store.delete(entry.key)
+
+    def train_on() -> None:
+        while now[0] < 100.0:
+            now[0] += 1.0
+            participant.step()
+
+    with pytest.raises(RunNotFoundError):
+        train_on()
+    assert now[0] < 3.0 + 3 * 10.0 + 10.0
+    written = [entry.key for entry in store.list("")]
+    participant.say_bye()
+    assert [entry.key for entry in store.list("")] == written

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -34,7 +34,7 @@ from executors.testing import eventually
 from support.processes import MARK
 
 T = TypeVar("T")
-CALLS = ("check_account", "start", "find", "verify", "state", "logs", "stop")
+CALLS = ("check_account", "start", "find", "verify", "state", "states", "logs", "stop")
 TERM_GRACE_S = 0.5
 
 
@@ -57,7 +57,7 @@ class FakeJob:
         code = None if self.process is None else self.process.poll()
         self.has_ended = self.has_ended or code is not None
         if not self.has_ended:
-            return JobState(False)
+            return JobState(False, message="scheduling" if self.process is None else "")
         return JobState(True, self.reason, 128 - code if code is not None and code < 0 else code, self.message)
 
 
@@ -80,6 +80,8 @@ class Machines:
     """The name of each call, and the rank that it was about."""
     is_held: bool = False
     """Whether jobs wait for a machine until `release`."""
+    lists_jobs: bool = False
+    """Whether one answer tells of all jobs of a run."""
     hides: Callable[[JobKey], int] = lambda key: 0
     """How many of the newest jobs of a key a list lacks yet."""
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -104,6 +106,13 @@ class Machines:
         """
         assert call in CALLS
         self._faults.setdefault(call, []).append(Fault(kind, times, after_applying, rank, when))
+
+    def hold(self, *ranks: int) -> threading.Event:
+        """Let the calls that start some ranks wait until the event is set."""
+        decides = threading.Event()
+        for rank in ranks:
+            self.fail("start", when=lambda: not decides.wait(60), rank=rank, times=None)
+        return decides
 
     def forgive(self) -> None:
         self._faults.clear()
@@ -192,8 +201,12 @@ class Machines:
             self.end(each)
 
 
+def _job_id(name: str) -> JobId:
+    return {"id": name, "url": f"https://fake.example/{name}"}
+
+
 class FakeJobs(JobService):
-    """The seven calls, over `Machines`."""
+    """The calls to a service, over `Machines`; one that does not list its jobs."""
 
     name = "Fake"
 
@@ -212,11 +225,11 @@ class FakeJobs(JobService):
         self._call("check_account", None, check)
 
     def start(self, job: Job) -> JobId:
-        return self._call("start", job.key.rank, lambda: {"id": self.machines.add(job).id})
+        return self._call("start", job.key.rank, lambda: _job_id(self.machines.add(job).id))
 
     def find(self, key: JobKey) -> list[JobId]:
         def find() -> list[JobId]:
-            found = [{"id": each.id} for each in self.machines.jobs if each.job.key == key and not each.is_forgotten]
+            found = [_job_id(each.id) for each in self.machines.jobs if each.job.key == key and not each.is_forgotten]
             return found[: max(0, len(found) - self.machines.hides(key))]
 
         return self._call("find", key.rank, find)
@@ -227,7 +240,7 @@ class FakeJobs(JobService):
             is_ours = made is None or made.job.key == key
             if not isinstance(name, str) or not OPTION_NAME.fullmatch(name) or not is_ours:
                 raise ForeignJobError(self.name, key)
-            return {"id": name}
+            return _job_id(name)
 
         return self._call("verify", key.rank, verify)
 
@@ -276,6 +289,17 @@ class FakeJobs(JobService):
         return None if made is None else made.job.key.rank
 
 
+class ListingFakeJobs(FakeJobs):
+    """One that tells of all jobs of a run that run or will in one answer."""
+
+    def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
+        def look() -> dict[JobKey, JobState]:
+            living = [each for each in self.machines.jobs if not each.is_forgotten and not each.state().has_ended]
+            return {each.job.key: each.state() for each in living if jobs.get(each.job.key) == _job_id(each.id)}
+
+        return self._call("states", None, look)
+
+
 class FakeExecutor(JobExecutor):
     """The five verbs over jobs that are processes here, so that a directory is a rendezvous."""
 
@@ -286,7 +310,7 @@ class FakeExecutor(JobExecutor):
     """Those of the test that runs."""
 
     def __init__(self) -> None:
-        super().__init__(FakeJobs(self.machines))
+        super().__init__((ListingFakeJobs if self.machines.lists_jobs else FakeJobs)(self.machines))
 
 
 def start(n: int = 1, function: str = "main", **more: Any) -> Run:

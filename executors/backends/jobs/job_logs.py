@@ -1,4 +1,4 @@
-"""Logs of jobs as services offer them: an event stream that stays open, or entries by time."""
+"""Logs of jobs: patient with a service that fails, and as an event stream that stays open."""
 
 from __future__ import annotations
 
@@ -8,25 +8,21 @@ import logging
 import socket
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from executors.backends.jobs.service import JobServiceError, retrying
-from executors.logs import last_of
-from executors.logs.readers import LineBuffer
-from executors.protocol import Log
+from executors.replica_log import Log
 
 QUIET_S = 0.5  # a stream that is silent for so long has sent what there is
 FIRST_LINE_S = 2.0  # how long the first line may take
 LONGEST_S = 30.0
 AGAIN_LINES = 10_000  # what is asked for where a stream broke off
 LONGEST_PAUSE_S = 30.0  # before a stream is opened again
-LATE_S = 5.0  # entries may come so much later than others that were written after them
-SKEW = timedelta(minutes=10)  # between the clocks of the service and of this machine
 BREAK = "=== here the log broke off; lines may be missing ==="
 JOB_STARTED = "===== Job started"  # a line of the service's, not of the job's
 
@@ -44,7 +40,11 @@ class PatientLog:
         self._inner = inner
         self._who = who
         self._has_failed = False
-        self.note, self.may_lag, self.pause_s = inner.note, inner.may_lag, inner.pause_s
+        self.note, self.may_lag = inner.note, inner.may_lag
+
+    @property
+    def pause_s(self) -> float:
+        return self._inner.pause_s
 
     def tail(self, n_lines: int) -> str:
         return retrying()(self._inner.tail, n_lines)
@@ -62,72 +62,6 @@ class PatientLog:
 
     def close(self) -> None:
         self._inner.close()
-
-
-class Entry(NamedTuple):
-    """What a job wrote at once: a line or a part of one."""
-
-    at: datetime
-    source: str
-    text: str
-
-
-class TimedLog:
-    """A log that is asked for by time: what came since the last entry, with those that came late.
-
-    Args:
-        fetch: returns the entries since a time, oldest first; the last so many if that is None.
-    """
-
-    note = ""
-    may_lag = True
-    pause_s = 0.5
-
-    def __init__(self, fetch: Callable[[datetime | None, int], Sequence[Entry]]) -> None:
-        self._fetch = fetch
-        self._since: datetime | None = None
-        self._oldest = datetime.min.replace(tzinfo=UTC)
-        """What was written before is not wanted."""
-        self._seen: Counter[Entry] = Counter()
-        self._spoke_at = time.monotonic()
-        self._lines = LineBuffer()
-
-    def tail(self, n_lines: int) -> str:
-        return last_of("".join(entry.text for entry in self._last(n_lines)), n_lines)
-
-    def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
-        if self._since is None:
-            self._since = datetime.now(UTC) - SKEW
-            fresh = self._last(n_first)
-        else:
-            fresh = self._fetch(max(self._since, self._oldest), 0)
-        counts: Counter[Entry] = Counter()
-        lines = []
-        for entry in fresh:
-            counts[entry] += 1
-            if counts[entry] > self._seen[entry]:
-                lines += self._lines.add(entry.text)
-                self._spoke_at = time.monotonic()
-        self._seen |= counts
-        if self._seen:
-            newest = max(entry.at for entry in self._seen)
-            late = newest - timedelta(seconds=LATE_S)
-            self._seen = Counter({entry: n for entry, n in self._seen.items() if entry.at >= late})
-            is_quiet = time.monotonic() - self._spoke_at > LATE_S  # so nothing older will come
-            self._since = newest + timedelta(microseconds=1) if is_quiet else late
-        yield lines
-        if has_ended:
-            yield self._lines.last()
-
-    def close(self) -> None:
-        """Do nothing: it holds nothing open."""
-
-    def _last(self, n_lines: int) -> Sequence[Entry]:
-        n_entries = 2 * n_lines + 50  # one may be a part of a line
-        entries = self._fetch(None, n_entries)
-        if len(entries) >= n_entries:
-            self._oldest = entries[0].at
-        return entries
 
 
 class StreamedLog:

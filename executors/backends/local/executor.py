@@ -23,7 +23,6 @@ from executors.errors import BackendError, EntrypointArgumentsError, EntrypointI
 from executors.logs import last_of, read_from, tail_lines
 from executors.process import is_alive, this_machine
 from executors.protocol import (
-    Log,
     Observation,
     Outcome,
     Recordable,
@@ -33,6 +32,7 @@ from executors.protocol import (
     Unfinished,
 )
 from executors.registry import describe_executor
+from executors.replica_log import Log
 from executors.run_index import folder_of_run, local_store, new_run_id, remember, settle, state_dir, state_path
 from executors.status import wait_until_terminal
 from executors.store.records import Record, checked, number, text
@@ -150,6 +150,7 @@ class LocalProcessExecutor:
         gpu: str | None = None,
         timeout: float | None = 3600,
         run: RunSpec | None = None,
+        tell: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Start the replicas and return their handles in rank order; see `NativeExecutor.launch_replicas`.
 

@@ -9,7 +9,7 @@ from executors.attempt import Attempt
 from executors.errors import StoreError
 from executors.logs import MAX_READ_BYTES, last_of, read_from, tail_lines
 from executors.logs.readers import OffsetLog, TailedLog
-from executors.protocol import Log
+from executors.replica_log import Log
 from executors.store.protocol import Entry
 
 PART_BYTES = 256 * 1024
@@ -61,9 +61,9 @@ class StoredLog(TailedLog):
     def note(self) -> str:
         """Where the log is read and how old that is."""
         where = f"{self._why}read from {self._key!r} in {self._store.url}"
-        if self._entry is None:
+        if (entry := self._entry or self._look()) is None:
             return f"{where}, where nothing is yet."
-        return f"{where}, {max(0.0, time.time() - self._entry.modified_at):.0f} s old."
+        return f"{where}, {max(0.0, time.time() - entry.modified_at):.0f} s old."
 
     def _read_object(self, n_lines: int) -> str:
         entry = self._look()

@@ -8,6 +8,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -83,6 +84,7 @@ class Handler(BaseHTTPRequestHandler):
         request = Request(self.command, unquote(path), query, headers, self.rfile.read(length))
         parts = hub.route_of(request)
         hub.requests.append(request)
+        time.sleep(hub.latency_s)
         if parts is None:
             self.refuse(request, 404, "Sorry, we can't find the page you are looking for.")
             return
@@ -100,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
         if reply.events is not None and (fault is None or streams):
             self.stream(request, reply, fault)
         elif fault is None or fault.answer == "cut":
-            self.send(request, 200, json.dumps(reply.value).encode(), {}, cut=fault is not None)
+            self.send(request, 200, json.dumps(reply.value).encode(), reply.headers, cut=fault is not None)
         else:
             self.misbehave(request, fault)
 

@@ -24,9 +24,9 @@ class LogCalls:
         self._calls = calls
 
     async def AppCountLogs(self, request: Any, metadata: Any) -> api_pb2.AppCountLogsResponse:
-        """Return how many entries one sandbox has in each stretch of a span of time, in their order."""
+        """Return how many entries an app, or one of its sandboxes, has in each stretch of a span of time."""
         entries, size_ns = self._entries(request), request.bucket_secs * 10**9
-        counts = Counter(entry.timestamp_ns // size_ns for entry in entries)
+        counts = Counter(entry.timestamp_ns // size_ns for _, entry in entries)
         reply = api_pb2.AppCountLogsResponse()
         for number in range(min(counts, default=0), max(counts, default=-1) + 1):
             bucket = reply.buckets.add(stdout_logs=counts[number])
@@ -34,17 +34,24 @@ class LogCalls:
         return reply
 
     async def AppFetchLogs(self, request: Any, metadata: Any) -> api_pb2.AppFetchLogsResponse:
-        """Return the last entries of one sandbox in a span of time, in their order."""
+        """Return the last entries of an app, or of one of its sandboxes, in a span of time."""
         reply = api_pb2.AppFetchLogsResponse()
-        batch = reply.batches.add(task_id=request.task_id)
-        batch.items.extend(entry.message() for entry in self._entries(request)[-request.limit :])
+        for task, entry in self._entries(request)[-request.limit :]:
+            reply.batches.add(task_id=task).items.append(entry.message())
         return reply
 
-    def _entries(self, request: Any) -> list[LogEntry]:
+    def _entries(self, request: Any) -> list[tuple[str, LogEntry]]:
         since, until = request.since.ToNanoseconds(), request.until.ToNanoseconds()
         if until - since > MAX_RANGE_NS:
             raise GRPCError(Status.INVALID_ARGUMENT, "Time range cannot exceed 35 days.")
         if request.app_id not in self._account.apps:
             raise GRPCError(Status.NOT_FOUND, f"App {request.app_id!r} not found")
-        boxes = (box for box in self._calls.sandboxes.values() if box.task_id == request.task_id)
-        return [entry for box in boxes for entry in box.logs if since <= entry.timestamp_ns <= until]
+        boxes = (box for box in self._calls.sandboxes.values() if box.app_id == request.app_id)
+        found = [
+            (box.task_id, entry)
+            for box in boxes
+            if request.task_id in ("", box.task_id)
+            for entry in box.logs
+            if since <= entry.timestamp_ns <= until
+        ]
+        return sorted(found, key=lambda pair: pair[1].timestamp_ns)

@@ -303,11 +303,11 @@ def test_what_a_rank_kept_and_cannot_be_read_means_what_it_kept_before(caplog: p
     for stray in ("x/0", "-1/0", "102", "102/0/0"):
         kept_by(store, stray, b"")
     patient = PatientStore(store, clock=lambda: 0.0, error_patience_s=1e6)
-    attachments = AttachedState(patient, KEYS, Identity(0, 1, 1, "n"), lambda job: job())
+    attachments = AttachedState(patient, KEYS, Identity(0, 1, 1, "n"), lambda job: job(), Plan())
     assert attachments.kept is not None
     assert attachments.kept.position == 1
     assert [part.tolist() for part in attachments.kept.progress([16])] == [[0.0] * 4]
-    attachments.attach("x", torch.Generator())
+    attachments.attach("x", torch.Generator(), 1)
     assert "what it kept as 'x' cannot be read" in caplog.text
 
 

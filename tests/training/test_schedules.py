@@ -1,0 +1,127 @@
+"""Learning rate schedules of torch beside a run that goes on without a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.training import PLAIN, leave, next_process, nudge, place
+from torch import nn
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+
+from diloco import DiLoCo
+from executors.store import MemoryStore
+
+STEPS = 80
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, STEPS),
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=STEPS + 1),
+    "in turn": lambda optimizer: SequentialLR(
+        optimizer, [LinearLR(optimizer, 0.1, total_iters=10), CosineAnnealingLR(optimizer, STEPS - 10)], [10]
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _processes_are_forgotten() -> None:
+    next_process()
+
+
+class Replica:
+    """One process with a schedule that follows the run."""
+
+    def __init__(self, where: dict[str, Any], kind: str, *, follow: bool = True) -> None:
+        next_process()
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.1)
+        self.schedule = SCHEDULES[kind](self.optimizer)
+        self.follow = follow
+        self.diloco = DiLoCo(self.model, inner_steps=4, snapshot_every=2, **PLAIN, **where)
+        self.diloco.attach_state("optimizer", self.optimizer)
+        self.diloco.attach_state("schedule", self.schedule, follow=follow)
+
+    def train_until(self, step: int) -> Replica:
+        while self.diloco.inner_step < step:
+            nudge(self.model, 0.1)
+            self.optimizer.step()
+            if not self.follow:
+                self.schedule.step()
+            self.diloco.step()
+        return self
+
+    def end(self) -> None:
+        self.diloco._background.finish()
+        leave(self.diloco)
+
+    @property
+    def rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+
+def rate_at(step: int, kind: str) -> float:
+    """Return the rate of a schedule that was stepped so often beside its optimizer."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    schedule = SCHEDULES[kind](optimizer)
+    for _ in range(step):
+        optimizer.step()
+        schedule.step()
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def run_that_went_on(kind: str, *, follow: bool = True) -> MemoryStore:
+    """Return the store of a run whose rank 0 ended after 20 steps, and that another brought to 60."""
+    store = MemoryStore()
+    Replica(place(store), kind, follow=follow).train_until(20).end()
+    Replica({**place(store), "rank": "join"}, kind).train_until(60).end()
+    return store
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_that_follows_is_where_the_run_is_after_coming_back(kind: str) -> None:
+    back = Replica(place(run_that_went_on(kind)), kind)
+    assert back.diloco.inner_step == 60
+    assert back.rate == pytest.approx(rate_at(60, kind))
+    back.train_until(70)
+    assert back.diloco.inner_step == back.schedule.last_epoch == 70
+    assert back.rate == pytest.approx(rate_at(70, kind))
+    back.end()
+
+
+def test_a_schedule_that_follows_is_stepped_with_each_step(caplog: pytest.LogCaptureFixture) -> None:
+    one = Replica(place(), "cosine").train_until(7)
+    assert one.rate == pytest.approx(rate_at(7, "cosine"))
+    assert caplog.text == ""
+    one.end()
+
+
+def test_what_does_not_follow_is_named_once_with_the_steps_it_lags(caplog: pytest.LogCaptureFixture) -> None:
+    back = Replica(place(run_that_went_on("cosine", follow=False)), "cosine", follow=False)
+    lines = [line for line in caplog.messages if line.startswith("rank 0")]
+    assert lines == ["rank 0: went on at step 60; what is attached is from step 16"]
+    assert back.schedule.last_epoch == 16, "it was kept with a snapshot"
+    back.end()
+
+
+def test_what_cannot_follow_is_refused() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    without_a_count = ChainedScheduler([LinearLR(optimizer), LinearLR(optimizer)])
+    diloco = DiLoCo(nn.Linear(1, 1), **place())
+    for thing in (optimizer, ReduceLROnPlateau(optimizer), without_a_count, torch.Generator()):
+        with pytest.raises(TypeError, match=r"takes a learning rate schedule of torch that counts its steps"):
+            diloco.attach_state("schedule", thing, follow=True)
+    diloco.attach_state("schedule", LinearLR(optimizer), follow=True)
+    with pytest.raises(ValueError, match="Attach 'optimizer' before its schedule"):
+        diloco.attach_state("optimizer", optimizer)
+    leave(diloco)
