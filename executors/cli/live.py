@@ -18,7 +18,7 @@ from executors.cli.summary import reference
 from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError
 from executors.protocol import ReplicaStatus
 from executors.run import Run
-from executors.status import ReplicaState, RunStatus
+from executors.status import LONGEST_PAUSE_S, ReplicaState, RunStatus, pauses
 
 PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
 SHOW_CURSOR = b"\x1b[?25h"
@@ -152,7 +152,7 @@ def follow(
     was_read = False
     failing_since: dict[str, float] = {}
     failed_at = -math.inf
-    pauses = run.pauses()
+    waits = run.pauses()
     while True:
         try:
             status = run.status()
@@ -177,11 +177,11 @@ def follow(
             if status.is_terminal:
                 return True
         if after_each():
-            pauses = run.pauses()
+            waits = pauses(LONGEST_PAUSE_S)  # also at a bucket: somebody waits for the end
         left_s = end - clock()
         if left_s <= 0:
             return False
-        sleep(min(next(pauses), left_s))
+        sleep(min(next(waits), left_s))
 
 
 class PlainView:
