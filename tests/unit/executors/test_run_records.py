@@ -21,7 +21,7 @@ def test_a_failure_is_named_by_the_line_that_begins_its_exception() -> None:
     run = launch(PLAIN, raise_three_lines, 2)
     with pytest.raises(ReplicaFailedError) as caught:
         run.results()
-    assert str(caught.value).startswith("ValueError: line one (rank ")
+    assert re.match(r"ValueError: line one \(rank [01] of 2, \S*test_run_records.py:\d+\)\n", str(caught.value))
     assert re.search(r"The same happened to rank [01]\.", "\n".join(caught.value.__notes__))
     assert run.status().replicas[0].note == "exception: ValueError: line one"
 
