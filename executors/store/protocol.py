@@ -64,7 +64,7 @@ class Store(Protocol):
     def list(self, prefix: str) -> Iterator[Entry]:
         """List every object whose key starts with exactly `prefix`, sorted by key (code point order).
 
-        Unfinished writes never show. May be stale: nothing but tidying up may depend on it.
+        Unfinished writes never show. May be stale: nothing is decided by what it lacks.
         """
 
     def delete(self, key: str) -> None:
