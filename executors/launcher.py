@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from executors.attempt import Attempt
 from executors.entrypoint import check_entrypoint, split_rank_env
-from executors.errors import ReplicasError, RunExistsError, StoreError
+from executors.errors import BackendError, ReplicasError, RunExistsError, StoreError
 from executors.launch_checks import (
     check_chaos,
     check_directory,
@@ -23,6 +24,7 @@ from executors.launch_checks import (
     check_working_directory,
     resolved,
 )
+from executors.prices import affordable_s, usd_per_hour
 from executors.protocol import GATHER_S, KeepsOptions, NativeExecutor, Package, ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
 from executors.run_index import NOTE, local_store, locate, new_run_id, preparing, remember, state_path
@@ -50,6 +52,7 @@ def launch(
     run_id: str | None = None,
     gpu: str | None = None,
     timeout: float | None = None,
+    max_cost: float | None = None,
     env: Mapping[str, str] | None = None,
     secrets: Sequence[str] = (),
     seed: int | None = None,
@@ -77,6 +80,8 @@ def launch(
         run_id: a name of your choice for the run. None: two words and four hex digits.
         gpu: a GPU per replica, as in "H100" or "H100:2".
         timeout: seconds each replica may run. None: no limit locally, one hour elsewhere.
+        max_cost: US dollars that all replicas may cost together, as a limit of their time, where the backend tells
+            prices. What is installed before the entrypoint starts comes on top.
         env: more environment variables of the replicas. Their values are never recorded.
         secrets: names of secrets that the backend hands to the replicas.
         seed: the replicas' generators are seeded from this and their rank. None: from the run id and their rank.
@@ -104,6 +109,7 @@ def launch(
         run_id=run_id,
         gpu=gpu,
         timeout=timeout,
+        max_cost=max_cost,
         env=env,
         secrets=secrets,
         seed=seed,
@@ -195,6 +201,12 @@ class LaunchPlan:
             raise
         return Run(store, self.run_id, executor=executor, handles=handles)
 
+    def usd_per_hour(self) -> float | None:
+        """Return what an hour of all replicas costs in US dollars; None: nobody tells, or not now."""
+        with contextlib.suppress(BackendError):
+            return usd_per_hour(self.executor, self.request.n, self.request.gpu)
+        return None
+
     def _start_plainly(self, store: Store) -> Sequence[Any]:
         """Start the replicas on an executor that has the five verbs alone."""
         if self.request.rendezvous is None:
@@ -242,6 +254,7 @@ class LaunchPlan:
             "url": address_of(url, self.run_id),
             "executor": import_path(executor),
             "timeout_s": request.timeout,
+            "usd_per_hour": self.usd_per_hour(),
             "run.json": new.record,
             "task/task.json": json.loads(new.task),
             "request": asked,
@@ -274,6 +287,8 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     rendezvous, timeout = request.rendezvous, request.timeout
     if native is not None and native.needs_shared_rendezvous:
         rendezvous = shared_rendezvous(native.backend_name, rendezvous, request.entrypoint, request.n)
+    if request.max_cost is not None:
+        timeout = min(timeout or math.inf, affordable_s(executor, request.n, request.gpu, request.max_cost))
     if timeout is None:
         timeout = PLAIN_TIMEOUT_S if native is None else native.default_timeout_s
     check_environment(executor, request)

@@ -217,6 +217,8 @@ class Observer:
         number = self._inventory.newest(rank)
         has_started = self._inventory.has(rank, number, "started")
         status = reported or (ReplicaStatus.RUNNING if has_started else ReplicaStatus.PENDING)
+        if not has_started and self._inventory.has(rank, number, "boot"):
+            doing = "installing"
         return ReplicaState(rank, number, status, doing=doing)
 
     def _with_report(self, state: ReplicaState) -> ReplicaState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,11 +19,12 @@ from executors.cli.options import (
     RendezvousOption,
     RunArgument,
     SecretOption,
+    VolumeOption,
     find_run,
     note_python_words,
+    options_of,
     parse_duration,
     parse_texts,
-    parse_values,
 )
 from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, refuse, usage_errors
 from executors.errors import BackendError, LaunchError, StoreError
@@ -40,6 +42,7 @@ ENTRYPOINT = (
 )
 ARG = "An argument of the entrypoint, as its annotation says; without one JSON, else a string. Repeatable."
 TIMEOUT = f"How long each replica may run ({DURATIONS}). Default: no limit locally, one hour elsewhere."
+MAX_COST = "What all replicas may cost together: a time limit, where the backend tells prices."
 CHAOS = (
     "A fault to inject, local backend only: kill:rank=1,round=3 (counted from 1; or at=POINT,count=N,when=after), "
     "or store:lost=0.02,error=0.01,delay=0.3. Repeatable."
@@ -70,6 +73,8 @@ def launch(
     env: EnvOption = None,
     secret: SecretOption = None,
     option: BackendOptions = None,
+    volume: VolumeOption = None,
+    max_cost: Annotated[float | None, Option(metavar="USD", help=MAX_COST)] = None,
     chaos: Annotated[list[str] | None, Option(metavar="SPEC", help=CHAOS)] = None,
     fail_fast: Annotated[bool, Option("--fail-fast", help=FAIL_FAST)] = False,
     min_replicas: Annotated[int | None, Option(metavar="M", help=MIN_REPLICAS)] = None,
@@ -104,6 +109,7 @@ def launch(
                         run_id=run_id,
                         gpu=gpu,
                         timeout=timeout,
+                        max_cost=max_cost,
                         env=parse_texts("--env", env),
                         secrets=secret or (),
                         seed=seed,
@@ -117,11 +123,14 @@ def launch(
                 known = contextlib.nullcontext() if dry_run else preparing(str(request.run_id))
                 with known:
                     with output.busy(f"Preparing {request.run_id}"):  # importing torch takes a second
-                        plan = plan_launch(request, make_executor(backend, parse_values("--option", option)))
+                        plan = plan_launch(request, make_executor(backend, options_of(backend, option, volume)))
                     note_python_words("--arg", plan.request.args or {})
                     if dry_run:
                         output.document(plan.dry_run())
                         return 0
+                    if price := plan.usd_per_hour():
+                        at_most = price * (plan.request.timeout or math.inf) / 3600
+                        print(f"replicas: ${price:.2f} an hour, ${at_most:.2f} until the time limit", file=sys.stderr)
                     run = _start(plan, output)
         except KeyboardInterrupt:
             has_begun = request is not None and locate(str(request.run_id)) is not None

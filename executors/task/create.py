@@ -55,6 +55,7 @@ class LaunchRequest:
     run_id: str | None = None
     gpu: str | None = None
     timeout: float | None = None
+    max_cost: float | None = None
     env: Mapping[str, str] | None = None
     secrets: Sequence[str] = ()
     seed: int | None = None
@@ -81,6 +82,8 @@ class LaunchRequest:
             self._check_script()
         if self.timeout is not None and not isinstance(self.timeout, int | float):
             raise TypeError(f"timeout is a number of seconds, got {self.timeout!r}.")
+        if self.max_cost is not None and not (isinstance(self.max_cost, int | float) and self.max_cost > 0):
+            raise ValueError(f"max_cost is a number of US dollars, more than 0, got {self.max_cost!r}.")
         if str(self.rendezvous).startswith("memory:"):
             raise ValueError(
                 f"rendezvous={str(self.rendezvous)!r} lives in this process alone; replicas could not see it."

@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process"),
     ("errors", "logs"),
     ("store", "entrypoint", "arguments", "status", "root_cause"),
-    ("attempt", "inventory", "task", "run_index", "registry", "chaos"),
+    ("attempt", "inventory", "task", "run_index", "registry", "chaos", "prices"),
     ("observer", "replica"),
     ("run",),
     ("resume", "launch_checks", "worker", "shipping"),
