@@ -114,10 +114,8 @@ class Summary:
             else:
                 self._print_results(output, document)
             self.print_failures(output)
-            n_done, enough = (
-                sum(o.status is ReplicaStatus.SUCCEEDED for o in self.outcomes),
-                self.run.record.min_replicas,
-            )
+            n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in self.outcomes)
+            enough = self.run.record.min_replicas
             if enough is not None and n_done < self.run.world_size:
                 output.say()
                 asked = f"at least {enough} were asked for"
