@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from executors.store import Store
 
-RECORD = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/(started|handle|intent|outcome|heartbeat)\.json")
+RECORD = re.compile(
+    r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/(boot|started|handle|intent|outcome|heartbeat)\.json"
+)
 BEGINNINGS = ("started", "handle", "intent", "outcome")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from executors.attempt import Attempt
 from executors.entrypoint import check_entrypoint, split_rank_env
-from executors.errors import ReplicasError, RunExistsError, StoreError
+from executors.errors import BackendError, ReplicasError, RunExistsError, StoreError
 from executors.launch_checks import (
     check_chaos,
     check_directory,
@@ -23,7 +24,8 @@ from executors.launch_checks import (
     check_working_directory,
     resolved,
 )
-from executors.protocol import KeepsOptions, NativeExecutor, Package, ReplicaHandle, ServerlessExecutor
+from executors.prices import affordable_s, usd_per_hour
+from executors.protocol import GATHER_S, KeepsOptions, NativeExecutor, Package, ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
 from executors.run_index import NOTE, local_store, locate, new_run_id, preparing, remember, state_path
 from executors.store import Store, open_store
@@ -50,6 +52,7 @@ def launch(
     run_id: str | None = None,
     gpu: str | None = None,
     timeout: float | None = None,
+    max_cost: float | None = None,
     env: Mapping[str, str] | None = None,
     secrets: Sequence[str] = (),
     seed: int | None = None,
@@ -58,6 +61,8 @@ def launch(
     task_digest: str | None = None,
     trust_bucket: bool = False,
     chaos: Sequence[str] = (),
+    min_replicas: int | None = None,
+    gather_s: float = GATHER_S,
     fail_fast: bool = False,
 ) -> Run:
     """Start `n` ranked replicas of an entrypoint.
@@ -75,6 +80,8 @@ def launch(
         run_id: a name of your choice for the run. None: two words and four hex digits.
         gpu: a GPU per replica, as in "H100" or "H100:2".
         timeout: seconds each replica may run. None: no limit locally, one hour elsewhere.
+        max_cost: US dollars that all replicas may cost together, as a limit of their time, where the backend tells
+            prices. What is installed before the entrypoint starts comes on top.
         env: more environment variables of the replicas. Their values are never recorded.
         secrets: names of secrets that the backend hands to the replicas.
         seed: the replicas' generators are seeded from this and their rank. None: from the run id and their rank.
@@ -82,6 +89,8 @@ def launch(
         resume: bring back what ended of the run `run_id`, with the task it was launched with; see `resume.resume`.
         task_digest, trust_bucket: who vouches for that task where another machine launched it; see `resume.resume`.
         chaos: faults that the replicas are to suffer, as in "kill:rank=1,round=3"; local backend only, see `chaos`.
+        min_replicas: start with so many when the others cannot be started, or not within `gather_s` seconds; these join
+            when they come, unless `detach`. The run has succeeded when so many have. None: all of them.
         fail_fast: end the run at the first failure before anybody's first round. Otherwise the others train on.
 
     Raises:
@@ -100,11 +109,14 @@ def launch(
         run_id=run_id,
         gpu=gpu,
         timeout=timeout,
+        max_cost=max_cost,
         env=env,
         secrets=secrets,
         seed=seed,
         detach=detach,
         chaos=chaos,
+        min_replicas=min_replicas,
+        gather_s=gather_s,
         fail_fast=fail_fast,
     )
     if resume:
@@ -155,8 +167,12 @@ class LaunchPlan:
     run_id: str
     package: Package | None
 
-    def start(self) -> Run:
-        """Write the run and start its replicas. If that fails half-way, the run is left cancelled, not waiting."""
+    def start(self, tell: Callable[[str], None] = lambda words: None) -> Run:
+        """Write the run and start its replicas. If that fails half-way, the run is left cancelled, not waiting.
+
+        Args:
+            tell: gets a few words on how far the start is, where it takes long.
+        """
         from executors.run import Run
 
         request, executor = self.request, self.executor
@@ -173,7 +189,9 @@ class LaunchPlan:
             if isinstance(executor, NativeExecutor):
                 limits: Any = {"gpu": request.gpu, "timeout": request.timeout}
                 args = request.args or {}
-                handles = executor.launch_replicas(request.n, request.entrypoint, args, **limits, run=spec)
+                started = executor.launch_replicas(request.n, request.entrypoint, args, **limits, run=spec, tell=tell)
+                of_ranks = {handle.rank: handle for handle in started}
+                handles = [of_ranks.get(rank) for rank in range(request.n)]
             else:
                 handles = self._start_plainly(store)
         except BaseException as error:
@@ -182,6 +200,12 @@ class LaunchPlan:
                     Attempt(store, self.run_id, rank).abandon(error)
             raise
         return Run(store, self.run_id, executor=executor, handles=handles)
+
+    def usd_per_hour(self) -> float | None:
+        """Return what an hour of all replicas costs in US dollars; None: nobody tells, or not now."""
+        with contextlib.suppress(BackendError):
+            return usd_per_hour(self.executor, self.request.n, self.request.gpu)
+        return None
 
     def _start_plainly(self, store: Store) -> Sequence[Any]:
         """Start the replicas on an executor that has the five verbs alone."""
@@ -230,6 +254,7 @@ class LaunchPlan:
             "url": address_of(url, self.run_id),
             "executor": import_path(executor),
             "timeout_s": request.timeout,
+            "usd_per_hour": self.usd_per_hour(),
             "run.json": new.record,
             "task/task.json": json.loads(new.task),
             "request": asked,
@@ -262,6 +287,8 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     rendezvous, timeout = request.rendezvous, request.timeout
     if native is not None and native.needs_shared_rendezvous:
         rendezvous = shared_rendezvous(native.backend_name, rendezvous, request.entrypoint, request.n)
+    if request.max_cost is not None:
+        timeout = min(timeout or math.inf, affordable_s(executor, request.n, request.gpu, request.max_cost))
     if timeout is None:
         timeout = PLAIN_TIMEOUT_S if native is None else native.default_timeout_s
     check_environment(executor, request)
@@ -289,6 +316,8 @@ def _bring_back(
     request = resolved(request)
     if request.chaos:
         raise ValueError("A resumed run keeps the chaos it was launched with: leave chaos= away.")
+    if request.min_replicas is not None:
+        raise ValueError("A resumed run keeps the min_replicas it was launched with: leave min_replicas= away.")
     if request.run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
     from executors.resume import resume, vouched_task

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -56,6 +57,7 @@ class Observer:
         self._is_directory = directory_of(store.url) is not None
         self._is_near = self._is_directory or store.url.startswith("memory:")
         self._inventory = Inventory()
+        self._updated_at = -math.inf
         self._handles: dict[int, tuple[int | None, Any]] = {rank: (0, each) for rank, each in enumerate(handles or ())}
         self._outcomes: dict[int, Outcome] = {}
         self._beats: dict[int, tuple[int, Beat | None]] = {}
@@ -108,9 +110,11 @@ class Observer:
         """Return how many more ranks joined while the run went on, as of the last look."""
         return self._inventory.count_joined(self._record.world_size)
 
-    def update(self) -> None:
-        """List what the replicas have left."""
-        self._inventory |= Inventory.of(self._store, self._run_id)
+    def update(self, max_age_s: float = 0.0) -> None:
+        """List what the replicas have left, unless that was done a moment ago."""
+        if time.monotonic() - self._updated_at >= max_age_s:
+            self._inventory |= Inventory.of(self._store, self._run_id)
+            self._updated_at = time.monotonic()
 
     def attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt, as of the last look."""
@@ -132,7 +136,7 @@ class Observer:
 
     def handles(self) -> list[Any]:
         """Return the handles in rank order."""
-        if any(rank not in self._handles for rank in self.ranks):
+        if any(self._handles.get(rank, (None, None))[1] is None for rank in self.ranks):
             self.update()
         return self.map(self._newest_handle, self.ranks)
 
@@ -213,6 +217,8 @@ class Observer:
         number = self._inventory.newest(rank)
         has_started = self._inventory.has(rank, number, "started")
         status = reported or (ReplicaStatus.RUNNING if has_started else ReplicaStatus.PENDING)
+        if not has_started and self._inventory.has(rank, number, "boot"):
+            doing = "installing"
         return ReplicaState(rank, number, status, doing=doing)
 
     def _with_report(self, state: ReplicaState) -> ReplicaState:

@@ -211,6 +211,14 @@ class KeepsOptions(Protocol):
         """The options with which the executor was made: what this machine notes of a launch, as far as it is JSON."""
 
 
+@runtime_checkable
+class KnowsPrices(Protocol):
+    """An executor that can say what its machines cost."""
+
+    def price_per_hour(self, gpu: str | None) -> float | None:
+        """Return what an hour of one replica costs in US dollars; None: its service does not tell."""
+
+
 @dataclass(frozen=True)
 class Unfinished:
     """A replica that has left no outcome, as the records of its run show it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from executors.attempt import Attempt, Intent
@@ -44,6 +44,7 @@ def resume(
     detach: bool = False,
     task_digest: str | None = None,
     trust_bucket: bool = False,
+    tell: Callable[[str], None] = lambda words: None,
 ) -> Run:
     """Start a new attempt of every rank that ended without succeeding.
 
@@ -55,6 +56,7 @@ def resume(
         detach: go on when this process ends.
         task_digest: the sha256 of the task, for a run that another machine launched: `Run.task_digest` there.
         trust_bucket: start instead whatever the run's store holds, with the credentials of this machine.
+        tell: gets a few words on how far the start is, where it takes long.
 
     Returns: the run, with the handles of the new attempts.
 
@@ -85,6 +87,7 @@ def resume(
     for rank, attempt in next_attempts.items():
         by_attempt.setdefault(attempt, []).append(rank)
     begun: set[int] = set()
+    goes_on = run.world_size - len(next_attempts)
     for attempt, group in sorted(by_attempt.items()):
         spec = RunSpec(
             run_id=run.run_id,
@@ -97,6 +100,7 @@ def resume(
             secret_names=secret_names,
             detach=detach,
             chaos=launched.chaos,
+            min_replicas=launched.min_replicas and max(1, min(launched.min_replicas - goes_on, len(group))),
             fail_fast=launched.fail_fast,
         )
         handles = executor.launch_replicas(
@@ -106,6 +110,7 @@ def resume(
             gpu=gpu if gpu is not None else launched.gpu,
             timeout=timeout if timeout is not None else launched.timeout_s,
             run=spec,
+            tell=tell,
         )
         begun.update(handle.rank for handle in handles)
     if overtaken := {rank: attempt for rank, attempt in next_attempts.items() if rank not in begun}:

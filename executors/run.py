@@ -19,9 +19,10 @@ from executors.errors import (
     did_you_mean,
 )
 from executors.logs import follow_logs, last_lines
-from executors.observer import Observer, in_parallel
+from executors.observer import RECENT_S, Observer, in_parallel
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class, executor_of_record
+from executors.root_cause import raise_root_cause
 from executors.run_index import (
     Note,
     find_preparation,
@@ -31,7 +32,7 @@ from executors.run_index import (
     locate,
     noted_at_launch,
 )
-from executors.status import FAILED_EARLY, ReplicaState, RunStatus, raise_root_cause, wait_until
+from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
 from executors.store.records import exists
@@ -177,13 +178,17 @@ class Run:
     def results(self) -> list[Any]:
         """Wait, and return what each replica's entrypoint returned, in rank order.
 
+        When as many as `min_replicas` gave a result, it is None for the others.
+
         Raises:
             ReplicaError: a replica gave no result. The error is the earliest failure, with the remote traceback as its
                 message; the other failures are its notes.
         """
         self.wait()
         outcomes = self.outcomes()
-        raise_root_cause(outcomes)
+        n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
+        if n_done < (self.record.min_replicas or self.world_size):
+            raise_root_cause(outcomes)
         return [outcome.result for outcome in outcomes]
 
     def outcomes(self) -> list[Outcome]:
@@ -202,7 +207,7 @@ class Run:
         """
         states = self._look()
         replicas = self._observer.with_reports(states) if reports else states
-        return RunStatus(self.run_id, self.backend, replicas, self._observer.count_joined())
+        return RunStatus(self.run_id, self.backend, replicas, self._observer.count_joined(), self.record.min_replicas)
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look at the run and the next: at a bucket, requests cost."""
@@ -298,7 +303,7 @@ class Run:
 
     def newest_attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt: its number is 0 until it was resumed, or its process started twice."""
-        self._observer.update()
+        self._observer.update(RECENT_S)
         return self._observer.attempt(rank)
 
     @cached_property

@@ -26,8 +26,8 @@ from executors.backends.jobs.service import (
     option,
     shortened,
 )
-from executors.backends.modal_client import TOKEN_ADVICE, in_thread, modal, translated_errors
-from executors.backends.modal_image import built, described, image_of
+from executors.backends.modal_client import TOKEN_ADVICE, WaitingCalls, in_thread, modal, translated_errors
+from executors.backends.modal_container import built, check_volumes, described, image_of, volume_of
 from executors.errors import BackendError
 from executors.task.record import OPTION_NAME
 
@@ -52,11 +52,13 @@ class ModalJobs(JobService):
     region: str | None = option(None, OPTION_NAME)
     cloud: str | None = option(None, OPTION_NAME)
     environment: str | None = option(None, OPTION_NAME)
+    volumes: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         modal.config  # noqa: B018 - a missing SDK is found out now, before anything is planned
         self.python_version = self.python_version or "{}.{}".format(*sys.version_info)
         self._lock = threading.Lock()
+        self._starts = WaitingCalls()
         self._app: modal.App | None = None
         self._images: dict[tuple[str, ...], Any] = {}
         self._keys: dict[str, JobKey] = {}  # by sandbox, as its tags say it
@@ -81,6 +83,7 @@ class ModalJobs(JobService):
                 raise BackendError(
                     f"Modal has no secret {name!r}. Make it with: modal secret create {name} KEY=VALUE"
                 ) from error
+        check_volumes(self.volumes or {}, self.environment)
 
     def start(self, job: Job) -> JobId:  # not `in_thread`: with a GPU this waits for a machine, up to 21 minutes
         secrets = [modal.Secret.from_name(name, environment_name=self.environment) for name in self._names(job)]
@@ -92,12 +95,22 @@ class ModalJobs(JobService):
                 if (image := self._images.get(job.requirements)) is None:
                     image = built(image_of(self.image, self.python_version, job.requirements), app)
                     self._images[job.requirements] = image
-            env: Any = dict(job.env)
-            sandbox = modal.Sandbox.create(
-                *job.command, app=app, image=image, env=env, secrets=secrets, **self._request(job)
-            )
+            inside: dict[str, Any] = {
+                "image": image,
+                "env": dict(job.env),
+                "secrets": secrets,
+                "volumes": {
+                    path: volume_of(source, self.environment, job.credentials)
+                    for path, source in (self.volumes or {}).items()
+                },
+            }
+            create = modal.Sandbox.create.aio
+            sandbox = self._starts.make(lambda: create(*job.command, app=app, **inside, **self._request(job)))
             self._keys[sandbox.object_id] = job.key
             return self._job_id(sandbox.object_id)
+
+    def interrupt_starts(self) -> None:
+        self._starts.interrupt()
 
     @in_thread
     def find(self, key: JobKey) -> list[JobId]:  # at most one: a name is unique among the running ones of an app
@@ -177,6 +190,7 @@ class ModalJobs(JobService):
             "image": described(self.image, self.python_version, job.requirements),
             "env": masked(job.env),
             "secrets": [*self._names(job), dict.fromkeys(job.credentials, "***")],
+            "volumes": dict(self.volumes or {}),
             **self._request(job),
         }
 
@@ -230,6 +244,8 @@ class ModalExecutor(JobExecutor):
         region: where to run, as in "us-east".
         cloud: on whose machines, as in "aws".
         environment: the Modal environment. None: the default of the account.
+        volumes: what to mount where, as in {"/data": "NAME"} for a Modal Volume; "s3://BUCKET/PREFIX" is a bucket, with
+            the credentials of the rendezvous.
     """
 
     backend_name = "modal"

@@ -16,11 +16,12 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from executors.cli.backends import backends
+from executors.cli.collect import collect
 from executors.cli.doctor import doctor
 from executors.cli.launch import launch, resume
 from executors.cli.logs import logs
 from executors.cli.output import CANCELLED, FAILED, USAGE, inert
-from executors.cli.runs import cancel, collect, ls, rm, status, wait
+from executors.cli.runs import cancel, ls, rm, status, wait
 from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
 
 SYNONYMS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,15 +19,16 @@ from executors.cli.options import (
     RendezvousOption,
     RunArgument,
     SecretOption,
+    VolumeOption,
     find_run,
     note_python_words,
+    options_of,
     parse_duration,
     parse_texts,
-    parse_values,
 )
 from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, refuse, usage_errors
 from executors.errors import BackendError, LaunchError, StoreError
-from executors.protocol import NativeExecutor
+from executors.protocol import GATHER_S, NativeExecutor
 
 if TYPE_CHECKING:
     from executors.cli.live import Interrupts
@@ -40,11 +42,14 @@ ENTRYPOINT = (
 )
 ARG = "An argument of the entrypoint, as its annotation says; without one JSON, else a string. Repeatable."
 TIMEOUT = f"How long each replica may run ({DURATIONS}). Default: no limit locally, one hour elsewhere."
+MAX_COST = "What all replicas may cost together: a time limit, where the backend tells prices."
 CHAOS = (
     "A fault to inject, local backend only: kill:rank=1,round=3 (counted from 1; or at=POINT,count=N,when=after), "
     "or store:lost=0.02,error=0.01,delay=0.3. Repeatable."
 )
 FAIL_FAST = "End the run at the first failure before anybody's first round. Default: the others train on."
+MIN_REPLICAS = "Start with M when the others cannot be had; the run has succeeded when M have. Default: all."
+GATHER = f"How long --min-replicas waits for all ({DURATIONS}); what comes later joins. Default: 10m."
 TASK_DIGEST = (
     "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
     "task_digest."
@@ -68,8 +73,12 @@ def launch(
     env: EnvOption = None,
     secret: SecretOption = None,
     option: BackendOptions = None,
+    volume: VolumeOption = None,
+    max_cost: Annotated[float | None, Option(metavar="USD", help=MAX_COST)] = None,
     chaos: Annotated[list[str] | None, Option(metavar="SPEC", help=CHAOS)] = None,
     fail_fast: Annotated[bool, Option("--fail-fast", help=FAIL_FAST)] = False,
+    min_replicas: Annotated[int | None, Option(metavar="M", help=MIN_REPLICAS)] = None,
+    gather: Annotated[float, Option(metavar="DURATION", parser=parse_duration, help=GATHER)] = GATHER_S,
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the request, start nothing.")] = False,
@@ -100,22 +109,28 @@ def launch(
                         run_id=run_id,
                         gpu=gpu,
                         timeout=timeout,
+                        max_cost=max_cost,
                         env=parse_texts("--env", env),
                         secrets=secret or (),
                         seed=seed,
                         detach=detach,
                         chaos=chaos or (),
                         fail_fast=fail_fast,
+                        min_replicas=min_replicas,
+                        gather_s=gather,
                     )
                 )
                 known = contextlib.nullcontext() if dry_run else preparing(str(request.run_id))
                 with known:
                     with output.busy(f"Preparing {request.run_id}"):  # importing torch takes a second
-                        plan = plan_launch(request, make_executor(backend, parse_values("--option", option)))
+                        plan = plan_launch(request, make_executor(backend, options_of(backend, option, volume)))
                     note_python_words("--arg", plan.request.args or {})
                     if dry_run:
                         output.document(plan.dry_run())
                         return 0
+                    if price := plan.usd_per_hour():
+                        at_most = price * (plan.request.timeout or math.inf) / 3600
+                        print(f"replicas: ${price:.2f} an hour, ${at_most:.2f} until the time limit", file=sys.stderr)
                     run = _start(plan, output)
         except KeyboardInterrupt:
             has_begun = request is not None and locate(str(request.run_id)) is not None
@@ -139,8 +154,8 @@ def _start(plan: LaunchPlan, output: Output) -> Run:
         if plan.executor.backend_name == "inline":  # the screen is the entrypoint's
             with contextlib.redirect_stdout(sys.stderr) if output.as_json else contextlib.nullcontext():
                 return plan.start()
-        with output.busy(f"Starting {plan.request.n} replicas of {plan.run_id}"):
-            return plan.start()
+        with output.busy(f"Starting {plan.request.n} replicas of {plan.run_id}") as tell:
+            return plan.start(tell)
     except LaunchError as error:
         message = f"{error} See: replicas status {plan.run_id}"
         raise LaunchError(message, rank=error.rank, cancelled=error.cancelled) from error
@@ -184,7 +199,7 @@ def resume(
     found = find_run(run, rendezvous, backend, option)
     with Interrupts() as interrupts:
         try:
-            with usage_errors():
+            with usage_errors(), output.busy(f"Starting replicas of {found.run_id} again") as tell:
                 resumed = start_again(
                     found,
                     ranks=rank or None,
@@ -195,6 +210,7 @@ def resume(
                     detach=detach,
                     task_digest=task_digest,
                     trust_bucket=trust_bucket,
+                    tell=tell,
                 )
         except KeyboardInterrupt:
             output.say("Cancelled before the replicas had started.", "yellow")

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process"),
     ("errors", "logs"),
-    ("store", "entrypoint", "arguments", "status"),
-    ("attempt", "inventory", "task", "run_index", "registry", "chaos"),
+    ("store", "entrypoint", "arguments", "status", "root_cause"),
+    ("attempt", "inventory", "task", "run_index", "registry", "chaos", "prices"),
     ("observer", "replica"),
     ("run",),
     ("resume", "launch_checks", "worker", "shipping"),

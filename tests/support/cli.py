@@ -16,15 +16,19 @@ import termios
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from executors.cli import main
 from executors.testing import eventually
 
 COMMAND = [sys.executable, "-m", "executors.cli"]
+COMMAND_OF = cache(typer.main.get_command)
+"""Typer reads the signatures of all verbs: longer than what most of them do."""
 SIZES = ("COLUMNS", "LINES")  # set by the test runner; they would win over the size of the terminal
 FAST = ("--option", "preload=[]", "--option", "term_grace_s=0.5")  # without torch, and patient for half a second
 
@@ -226,6 +230,7 @@ class HereInstead:
     def replicas(self, *arguments: object) -> Result:
         """Call the command."""
         with self._monkeypatch.context() as patch:
+            patch.setattr("typer.main.get_command", COMMAND_OF)
             patch.setattr(sys, "argv", ["replicas", *map(str, arguments)])
             patch.setattr(sys, "path", [*sys.path])
             patch.setattr(warnings, "showwarning", warnings.showwarning)

@@ -146,6 +146,10 @@ class JobExecutor:
             check_entrypoint(entrypoint, split_rank_env(entrypoint_args)[0])
         self.service.check_account(gpu, timeout_s, secrets)
 
+    def price_per_hour(self, gpu: str | None) -> float | None:
+        """Return what an hour of one replica costs in US dollars; None: the service does not tell."""
+        return self.service.price_per_hour(gpu)
+
     def package(self, entrypoint: str | Callable[..., Any]) -> Package:
         """Pack what replicas need of this side: the code under the working directory, and what to install."""
         return make_package(entrypoint, pip=self.service.pip)

@@ -133,6 +133,7 @@ class GangStart:
     def _wait_for_enough(self, starts: Mapping[Future[None], _Start]) -> None:
         """Wait until all have come, or as many have failed as makes it useless to wait, or the time is over."""
         n_came = n_failed = 0
+        self._tell(f"0 of {len(starts)} started")
         with contextlib.suppress(TimeoutError):
             for future in as_completed(starts, None if self._run.min_replicas is None else self._run.gather_s):
                 if (error := starts[future].error) is None:

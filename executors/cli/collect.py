@@ -1,0 +1,185 @@
+"""`replicas collect`: all that a run left, brought into a folder; as a whole, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from executors.cli.options import (
+    BackendOptions,
+    ExecutorOption,
+    RendezvousOption,
+    RunArgument,
+    WaitOption,
+    find_run,
+)
+from executors.cli.output import FAILED, JsonOption, Output, finite, inert, one_line, refuse, strict_json
+from executors.errors import ReplicasError, StoreError
+from executors.protocol import OffsetReader
+
+if TYPE_CHECKING:
+    from executors.run import Run
+    from executors.store.artifacts import Artifact
+
+EVERY_LINE = 1 << 40
+OUT = "A folder for results.json, and for logs and artifacts by rank. What is there already stays."
+RESULTS = "results.json"
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)  # and of no one name
+
+
+class _UnreadableError(Exception):
+    """A log cannot be read; the message says why, and which file."""
+
+
+def collect(
+    run: RunArgument,
+    out: Annotated[Path | None, Option("--out", "-o", metavar="DIR", help=OUT)] = None,
+    timeout: WaitOption = None,
+    rendezvous: RendezvousOption = None,
+    backend: ExecutorOption = None,
+    option: BackendOptions = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Fetch the results of a run, its logs and artifacts.
+
+    Waits for its end. Without --out it prints a line of JSON for each replica.
+
+    Exit code: as `launch`; 124 also when --timeout was over first; 1 also when a log or the folder failed.
+    """
+    from executors.cli.live import watch
+    from executors.cli.summary import Summary
+
+    output = Output(as_json)
+    found = find_run(run, rendezvous, backend, option)
+    in_time = found.status(reports=False).is_terminal or watch(found, output, timeout_s=timeout)
+    summary = Summary.of(found, in_time=in_time)
+    document, code = finite(summary.document()), summary.code or 0
+    skipped: list[dict[str, Any]] = []
+    if out is not None:
+        try:
+            with _whole_folder(out) as folder:
+                skipped = _write(found, document, folder)
+                sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+        except OSError as error:
+            if isinstance(error, ReplicasError):
+                raise
+            file = f"{str(error.filename)!r}" if error.filename else f"a file below {str(out)!r}"
+            print(inert(f"Error: Cannot write {file}: {error.strerror}. Nothing was brought."), file=sys.stderr)
+            return FAILED
+        output.say(f"Wrote {len(sizes)} files, {sum(sizes):,} bytes, to {out}")
+        for left in skipped:
+            what = f"the artifact {left['artifact']!r}" if "artifact" in left else f"the log {left['log']!r}"
+            output.say(one_line(f"Skipped {what} of rank {left['rank']}: {left['problem']}"), "yellow")
+            code = code or (FAILED if "log" in left else 0)
+    if as_json:
+        output.document({**document, "out": None if out is None else str(out.absolute()), "skipped": skipped})
+        return code
+    output.tell_notes(document)
+    if out is None:
+        for row in document["replicas"]:
+            output.say(output.line(row))
+    summary.print_failures(output)
+    return code
+
+
+@contextlib.contextmanager
+def _whole_folder(out: Path) -> Iterator[Path]:
+    """Give a temporary folder. What it holds when the block ends is moved to `out`; after an error nothing is."""
+    named, out = out, out.absolute()
+    try:
+        if out.exists() and not out.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # In the folder if there is one: it may be another disk than the folder above it.
+        scratch = tempfile.mkdtemp(prefix=".replicas-collect-", dir=out if out.exists() else out.parent)
+    except OSError as error:
+        refuse(f"Cannot write to {str(named)!r}: {error.strerror}.")
+    try:
+        new = Path(scratch, "new")
+        new.mkdir()
+        try:
+            yield new
+        except OSError as error:  # named by where it would have been
+            if isinstance(error.filename, str):
+                error.filename = error.filename.replace(str(new), str(out))
+            raise
+        if out.exists():
+            _move_into(out, new)
+        else:
+            new.rename(out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _move_into(out: Path, new: Path) -> None:
+    """Move files into a folder that exists, over those of the same names; every name is checked before."""
+    moves = [(path, out / path.relative_to(new)) for path in sorted(new.rglob("*")) if path.is_file()]
+    for _, target in moves:
+        folders = [folder for folder in target.parents if folder.is_relative_to(out) and os.path.lexists(folder)]
+        if target.is_dir() or not all(folder.is_dir() for folder in folders):
+            raise OSError(errno.EEXIST, "something else is in the way", str(target))
+        if not target.parent.resolve().is_relative_to(out.resolve()):
+            raise OSError(errno.ELOOP, "a symbolic link on the way leads out of the folder", str(target))
+    for path, target in moves:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(target)
+
+
+def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Write everything a run left into an empty folder; return what was skipped, and why."""
+    skipped: list[dict[str, Any]] = []
+    for rank in range(run.world_size):
+        (folder / str(rank)).mkdir()
+        log = folder / str(rank) / "output.log"
+        try:
+            with open(log, "wb") as file:
+                for piece in _read_log(run, rank):
+                    file.write(piece)
+        except _UnreadableError as error:
+            log.unlink()
+            skipped.append({"rank": rank, "log": log.name, "problem": str(error)})
+        for artifact in run.all_artifacts(rank):
+            if problem := _save(artifact, folder / str(rank) / "artifacts"):
+                skipped.append({"rank": rank, "artifact": artifact.name, "problem": problem})
+    (folder / RESULTS).write_text(strict_json(document) + "\n", encoding="utf-8")
+    return skipped
+
+
+def _save(artifact: Artifact, folder: Path) -> str | None:
+    """Write an artifact below a folder; return why not, where its name or its content is at fault."""
+    try:
+        artifact.save_below(folder)
+    except (StoreError, ValueError) as error:
+        return str(error)
+    except OSError as error:
+        if error.errno in OF_THE_DISK:
+            raise
+        return error.strerror or str(error)
+    return None
+
+
+def _read_log(run: Run, rank: int) -> Iterator[bytes]:
+    """Read a whole log in pieces, if the executor can read it so; else what the executor keeps of it."""
+    try:
+        handle, piece, is_empty = run.handle(rank), b"-", True
+        if handle is not None and isinstance(run.executor, OffsetReader):
+            offset = 0
+            while piece:
+                piece, offset = run.executor.read_logs(handle, offset=offset)
+                is_empty = is_empty and not piece
+                yield piece
+        if is_empty:
+            yield run.logs(rank, EVERY_LINE).encode()
+    except (ReplicasError, OSError) as error:
+        file = getattr(error, "filename", None)
+        reason = getattr(error, "strerror", None) or str(error)
+        raise _UnreadableError(f"{file}: {reason}" if file else reason) from error
