@@ -35,7 +35,8 @@ def heading(run: Run) -> str:
     replicas = "1 replica" if run.world_size == 1 else f"{run.world_size} replicas"
     limit = name_limit(run.record.timeout_s)
     chaos = "".join(f", chaos {one_line(spec)}" for spec in run.record.chaos)
-    return f"{run.run_id}: {replicas} of {one_line(run.record.entrypoint)} on {run.backend}, {limit}{chaos}"
+    what = one_line(run.record.entrypoint.removesuffix(":__main__"))  # a script
+    return f"{run.run_id}: {replicas} of {what} on {run.backend}, {limit}{chaos}"
 
 
 def reference(run: Run) -> str:
