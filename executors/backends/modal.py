@@ -30,7 +30,7 @@ from executors.backends.jobs.service import (
 )
 from executors.backends.jobs.timed_log import Entry, SharedLog, TimedLog
 from executors.backends.modal_client import TOKEN_ADVICE, WaitingCalls, in_thread, modal, translated_errors
-from executors.backends.modal_container import built, check_volumes, described, image_of, volume_of
+from executors.backends.modal_container import Images, check_secret, check_volumes, described, image_of, volume_of
 from executors.errors import BackendError
 from executors.task.record import OPTION_NAME
 
@@ -63,7 +63,7 @@ class ModalJobs(JobService):
         self._lock = threading.Lock()
         self._starts = WaitingCalls()
         self._app: modal.App | None = None
-        self._images: dict[tuple[str, ...], Any] = {}
+        self._images = Images(self._starts)
         self._keys: dict[str, JobKey] = {}  # by sandbox, as its tags say it
         self._logs: dict[str, Any] = {}  # by sandbox; each remembers what the SDK would else ask for every time
 
@@ -80,12 +80,7 @@ class ModalJobs(JobService):
         with contextlib.suppress(modal.exception.NotFoundError):  # then the launch makes it
             self._look_up(create_if_missing=False)
         for name in (*self.secrets, *secret_names):
-            try:
-                modal.Secret.from_name(name, environment_name=self.environment).hydrate()
-            except modal.exception.NotFoundError as error:
-                raise BackendError(
-                    f"Modal has no secret {name!r}. Make it with: modal secret create {name} KEY=VALUE"
-                ) from error
+            check_secret(name, self.environment)
         check_volumes(self.volumes or {}, self.environment)
 
     def start(self, job: Job) -> JobId:  # not `in_thread`: with a GPU this waits for a machine, up to 21 minutes
@@ -94,12 +89,9 @@ class ModalJobs(JobService):
             secrets.append(modal.Secret.from_dict(dict(job.credentials)))
         with translated_errors():
             app = self._look_up(create_if_missing=True)
-            with self._lock:
-                if (image := self._images.get(job.requirements)) is None:
-                    image = built(image_of(self.image, self.python_version, job.requirements), app)
-                    self._images[job.requirements] = image
+            image = image_of(self.image, self.python_version, job.requirements)
             inside: dict[str, Any] = {
-                "image": image,
+                "image": self._images.built(job.requirements, image, app),
                 "env": dict(job.env),
                 "secrets": secrets,
                 "volumes": {

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-from executors.backends.modal_client import modal
+from executors.backends.modal_client import WaitingCalls, modal
 from executors.errors import BackendError
 from executors.shipping.requirements import name_of, options_of
 from executors.store.s3.address import S3Address
@@ -32,10 +34,27 @@ def described(image: Any, python_version: str | None, requirements: Sequence[str
     return {"debian_slim": python_version, "uv_pip_install": not_paths(requirements)}
 
 
-def built(image: modal.Image, app: modal.App) -> modal.Image:
-    """Return an image that is there, having shown on stderr how it was built, where that had to be done."""
-    with contextlib.redirect_stdout(sys.stderr), modal.enable_output():
-        return image.build(app)
+class Images:
+    """Images that exist: each is built by the rank that needs it first, and the others wait."""
+
+    def __init__(self, calls: WaitingCalls) -> None:
+        self._calls = calls
+        self._lock = threading.Lock()
+        self._built: dict[tuple[str, ...], Future[modal.Image]] = {}
+
+    def built(self, requirements: tuple[str, ...], image: modal.Image, app: modal.App) -> modal.Image:
+        """Return the image once it is there; how it is built is shown on stderr."""
+        with self._lock:
+            is_first = requirements not in self._built
+            built = self._built.setdefault(requirements, Future())
+        if is_first:
+            try:
+                with contextlib.redirect_stdout(sys.stderr), modal.enable_output():
+                    built.set_result(self._calls.make(lambda: image.build.aio(app)))
+            except BaseException as error:  # noqa: BLE001 - raised for every rank; the next try builds again
+                del self._built[requirements]
+                built.set_exception(error)
+        return built.result()
 
 
 def not_paths(requirements: Sequence[str]) -> list[str]:
@@ -46,6 +65,15 @@ def not_paths(requirements: Sequence[str]) -> list[str]:
 def indexes(requirements: Sequence[str]) -> list[str]:
     options = options_of(not_paths(requirements))
     return ["--index-strategy=unsafe-best-match", *options] if options else []  # all count alike, as they do for pip
+
+
+def check_secret(name: str, environment: str | None) -> None:
+    """Refuse a secret that is not there."""
+    try:
+        modal.Secret.from_name(name, environment_name=environment).hydrate()
+    except modal.exception.NotFoundError as error:
+        make = f"modal secret create {name} KEY=VALUE"
+        raise BackendError(f"Modal has no secret {name!r}. Make it with: {make}") from error
 
 
 def check_volumes(volumes: Mapping[str, str], environment: str | None) -> None:

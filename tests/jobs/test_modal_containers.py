@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import modal
@@ -12,6 +13,7 @@ from support.modal import create_of
 from support.sandboxes import gpu
 
 from executors import ModalExecutor, attach, launch
+from executors.backends.jobs.service import Job, JobKey, JobServiceError
 from executors.errors import BackendError
 from executors.resume import resume
 from executors.testing.executor_contract import task
@@ -108,3 +110,19 @@ def test_how_an_image_is_built_is_shown_on_stderr_and_one_that_exists_says_nothi
     assert err.count("Resolved 31 packages") >= 1
     launch(ModalExecutor(), task("echo"), 2).results()
     assert capfd.readouterr() == ("", "")
+
+
+def test_while_an_image_is_built_a_launch_can_be_interrupted(modal_runs: ModalServer) -> None:
+    modal_runs.account.builder_says, modal_runs.account.builder_is_slow = ["Step 7: uv pip install"], True
+    service = ModalExecutor().service
+    jobs = [Job(JobKey("s3://bucket/runs", "otter", rank, 0), ("true",), (), {}, {}) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        starting = [pool.submit(service.start, job) for job in jobs]
+        modal_runs.wait_for("ImageJoinStreaming")
+        service.interrupt_starts()
+        for each in starting:
+            with pytest.raises(JobServiceError, match="given up"):
+                each.result(timeout=30)
+    modal_runs.account.builder_is_slow = False
+    assert modal_runs.sandboxes == []
+    service.stop(service.start(jobs[0]))
