@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST_FLAGS ?= -n 2
+# Tests that share a costly fixture are run by one process: `xdist_group`.
+PYTEST_FLAGS ?= -n 2 --dist loadgroup
 SCHEDULES ?=
 
 .PHONY: help install demo test test-all test-radosgw package lint bench simulate clean

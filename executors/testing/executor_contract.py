@@ -264,7 +264,10 @@ class ExecutorContract(KnownGaps):
         assert row["error"]
 
     def test_a_time_limit_does_not_touch_what_is_done(self, executor: ServerlessExecutor) -> None:
-        rows = self.collected(executor, executor.launch_replicas(2, task("hang_on"), {"rank": 1}, timeout=4))
+        for timeout in (4, 60):  # a busy machine may need more than the first to be done at all
+            rows = self.collected(executor, executor.launch_replicas(2, task("hang_on"), {"rank": 1}, timeout=timeout))
+            if rows[0]["status"] == "succeeded":
+                break
         assert [(row["status"], row["reason"]) for row in rows] == [("succeeded", None), ("failed", "timeout")]
 
     def test_a_time_limit_is_enforced_against_a_replica_deaf_to_sigterm(self, executor: ServerlessExecutor) -> None:

@@ -28,6 +28,7 @@ PEERS = {
     "C1": None,
 }
 Found = dict[str, list[dict[str, Any]]]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("benchmarks")]
 
 
 def run_benchmarks(file: Path, *arguments: str) -> Found:
@@ -50,7 +51,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return run_benchmarks(tmp_path_factory.mktemp("benchmarks") / "found.json", *PEERS)
 
 
-@pytest.mark.timeout(300)
 def test_every_benchmark_runs_beside_its_peer(found: Found) -> None:
     assert found.keys() == PEERS.keys()
     for name, peer in PEERS.items():
@@ -59,13 +59,11 @@ def test_every_benchmark_runs_beside_its_peer(found: Found) -> None:
         assert all(each and all(sample > 0 for sample in each) for each in samples), name
 
 
-@pytest.mark.timeout(300)
 def test_a_round_moves_exactly_the_bytes_that_the_protocol_says(found: Found) -> None:
     methods = found["S8"][-1]["methods"]
     assert {way: row["median"] for way, row in methods.items()} == {"read": 1.0, "written": 1.5}, "for two replicas"
 
 
-@pytest.mark.timeout(300)
 def test_replicas_are_exactly_alike_and_data_parallel_up_to_rounding(found: Found) -> None:
     different, apart = found["C1"]
     assert [row["max"] for row in different["methods"].values()] == [0.0]

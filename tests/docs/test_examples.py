@@ -15,6 +15,7 @@ import pytest
 from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = pytest.mark.xdist_group("notebook")
 
 
 @pytest.fixture(scope="module")
