@@ -98,6 +98,7 @@ class InlineExecutor:
         gpu: str | None = None,
         timeout: float | None = None,
         run: RunSpec | None = None,
+        tell: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Call the entrypoint, and return its replica's handle; see `NativeExecutor.launch_replicas`.
 
