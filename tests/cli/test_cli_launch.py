@@ -91,7 +91,7 @@ def test_failed_ranks_make_exit_code_1_and_the_command_says_why_and_where_their_
     result = here.launch("mixed.py", "--run-id", "mine", n=4)
     assert result.code == 1
     assert re.search(
-        r"\nRuntimeError: it went wrong \(rank 1 of 4, job.py:\d+\)\n(  File .*\n    .*\n)+"
+        r"\nRuntimeError: it went wrong \(rank 1 of 4, job.py:\d+\)\n(  File .*\n    .*\n( +\^+\n)?)+"
         r"  Log: replicas logs mine --rank 1\n",
         result.stdout,
     )
