@@ -15,10 +15,12 @@ from typing import Any, ClassVar
 from executors.attempt import PID, TICKS, Attempt, collect_rows
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import BackendError
+from executors.logs.readers import TailedLog
 from executors.process import is_alive, start_time, this_machine
 from executors.protocol import Observation, Outcome, Recordable, ReplicaHandle, ReplicaStatus, RunSpec, Unfinished
 from executors.registry import describe_executor
 from executors.replica import RANK, find_replica, set_current_replica
+from executors.replica_log import Log
 from executors.run_index import local_store, new_run_id, remember
 from executors.store import store_at
 from executors.store.records import Record, checked, text
@@ -156,6 +158,10 @@ class InlineExecutor:
         """Return nothing: what the replica prints goes where its process prints."""
         Attempt.of_handle(handle, self.backend_name)
         return ""
+
+    def open_log(self, handle: ReplicaHandle) -> Log:
+        """Return an empty log; see `stream_logs`."""
+        return TailedLog(lambda n_lines: self.stream_logs(handle))
 
     def cancel(self, handle: ReplicaHandle) -> None:
         """Do nothing to a replica that has ended, and refuse to end one that runs.
