@@ -123,8 +123,11 @@ class InlineExecutor:
             except SystemExit:
                 pass  # its outcome says how it left
             except Exception as error:  # noqa: BLE001 - the user's code raised it, and its outcome has it
-                traceback.print_exception(error)
-                sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__  # pdb.pm()
+                trace = error.__traceback__
+                while trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("executors."):
+                    trace = trace.tb_next  # the user's frames are enough
+                traceback.print_exception(error.with_traceback(trace))
+                sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace  # for pdb.pm()
         return [handle]
 
     def describe_launch(
