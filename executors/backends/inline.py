@@ -15,10 +15,12 @@ from typing import Any, ClassVar
 from executors.attempt import PID, TICKS, Attempt, collect_rows
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import BackendError
+from executors.logs.readers import TailedLog
 from executors.process import is_alive, start_time, this_machine
 from executors.protocol import Observation, Outcome, Recordable, ReplicaHandle, ReplicaStatus, RunSpec, Unfinished
 from executors.registry import describe_executor
 from executors.replica import RANK, find_replica, set_current_replica
+from executors.replica_log import Log
 from executors.run_index import local_store, new_run_id, remember
 from executors.store import store_at
 from executors.store.records import Record, checked, text
@@ -98,6 +100,7 @@ class InlineExecutor:
         gpu: str | None = None,
         timeout: float | None = None,
         run: RunSpec | None = None,
+        tell: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Call the entrypoint, and return its replica's handle; see `NativeExecutor.launch_replicas`.
 
@@ -120,8 +123,11 @@ class InlineExecutor:
             except SystemExit:
                 pass  # its outcome says how it left
             except Exception as error:  # noqa: BLE001 - the user's code raised it, and its outcome has it
-                traceback.print_exception(error)
-                sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__  # pdb.pm()
+                trace = error.__traceback__
+                while trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("executors."):
+                    trace = trace.tb_next  # the user's frames are enough
+                traceback.print_exception(error.with_traceback(trace))
+                sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace  # for pdb.pm()
         return [handle]
 
     def describe_launch(
@@ -155,6 +161,10 @@ class InlineExecutor:
         """Return nothing: what the replica prints goes where its process prints."""
         Attempt.of_handle(handle, self.backend_name)
         return ""
+
+    def open_log(self, handle: ReplicaHandle) -> Log:
+        """Return an empty log; see `stream_logs`."""
+        return TailedLog(lambda n_lines: self.stream_logs(handle))
 
     def cancel(self, handle: ReplicaHandle) -> None:
         """Do nothing to a replica that has ended, and refuse to end one that runs.

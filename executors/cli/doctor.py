@@ -179,7 +179,8 @@ def _probe(executor: ServerlessExecutor, rendezvous: str | None, gpu: str | None
 
     began = time.time()
     probe, args = "executors.worker.probe:probe", {"gpu": gpu}
-    run = launch(executor, probe, 1, args=args, rendezvous=rendezvous, gpu=gpu, timeout=PROBE_LIMIT_S)
+    limit_s = None if executor.backend_name == "inline" else PROBE_LIMIT_S
+    run = launch(executor, probe, 1, args=args, rendezvous=rendezvous, gpu=gpu, timeout=limit_s)
     launched = time.time()
     try:
         (facts,) = run.results()

@@ -48,7 +48,9 @@ def test_what_the_entrypoint_raises_is_its_outcome_and_a_debugger_finds_it(capsy
     run = launch("inline", entrypoint, 1)
     with pytest.raises(ReplicaFailedError, match="ValueError: boom 42"):
         run.results()
-    assert "ValueError: boom 42" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "ValueError: boom 42" in printed
+    assert "executors/worker" not in printed, "the user's frames alone"
     trace = sys.last_traceback
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -11,7 +11,9 @@ from support.third_party import PopenExecutor
 
 from executors import LocalProcessExecutor, launch
 from executors.errors import BackendError, UnknownBackendError
+from executors.protocol import NativeExecutor
 from executors.registry import (
+    BUILT_IN,
     check_executor,
     describe_executor,
     executor_class,
@@ -147,3 +149,9 @@ def test_a_class_without_the_verbs_is_never_called(tmp_path: Path, monkeypatch: 
     ):
         executor_of_record(record_of("popen"), options={"args": ["touch", str(tmp_path / "ran")]})
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_an_executor_of_ours_has_all_that_launch_uses_of_one(name: str) -> None:
+    needed = [each for each in dir(NativeExecutor) if not each.startswith("_")]
+    assert [each for each in needed if not hasattr(executor_class(name), each)] == []
