@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,8 +60,6 @@ class Observer:
         self._handles: dict[int, tuple[int | None, Any]] = {rank: (0, each) for rank, each in enumerate(handles or ())}
         self._outcomes: dict[int, Outcome] = {}
         self._beats: dict[int, tuple[int, Beat | None]] = {}
-        self._lock = threading.Lock()
-        self._recent: tuple[float, list[ReplicaState]] | None = None
 
     @property
     def ranks(self) -> range:
@@ -93,14 +90,6 @@ class Observer:
                 again = {state.rank: state for state in self.look(overtaken)}
                 return [again.get(rank) or self._state(rank, *seen.get(rank, (None, ""))) for rank in ranks]
         return [self._state(rank, *seen.get(rank, (None, ""))) for rank in ranks]
-
-    def look_recently(self, rank: int) -> ReplicaStatus:
-        """Return a replica's status as of a moment ago, which many may ask for over and over."""
-        with self._lock:
-            age_s = RECENT_S if self.is_near else FAR_PAUSES_S[1]
-            if self._recent is None or time.monotonic() - self._recent[0] > age_s:
-                self._recent = (time.monotonic(), self.look(self.ranks))
-            return self._recent[1][rank].status
 
     def with_reports(self, states: Sequence[ReplicaState]) -> list[ReplicaState]:
         """Read the heartbeat of each replica that has one, once after its end, and add what it says."""

@@ -318,6 +318,11 @@ class Run:
         self._observer.update(RECENT_S)
         return self._observer.attempt(rank)
 
+    def launched(self, rank: int) -> list[Attempt]:
+        """Return a rank's attempts that were launched, oldest first: each has a log of its own."""
+        self._observer.update(RECENT_S)
+        return self._observer.launched(rank)
+
     @cached_property
     def _observer(self) -> Observer:
         return Observer(self.store, self.run_id, self.record, lambda: self.executor, self._launched)

@@ -58,7 +58,7 @@ def logs(
             if follow:
                 sys.stdout.flush()
             elif len(piece) >= MAX_READ_BYTES:
-                _note(f"These are the last {MAX_READ_BYTES >> 20} MiB; `replicas collect --out DIR` writes all.")
+                _note(f"these are the last {MAX_READ_BYTES >> 20} MiB; `replicas collect --out DIR` writes all.")
     if last != "\n":
         sys.stdout.write("\n")
     return 0
