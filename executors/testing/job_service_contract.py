@@ -102,6 +102,20 @@ class JobServiceContract(KnownGaps):
         assert len(service.logs(job_id, 200).splitlines()) == 200
         assert service.logs(job_id, 0) == ""
 
+    def test_a_log_that_is_followed_has_each_line_once(self, service: JobService) -> None:
+        code = "import time\nfor n in range(20): print('line', n % 3); time.sleep(0.05)"
+        job_id = service.start(self.job(code))
+        log, found = service.open_log(job_id), list[str]()
+
+        def has_ended() -> bool:
+            ended = service.state(job_id).has_ended
+            found.extend(line for part in log.lines(100, has_ended=ended) for line in part)
+            return ended and len(found) >= 20
+
+        eventually(has_ended, "the log has all lines", within_s=self.patience_s)
+        log.close()
+        assert found == [f"line {number % 3}\n" for number in range(20)]
+
     def test_a_job_that_has_ended_is_found(self, service: JobService) -> None:
         job = self.job("pass")
         job_id = service.start(job)
