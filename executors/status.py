@@ -97,6 +97,12 @@ class RunStatus:
         return all(replica.status.is_terminal for replica in self.replicas)
 
     @property
+    def last_at(self) -> float:
+        """When its last replica ended; while one goes on, when it was looked at."""
+        ends = [replica.outcome.finished_at for replica in self.replicas if replica.outcome is not None]
+        return max(ends, default=0.0) or self.at if self.is_terminal else self.at
+
+    @property
     def failed_early(self) -> list[int]:
         """The ranks that failed while others go on, as long as nobody has reported a round.
 

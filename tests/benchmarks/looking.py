@@ -60,7 +60,7 @@ class Cloud:
 
 def looking(options: Options) -> list[Comparison]:
     """Q1 to Q4."""
-    sizes, seconds, n_lines = ((1, 4), 3.0, 3) if options.quick else ((1, 8, 64), 20.0, 20)
+    sizes, seconds, n_lines = ((1, 4), 3.0, 3) if options.quick else ((1, 8, 64), 20.0, 10)
     found: list[Comparison] = []
     for service in (hub, modal):
         with state_of_its_own(), users_folder(), service() as cloud:

@@ -82,10 +82,10 @@ def test_all_options_reach_the_request(modal_runs: ModalServer, gpu: str | None)
 
 
 def test_all_sandboxes_are_asked_for_at_the_same_time(modal_runs: ModalServer, gpu: str | None) -> None:
-    modal_runs.answer_together(create_of(gpu), 8)
-    run = launch("modal", task("hang"), 8, gpu=gpu)
-    assert [handle.rank for handle in run.handles] == list(range(8))
-    assert len({handle.metadata["job"]["sandbox_id"] for handle in run.handles}) == 8
+    modal_runs.answer_together(create_of(gpu), 3)
+    run = launch("modal", task("hang"), 3, gpu=gpu)
+    assert [handle.rank for handle in run.handles] == list(range(3))
+    assert len({handle.metadata["job"]["sandbox_id"] for handle in run.handles}) == 3
     run.cancel()
 
 
@@ -235,6 +235,20 @@ def test_the_states_of_those_that_run_are_one_list(modal_runs: ModalServer, serv
     assert [rpc for rpc in asked if rpc.startswith("Sandbox")] == ["SandboxListV2"] * 3, "of two pages and an empty one"
     for each in jobs.values():
         service.stop(each)
+
+
+def test_a_look_at_a_sandbox_is_one_call_and_its_log_asks_for_nothing_else(
+    modal_runs: ModalServer, service: JobService, job: Job
+) -> None:
+    job_id = service.start(job)
+    eventually(lambda: service.logs(job_id, 9) == "hanging\n")
+    n_calls = len(modal_runs.calls_of())
+    assert not service.state(job_id).has_ended
+    assert service.logs(job_id, 9) == "hanging\n"
+    look = of_backend("SandboxWait", job.gpu)
+    first, *others = (call.rpc for call in modal_runs.calls_of()[n_calls:])
+    assert (first, set(others)) == (look, {"AppFetchLogs"})
+    service.stop(job_id)
 
 
 def test_each_job_has_its_page(service: JobService, job: Job) -> None:
