@@ -206,7 +206,7 @@ def test_a_launcher_whose_token_is_refused_while_it_watches_goes_on_or_says_that
         gate.touch()  # only now may the replica end
         return True
 
-    modal_runs.fail("SandboxWaitV2", Status.UNAUTHENTICATED, when=comes_late)
+    modal_runs.fail("SandboxListV2", Status.UNAUTHENTICATED, when=comes_late)
     options = ["--n", 1, "--backend", "modal", "--run-id", "otter", "--arg", f"path={gate}"]
     told = here.replicas("launch", "until.py", *options)
     if answered_before:
