@@ -41,7 +41,6 @@ class SnapshotReader:
         """Whether this replica's agreement was compared with the run's."""
         self._misfits: set[int] = set()
         """Entries whose snapshots can be read and not be loaded."""
-        self._agreement_misread = 0
 
     def load(self, above: int) -> int | None:
         """Load the newest usable snapshot before an entry after `above`; -1: any, however long it takes.
@@ -110,13 +109,14 @@ class SnapshotReader:
         return sealed + 1
 
     def _pointer(self, entry: int) -> Pointer | None:
+        key = self._keys.snapshot(entry)
         for _ in range(READ_TRIES):
-            data = self._store.peek(self._keys.snapshot(entry))
+            data = self._store.peek(key)
             if data is None:
                 return None
             with suppress(BadRecordError):
                 return Pointer.parse(data)
-            self._agreement_misread += entry == 0
+            self._store.note_bad(key, data)
         return None
 
     def _check_fit(self, first: Pointer | None) -> bool:
@@ -129,11 +129,7 @@ class SnapshotReader:
         if not self._fits:
             first = first or self._pointer(0)
             if first is None:
-                is_rotten = self._agreement_misread >= AGREEMENT_TRIES
-                if is_rotten:
-                    key = self._keys.snapshot(0)
-                    log.warning("rank %s: the run's agreement (%s) is not what was written.", self._me.rank, key)
-                return is_rotten
+                return self._store.bad_readings(self._keys.snapshot(0)) >= AGREEMENT_TRIES
             mine = self._training.agreement()
             check_agreement(mine, first.agreement, run_id=self._keys.run_id, author=first.rank)
             self._fits = True
@@ -224,8 +220,7 @@ class Cursor:
 
     def is_blocked(self, entry: EntryState) -> bool:
         """Return whether the entry cannot be applied with what was found last, now or ever."""
-        blocked, entry.blocked = entry.blocked or self._seals.is_rotten(entry.index), False
-        return blocked
+        return entry.blocked is not None or self._seals.is_rotten(entry.index)
 
     def check_anchor(self, entry: EntryState, seal: Seal) -> None:
         """Reload when this replica's anchor is not the one that the entry was made for.
@@ -251,7 +246,7 @@ class Cursor:
         """Reload when the fragment's next seal exists already and was made for another anchor than this replica's."""
         following = entry.index + len(self._context.layouts)
         seal = self._seals.seal(following)
-        if seal is None:
+        if seal is None and not self._seals.misread(following):
             self.unsealed = following
-        elif seal.anchor != self._training.digest(entry.fragment):
+        elif seal is not None and seal.anchor != self._training.digest(entry.fragment):
             self.reload()

@@ -186,8 +186,8 @@ class EntryState:
     means: dict[int, memoryview] = field(default_factory=dict)
     left_out: set[int] = field(default_factory=set)
     reloaded: bool = False
-    blocked: bool = False
-    """Whether something that its mean is made of was missing, or not what was written, at the last look."""
+    blocked: str | None = None
+    """The key of what its mean is made of that was missing, or not what was written, at the last look."""
     ask_s: float = 0.0
     """When to ask again which of those that are to reduce a shard are gone."""
     turn_s: float = 0.0

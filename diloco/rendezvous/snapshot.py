@@ -95,10 +95,13 @@ def get_parts(store: PatientStore, keys: Keys, entry: int, pointer: Pointer) -> 
     """Read a snapshot's arrays; None when a part is missing, rotten after re-reads, or was never a part."""
     arrays: dict[str, Array] = {}
     for index, digest in enumerate(pointer.parts):
+        key = keys.part(entry, pointer.nonce, index)
         for _ in range(READ_TRIES):
-            data = store.peek(keys.part(entry, pointer.nonce, index))
+            data = store.peek(key)
             if data is not None and xxh3_128_hexdigest(data) == digest:
                 break
+            if data is not None:
+                store.note_bad(key, data)
         else:
             return None
         try:
