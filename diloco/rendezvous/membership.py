@@ -257,6 +257,12 @@ class Place:
     is_alone: bool = False
     """Whether this process is no replica at all, so that nobody will ever read what it stores."""
 
+    @property
+    def origin(self) -> str | None:
+        """The run whose newest whole snapshot this one begins from."""
+        replica = self.replica
+        return replica.continues if replica is not None and replica.run_id == self.run_id else None
+
     def identify(self, store: PatientStore, keys: Keys, watch: Watch) -> Identity:
         """Return the claim that this process has already, or claim the next attempt, or the next rank."""
         replica = self.replica

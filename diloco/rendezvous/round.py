@@ -113,6 +113,8 @@ class Context:
     training: TrainingState
     wait: Wait
     plan: Plan
+    origin: str | None = None
+    """The run whose newest whole snapshot this one begins from."""
     limits: Limits = field(default_factory=Limits)
     min_quorum: int = 1
     weight: float | Callable[[], float] = 1.0

@@ -30,6 +30,7 @@ from diloco.rendezvous.frames import (
     reading,
     typed,
     unframe,
+    whole_number,
 )
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.patient_store import PatientStore
@@ -63,10 +64,12 @@ class Pointer:
     state: tuple[str, ...]
     """Digest of the anchor and outer state of each fragment."""
     agreement: Agreement
+    first: int = 0
+    """Of `snapshot/0`: the first entry of this log; those before it are another run's."""
 
     def data(self) -> bytes:
         fields = {"nonce": self.nonce, "rank": self.rank, "parts": self.parts, "state": self.state}
-        return frame({**fields, "contract": self.agreement})
+        return frame({**fields, "contract": self.agreement, "first": self.first})
 
     @classmethod
     def parse(cls, data: Buffer) -> Pointer:
@@ -77,7 +80,7 @@ class Pointer:
             for shape, _, _ in agreement.get("tensors", {}).values():
                 tuple(shape)
             parts, state = (tuple(typed(str, digest) for digest in typed(list, fields[k])) for k in ("parts", "state"))
-            return cls(nonce, int(fields["rank"]), parts, state, agreement)
+            return cls(nonce, int(fields["rank"]), parts, state, agreement, whole_number(fields["first"]))
 
 
 def put_parts(store: PatientStore, keys: Keys, entry: int, nonce: str, arrays: Arrays) -> tuple[str, ...] | None:

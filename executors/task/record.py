@@ -28,6 +28,7 @@ from executors.store.records import (
     number,
     text,
 )
+from executors.store.url import RUN_ID
 
 MAX_WORLD_SIZE = 10_000
 BACKEND_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -57,6 +58,8 @@ class LaunchedWith(Record):
     chaos: tuple[str, ...] = checked(NAMES, ())
     gpu: str | None = checked(nullable(text(100)), None)
     timeout_s: float | None = checked(nullable(number(0.0, FAR_AHEAD)), None)
+    continues: str | None = checked(nullable(text(40, RUN_ID)), None)
+    """The run, in the same store, from whose newest snapshot this one goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
