@@ -138,9 +138,9 @@ class AttachedState:
         if store.write(self._keys.own_tensors(me.rank, position, me.attempt), tensors):
             store.write(self._keys.own_record(me.rank, position, me.attempt), frame(record))
 
-    def take_over(self, origin: str, first: int) -> None:
-        """Load what is attached from what this rank kept in another run, before the entry at which this one begins."""
-        self.kept = self._find(replace(self._keys, run_id=origin), first)
+    def take_over(self, origin: str, position: int) -> None:
+        """Load what is attached from what this rank kept in another run, up to this one's position."""
+        self.kept = self._find(replace(self._keys, run_id=origin), position)
         self.step = 0 if self.kept is None else self._plan.step_before(self.kept.position)
 
     def _find(self, keys: Keys, most: int = sys.maxsize) -> Kept | None:

@@ -186,7 +186,7 @@ class DiLoCo:
         kept = self._attached.kept
         self._participant.start(None if kept is None else (kept.position, kept.progress(self._model_state.sizes())))
         if context.origin is not None and kept is None:
-            self._attached.take_over(context.origin, self._participant.first)
+            self._attached.take_over(context.origin, self.rounds)
         self._kept_period = self.rounds // settings.entries_per_snapshot
         _open[self._name] = self
         self._show_progress()

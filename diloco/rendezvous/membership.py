@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -76,13 +75,11 @@ def _owner(claimed: memoryview | None) -> str | None:
 
 
 _claimed: dict[tuple[str, str, int | None], str] = {}
-_claimed_lock = threading.Lock()
 
 
 def process_nonce(url: str, run_id: str, rank: int | None) -> str:
     """Return this process's one nonce for a rank (None: a joiner) of a run: several DiLoCos share one claim."""
-    with _claimed_lock:
-        return _claimed.setdefault((url, run_id, rank), secrets.token_hex(8))
+    return _claimed.setdefault((url, run_id, rank), secrets.token_hex(8))
 
 
 class Membership:

@@ -43,11 +43,6 @@ class Participant:
         """The next entry to apply: the number of fragment rounds so far."""
         return self._cursor.position
 
-    @property
-    def first(self) -> int:
-        """The first entry of this run's log: 0, or where it goes on from another run."""
-        return self._cursor.first
-
     # -- beginning and leaving -------------------------------------------------------------------------------------
 
     def start(self, restored: tuple[int, Any] | None = None) -> None:

@@ -97,10 +97,8 @@ class PatientStore:
         """Return whether the store says that there is no such object; an error is no answer."""
         try:
             self._get(key, 0, 0)
-        except KeyNotFoundError:
-            return True
-        except StoreError:
-            pass
+        except StoreError as error:
+            return isinstance(error, KeyNotFoundError)
         return False
 
     def exists(self, key: str) -> bool:

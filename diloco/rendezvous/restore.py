@@ -183,11 +183,6 @@ class Cursor:
         assert entry is not None  # it waits for one
         self.position = entry
 
-    @property
-    def first(self) -> int:
-        """The first entry of this log: 0, or where it goes on from another run."""
-        return self._reader.first
-
     def reload(self, above: int = -1) -> bool:
         """Take the state from the log, at least up to this position, and keep the live work that no mean contains.
 
@@ -237,7 +232,7 @@ class Cursor:
 
     def set_newest_seal(self) -> None:
         """Read the seal before this position: it says who is expected."""
-        is_first = self.position == self.first
+        is_first = self.position == self._reader.first
         self._context.members.seal = None if is_first else self._seals.insist_on_seal(self.position - 1)
 
     def is_blocked(self, entry: EntryState) -> bool:

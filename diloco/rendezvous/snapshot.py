@@ -243,10 +243,11 @@ def collect_garbage(store: PatientStore, keys: Keys, newest: int, snapshot_every
 
     A replica that is still behind that finds them gone and jumps to a snapshot. Records that decide are never deleted.
     """
-    if not _has_pointer(store, keys, newest):
+    if not _pointer(store, keys, newest):
         return
-    for horizon in range(newest - snapshot_every, -1, -snapshot_every):
-        if _has_pointer(store, keys, horizon):
+    start = _pointer(store, keys, 0)
+    for horizon in (*range(newest - snapshot_every, start.first if start else 0, -snapshot_every), 0):
+        if _pointer(store, keys, horizon):
             break
     else:
         return
@@ -258,11 +259,11 @@ def collect_garbage(store: PatientStore, keys: Keys, newest: int, snapshot_every
     _collect_own(store, keys, horizon)
 
 
-def _has_pointer(store: PatientStore, keys: Keys, entry: int) -> bool:
+def _pointer(store: PatientStore, keys: Keys, entry: int) -> Pointer | None:
     data = store.peek(keys.snapshot(entry))
     with suppress(BadRecordError):
-        return data is not None and bool(Pointer.parse(data))
-    return False
+        return None if data is None else Pointer.parse(data)
+    return None
 
 
 def _collect_own(store: PatientStore, keys: Keys, horizon: int) -> None:
