@@ -199,8 +199,10 @@ def from_arrays(arrays: Mapping[str, Array], prefix: str) -> Any | None:
 
 
 def _flatten(value: Any, arrays: dict[str, Array], prefix: str, where: str) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
-        return value if not isinstance(value, np.generic) else value.item()
+        return value
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, (bool, int, float, str, type(None))):
@@ -210,8 +212,6 @@ def _flatten(value: Any, arrays: dict[str, Array], prefix: str, where: str) -> A
     if isinstance(value, (list, tuple)):
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [_flatten(item, arrays, prefix, f"{where}[{at}]") for at, item in enumerate(value)]}
-    if isinstance(value, np.generic):
-        return value.item()
     if isinstance(value, Tensor):
         dtype, values = str(value.dtype).removeprefix("torch."), value.detach().cpu()
         if dtype == "bfloat16":

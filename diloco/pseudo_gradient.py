@@ -32,16 +32,6 @@ def live_tensors(model: nn.Module, fragment: Fragment) -> list[tuple[Slot, Tenso
     ]
 
 
-def check_shapes(model: nn.Module, fragment: Fragment, who: str) -> None:
-    """Refuse parameters that no longer have the shape that was agreed.
-
-    Raises: ContributionError: `who` and the first name.
-    """
-    for slot, live in live_tensors(model, fragment):
-        if tuple(live.shape) != slot.shape:
-            raise ContributionError(f"{who}: {shape_difference(slot.name, tuple(live.shape), slot.shape)}.")
-
-
 def pack(
     model: nn.Module,
     fragment: Fragment,
@@ -63,7 +53,9 @@ def pack(
     Raises:
         ContributionError: it is not finite, or a tensor has changed its shape.
     """
-    check_shapes(model, fragment, who)
+    for slot, live in live_tensors(model, fragment):
+        if tuple(live.shape) != slot.shape:
+            raise ContributionError(f"{who}: {shape_difference(slot.name, tuple(live.shape), slot.shape)}.")
     block = block_bytes // 4
     scratch = torch.empty(min(block, fragment.n_elements))
     blocks, norms = [], []

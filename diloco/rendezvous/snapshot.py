@@ -27,10 +27,10 @@ from diloco.rendezvous.frames import (
     frame,
     hash_order,
     matching,
+    natural,
     reading,
     typed,
     unframe,
-    whole_number,
 )
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.patient_store import PatientStore
@@ -80,7 +80,7 @@ class Pointer:
             for shape, _, _ in agreement.get("tensors", {}).values():
                 tuple(shape)
             parts, state = (tuple(typed(str, digest) for digest in typed(list, fields[k])) for k in ("parts", "state"))
-            return cls(nonce, int(fields["rank"]), parts, state, agreement, whole_number(fields["first"]))
+            return cls(nonce, int(fields["rank"]), parts, state, agreement, natural(fields["first"]))
 
 
 def put_parts(store: PatientStore, keys: Keys, entry: int, nonce: str, arrays: Arrays) -> tuple[str, ...] | None:
