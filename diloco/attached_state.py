@@ -30,6 +30,7 @@ from diloco.rendezvous.phase import Plan
 from diloco.rendezvous.round import Background
 from diloco.rendezvous.snapshot import DTYPES, decode_part, digest_of, encode_part
 from diloco.rendezvous.training_state import Array, Arrays
+from executors.errors import kind_of
 
 log = logging.getLogger(__name__)
 _STATE_CALLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"), ("getstate", "setstate"))
@@ -175,7 +176,7 @@ def _state_calls(name: str, thing: Any) -> tuple[Callable[[], Any], Callable[[An
         return lambda: thing.bit_generator.state, lambda state: setattr(thing.bit_generator, "state", state)
     raise TypeError(
         f"attach_state({name!r}) takes something with state_dict() and load_state_dict(), or a random generator of "
-        f"torch, numpy or Python, got a {type(thing).__name__}."
+        f"torch, numpy or Python, got {kind_of(thing)}."
     )
 
 
@@ -219,7 +220,7 @@ def _flatten(value: Any, arrays: dict[str, Array], prefix: str, where: str) -> A
         return {"tensor": _added(values.numpy(), arrays, prefix), "dtype": dtype}
     if isinstance(value, np.ndarray) and value.dtype in _KEPT:
         return {"array": _added(value, arrays, prefix)}
-    raise TypeError(f"{where} is a {type(value).__name__}, which can be kept neither as a tensor nor as JSON.")
+    raise TypeError(f"{where} is {kind_of(value)}, which can be kept neither as a tensor nor as JSON.")
 
 
 def _added(values: Array, arrays: dict[str, Array], prefix: str) -> str:

@@ -14,6 +14,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from executors.errors import kind_of
+
 FragmentSpec: TypeAlias = int | Sequence[Sequence[nn.Module | str]]
 
 
@@ -51,7 +53,7 @@ def plan_fragments(model: nn.Module, fragments: FragmentSpec, *, sync_buffers: b
         ValueError: there is nothing to train, not enough layers, or the lists do not cover the model once.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}.")
+        raise TypeError(f"model must be a torch.nn.Module, got {kind_of(model)}.")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise ValueError("The model has no trainable parameters: nothing would be synchronised.")

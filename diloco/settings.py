@@ -12,6 +12,7 @@ from diloco.errors import DiLoCoError
 from diloco.outer_optimizer import OptimizerFactory, Schedule
 from diloco.rendezvous.frames import MAX_WEIGHT
 from diloco.rendezvous.phase import Plan
+from executors.errors import kind_of
 
 MAX_WARMUP_ROUNDS = 100
 UNKNOWN_WARMUP_ROUNDS = 40
@@ -62,7 +63,7 @@ class Settings:
         if self.outer_optimizer is not None and not callable(self.outer_optimizer):
             raise TypeError(
                 "outer_optimizer must be a callable from a list of parameters to a torch.optim.Optimizer, "
-                f"got a {type(self.outer_optimizer).__name__}."
+                f"got {kind_of(self.outer_optimizer)}."
             )
         if self.momentum_warmup != "auto":
             _at_least("momentum_warmup", self.momentum_warmup, 0, also='"auto" or ')

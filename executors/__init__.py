@@ -16,6 +16,7 @@ from executors.store import Store, open_store
 
 if TYPE_CHECKING:
     from executors.backends.hf_jobs import HFJobsExecutor
+    from executors.backends.inline import InlineExecutor
     from executors.backends.local.executor import LocalProcessExecutor
     from executors.backends.modal import ModalExecutor
     from executors.launcher import launch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HFJobsExecutor",
+    "InlineExecutor",
     "LocalProcessExecutor",
     "ModalExecutor",
     "ReplicaHandle",
@@ -41,6 +43,7 @@ __all__ = [
 # Loaded when first used, so that a replica's `import executors` costs little.
 _LAZY = {
     "HFJobsExecutor": "executors.backends.hf_jobs",
+    "InlineExecutor": "executors.backends.inline",
     "LocalProcessExecutor": "executors.backends.local.executor",
     "ModalExecutor": "executors.backends.modal",
     "Run": "executors.run",

@@ -47,6 +47,7 @@ TICKS = integer(0, 2**63)
 OUTPUT_TAIL_BYTES = 64 * 1024
 MAX_OUTCOME_BYTES = 32 << 20
 MAX_ERROR = 1 << 20  # characters
+MAX_PLACE = 1000  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,14 @@ class Claim(Record):
     """None: a replica that joined without being launched."""
     pid_started: int | None = checked(nullable(TICKS), None)
     host: str = checked(text(1000), "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boot(Record):
+    """`boot.json`: what a replica elsewhere does before its worker runs."""
+
+    at: float = checked(number(LONG_AGO, FAR_AHEAD))
+    doing: str = checked(text(100))
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,7 @@ def parse_outcome(data: Any, key: str = "outcome.json", url: str = "") -> Outcom
         signal=fields.take("signal", nullable(text(100)), None),
         error=fields.take("error", nullable(text(MAX_ERROR)), None),
         error_line=fields.take("error_line", nullable(text(MAX_ERROR)), None),
+        error_place=fields.take("error_place", nullable(text(MAX_PLACE)), None),
         result=fields.take("result", anything, None),
         host=fields.take("host", text(1000), ""),
         pid=fields.take("pid", nullable(PID), None),
@@ -348,14 +358,6 @@ def _parse_world_size(data: Any, key: str, url: str) -> int:
     return Fields(data, key, url).take("world_size", integer(1, MAX_RANK))
 
 
-def count_joined(store: Store, run_id: str, world_size: int) -> int:
-    """Return how many ranks beyond those that were launched have joined the run since; their numbers are dense."""
-    joined = 0
-    while joined < MAX_RANK and exists(store, replica_key(run_id, world_size + joined, 0, "started.json")):
-        joined += 1
-    return joined
-
-
 def _encode(outcome: Outcome) -> bytes:
     """Encode an outcome within the bounds that its readers keep."""
     if outcome.error is not None and len(outcome.error) > MAX_ERROR:
@@ -363,6 +365,8 @@ def _encode(outcome: Outcome) -> bytes:
         outcome = replace(outcome, error=f"{outcome.error[:half]}\n…\n{outcome.error[-half:]}")
     if outcome.error_line is not None and len(outcome.error_line) > MAX_ERROR:
         outcome = replace(outcome, error_line=outcome.error_line[:MAX_ERROR])
+    if outcome.error_place is not None:
+        outcome = replace(outcome, error_place=outcome.error_place[-MAX_PLACE:])
     data = to_bytes(asdict(outcome))
     if len(data) <= MAX_OUTCOME_BYTES:
         return data

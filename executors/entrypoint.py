@@ -5,7 +5,8 @@
     path/file.py:f    function f of a file
     path/file.py      its `main`
 
-A file is loaded under its stem, never as `__main__`, so the guarded part of a script does not run.
+A file is loaded under its stem, so the guarded part of a script does not run: but for `path/file.py:__main__`, a
+function of `argv` that runs the file as a script.
 """
 
 from __future__ import annotations
@@ -13,20 +14,28 @@ from __future__ import annotations
 import _thread
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from executors.errors import EntrypointArgumentsError, EntrypointError, EntrypointImportError, did_you_mean
+from executors.errors import (
+    EntrypointArgumentsError,
+    EntrypointError,
+    EntrypointImportError,
+    did_you_mean,
+    kind_of,
+)
 
+SCRIPT = "__main__"
 _PARSING = _thread.allocate_lock()  # else, now and then: "AST constructor recursion depth mismatch"
 
 
@@ -66,9 +75,29 @@ def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
         EntrypointImportError: no such file, module or function.
         EntrypointArgumentsError: the function cannot be called with these keyword arguments.
     """
+    found = find_definition(text)
+    if found is None:
+        return
+    tree, function = found
+    if function == SCRIPT:
+        if unknown := sorted(set(args) - {"argv"}):
+            raise EntrypointArgumentsError(
+                f"{text.removesuffix(':' + SCRIPT)!r} runs as a script, which takes no argument {unknown[0]!r}. Give "
+                f"its options behind --, as in: replicas launch train.py --n 4 -- --{unknown[0]} …"
+            )
+        return
+    _check_definition(tree, function, args, text)
+
+
+def find_definition(text: str) -> tuple[ast.Module, str] | None:
+    """Return the source of an entrypoint, parsed, and the function's name; None where there is no source to see.
+
+    Raises:
+        EntrypointImportError: no such file or module.
+    """
     name = parse_entrypoint(text)
     if name.file is not None:
-        source, function = name.file, name.function
+        source, function = name.file, name.function or "main"
         if not source.is_file():
             beside = [path.name for path in source.parent.glob("*.py")] if source.parent.is_dir() else []
             hint = did_you_mean(source.name, beside)
@@ -86,15 +115,39 @@ def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
                 "that holds it, or install it."
             )
         if spec.origin is None or not spec.origin.endswith(".py"):
-            return  # built in, or compiled: only loading it would show
+            return None  # built in, or compiled: only loading it would show
         source = Path(spec.origin)
     try:
         with _PARSING:
             tree = ast.parse(source.read_bytes(), str(source))
     except SyntaxError as error:
         raise EntrypointImportError(f"Entrypoint {text!r}: {source}, line {error.lineno}: {error.msg}.") from error
-    assert function is not None
-    _check_definition(tree, function, args, text)
+    return tree, function
+
+
+def is_script(text: str) -> bool:
+    """Return whether an entrypoint names a file that has no `main`, and that does something when it is run."""
+    name = parse_entrypoint(text)
+    if name.file is None or ":" in text:
+        return False
+    found = find_definition(text)
+    assert found is not None
+    names = _names_in(found[0])
+    runs = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
+    return (
+        names is not None
+        and "main" not in names
+        and any(
+            isinstance(node, runs) or (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant))
+            for node in found[0].body
+        )
+    )
+
+
+def signature_in(tree: ast.Module, function: str) -> ast.arguments | None:
+    """Return the parameters of a module's function, as they are written; None where that does not show."""
+    definition = _definition_in(tree, function)
+    return definition.args if isinstance(definition, ast.FunctionDef) else None
 
 
 @dataclass(frozen=True)
@@ -116,7 +169,7 @@ def prepare_entrypoint(text: str) -> None:
     Runs nothing of it. What is wrong with it, loading it will say.
     """
     name = parse_entrypoint(text)
-    if name.file is not None:
+    if name.file is not None and name.function != SCRIPT:
         with contextlib.suppress(OSError, SyntaxError, ValueError):
             path = name.file.resolve()
             loader = importlib.machinery.SourceFileLoader(path.stem, str(path))
@@ -135,6 +188,8 @@ def load_entrypoint(text: str) -> Callable[..., Any]:
     if prepared := _prepared.get(text):
         return _attribute(_load_file(prepared.path, text, prepared), prepared.function, text)
     name = parse_entrypoint(text)
+    if name.file is not None and name.function == SCRIPT:
+        return functools.partial(_run_script, name.file)
     if name.file is not None:
         return _attribute(_load_file(name.file.resolve(), text), name.function or "main", text)
     if name.function is None and "." in name.module and _find_module(name.module) is None:
@@ -143,12 +198,25 @@ def load_entrypoint(text: str) -> Callable[..., Any]:
     return _attribute(_import(name.module, text), name.function or "main", text)
 
 
+def _run_script(file: Path, argv: Sequence[str] = ()) -> None:
+    """Run a file as `python file.py argv…` does."""
+    import runpy
+
+    sys.argv = [str(file), *argv]
+    sys.path.insert(0, str(file.resolve().parent))
+    runpy.run_path(str(file), run_name=SCRIPT)
+
+
 def check_call(function: Callable[..., Any], args: Mapping[str, Any], what: str) -> None:
-    """Check that a function takes these keyword arguments, without calling it.
+    """Check that a function takes these keyword arguments, and would run when it is called, without calling it.
 
     Raises:
-        EntrypointArgumentsError: it does not.
+        EntrypointArgumentsError: it does not take them.
+        EntrypointError: calling it would run nothing of it.
     """
+    for kind, is_one in (("async", inspect.iscoroutinefunction), ("a generator", inspect.isgeneratorfunction)):
+        if is_one(function) or is_one(type(function).__call__):
+            raise _runs_nothing(what, kind)
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):
@@ -159,6 +227,13 @@ def check_call(function: Callable[..., Any], args: Mapping[str, Any], what: str)
         raise EntrypointArgumentsError(
             f"{what} cannot be called with the arguments {sorted(args)}: {error}. Its signature is {signature}."
         ) from None
+
+
+def _runs_nothing(what: str, kind: str) -> EntrypointError:
+    advice = "asyncio.run(…)" if kind == "async" else "a loop over it"
+    return EntrypointError(
+        f"{what} is {kind}: calling it runs nothing of it. Give a plain function that has {advice} inside."
+    )
 
 
 def _import(module: str, text: str) -> Any:
@@ -204,9 +279,11 @@ def _attribute(module: Any, function: str, text: str) -> Callable[..., Any]:
     found = getattr(module, function, None)
     if not callable(found):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        what = "is not a function" if hasattr(module, function) else "does not exist"
+        if hasattr(module, function):
+            where = f"{function!r} in {module.__name__!r} is {kind_of(found)}"
+            raise EntrypointImportError(f"Entrypoint {text!r}: {where}, not a function.")
         raise EntrypointImportError(
-            f"Entrypoint {text!r}: {function!r} {what} in {module.__name__!r}.{_hint(function, known)}"
+            f"Entrypoint {text!r}: {function!r} does not exist in {module.__name__!r}.{_hint(function, known)}"
         )
     return found  # type: ignore[no-any-return]
 
@@ -228,9 +305,10 @@ def _find_module(dotted: str) -> importlib.machinery.ModuleSpec | None:
     return spec
 
 
-def _check_definition(tree: ast.Module, function: str, args: Mapping[str, Any], text: str) -> None:
+def _names_in(tree: ast.Module) -> set[str] | None:
+    """Return what a module may define; None where that does not show."""
     if any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
-        return  # a module that makes its attributes up
+        return None  # a module that makes its attributes up
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -239,12 +317,32 @@ def _check_definition(tree: ast.Module, function: str, args: Mapping[str, Any], 
             names.add(node.id)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             if any(alias.name == "*" for alias in node.names):
-                return  # what it brings, only importing shows
+                return None  # what it brings, only importing shows
             names.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
-    definition = next((node for node in tree.body if getattr(node, "name", None) == function), None)
+    return names
+
+
+def _definition_in(tree: ast.Module, name: str) -> ast.stmt | None:
+    """Return the last definition of a name at the top of a module, through `name = other`."""
+    for node in reversed(tree.body):
+        if getattr(node, "name", None) == name:
+            return node
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            before = ast.Module(tree.body[: tree.body.index(node)], [])
+            return _definition_in(before, node.value.id) if isinstance(node.value, ast.Name) else node
+    return None
+
+
+def _check_definition(tree: ast.Module, function: str, args: Mapping[str, Any], text: str) -> None:
+    names = _names_in(tree)
+    if names is None:
+        return
     if function not in names:
         known = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
         raise EntrypointImportError(f"Entrypoint {text!r}: {function!r} does not exist in it.{_hint(function, known)}")
+    definition = _definition_in(tree, function)
+    if isinstance(definition, ast.AsyncFunctionDef) and not definition.decorator_list:
+        raise _runs_nothing(f"Entrypoint {text!r}: {function}()", "async")
     if isinstance(definition, ast.FunctionDef) and not definition.decorator_list:
         _check_arguments(definition.args, args, function, text)
 

@@ -48,6 +48,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
+def kind_of(value: object) -> str:
+    """Name the type of a value in a sentence: `an int`, `a Tensor`."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
 class ReplicasError(Exception):
     """Base of all errors of `executors` and `diloco`."""
 

@@ -12,8 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from executors.arguments import annotations_in, from_texts, to_json
 from executors.attempt import Attempt
-from executors.entrypoint import check_entrypoint, describe, split_rank_env
+from executors.entrypoint import (
+    SCRIPT,
+    check_entrypoint,
+    describe,
+    find_definition,
+    is_script,
+    signature_in,
+    split_rank_env,
+)
 from executors.errors import RunExistsError, StoreError
 from executors.protocol import KeepsOptions, NativeExecutor, Package, ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
@@ -39,6 +48,7 @@ def launch(
     n: int,
     *,
     args: Mapping[str, Any] | None = None,
+    argv: Sequence[str] | None = None,
     rendezvous: str | Path | None = None,
     run_id: str | None = None,
     gpu: str | None = None,
@@ -51,6 +61,7 @@ def launch(
     task_digest: str | None = None,
     trust_bucket: bool = False,
     chaos: Sequence[str] = (),
+    fail_fast: bool = False,
 ) -> Run:
     """Start `n` ranked replicas of an entrypoint.
 
@@ -61,6 +72,8 @@ def launch(
         entrypoint: a callable, or `pkg.mod:f`, `pkg.mod.f`, `path/file.py:f`, `path/file.py` (its `main`).
         n: how many replicas.
         args: keyword arguments of the entrypoint; JSON values when it is given by name.
+        argv: run the file that the entrypoint names as a script, `__main__`, with these arguments. A file without a
+            `main` is one also without them. Its result is None.
         rendezvous: the url of the store in which the run lives. None: a directory of this user.
         run_id: a name of your choice for the run. None: two words and four hex digits.
         gpu: a GPU per replica, as in "H100" or "H100:2".
@@ -72,6 +85,7 @@ def launch(
         resume: bring back what ended of the run `run_id`, with the task it was launched with; see `resume.resume`.
         task_digest, trust_bucket: who vouches for that task where another machine launched it; see `resume.resume`.
         chaos: faults that the replicas are to suffer, as in "kill:rank=1,round=3"; local backend only, see `chaos`.
+        fail_fast: end the run at the first failure before anybody's first round. Otherwise the others train on.
 
     Raises:
         ValueError, TypeError: a bad argument.
@@ -84,6 +98,7 @@ def launch(
         entrypoint=entrypoint,
         n=n,
         args=args,
+        argv=argv,
         rendezvous=rendezvous,
         run_id=run_id,
         gpu=gpu,
@@ -93,6 +108,7 @@ def launch(
         seed=seed,
         detach=detach,
         chaos=chaos,
+        fail_fast=fail_fast,
     )
     if resume:
         return _bring_back(request, executor, task_digest, trust_bucket)
@@ -212,6 +228,7 @@ class LaunchPlan:
 def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> LaunchPlan:
     """Check everything about a launch but its store. Raises what `launch` does."""
     executor = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
+    request = _resolved(request)
     native = executor if isinstance(executor, NativeExecutor) else None
     rendezvous, timeout = request.rendezvous, request.timeout
     if native is not None and native.needs_shared_rendezvous:
@@ -236,10 +253,36 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     return LaunchPlan(request, executor, request.run_id or new_run_id(), package)
 
 
+def _resolved(request: LaunchRequest) -> LaunchRequest:
+    """Return the request with its script as a function of `argv`, and its texts as the values that they mean.
+
+    Raises:
+        EntrypointImportError: no such file or module.
+        EntrypointArgumentsError: a text is not what the entrypoint's annotations say.
+    """
+    entrypoint, argv = request.entrypoint, request.argv
+    if not isinstance(entrypoint, str):
+        return request
+    if argv is None and is_script(entrypoint):
+        argv = []
+    if argv is not None:
+        args = {"argv": list(argv), **(request.args or {}), **(request.arg_texts or {})}
+        return replace(request, entrypoint=f"{entrypoint}:{SCRIPT}", args=args, arg_texts=None, argv=None)
+    if not request.arg_texts:
+        return request
+    found = find_definition(entrypoint)
+    taken = None if found is None else signature_in(*found)
+    annotations = {} if found is None or taken is None else annotations_in(found[0], taken)
+    values = from_texts(request.arg_texts, annotations, found[1] if found else entrypoint)
+    args = {**(request.args or {}), **{name: to_json(value) for name, value in values.items()}}
+    return replace(request, args=args)
+
+
 def _bring_back(
     request: LaunchRequest, executor: str | ServerlessExecutor, task_digest: str | None, trust_bucket: bool
 ) -> Run:
     """Resume a run as `launch(resume=True)` does."""
+    request = _resolved(request)
     if request.chaos:
         raise ValueError("A resumed run keeps the chaos it was launched with: leave chaos= away.")
     if request.run_id is None:

@@ -108,6 +108,40 @@ def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 5.
     return []
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may keep busy: of its affinity, its control groups' quotas, `CPU_CORES`."""
+    limits = [float(len(os.sched_getaffinity(0))), *_cpu_quotas()]
+    with contextlib.suppress(ValueError):
+        limits.append(float(os.environ.get("CPU_CORES", "")))  # as Hugging Face Jobs say it
+    return max(1, int(min(limit for limit in limits if limit > 0)))
+
+
+def _cpu_quotas(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[float]:
+    """Return the processor quotas, in cores, of this process's control groups and those around them."""
+    quotas = []
+    with contextlib.suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            for mount in (root, root / "unified") if not controllers else (root / controllers, root / "cpu"):
+                group_here = mount / group.strip("/")  # of another mount where the container sees its own group alone
+                for folder in (group_here, *group_here.parents):
+                    if folder.is_relative_to(mount):
+                        quotas += _cpu_quota(folder)
+    return quotas
+
+
+def _cpu_quota(group: Path) -> list[float]:
+    with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+        if (group / "cpu.max").exists():
+            quota, period = map(int, (group / "cpu.max").read_text().split())
+        else:
+            quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return [quota / period] if quota > 0 < period else []
+    return []
+
+
 def oom_kills() -> int:
     """Count the processes this machine's kernel has killed for want of memory, 0 when it does not report that."""
     with contextlib.suppress(OSError, ValueError):

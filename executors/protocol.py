@@ -29,6 +29,7 @@ Reason = Literal[
 ]
 REASONS: tuple[str, ...] = get_args(Reason)
 BY_USER = "cancelled by the user"
+GATHER_S = 600.0
 
 
 class ReplicaStatus(StrEnum):
@@ -106,7 +107,8 @@ class ServerlessExecutor(Protocol):
         """Start `n_replicas` replicas and return their handles in rank order.
 
         Each calls the entrypoint once with `entrypoint_args` as keyword arguments, and with its rank in
-        `REPLICA_RANK`. If one cannot be started, those already started are cancelled and an error names it.
+        `REPLICA_RANK`. One that leaves by `sys.exit(0)` or `sys.exit()` has succeeded with the result None. If one
+        cannot be started, those already started are cancelled and an error names it.
 
         Args:
             n_replicas: how many, at least 1.
@@ -157,6 +159,12 @@ class RunSpec:
     detach: bool = False
     chaos: tuple[str, ...] = ()
     """Faults that the replicas are to suffer; see `chaos.py`."""
+    min_replicas: int | None = None
+    """How many of `ranks` are enough when the others cannot be started. None: all."""
+    gather_s: float = GATHER_S
+    """How long the others are waited for."""
+    fail_fast: bool = False
+    """Whether the first failure ends the run, as long as nobody has had a round."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +189,8 @@ class Package:
     """What git would take and the archive lacks, with the reason in brackets."""
     requirements: tuple[str, ...] = ()
     """What to install."""
+    pins: tuple[str, ...] = ()
+    """Those of them that are ours: an image that has a later version keeps it."""
     paths: tuple[str, ...] = ()
     """Folders of the workspace from which the launcher imports, such as `src`: its `sys.path`, made relative."""
 
@@ -198,7 +208,7 @@ class KeepsOptions(Protocol):
 
     @property
     def options_to_keep(self) -> Mapping[str, Any]:
-        """The options with which the executor was made, as JSON: what this machine notes of a launch."""
+        """The options with which the executor was made: what this machine notes of a launch, as far as it is JSON."""
 
 
 @dataclass(frozen=True)
@@ -267,6 +277,7 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
         gpu: str | None = None,
         timeout: float | None = None,
         run: RunSpec | None = None,
+        tell: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Start replicas as `ServerlessExecutor.launch_replicas` does.
 
@@ -323,6 +334,8 @@ class Outcome:
     """A traceback, or a sentence that says what happened."""
     error_line: str | None = None
     """The line that begins the exception, of an error that is a traceback."""
+    error_place: str | None = None
+    """The last place in the user's code that an exception passed, as in `train.py:12`."""
     result: Any = None
     host: str = ""
     pid: int | None = None

@@ -11,19 +11,17 @@ import contextlib
 import importlib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from executors.errors import BackendError, ReplicasError, UnknownBackendError, did_you_mean, unknown_name
 from executors.protocol import KeepsOptions, Recordable, ServerlessExecutor
-from executors.store.records import (
-    is_plain_number,
-    to_bytes,
-)
+from executors.store.records import is_plain_number
 
 ENTRY_POINTS = "replicas.backends"
 BUILT_IN = {
     "hf": "executors.backends.hf_jobs:HFJobsExecutor",
+    "inline": "executors.backends.inline:InlineExecutor",
     "local": "executors.backends.local.executor:LocalProcessExecutor",
     "modal": "executors.backends.modal:ModalExecutor",
 }
@@ -172,17 +170,23 @@ def describe_executor(executor: ServerlessExecutor) -> dict[str, Any]:
     options: Mapping[str, Any] = {}
     if isinstance(executor, KeepsOptions):
         recordable, options = executor.recordable_options, executor.options_to_keep
-    to_bytes(options)  # raises TypeError before anything is written
     recorded = {
         name: value for name, value in options.items() if name in recordable and is_recordable(value, recordable[name])
     }
-    others = sorted(name for name, value in options.items() if name not in recorded and value not in (None, [], {}, ""))
+    others = sorted(
+        name for name, value in options.items() if name not in recorded and value not in (None, [], (), {}, "")
+    )
     return {
         "backend": executor.backend_name,
         "executor": _unregistered_path(executor),
         "executor_options": recorded,
         "unrecorded_options": tuple(others),
     }
+
+
+def is_given(value: Any) -> bool:
+    """Tell whether an option's value is more than the absence of one; an object of an SDK is."""
+    return value is not None and not (isinstance(value, str | Sequence | Mapping) and len(value) == 0)
 
 
 def check_executor(executor: Any) -> ServerlessExecutor:

@@ -5,7 +5,9 @@ Every backend gives a replica the same five variables; inside one, `current_repl
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from _thread import allocate_lock  # not `threading`: every fork of a process that has it runs its hook
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,8 +29,10 @@ CONTRACT = (RANK, WORLD_SIZE, RUN_ID, ATTEMPT, RENDEZVOUS)
 # For the worker alone, where a replica is started by a command and not forked.
 TASK_DIGEST = "REPLICA_TASK_DIGEST"
 TIMEOUT_S = "REPLICA_TIMEOUT_S"
-BOOTSTRAP_S = "REPLICA_BOOTSTRAP_S"  # how much of the time limit was gone when the worker started
-FOR_THE_WORKER = (TASK_DIGEST, TIMEOUT_S, BOOTSTRAP_S)
+BOOTSTRAP_S = "REPLICA_BOOTSTRAP_S"  # how long fetching and installing took
+GPU = "REPLICA_GPU"  # what the launch asked for
+FAIL_FAST = "REPLICA_FAIL_FAST"  # "1": see RunSpec.fail_fast
+FOR_THE_WORKER = (TASK_DIGEST, TIMEOUT_S, BOOTSTRAP_S, GPU, FAIL_FAST)
 # A replica is not a member of a torch process group: a leftover of these would make libraries think it is.
 TORCH_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -46,6 +50,8 @@ class Replica:
     reported: dict[str, Any] = field(default_factory=dict, repr=False)
     """What `report` was given so far; the worker's heartbeat carries it."""
     claimed_nonce: str | None = field(default=None, repr=False)
+    is_alone: bool = False
+    """Whether `replicas` did not start this process: then nothing of it is kept."""
 
     @cached_property
     def store(self) -> Store:
@@ -101,6 +107,9 @@ class Replica:
             FileNotFoundError: there is nothing at `path`.
         """
         source = Path(path)
+        if self.is_alone:
+            source.stat()
+            return
         if source.is_dir():
             for file in sorted(entry for entry in source.rglob("*") if entry.is_file()):
                 self.save_artifact(f"{name}/{file.relative_to(source).as_posix()}", file)
@@ -116,17 +125,41 @@ _lock = allocate_lock()
 _current: Replica | None = None
 
 
-def current_replica() -> Replica:
-    """Return this process's replica.
+def find_replica() -> Replica | None:
+    """Return this process's replica; None where `replicas` did not start this process.
 
     Raises:
-        ReplicasError: this process was not started by `replicas`.
+        ReplicasError: the environment names part of one.
     """
     global _current
     with _lock:
-        if _current is None:
+        if _current is None and any(name in os.environ for name in CONTRACT):
             _current = replica_from(os.environ)
         return _current
+
+
+def current_replica() -> Replica:
+    """Return this process's replica.
+
+    A process that `replicas` did not start, as with `python train.py`, is rank 0 of 1 and keeps nothing: a line on
+    stderr says so.
+
+    Raises:
+        ReplicasError: the environment names part of a replica.
+    """
+    return find_replica() or _replica_alone()
+
+
+@functools.cache  # the line is printed once
+def _replica_alone() -> Replica:
+    script = sys.argv[0] if sys.argv[0].endswith(".py") else "FILE.py"
+    print(
+        "replicas: this process is not a replica, so it is alone: world size 1, in memory, and nothing is kept. With "
+        f"others: replicas launch {script} --n 4",
+        file=sys.stderr,
+    )
+    nonce = os.urandom(16).hex()
+    return Replica(0, 1, "alone", 0, f"memory://alone-{nonce}", claimed_nonce=nonce, is_alone=True)
 
 
 def set_current_replica(replica: Replica | None) -> None:
@@ -140,8 +173,9 @@ def replica_from(environ: Mapping[str, str]) -> Replica:
     """Read the environment contract, as a helper process started by a replica does."""
     missing = [name for name in CONTRACT if name not in environ]
     if missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise ReplicasError(
-            f"This process is not a replica: {', '.join(missing)} is not set. Start it with "
+            f"This process is not a whole replica: {', '.join(missing)} {verb} not set. Start it with "
             "executors.launch(...) or the command `replicas launch`."
         )
     return Replica(

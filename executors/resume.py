@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from executors.errors import (
     UntrustedTaskError,
 )
 from executors.protocol import KeepsOptions, NativeExecutor, ReplicaStatus, RunSpec
+from executors.registry import is_given
 from executors.run import Run
 from executors.run_index import new_run_id, remember
 from executors.store.records import SHA256, exists
@@ -97,6 +98,7 @@ def resume(
         secret_names=secret_names,
         detach=detach,
         chaos=launched.chaos,
+        fail_fast=launched.fail_fast,
     )
     limits: Any = {
         "gpu": gpu if gpu is not None else launched.gpu,
@@ -153,24 +155,26 @@ def _begin_from_snapshot(run: Run, task: StoredTask, spec: RunSpec, limits: dict
 def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the secrets that the replicas get, after checking that a person named them here.
 
-    The machine that launched this very task has noted them, and the options of its executor. Nothing of this is taken
-    from a record.
+    The machine that launched this very task has noted them, and the options of its executor as far as they are JSON.
+    Nothing of this is taken from a record.
     """
-    if run.noted is not None:
-        return tuple(secrets or run.noted.secrets)
-    launched = task.launched_with
-    if missing := sorted(set(launched.secrets) - set(secrets)):
+    launched, noted = task.launched_with, run.noted
+    missing = [] if noted else sorted(set(launched.secrets) - set(secrets))
+    if missing:
         raise ValueError(
             f"Run {run.run_id!r} was launched with the secret {missing[0]!r}, and this machine gives no secret away "
             f"because a record names it. Name it again: --secret {missing[0]} or secrets=[{missing[0]!r}]."
         )
-    if launched.unrecorded_options and not run.has_given_options:
-        option, backend = launched.unrecorded_options[0], run.backend
+    given: Collection[str] = noted.executor_options if noted else ()  # an option that is not JSON is not noted either
+    if run.has_given_options and isinstance(run.executor, KeepsOptions):
+        given = {name for name, value in run.executor.options_to_keep.items() if is_given(value)}
+    if missing := sorted(set(launched.unrecorded_options) - set(given)):
+        option, backend = missing[0], run.backend
         raise ValueError(
             f"Run {run.run_id!r} was launched with the option {option!r} of backend {backend!r}, which is not taken "
             f"from a record. Give it again: --backend {backend} --option {option}=…, or attach(…, executor=…)."
         )
-    return tuple(secrets)
+    return tuple(secrets or (noted.secrets if noted else ()))
 
 
 def _next_attempts(run: Run, ranks: Sequence[int] | None) -> dict[int, int]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import sys
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
-from executors.attempt import Attempt, count_joined
+from executors.attempt import Attempt
 from executors.errors import (
     CorruptObjectError,
     RunExistsError,
@@ -20,18 +19,18 @@ from executors.errors import (
     did_you_mean,
 )
 from executors.logs import follow_logs, last_lines
-from executors.protocol import REASONS, NativeExecutor, Outcome, ReplicaStatus, ServerlessExecutor, as_status
+from executors.observer import Observer, in_parallel
+from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class, executor_of_record
 from executors.run_index import Note, folder_of_run, forget, known_run_ids, locate, noted_at_launch
-from executors.status import ReplicaState, RunStatus, raise_root_cause, wait_until_terminal
+from executors.status import FAILED_EARLY, ReplicaState, RunStatus, raise_root_cause, wait_until
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
 from executors.store.records import exists
-from executors.store.url import RUN_ID, address_of, check_run_id, directory_of, existing_store, split_address
+from executors.store.url import RUN_ID, address_of, check_run_id, existing_store, split_address
 from executors.task.record import RunRecord, find_run_record
 
-MAX_THREADS = 16
-T = TypeVar("T")
+MAX_WHY = 2000  # characters
 
 
 class Run:
@@ -54,8 +53,8 @@ class Run:
         self._executor = None if isinstance(executor, str) else executor
         self.has_given_options = self._executor is not None
         """Whether a person made the executor, and so gave its options, too."""
-        self._handles: list[Any] | None = None if handles is None else list(handles)
-        self._outcomes: dict[int, Outcome] = {}
+        self._launched = handles
+        self._watches_for_failures = True
 
     @cached_property
     def record(self) -> RunRecord:
@@ -108,15 +107,11 @@ class Run:
     @property
     def handles(self) -> list[Any]:
         """The replicas' handles in rank order; None for one that left none that this process can read."""
-        return [self.handle(rank) for rank in range(self.world_size)]
+        return self._observer.handles()
 
     def handle(self, rank: int) -> Any:
         """The handle of one replica; None while it has left none that this process can read."""
-        if self._handles is None:
-            self._handles = [None] * self.world_size
-        if self._handles[rank] is None:  # it may still come: its launcher may be at work
-            self._handles[rank] = self._read_handle(rank)
-        return self._handles[rank]
+        return self._observer.handle(rank)
 
     def __repr__(self) -> str:
         return f"<Run {self.run_id!r}: {self.world_size} replicas on {self.backend!r}, {self.store.url}>"
@@ -135,7 +130,38 @@ class Run:
 
         Ctrl-C leaves the run alone.
         """
-        return wait_until_terminal(self._poll, range(self.world_size), timeout, each=self._ask_all)
+
+        def has_ended() -> bool:
+            states = self._look()
+            if self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states):
+                now = RunStatus(self.run_id, self.backend, self._observer.with_reports(states))
+                if told := self.end_early(now, "fail_fast=True"):
+                    print(f"replicas: {self.run_id}: {told}", file=sys.stderr)
+                self._watches_for_failures = False
+            return all(state.status.is_terminal for state in states)
+
+        return wait_until(has_ended, timeout, self.pauses())
+
+    def end_early(self, now: RunStatus, option: str) -> str | None:
+        """End the run at a failure before anybody's first round, if it was launched so; return what to say, once.
+
+        Supervisors and workers do so as well; not those of a third party's executor, or of a replica that was killed.
+
+        Args:
+            option: what would have ended it, as the caller's users write it.
+        """
+        if not now.failed_early or not self._watches_for_failures:
+            return None
+        self._watches_for_failures = False
+        first = f"rank {now.failed_early[0]} {FAILED_EARLY}"
+        if not self.record.fail_fast:
+            return f"{first}; the others train on without it. {option} ends the run instead."
+        failed = now.replicas[now.failed_early[0]].outcome
+        alive = [state.rank for state in now.replicas if not state.status.is_terminal]
+        why = f"{first}: {failed.headline[:MAX_WHY]}" if failed else first
+        self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), alive)
+        self.cancel()
+        return f"{first}, which ends the run."
 
     def results(self) -> list[Any]:
         """Wait, and return what each replica's entrypoint returned, in rank order.
@@ -151,17 +177,25 @@ class Run:
 
     def outcomes(self) -> list[Outcome]:
         """Return how each replica ended, in rank order, without waiting; those that have not are pending or running."""
-        statuses = self._ask_all(self._poll, range(self.world_size))
-        if all(status.is_terminal for status in statuses):
-            self._collect_missing()
-        return [
-            self._outcomes.get(rank) or self.newest_attempt(rank).ended(status) for rank, status in enumerate(statuses)
-        ]
+        states = self._look()
+        if all(state.status.is_terminal for state in states):
+            self._observer.collect_missing()
+        observer = self._observer
+        return [observer.outcome(s.rank) or observer.attempt(s.rank).ended(s.status) for s in states]
 
-    def status(self) -> RunStatus:
-        """Return the state of every replica: status, and what it reported last."""
-        replicas = self._ask_all(self._state, range(self.world_size))
-        return RunStatus(self.run_id, self.backend, replicas, count_joined(self.store, self.run_id, self.world_size))
+    def status(self, *, reports: bool = True) -> RunStatus:
+        """Return the state of every replica: status, and what it reported last.
+
+        Args:
+            reports: False leaves out what they reported: at a bucket that saves a request for each.
+        """
+        states = self._look()
+        replicas = self._observer.with_reports(states) if reports else states
+        return RunStatus(self.run_id, self.backend, replicas, self._observer.count_joined())
+
+    def pauses(self) -> Iterator[float]:
+        """Yield the seconds to wait between one look at the run and the next: at a bucket, requests cost."""
+        return self._observer.pauses()
 
     @overload
     def logs(self, rank: int | Sequence[int] | None = None, tail: int = 200, follow: Literal[False] = False) -> str: ...
@@ -185,7 +219,7 @@ class Run:
         if follow:
             handles = {r: self.handle(r) for r in ranks}
             return follow_logs(self.executor, self._poll, handles, tail, prefix=not is_one, kept=self._kept)
-        texts = self._in_parallel(lambda r: self._tail(r, tail), ranks)
+        texts = in_parallel(lambda r: self._tail(r, tail), ranks)
         if is_one:
             return str(texts[0])
         of_ranks = zip(ranks, texts, strict=True)
@@ -204,17 +238,17 @@ class Run:
 
     def request_cancel(self) -> None:
         """Leave the cancel marker of every replica that has not ended; `cancel` also waits for their end."""
-        for rank, status in enumerate(self._ask_all(self._poll, range(self.world_size))):
-            if not status.is_terminal:
-                self.newest_attempt(rank).request_cancel()
+        alive = [state.rank for state in self._look() if not state.status.is_terminal]
+        self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(), alive)
 
     def cancel(self, rank: int | None = None) -> None:
         """Cancel one replica, or all that still run; returns when they are gone. Nothing changes for the others."""
-        ranks = range(self.world_size) if rank is None else [self._check_rank(rank)]
-        alive = [r for r, status in zip(ranks, self._ask_all(self._poll, ranks), strict=True) if not status.is_terminal]
+        observer = self._observer
+        ranks = observer.ranks if rank is None else [self._check_rank(rank)]
+        alive = [state.rank for state in observer.look(ranks) if not state.status.is_terminal]
         launched = [r for r in alive if self.handle(r) is not None]
         for r in set(alive) - set(launched):
-            attempt = self.newest_attempt(r)
+            attempt = observer.attempt(r)
             if not attempt.has("intent.json"):
                 raise RunNotFoundError(
                     f"Run {self.run_id!r}: backend {self.backend!r} left no handle that another process can read. "
@@ -222,7 +256,7 @@ class Run:
                 )
             attempt.request_cancel()  # its launcher died before its service had it; one that comes up late ends, too
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
-        self._in_parallel(lambda r: self.executor.cancel(self.handle(r)), launched)
+        in_parallel(lambda r: self.executor.cancel(self.handle(r)), launched)
 
     def remove(self) -> None:
         """Delete everything the run left, here and in its store.
@@ -232,7 +266,7 @@ class Run:
         """
         folder = folder_of_run(self.run_id, self.store.url)
         with contextlib.suppress(CorruptObjectError, UnknownHandleError):  # what cannot be read can be removed
-            if not self.status().is_terminal:
+            if not self.status(reports=False).is_terminal:
                 raise RunExistsError(
                     f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`."
                 )
@@ -252,93 +286,35 @@ class Run:
 
     def newest_attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt: its number is 0 until it was resumed, or its process started twice."""
-        return Attempt(self.store, self.run_id, rank).newest()
+        self._observer.update()
+        return self._observer.attempt(rank)
+
+    @cached_property
+    def _observer(self) -> Observer:
+        return Observer(self.store, self.run_id, self.record, lambda: self.executor, self._launched)
+
+    def _look(self) -> list[ReplicaState]:
+        return self._observer.look(self._observer.ranks)
 
     def _poll(self, rank: int) -> ReplicaStatus:
-        """Return a replica's status. Asks the executor, unless the replica is known to have ended for good."""
-        known = self._outcomes.get(rank)
-        if known is not None:
-            if known.status is ReplicaStatus.SUCCEEDED or self.newest_attempt(rank).number == known.attempt:
-                return known.status
-            self._outcomes.pop(rank, None)
-        handle, attempt = self.handle(rank), self.newest_attempt(rank)
-        reported = None if handle is None else as_status(self.executor.poll(handle))
-        # After the poll: an outcome is written before its process ends.
-        outcome = attempt.outcome()
-        if outcome is None and reported in (ReplicaStatus.FAILED, ReplicaStatus.CANCELLED):
-            if attempt.newest() != attempt:
-                return self._poll(rank)  # the answer was of an attempt that was begun meanwhile
-            outcome = self._record_for(attempt, reported)
-        if outcome is not None:
-            self._outcomes[rank] = outcome
-            return outcome.status
-        if reported is not None:
-            return reported
-        return ReplicaStatus.RUNNING if attempt.has("started.json") else ReplicaStatus.PENDING
-
-    def _record_for(self, attempt: Attempt, reported: ReplicaStatus) -> Outcome:
-        """Write the outcome that a third-party executor's replica could not: its peers need to know that it is gone."""
-        (row,) = self.executor.collect([self.handle(attempt.rank)], timeout=0)
-        if reported is not ReplicaStatus.CANCELLED and row.get("reason") not in REASONS:
-            return attempt.record_lost(f"{self.backend} reports it {reported}")
-        return attempt.record(Outcome.of_row(attempt.rank, attempt.number, {**row, "status": reported}))
-
-    def _collect_missing(self) -> None:
-        """Take from `collect` what the store does not have: replicas that succeeded without reaching the store."""
-        missing = [rank for rank in range(self.world_size) if rank not in self._outcomes]
-        rows = self.executor.collect([self.handle(rank) for rank in missing]) if missing else []
-        for rank, row in zip(missing, rows, strict=True):
-            if as_status(row.get("status")).is_terminal:
-                self._outcomes[rank] = Outcome.of_row(rank, self.newest_attempt(rank).number, row)
-
-    def _state(self, rank: int) -> ReplicaState:
-        status = self._poll(rank)
-        outcome = self._outcomes.get(rank)
-        # Of the same look; and the attempt of an outcome needs no more requests.
-        number = None if outcome is None else outcome.attempt
-        attempt = self.newest_attempt(rank) if number is None else Attempt(self.store, self.run_id, rank, number)
-        beat = attempt.beat()
-        age_s = None if beat is None else max(0.0, time.time() - beat.at)
-        reported = {} if beat is None else dict(beat.reported)
-        return ReplicaState(rank, attempt.number, status, outcome, age_s, reported)
-
-    def _read_handle(self, rank: int) -> Any:
-        """Read the handle of the newest attempt that has one."""
-        newest = self.newest_attempt(rank)
-        for attempt in map(newest.at, range(newest.number, -1, -1)):
-            handle = attempt.handle(self.backend)
-            if handle is not None:
-                return handle
-            if attempt.has("intent.json"):
-                announced = attempt.announced(self.backend)
-                return self.executor.find_handle(announced) if isinstance(self.executor, NativeExecutor) else None
-        return None
+        return self._observer.look_recently(rank)
 
     def _tail(self, rank: int, n_lines: int) -> str:
         text = last_lines(self.executor, self.handle(rank), n_lines, lambda: self._kept(rank))
-        if text or not self._poll(rank).is_terminal:
+        if text:
             return text
-        kept = self._kept(rank) or getattr(self._outcomes.get(rank), "error", None) or ""  # the backend has nothing
+        (state,) = self._observer.look([rank])
+        kept = (state.outcome and (state.outcome.output_tail or state.outcome.error)) or ""  # the backend has nothing
         return "".join(kept.splitlines(keepends=True)[-n_lines:])
 
     def _kept(self, rank: int) -> str:
-        outcome = self._outcomes.get(rank) or self.newest_attempt(rank).outcome()
+        outcome = self._observer.outcome(rank) or self.newest_attempt(rank).outcome()
         return outcome.output_tail if outcome else ""
 
     def _check_rank(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"Run {self.run_id!r} has the ranks 0 to {self.world_size - 1}, got rank={rank}.")
         return rank
-
-    def _ask_all(self, ask: Callable[[int], T], ranks: Iterable[int]) -> list[T]:
-        """Ask about several ranks: at once where each answer takes round trips, and in turn of a directory."""
-        return list(map(ask, ranks)) if directory_of(self.store.url) else self._in_parallel(ask, list(ranks))
-
-    def _in_parallel(self, act: Callable[[int], T], ranks: Sequence[int]) -> list[T]:
-        if len(ranks) <= 1:
-            return list(map(act, ranks))
-        with ThreadPoolExecutor(min(MAX_THREADS, len(ranks))) as pool:
-            return list(pool.map(act, ranks))
 
 
 def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | ServerlessExecutor | None = None) -> Run:

@@ -27,6 +27,7 @@ from executors.store.records import (
     Record,
     checked,
     find_record,
+    is_json,
     json_object,
     list_of,
     nullable,
@@ -103,10 +104,12 @@ def remember(
 ) -> None:
     """Note where a run is, so that its id alone finds it again on this machine, and what was launched, and with what.
 
-    For this user alone: the file names secrets and may hold an option that is one.
+    For this user alone: the file names secrets and may hold an option that is one. An option that is not JSON, such as
+    an image object, is left out: who resumes the run gives it again.
     """
     store = local_store()
-    note = Note(store_url if store_url != store.url else None, task_digest, executor_options or {}, tuple(secrets))
+    options = {name: value for name, value in (executor_options or {}).items() if is_json(value)}
+    note = Note(store_url if store_url != store.url else None, task_digest, options, tuple(secrets))
     key = f"{run_id}/{NOTE}"
     store.put(key, to_bytes(asdict(note)))
     with contextlib.suppress(OSError):  # a file system without modes

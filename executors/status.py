@@ -6,7 +6,7 @@ import html
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from executors.errors import (
 )
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, as_status
 
+FAILED_EARLY = "failed before the first round"
 COLUMNS = ("rank", "status", "round", "step", "loss", "round_s", "note")
 HEADINGS = {"round_s": "in rounds", "note": ""}
 FIRST_PAUSE_S = 0.01
@@ -42,15 +43,24 @@ class ReplicaState:
     heartbeat_age_s: float | None = None
     reported: dict[str, Any] = field(default_factory=dict)
     """What the replica reported last: step, loss, round, and more of its choice."""
+    doing: str = ""
+    """In a few words, what it does or waits for before its entrypoint runs."""
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a newer attempt took over, which is not a failure."""
+        return self.outcome is not None and self.outcome.reason == "fenced"
 
     @property
     def note(self) -> str:
-        """A few words on how it ended, or on a heartbeat that is overdue."""
+        """A few words on how it ended, on what it waits for, or on a heartbeat that is overdue."""
         if self.outcome is not None and self.outcome.reason is not None:
             if self.outcome.reason == "cancelled":
                 error = self.outcome.error or ""
                 return "" if BY_USER in error else error.partition(": ")[2]
             return ": ".join(filter(None, (self.outcome.reason, self.outcome.headline)))
+        if self.doing and not self.status.is_terminal:
+            return self.doing
         if self.status is ReplicaStatus.RUNNING and (self.heartbeat_age_s or 0) > 30:
             return f"last heartbeat {self.heartbeat_age_s:.0f} s ago"
         return ""
@@ -70,7 +80,9 @@ class ReplicaState:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the result as plain JSON."""
-        row = {name: getattr(self, name) for name in ("rank", "attempt", "status", "heartbeat_age_s", "reported")}
+        row = {
+            name: getattr(self, name) for name in ("rank", "attempt", "status", "doing", "heartbeat_age_s", "reported")
+        }
         outcome = self.outcome
         return {**row, "reason": outcome and outcome.reason, "exit_code": outcome and outcome.exit_code}
 
@@ -90,6 +102,12 @@ class RunStatus:
     def is_terminal(self) -> bool:
         """Whether every replica has ended."""
         return all(replica.status.is_terminal for replica in self.replicas)
+
+    @property
+    def failed_early(self) -> list[int]:
+        """The ranks that failed while others go on, as long as nobody has reported a round."""
+        failed = [r.rank for r in self.replicas if r.status is ReplicaStatus.FAILED and not r.is_replaced]
+        return [] if self.is_terminal or any("round" in r.reported for r in self.replicas) else failed
 
     @property
     def status(self) -> ReplicaStatus:
@@ -137,33 +155,36 @@ class RunStatus:
         return f"<p>{title}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def wait_until_terminal(
-    poll: Callable[[H], Any],
-    handles: Sequence[H],
-    timeout_s: float | None,
-    *,
-    each: Callable[[Callable[[H], Any], Sequence[H]], Iterable[Any]] = map,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> bool:
-    """Poll with growing pauses until every handle's status is terminal; False if the time was over first.
-
-    Args:
-        each: polls several handles; a map.
-    """
-    end = math.inf if timeout_s is None else clock() + timeout_s
-    pause_s = FIRST_PAUSE_S
-    waiting = list(handles)
+def pauses(first_s: float = FIRST_PAUSE_S, longest_s: float = LONGEST_PAUSE_S) -> Iterator[float]:
+    """Yield the seconds to wait between one look and the next: short ones first."""
+    pause_s = first_s
     while True:
-        statuses = each(poll, waiting)
-        waiting = [h for h, status in zip(waiting, statuses, strict=True) if not as_status(status).is_terminal]
-        if not waiting:
+        yield pause_s
+        pause_s = min(pause_s * 1.5, longest_s)
+
+
+def wait_until_terminal(poll: Callable[[H], Any], handles: Sequence[H], timeout_s: float | None) -> bool:
+    """Poll with growing pauses until every handle's status is terminal; False if the time was over first."""
+    waiting = list(handles)
+
+    def all_have_ended() -> bool:
+        waiting[:] = [handle for handle in waiting if not as_status(poll(handle)).is_terminal]
+        return not waiting
+
+    return wait_until(all_have_ended, timeout_s, pauses())
+
+
+def wait_until(is_over: Callable[[], bool], timeout_s: float | None, pauses: Iterator[float]) -> bool:
+    """Ask again after each pause until it is over; False if the time was over first."""
+    end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    for pause_s in pauses:
+        if is_over():
             return True
-        left_s = end - clock()
+        left_s = end - time.monotonic()
         if left_s <= 0:
             return False
-        sleep(min(pause_s, left_s))
-        pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
+        time.sleep(min(pause_s, left_s))
+    raise AssertionError("pauses never end")
 
 
 def raise_root_cause(outcomes: Sequence[Outcome]) -> None:

@@ -57,14 +57,20 @@ def _nothing_left_running(state_home: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def _s3_server() -> Iterator[S3Server]:
+def _small_server() -> Iterator[S3Server]:
+    with running_server(module="servers.s3.small") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def _moto_server() -> Iterator[S3Server]:
     with running_server() as server:
         yield server
 
 
 @pytest.fixture
-def s3(_s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    """An S3 server with one empty bucket, and credentials for it. It is shared by all tests, one after the other."""
+def s3_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the servers take, and nothing of the user's own."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in CREDENTIALS.items():
@@ -72,8 +78,20 @@ def s3(_s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(name, str(tmp_path / "no-such-file"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    _s3_server.empty()
-    return _s3_server
+
+
+@pytest.fixture
+def s3(_small_server: S3Server, s3_credentials: None) -> S3Server:
+    """One empty bucket that answers at once. Its server is shared by all tests, one after the other."""
+    _small_server.empty()
+    return _small_server
+
+
+@pytest.fixture
+def moto(_moto_server: S3Server, s3_credentials: None) -> S3Server:
+    """The same at moto, which knows more of S3 and takes milliseconds for each request."""
+    _moto_server.empty()
+    return _moto_server
 
 
 @pytest.fixture

@@ -100,12 +100,12 @@ class Contribution:
         fields, digest, _ = unframe(data)
         with reading("contribution"):
             contribution = cls(
-                rank=natural(fields["rank"], MAX_RANK),
-                attempt=natural(fields["attempt"], MAX_ATTEMPT),
+                rank=_whole(fields["rank"], MAX_RANK),
+                attempt=_whole(fields["attempt"], MAX_ATTEMPT),
                 nonce=_nonce(fields["nonce"]),
                 weight=_weight(fields["weight"]),
                 anchor=_digest(fields["anchor"]),
-                size_bytes=natural(fields["bytes"]),
+                size_bytes=_whole(fields["bytes"]),
                 blocks=_split_digests(fields["blocks"]),
                 norms=tuple(_number(norm) for norm in typed(list, fields["norms"])),
                 waited_s=_seconds(fields["waited_s"]),
@@ -131,9 +131,7 @@ class Member:
     @classmethod
     def of(cls, nonce: Any, attempt: Any, weight: Any, digest: Any, in_phase: Any) -> Member:
         """Check the fields of a member, which another replica wrote."""
-        return cls(
-            _nonce(nonce), natural(attempt, MAX_ATTEMPT), _weight(weight), _digest(digest), typed(bool, in_phase)
-        )
+        return cls(_nonce(nonce), _whole(attempt, MAX_ATTEMPT), _weight(weight), _digest(digest), typed(bool, in_phase))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +192,7 @@ class Seal:
                 int(_rank(rank)): Member.of(*typed(list, m)) for rank, m in typed(dict, fields["members"]).items()
             }
             anchor, phase_s = _digest(fields["anchor"]), _seconds(fields["phase_s"])
-            shards = natural(fields["shards"], MAX_SHARDS)
+            shards = _whole(fields["shards"], MAX_SHARDS)
             digest = None if shards else _digest(fields["mean"])
             if not members:
                 raise ValueError("it names nobody")
@@ -231,7 +229,7 @@ class MeanHead:
         """Raises: BadRecordError: these bytes are not a mean."""
         fields, _, _ = unframe(data)
         with reading("mean"):
-            left_out = tuple(natural(rank, MAX_RANK) for rank in typed(list, fields["left_out"]))
+            left_out = tuple(_whole(rank, MAX_RANK) for rank in typed(list, fields["left_out"]))
             return cls(_split_digests(fields["blocks"]), left_out)
 
 
@@ -316,7 +314,7 @@ def _split_digests(text: Any) -> tuple[str, ...]:
     return tuple(text[at : at + 32] for at in range(0, len(text), 32))
 
 
-def natural(value: Any, most: int | None = None) -> int:
+def _whole(value: Any, most: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0 or (most is not None and value > most):
         raise ValueError(f"{str(value)[:40]!r} instead of a number from 0 to {most}")
     return value

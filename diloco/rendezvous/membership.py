@@ -7,12 +7,9 @@ replica is gone when it said bye or left an outcome.
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from time import monotonic
 from typing import Literal
 
@@ -21,7 +18,7 @@ from diloco.rendezvous.frames import Contribution, Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.patient_store import PatientStore
 from executors.errors import ReplicasError, RunNotFoundError
-from executors.replica import CONTRACT, Replica, current_replica
+from executors.replica import Replica, current_replica, find_replica
 from executors.store import MemoryStore, Store, store_at
 from executors.store.watch import Watch
 
@@ -269,15 +266,6 @@ class Place:
         return claim(store, keys, self.rank, self.world_size, nonce, lambda: watch.wait(0.01, ()))
 
 
-@cache
-def _say_that_it_is_alone() -> None:
-    print(
-        "replicas: this process is not a replica, so DiLoCo trains alone: world size 1, in memory. With others: "
-        f"replicas launch {sys.argv[0] if sys.argv[0].endswith('.py') else 'FILE.py'} --n 4",
-        file=sys.stderr,
-    )
-
-
 def find_place(
     store: Store | str | None, run_id: str | None, rank: int | Literal["join"] | None, world_size: int | None
 ) -> Place:
@@ -289,17 +277,22 @@ def find_place(
     """
     if isinstance(rank, str) and rank != JOIN:
         raise ValueError(f'rank must be an integer or "join", got rank={rank!r}.')
-    replica: Replica | None = None
+    problem = "This process is not a replica."
     try:
-        replica = current_replica()
+        replica = find_replica()
     except ReplicasError as error:
-        if {store, run_id, rank, world_size} == {None} and not os.environ.keys() & set(CONTRACT):
-            _say_that_it_is_alone()
+        replica, problem = None, str(error)
+    else:
+        if replica is None and {store, run_id, rank, world_size} == {None}:
+            current_replica()  # says that it is alone
             return Place(None, MemoryStore("alone"), "alone", 0, 1, is_alone=True)
-        if store is None or run_id is None or rank is None or world_size is None:
-            raise DiLoCoError(
-                f"DiLoCo needs to know its run and its rank: pass store, run_id, rank and world_size. ({error})"
-            ) from error
+    given = {"store": store, "run_id": run_id, "rank": rank, "world_size": world_size}
+    missing = [name for name, value in given.items() if value is None]
+    if replica is None and missing:
+        raise DiLoCoError(
+            "DiLoCo needs to know its run and its rank: pass store, run_id, rank and world_size. "
+            f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} missing. {problem}"
+        )
     if replica is not None:
         store = replica.store if store is None else store
         run_id = replica.run_id if run_id is None else run_id

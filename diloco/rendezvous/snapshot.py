@@ -27,7 +27,6 @@ from diloco.rendezvous.frames import (
     frame,
     hash_order,
     matching,
-    natural,
     reading,
     typed,
     unframe,
@@ -80,7 +79,7 @@ class Pointer:
             for shape, _, _ in agreement.get("tensors", {}).values():
                 tuple(shape)
             parts, state = (tuple(typed(str, digest) for digest in typed(list, fields[k])) for k in ("parts", "state"))
-            return cls(nonce, int(fields["rank"]), parts, state, agreement, natural(fields["first"]))
+            return cls(nonce, int(fields["rank"]), parts, state, agreement, max(0, typed(int, fields["first"])))
 
 
 def put_parts(store: PatientStore, keys: Keys, entry: int, nonce: str, arrays: Arrays) -> tuple[str, ...] | None:

@@ -12,12 +12,14 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any
 
-from executors.backends.jobs.executor import JobExecutor
-from executors.backends.jobs.sdk import LazyModule, LogStreams, call_with_timeout
+from executors.backends.hf_client import ask, check_version, hub, hub_errors, list_jobs, translated_errors, volume_of
+from executors.backends.hf_hardware import CPU_FLAVOR, flavor_of, price_per_hour
+from executors.backends.jobs.executor import JobExecutor, options_of
+from executors.backends.jobs.sdk import LogStreams
 from executors.backends.jobs.service import (
     ForeignJobError,
     Job,
@@ -26,87 +28,41 @@ from executors.backends.jobs.service import (
     JobService,
     JobServiceError,
     JobState,
-    Kind,
     masked,
+    option,
     shortened,
 )
 from executors.errors import BackendError
-from executors.protocol import Reason, Recordable
+from executors.protocol import Reason
 from executors.task.record import OPTION_NAME
 
-if TYPE_CHECKING:
-    import huggingface_hub as hub
-    import huggingface_hub.errors as hub_errors
-else:
-    NEEDED = "Backend 'hf' needs the Hugging Face Hub client. Install it with: pip install 'serverless-replicas[hf]'"
-    hub, hub_errors = LazyModule("huggingface_hub", NEEDED), LazyModule("huggingface_hub.errors", NEEDED)
-
-CPU_FLAVOR = "cpu-basic"
 ENDED: dict[str, Reason | None] = {"COMPLETED": None, "CANCELED": "cancelled", "ERROR": None, "DELETED": "lost"}
-WORDS: dict[str, Reason] = {"timeout": "timeout", "oomkilled": "oom", "evicted": "preempted", "preempt": "preempted"}
+TIMEOUT = "Job timeout"  # the whole message; in others the word tells of a connection
+WORDS: dict[str, Reason] = {"oomkilled": "oom", "evicted": "preempted", "preempt": "preempted"}
 """What a message on a failed job says, and what it means."""
 EXIT_CODE = re.compile(r"exit(?:ed)?(?: with)?(?: code| status)?[ :=]+(-?\d+)", re.IGNORECASE)
-CALL_LIMIT_S = 60.0  # the SDK itself waits for an answer without end
 PYTHON_IMAGE = re.compile(r"python:3\.\d{1,2}")  # Docker's own; any other one from a record would get our secrets
 LABEL = re.compile(r"[A-Za-z0-9_-]{1,100}")
 OUR_LABELS = "replicas-"
-TOKEN_ADVICE = "Log in with: hf auth login (or set HF_TOKEN to a token that may write jobs)."
-
-T = TypeVar("T")
 
 
-class HFJobsExecutor(JobExecutor):
-    """Runs replicas as Hugging Face Jobs.
-
-    Args:
-        namespace: the user or organisation that pays. None: the user of the token.
-        image: a Docker image with Python and pip. None: Docker's `python`, in this Python's minor version.
-        flavor: the hardware, as in `hf jobs hardware`. None: as `gpu=` asks, or the smallest without a GPU.
-        pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
-        labels: more labels for the jobs: of letters, digits, "-" and "_", at most 100.
-        secrets: names of variables of this environment that every replica gets as a secret. What a replica prints of
-            them is in its log, and in its outcome.
-
-    Raises:
-        MissingDependencyError: huggingface_hub is not installed.
-        ValueError: a label that the service does not take.
-    """
-
-    backend_name = "hf"
-    recordable_options: ClassVar[Recordable] = {
-        "namespace": OPTION_NAME,
-        "image": PYTHON_IMAGE,
-        "flavor": OPTION_NAME,
-        "labels": dict,
-    }
-
-    def __init__(
-        self,
-        *,
-        namespace: str | None = None,
-        image: str | None = None,
-        flavor: str | None = None,
-        pip: Sequence[str] = (),
-        labels: Mapping[str, str] | None = None,
-        secrets: Sequence[str] = (),
-    ) -> None:
-        image = image or "python:{}.{}".format(*sys.version_info)
-        super().__init__(HFJobs(namespace, image, flavor, dict(labels or {}), list(secrets)), pip=pip)
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class HFJobs(JobService):
-    """The jobs of one namespace. The fields are arguments of `HFJobsExecutor`."""
+    """The jobs of one namespace. `HFJobsExecutor` says what the fields mean."""
 
     name = "Hugging Face"
 
-    namespace: str | None
-    image: str
-    flavor: str | None
-    labels: dict[str, str]
-    secrets: list[str]
+    namespace: str | None = option(None, OPTION_NAME)
+    image: str | None = option(None, PYTHON_IMAGE)
+    flavor: str | None = option(None, OPTION_NAME)
+    labels: Mapping[str, str] | None = option(None, dict)
+    secrets: Sequence[str] = ()
+    volumes: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
+        check_version()
+        self.image = self.image or "python:{}.{}".format(*sys.version_info)
+        self.labels = dict(self.labels or {})
         self._streams = LogStreams()
         self._user: str | None = None
         self._asking_for_user = threading.Lock()
@@ -119,20 +75,25 @@ class HFJobs(JobService):
                 )
             if name == "name" or name.startswith(OUR_LABELS):
                 raise ValueError(f"The label {name!r} is set by `replicas` itself. Choose another name.")
+        for path, source in (self.volumes or {}).items():
+            volume_of(source, path)
 
     def check_account(self, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:
         self._secrets(secret_names)
         self._whoami()
         self._flavor_of(gpu)
 
+    def price_per_hour(self, gpu: str | None) -> float | None:
+        return price_per_hour(self._hardware, self._flavor_of(gpu))
+
     def start(self, job: Job) -> JobId:  # the SDK does not repeat this request, so a lost answer is "unknown"
         request = self._request(job)
-        info = _ask(lambda: self.api.run_job(**request), may_have_acted=True)
+        info = ask(lambda: self.api.run_job(**request), may_have_acted=True)
         return self._job_id(info.id, request["namespace"])
 
     def find(self, key: JobKey) -> list[JobId]:
         namespace = self.namespace or self._whoami()
-        found = _ask(lambda: list(self.api.list_jobs(labels=key.labels, namespace=namespace)))
+        found = ask(lambda: list_jobs(self.api, namespace, key.labels))
         # What is found may be ended: labels that are shown are compared, whatever the service makes of its filter.
         found = [info for info in found if info.labels is None or key.labels.items() <= info.labels.items()]
         found = [info for info in found if _stage(info) != "DELETED"]
@@ -150,16 +111,20 @@ class HFJobs(JobService):
         return found
 
     def state(self, job_id: JobId) -> JobState:
-        info = self._inspect(job_id)
-        if info is None:
-            return JobState(True, "lost")
-        stage, message = _stage(info), info.status.message or ""
-        if stage not in ENDED:
-            return JobState(False, message=message)
-        reason, code = ENDED[stage], EXIT_CODE.search(message)
-        if stage == "ERROR":
-            reason = next((reason for word, reason in WORDS.items() if word in message.lower()), None)
-        return JobState(True, reason, 0 if stage == "COMPLETED" else int(code[1]) if code else None, message)
+        return _state_of(self._inspect(job_id))
+
+    def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
+        if not jobs:
+            return {}
+        namespace, labels = self.namespace or self._whoami(), next(iter(jobs)).run_labels
+        listed = {info.id: info for info in ask(lambda: list_jobs(self.api, namespace, labels))}
+        return {
+            key: _state_of(info)
+            for key, job_id in jobs.items()
+            if (info := listed.get(str(job_id.get("id"))))
+            and key.labels.items() <= (info.labels or {}).items()
+            and job_id == self._job_id(info.id, namespace)
+        }
 
     def logs(self, job_id: JobId, n_lines: int) -> str:  # a silent job holds the SDK for 5 s, but not `LogStreams`
         def fetch() -> Iterator[str]:
@@ -171,7 +136,7 @@ class HFJobs(JobService):
     def stop(self, job_id: JobId) -> None:
         try:
             with contextlib.suppress(hub_errors.JobNotFoundError):
-                _ask(lambda: self.api.cancel_job(job_id=job_id["id"], namespace=job_id["namespace"]))
+                ask(lambda: self.api.cancel_job(job_id=job_id["id"], namespace=job_id["namespace"]))
         except JobServiceError as error:
             with contextlib.suppress(JobServiceError):
                 if error.kind == "rejected" and self.state(job_id).has_ended:  # in between
@@ -181,15 +146,16 @@ class HFJobs(JobService):
     def describe(self, job: Job) -> dict[str, Any]:
         request = self._request(job)
         secrets = dict.fromkeys(request["secrets"], "***")
-        return {**request, "command": shortened(request["command"]), "env": masked(request["env"]), "secrets": secrets}
+        shown = {"command": shortened(request["command"]), "env": masked(request["env"]), "secrets": secrets}
+        return {**request, **shown, "volumes": dict(self.volumes or {})}
 
     def _job_id(self, job: str, namespace: str) -> JobId:
         return {"id": job, "namespace": namespace, "url": f"{self.api.endpoint}/jobs/{namespace}/{job}"}
 
-    def _inspect(self, job_id: JobId) -> Any:
+    def _inspect(self, job_id: JobId) -> hub.JobInfo | None:
         """Return what the service says of a job; None of one that it does not know."""
         with contextlib.suppress(hub_errors.JobNotFoundError):
-            return _ask(lambda: self.api.inspect_job(job_id=job_id["id"], namespace=job_id["namespace"]))
+            return ask(lambda: self.api.inspect_job(job_id=job_id["id"], namespace=job_id["namespace"]))
         return None
 
     def _request(self, job: Job) -> dict[str, Any]:
@@ -200,102 +166,78 @@ class HFJobs(JobService):
             "secrets": {**self._secrets(job.secret_names), **job.credentials},
             "flavor": self._flavor_of(job.gpu),
             "timeout": job.limit_s,
-            "name": job.key.name,
-            "labels": {**self.labels, **job.key.labels},
+            "labels": {**(self.labels or {}), **job.key.labels, "name": job.key.name},
             "namespace": self.namespace or self._whoami(),
+            "volumes": [volume_of(source, path) for path, source in (self.volumes or {}).items()],
         }
 
     def _flavor_of(self, gpu: str | None) -> str:
         if gpu is None or self.flavor is not None:
             return self.flavor or CPU_FLAVOR  # given by name: a flavor is more than a GPU
-        model, _, count = gpu.partition(":")
-        if (found := self._flavors.get((_model(model), count or "1"))) is None:
-            known = ", ".join(name if n == "1" else f"{name}:{n}" for name, n in sorted(self._flavors))
-            raise BackendError(
-                f"Hugging Face Jobs have no flavor for gpu={gpu!r}. Known: {known}. "
-                "Or name one of `hf jobs hardware`: --option flavor=NAME."
-            )
-        return found
+        return flavor_of(self._hardware, gpu)
 
     @functools.cached_property
-    def _flavors(self) -> dict[tuple[str, str], str]:
-        """The cheapest flavor with a GPU, by its model and how many of them."""
-        found = {}
-        for hardware in sorted(_ask(self.api.list_jobs_hardware), key=lambda each: each.unit_cost_usd, reverse=True):
-            if gpu := hardware.accelerator:
-                found[_model(gpu.model), str(gpu.quantity)] = hardware.name
-        return found
+    def _hardware(self) -> list[hub.JobHardwareInfo]:
+        return ask(self.api.list_jobs_hardware)
 
     def _secrets(self, names: Sequence[str]) -> dict[str, str]:
         names = (*self.secrets, *names)
-        if missing := [name for name in names if name not in os.environ]:
+        here = dict(os.environ)
+        if "HF_TOKEN" in names and (token := hub.get_token()):
+            here.setdefault("HF_TOKEN", token)  # of the login's file, as `hf jobs run --secrets` has it
+        if missing := [name for name in names if name not in here]:
             raise BackendError(
                 f"The secret {missing[0]!r} is not set. Jobs get secrets from this environment: set it before the "
                 "launch."
             )
-        return {name: os.environ[name] for name in names}
+        return {name: here[name] for name in names}
 
     def _whoami(self) -> str:
         """Return the user of the token, asked for once: the service counts this request strictly."""
         with self._asking_for_user:
             if self._user is None:
-                self._user = str(_ask(self.api.whoami)["name"])
+                self._user = str(ask(self.api.whoami)["name"])
                 self.namespace = self.namespace or self._user
             return self._user
 
 
-@contextlib.contextmanager
-def translated_errors(may_have_acted: bool = False) -> Iterator[None]:
-    """Turn what the SDK raises into JobServiceError. `JobNotFoundError` passes.
+class HFJobsExecutor(JobExecutor):
+    """Runs replicas as Hugging Face Jobs.
 
     Args:
-        may_have_acted: whether the service may have done what was asked when its answer is lost.
+        namespace: the user or organisation that pays. None: the user of the token.
+        image: a Docker image with Python and pip. None: Docker's `python`, in this Python's minor version.
+        flavor: the hardware, as in `hf jobs hardware`. None: as `gpu=` asks, or the smallest without a GPU.
+        pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
+        labels: more labels for the jobs: of letters, digits, "-" and "_", at most 100.
+        secrets: names of variables of this environment that every replica gets as a secret. What a replica prints of
+            them is in its log, and in its outcome. HF_TOKEN may also be that of `hf auth login`.
+        volumes: what to mount where, as in {"/data": "hf://datasets/NAMESPACE/NAME"}; a bucket may be written to.
+
+    Raises:
+        MissingDependencyError: huggingface_hub is not installed, or too old.
+        ValueError: a label or a volume that the service does not take.
     """
-    import httpx2  # what the SDK asks with, and whose errors it lets through
 
-    lost: Kind = "unknown" if may_have_acted else "unavailable"
-    try:
-        yield
-    except hub_errors.JobNotFoundError:
-        raise
-    except hub_errors.LocalTokenNotFoundError as error:
-        raise JobServiceError(f"Backend 'hf' needs a Hugging Face token. {TOKEN_ADVICE}", "rejected") from error
-    except hub_errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        said = str(error.server_message or str(error).strip().partition("\n")[0]).rstrip(".")
-        text = f"Hugging Face: {said} (HTTP {status})."
-        if status in (408, 429):
-            pause = error.response.headers.get("Retry-After", "")  # seconds, or a date, which is not looked at
-            pause_s = float(pause) if pause.isdecimal() else 0.0
-            raise JobServiceError(text, "unavailable", retry_after_s=pause_s) from error
-        if status >= 500:
-            raise JobServiceError(text, lost) from error
-        advice = f" {TOKEN_ADVICE}" if status in (401, 403) else ""
-        raise JobServiceError(f"{text}{advice}", "rejected") from error
-    except (httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
-        why = str(error).rstrip(".")
-        raise JobServiceError(f"Hugging Face cannot be reached: {why}. Look at HF_ENDPOINT.", "rejected") from error
-    except (OSError, httpx2.HTTPError) as error:
-        was_sent = not isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout))
-        text = f"Hugging Face cannot be reached: {error or type(error).__name__}"
-        raise JobServiceError(text, lost if was_sent else "unavailable") from error
-    except UnicodeEncodeError:  # of a header; what it holds is not to be shown
-        text = f"The Hugging Face token holds a letter that no token has. {TOKEN_ADVICE}"
-        raise JobServiceError(text, "rejected") from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:  # the SDK reads a malformed answer
-        text = f"Hugging Face sent a malformed answer ({type(error).__name__}: {error}). Is there a proxy in between?"
-        raise JobServiceError(text, lost) from error
+    backend_name = "hf"
+    recordable_options = HFJobs.recordable_options()
+
+    @options_of(HFJobs)
+    def __init__(self, service: HFJobs) -> None:
+        super().__init__(service)
 
 
-def _ask(call: Callable[[], T], *, may_have_acted: bool = False) -> T:
-    """Make a request, with a time limit and its errors translated."""
-    with translated_errors(may_have_acted):
-        return call_with_timeout(CALL_LIMIT_S, call)
-
-
-def _model(name: str) -> str:
-    """Return the name of a GPU in one spelling: `rtx pro 6000` is `RTX-PRO-6000`."""
-    return name.upper().replace("_", "-").replace(" ", "-").removeprefix("NVIDIA-")
+def _state_of(info: hub.JobInfo | None) -> JobState:
+    if info is None:
+        return JobState(True, "lost")
+    stage, message = _stage(info), info.status.message or ""
+    if stage not in ENDED:
+        return JobState(False, message=message or ("scheduling" if stage == "SCHEDULING" else ""))
+    reason, code = ENDED[stage], EXIT_CODE.search(message)
+    if stage == "ERROR":
+        reason = next((reason for word, reason in WORDS.items() if word in message.lower()), None)
+        reason = "timeout" if message == TIMEOUT else reason
+    return JobState(True, reason, 0 if stage == "COMPLETED" else int(code[1]) if code else None, message)
 
 
 def _stage(info: Any) -> str:

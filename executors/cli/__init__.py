@@ -18,8 +18,9 @@ import typer
 from executors.cli.backends import backends
 from executors.cli.doctor import doctor
 from executors.cli.launch import launch, resume
+from executors.cli.logs import logs
 from executors.cli.output import CANCELLED, FAILED, USAGE, inert
-from executors.cli.runs import cancel, collect, logs, ls, rm, status, wait
+from executors.cli.runs import cancel, collect, ls, rm, status, wait
 from executors.errors import LaunchError, ReplicasError
 
 app = typer.Typer(
@@ -63,13 +64,16 @@ def main() -> int:
             stream.reconfigure(errors="replace")  # a log may hold what this terminal cannot show
     command: Any = typer.main.get_command(app)
     try:
-        returned = command.main(prog_name="replicas", standalone_mode=False)
+        arguments, argv = _split_argv(sys.argv[1:])
+        returned = command.main(arguments, prog_name="replicas", standalone_mode=False, obj=argv)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         return CANCELLED
     except ReplicasError as error:
         code = _fail(error)
-        return CANCELLED if isinstance(error, LaunchError) and error.cancelled else code
+        if isinstance(error, LaunchError):  # something was started
+            code = CANCELLED if error.cancelled else FAILED
+        return code
     except OSError as error:  # a closed pipe is not a mistake; a full disk under stdout is an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
         if not isinstance(error, BrokenPipeError):
@@ -80,6 +84,14 @@ def main() -> int:
             raise
         return _fail(error, error.format_message())
     return returned if isinstance(returned, int) else 0
+
+
+def _split_argv(arguments: list[str]) -> tuple[list[str], list[str] | None]:
+    """Take what follows `--` off a launch: it is the script's. None: there is no `--`."""
+    if arguments[:1] != ["launch"] or "--" not in arguments:
+        return arguments, None
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
 
 
 def _fail(error: Exception, message: str | None = None) -> int:

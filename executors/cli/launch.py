@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from executors.cli.backends import make_executor
 from executors.cli.options import (
+    DURATIONS,
     BackendOptions,
     EnvOption,
     ExecutorOption,
@@ -16,6 +19,8 @@ from executors.cli.options import (
     RunArgument,
     SecretOption,
     find_run,
+    note_python_words,
+    parse_duration,
     parse_texts,
     parse_values,
 )
@@ -30,15 +35,16 @@ if TYPE_CHECKING:
 
 TASKS = "replicas.tasks"  # the group of entry points that names the default task
 ENTRYPOINT = (
-    "What each replica calls: pkg.mod:function, path/file.py:function, or path/file.py (its main). "
-    "Default: the task that comes with the installation."
+    "What each replica calls: pkg.mod:function, path/file.py:function, or path/file.py (its main). A file without a "
+    "main, or with -- ARGV… behind all options, is run as a script. Default: the task that comes with the installation."
 )
-ARG = "An argument of the entrypoint: JSON, else a string. Repeatable."
-TIMEOUT = "Seconds each replica may run. Default: no limit locally."
+ARG = "An argument of the entrypoint, as its annotation says; without one JSON, else a string. Repeatable."
+TIMEOUT = f"How long each replica may run ({DURATIONS}). Default: no limit locally, one hour elsewhere."
 CHAOS = (
     "A fault to inject, local backend only: kill:rank=1,round=3 (counted from 1; or at=POINT,count=N,when=after), "
     "or store:lost=0.02,error=0.01,delay=0.3. Repeatable."
 )
+FAIL_FAST = "End the run at the first failure before anybody's first round. Default: the others train on."
 TASK_DIGEST = (
     "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
     "task_digest."
@@ -49,6 +55,7 @@ FROM_SNAPSHOT = "Begin a new run instead, where this one's newest whole snapshot
 
 
 def launch(
+    context: Context,
     entrypoint: Annotated[str | None, Argument(metavar="ENTRYPOINT", help=ENTRYPOINT)] = None,
     *,
     n: Annotated[int, Option("--n", "-n", metavar="N", help="How many replicas.")],
@@ -57,13 +64,14 @@ def launch(
     ),
     arg: Annotated[list[str] | None, Option("--arg", "-a", metavar="K=V", help=ARG)] = None,
     gpu: Annotated[str | None, Option(metavar="GPU", help="A GPU for each replica, as in H100 or H100:2.")] = None,
-    timeout: Annotated[float | None, Option(metavar="S", help=TIMEOUT)] = None,
+    timeout: Annotated[float | None, Option(metavar="DURATION", parser=parse_duration, help=TIMEOUT)] = None,
     rendezvous: RendezvousOption = None,
     run_id: Annotated[str | None, Option(metavar="ID", help="A name of your choice. Default: two words.")] = None,
     env: EnvOption = None,
     secret: SecretOption = None,
     option: BackendOptions = None,
     chaos: Annotated[list[str] | None, Option(metavar="SPEC", help=CHAOS)] = None,
+    fail_fast: Annotated[bool, Option("--fail-fast", help=FAIL_FAST)] = False,
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the request, start nothing.")] = False,
@@ -87,7 +95,8 @@ def launch(
                     request = LaunchRequest(
                         entrypoint=entrypoint or default_task(),
                         n=n,
-                        args=parse_values("--arg", arg),
+                        arg_texts=parse_texts("--arg", arg),
+                        argv=context.obj,
                         rendezvous=rendezvous,
                         run_id=run_id,
                         gpu=gpu,
@@ -97,14 +106,16 @@ def launch(
                         seed=seed,
                         detach=detach,
                         chaos=chaos or (),
+                        fail_fast=fail_fast,
                     )
                     plan = plan_launch(request, make_executor(backend, parse_values("--option", option)))
+                note_python_words("--arg", plan.request.args or {})
                 if dry_run:
                     output.document(plan.dry_run())
                     return 0
                 run = _start(plan, output)
         except KeyboardInterrupt:
-            output.say("Cancelled before the run had started.", "yellow")
+            output.say("Cancelled.", "yellow")
             return CANCELLED
         return _finish(run, output, interrupts, detach=detach)
 
@@ -112,7 +123,8 @@ def launch(
 launch.epilog = (  # type: ignore[attr-defined]
     "[bold]Examples[/bold]\n\nreplicas launch --n 4"
     "\n\nreplicas launch train.py:main --n 8 --arg steps=500 --arg lr=0.01"
-    "\n\nreplicas launch train.py --n 64 --option max_parallel=4 --option preload=\\[] --timeout 600"
+    "\n\nreplicas launch train.py --n 4 -- --lr 1e-3 --epochs 2"
+    "\n\nreplicas launch train.py --n 64 --option max_parallel=4 --option preload=\\[] --timeout 10m"
     "\n\nreplicas launch --n 4 --chaos kill:rank=1,round=20 --chaos store:delay=0.05,lost=0.02"
     "\n\nreplicas launch pkg.train:main --n 8 --backend my.cloud:Executor --rendezvous /shared/runs --detach"
 )
@@ -120,6 +132,9 @@ launch.epilog = (  # type: ignore[attr-defined]
 
 def _start(plan: LaunchPlan, output: Output) -> Run:
     try:
+        if plan.executor.backend_name == "inline":  # the screen is the entrypoint's
+            with contextlib.redirect_stdout(sys.stderr) if output.as_json else contextlib.nullcontext():
+                return plan.start()
         with output.busy(f"Starting {plan.request.n} replicas"):
             return plan.start()
     except LaunchError as error:
@@ -141,7 +156,9 @@ def resume(
     run: RunArgument,
     rank: RanksOption = None,
     gpu: Annotated[str | None, Option(metavar="GPU", help="A GPU for each replica. Default: as launched.")] = None,
-    timeout: Annotated[float | None, Option(metavar="S", help="Time limit in seconds. Default: as launched.")] = None,
+    timeout: Annotated[
+        float | None, Option(metavar="DURATION", parser=parse_duration, help=f"As for launch ({DURATIONS}).")
+    ] = None,
     backend: ExecutorOption = None,
     option: BackendOptions = None,
     env: EnvOption = None,

@@ -20,8 +20,6 @@ from executors.protocol import ReplicaStatus
 from executors.run import Run
 from executors.status import RunStatus
 
-FIRST_PAUSE_S = 0.02
-LONGEST_PAUSE_S = 0.5
 PROGRESS_EVERY_S = 10.0  # between two plain lines of progress
 PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
 SHOW_CURSOR = b"\x1b[?25h"
@@ -139,11 +137,10 @@ def follow(
         BackendError: the backend could not be asked for a minute, or the first time.
     """
     end = math.inf if timeout_s is None else clock() + timeout_s
-    pause_s = FIRST_PAUSE_S
     was_read = False
     failing_since: dict[str, float] = {}
     failed_at = -math.inf
-    while True:
+    for pause_s in run.pauses():
         try:
             status = run.status()
         except (StoreError, BackendError) as error:
@@ -162,6 +159,8 @@ def follow(
             if clock() - failed_at > PATIENCE_S:  # most readings of a status ask the store alone
                 failing_since.pop("backend", None)
             view.update(status)
+            if status.failed_early and (told := run.end_early(status, "--fail-fast")):
+                view.say(told[:1].upper() + told[1:], "yellow")
             if status.is_terminal:
                 return True
         after_each()
@@ -169,7 +168,7 @@ def follow(
         if left_s <= 0:
             return False
         sleep(min(pause_s, left_s))
-        pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
+    raise AssertionError("pauses never end")
 
 
 class PlainView:

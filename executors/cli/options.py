@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import re
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from executors.arguments import json_or_text
 from executors.cli.backends import make_executor
-from executors.cli.output import refuse, usage_errors
+from executors.cli.output import UsageProblem, refuse, usage_errors
 
 if TYPE_CHECKING:
     from executors.run import Run
@@ -20,6 +21,9 @@ EXAMPLES = {
     "--env": "--env OMP_NUM_THREADS=1",
     "--option": "--option max_parallel=2",
 }
+DURATIONS = "90, 90s, 5m, 2h, 1h30m"
+_NUMBER = r"(\d+(?:\.\d+)?)"
+DURATION = re.compile(f"(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s?)?")
 FROM_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -45,8 +49,19 @@ EXECUTOR = "The backend the run was launched with, or pkg.mod:Class, which is ne
 ExecutorOption = Annotated[str | None, Option("--backend", "-b", metavar="NAME", help=EXECUTOR)]
 OPTION = "An option of the backend; see `replicas backends`. Repeatable."
 BackendOptions = Annotated[list[str] | None, Option("--option", metavar="K=V", help=OPTION)]
-WAIT = "Wait at most this many seconds; then exit with 124."
-WaitOption = Annotated[float | None, Option("--timeout", metavar="S", help=WAIT)]
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of `90`, `90s`, `5m`, `2h` or `1h30m`."""
+    found = DURATION.fullmatch(str(text).strip())
+    if found is None or not any(found.groups()):
+        raise UsageProblem(f"{text!r} is not a duration. Give seconds, or hours, minutes and seconds: {DURATIONS}.")
+    hours, minutes, seconds = (float(part or 0) for part in found.groups())
+    return hours * 3600 + minutes * 60 + seconds
+
+
+WAIT = f"Wait at most this long ({DURATIONS}); then exit with 124."
+WaitOption = Annotated[float | None, Option("--timeout", metavar="DURATION", parser=parse_duration, help=WAIT)]
 
 
 def find_run(run: str, rendezvous: str | None, backend: str | None = None, options: Sequence[str] | None = None) -> Run:
@@ -62,15 +77,17 @@ def find_run(run: str, rendezvous: str | None, backend: str | None = None, optio
 
 def parse_values(option: str, texts: Sequence[str] | None) -> dict[str, Any]:
     """Return the values of `k=v` texts: JSON where they parse as JSON, else strings."""
-    values: dict[str, Any] = {}
-    for name, text in parse_texts(option, texts).items():
-        try:
-            values[name] = json.loads(text, parse_constant=_refuse_constant)
-        except ValueError:
-            values[name] = text
-        if text in FROM_PYTHON:
-            print(f"Note: {option} {name}={text} is a string; JSON writes {name}={FROM_PYTHON[text]}.", file=sys.stderr)
+    values = {name: json_or_text(text) for name, text in parse_texts(option, texts).items()}
+    note_python_words(option, values)
     return values
+
+
+def note_python_words(option: str, values: Mapping[str, Any]) -> None:
+    """Say on stderr which values are strings that look like constants of Python."""
+    for name, value in values.items():
+        if isinstance(value, str) and value in FROM_PYTHON:
+            text = FROM_PYTHON[value]
+            print(f"Note: {option} {name}={value} is a string; JSON writes {name}={text}.", file=sys.stderr)
 
 
 def parse_texts(option: str, texts: Sequence[str] | None) -> dict[str, str]:
@@ -85,7 +102,3 @@ def parse_texts(option: str, texts: Sequence[str] | None) -> dict[str, str]:
             refuse(f"{option} {name} is given twice.")
         values[name] = value
     return values
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

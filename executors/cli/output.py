@@ -128,7 +128,8 @@ class UsageProblem(typer.BadParameter):
     """A mistake of the user, described in one sentence."""
 
     def format_message(self) -> str:
-        return str(self.message)
+        option = self.param.opts[0] if self.param is not None else ""  # known where it was found while parsing
+        return f"{option} {self.message}".lstrip()
 
 
 def refuse(error: Exception | str) -> NoReturn:

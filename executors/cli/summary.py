@@ -13,6 +13,7 @@ from executors.cli.output import CANCELLED, FAILED, TIMED_OUT, Output, name_limi
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run import Run
 from executors.run_index import locate
+from executors.status import FAILED_EARLY
 
 SUBJECT = re.compile(r"^Replica \d+( of \d+)?( \(attempt \d+\))? ")  # left out: the ranks are named once, before it
 MAX_LINES = 8  # of failures or results; the rest is counted
@@ -33,7 +34,8 @@ def reference(run: Run) -> str:
 
 def exit_code(outcomes: Sequence[Outcome], *, interrupted: bool = False) -> int:
     """Return the command's exit code for a run that has ended: the first that applies of 130, 1, 124 and 0."""
-    if interrupted or any(outcome.status is ReplicaStatus.CANCELLED for outcome in outcomes):
+    cancelled = [outcome for outcome in outcomes if outcome.status is ReplicaStatus.CANCELLED]
+    if interrupted or not all(FAILED_EARLY in (outcome.error or "") for outcome in cancelled):
         return CANCELLED
     reasons = {outcome.reason for outcome in _failures(outcomes)}
     if reasons - {"timeout"}:

@@ -3,11 +3,12 @@
 This text is the command of a container (`shipping.bootstrap_command`), so it stands alone: the standard library, and
 boto3, which it installs when it is missing. It runs nothing but what was launched: the digest of task.json came with
 the launch, and task.json has the digest of the code. What prevents a start is told in one line on stderr, and by exit
-code 78 (EX_CONFIG of sysexits.h).
+code 78 (EX_CONFIG of sysexits.h). While it installs, the attempt has a boot.json.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import io
@@ -16,6 +17,8 @@ import os
 import pathlib
 import random
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -31,6 +34,10 @@ COST_OF_A_WRONG_OBJECT = 2  # of the tries: a torn reply passes, a replaced obje
 FIRST_WAIT_S = 0.25
 PASSING_STATUSES = (408, 409, 429)  # and all from 500 on
 AWS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
+PIN = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.+!_-]+)")
+SETTINGS_OF_PIP = ("index-url", "find-links", "no-index", "constraint")  # which uv would not heed
+Get = Callable[[str], bytes]
+Put = Callable[[str, bytes], object]
 
 
 class WrongObject(Exception):
@@ -39,25 +46,27 @@ class WrongObject(Exception):
 
 def main() -> None:
     began = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which the first process of a container else ignores
     sys.path[:] = [path for path in sys.path if path]  # the current directory has no say in what is imported
     if sys.version_info < (3, 11) or not hasattr(tarfile, "data_filter"):
         refuse(f"it needs Python 3.11.4 or later, this is {sys.version.split()[0]}. Use another image.")
     for name in ("REPLICA_RENDEZVOUS", "REPLICA_RUN_ID", "REPLICA_TASK_DIGEST"):
         if not os.environ.get(name):
             refuse(f"{name} is not set.")
-    fetch = open_task(os.environ["REPLICA_RENDEZVOUS"], os.environ["REPLICA_RUN_ID"])
-    task = json.loads(fetched(fetch, "task.json", os.environ["REPLICA_TASK_DIGEST"]))
+    get, put = open_run(os.environ["REPLICA_RENDEZVOUS"], os.environ["REPLICA_RUN_ID"])
+    task = json.loads(fetched(get, "task/task.json", os.environ["REPLICA_TASK_DIGEST"]))
     if "code_sha256" not in task:
         refuse("the run was launched without its code.")
-    code = fetched(fetch, "code.tar.gz", task["code_sha256"])
+    code = fetched(get, "task/code.tar.gz", task["code_sha256"])
     here = os.getcwd()
     folder = pathlib.Path(tempfile.mkdtemp(prefix="replica-", dir=here if os.access(here, os.W_OK) else None))
     unpack(code, folder)
     workspace = folder / "workspace"
     workspace.mkdir(exist_ok=True)
     os.chdir(workspace)  # where the entrypoint's file and requirements that are paths start from
-    if not all(is_satisfied(requirement) for requirement in task["requirements"]):
-        install(task["requirements"])
+    requirements = [kept(each) if each in task.get("pins", ()) else each for each in task["requirements"]]
+    if not all(is_satisfied(requirement) for requirement in requirements):
+        install(requirements, put)
     paths = [folder / "packages", workspace, *(workspace / path for path in task["paths"])]
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *([before] if before else [])])
@@ -70,23 +79,27 @@ def refuse(why: str) -> NoReturn:
     for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID"):
         why = why.replace(os.environ.get(name) or "\0", "***")
     who = f"replica {os.environ.get('REPLICA_RANK', '?')} of run {os.environ.get('REPLICA_RUN_ID', '?')}"
-    print(f"replicas: {who} cannot start: {' '.join(why.split())}", file=sys.stderr, flush=True)
+    say(f"{who} cannot start: {' '.join(why.split())}")
     sys.exit(CANNOT_START)
 
 
-def open_task(url: str, run_id: str) -> Callable[[str], bytes]:
-    """Return a function from the name of one of the task's objects to its bytes."""
+def say(what: str) -> None:
+    print(f"replicas: {what}", file=sys.stderr, flush=True)
+
+
+def open_run(url: str, run_id: str) -> tuple[Get, Put]:
+    """Return how the objects of a run are read and written, by their names below it."""
     parts = urlsplit(url)
     path = unquote(parts.path)
     if parts.scheme == "file":
-        return lambda name: (pathlib.Path(path) / run_id / "task" / name).read_bytes()
+        folder = pathlib.Path(path) / run_id
+        return lambda name: (folder / name).read_bytes(), lambda name, data: write(folder / name, data)
     if parts.scheme != "s3":
         refuse(f"it cannot read a rendezvous that is {parts.scheme}://.")
     try:
         import boto3
     except ImportError:
         install(["boto3"])
-        importlib.invalidate_caches()
         import boto3
     from botocore.config import Config
 
@@ -108,23 +121,34 @@ def open_task(url: str, run_id: str) -> Callable[[str], bytes]:
     client = connect("auto")
     if "endpoint_url" in options or not (urlsplit(client.meta.endpoint_url).hostname or "").endswith(AWS):
         client = connect("path")
-    prefix = "/".join(part for part in (path.strip("/"), run_id, "task") if part)
-    return lambda name: client.get_object(Bucket=parts.netloc, Key=f"{prefix}/{name}")["Body"].read()
+    prefix = "/".join(part for part in (path.strip("/"), run_id) if part)
+    place = {"Bucket": parts.netloc}
+    return (
+        lambda name: bytes(client.get_object(**place, Key=f"{prefix}/{name}")["Body"].read()),
+        lambda name, data: client.put_object(**place, Key=f"{prefix}/{name}", Body=data),
+    )
 
 
-def fetched(fetch: Callable[[str], bytes], name: str, sha256: str) -> bytes:
+def write(path: pathlib.Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_name(f".{path.name}")  # nobody reads a part
+    whole.write_bytes(data)
+    whole.replace(path)
+
+
+def fetched(get: Get, name: str, sha256: str) -> bytes:
     """Return an object, having tried again while that may help."""
     tries_left, wait_s = N_TRIES, FIRST_WAIT_S
     while True:
         try:
-            data = fetch(name)
+            data = get(name)
             if hashlib.sha256(data).hexdigest() == sha256:
                 return data
             raise WrongObject(f"it is not what was launched: its sha256 is not {sha256}")
         except Exception as error:  # noqa: BLE001 - boto3's, which may not be there to be named
             tries_left -= COST_OF_A_WRONG_OBJECT if isinstance(error, WrongObject) else 1
             if tries_left <= 0 or not may_pass(error):
-                refuse(f"cannot read task/{name} from {os.environ['REPLICA_RENDEZVOUS']}: {error}")
+                refuse(f"cannot read {name} from {os.environ['REPLICA_RENDEZVOUS']}: {error}")
         time.sleep(wait_s * random.uniform(0.5, 1.5))
         wait_s *= 2
 
@@ -145,24 +169,68 @@ def unpack(code: bytes, folder: pathlib.Path) -> None:
         archive.extractall(folder, filter="data")
 
 
+def installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def is_satisfied(requirement: str) -> bool:
     """Tell whether a requirement is an exact pin, and its version is installed (`2.13.0+cpu` is a 2.13.0)."""
-    pin = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.+!_-]+)", requirement)
-    try:
-        installed = metadata.version(pin[1]) if pin else ""
-    except metadata.PackageNotFoundError:
-        return False
-    return pin is not None and pin[2] in (installed, installed.partition("+")[0])
+    if requirement.startswith("--"):
+        return True  # it names an index
+    pin = PIN.fullmatch(requirement)
+    has = installed(pin[1]) if pin else ""
+    return pin is not None and pin[2] in (has, has.partition("+")[0])
 
 
-def install(requirements: list[str]) -> None:
-    missing = [requirement for requirement in requirements if not is_satisfied(requirement)]
-    print(f"replicas: installing {', '.join(missing)}", file=sys.stderr, flush=True)
-    options = ("--quiet", "--disable-pip-version-check", "--no-input", "--root-user-action=ignore")
-    command = [sys.executable, "-P", "-m", "pip", "install", *options, *requirements]
-    code = subprocess.run(command, check=False).returncode
+def kept(pin: str) -> str:
+    """Pin what the image has instead, where that is a later version: it is large, and fits the rest of the image."""
+    name, _, version = pin.partition("==")
+    has = installed(name)
+    if not has or is_satisfied(pin) or release(has) < release(version):
+        return pin
+    say(f"keeping {name} {has} of the image, where the launcher has {version}")
+    return f"{name}=={has}"
+
+
+def release(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
+
+
+def install(requirements: list[str], put: Put = lambda *_: None) -> None:
+    say(f"installing {', '.join(each for each in requirements if not is_satisfied(each))}")
+    place = f"replicas/{int(os.environ.get('REPLICA_RANK', 0)):04d}/{os.environ.get('REPLICA_ATTEMPT', 0)}"
+    with contextlib.suppress(Exception):  # for people, so it is not tried twice
+        put(f"{place}/boot.json", json.dumps({"at": time.time(), "doing": "installing"}).encode())
+    options = ("--no-cache-dir", "--disable-pip-version-check", "--no-input", "--root-user-action=ignore", "--quiet")
+    pip = [sys.executable, "-P", "-m", "pip", "install", *options]
+    if uv := uv_command(pip):
+        strategy = "--index-strategy=unsafe-best-match"  # all indexes count alike, as they do for pip
+        command = [*uv, "pip", "install", "--quiet", "--no-cache", "--break-system-packages", strategy]
+        if subprocess.run([*command, "--python", sys.executable, *requirements], check=False).returncode == 0:
+            importlib.invalidate_caches()
+            return
+        say("uv could not install this; pip tries")
+    code = subprocess.run([*pip, *requirements], check=False).returncode
     if code != 0:
         refuse(f"pip could not install what it needs (exit code {code}); what pip says is above.")
+    importlib.invalidate_caches()
+
+
+def uv_command(pip: list[str]) -> list[str]:
+    """Return the command of uv, which is faster; empty where it cannot be had, or pip was given its own indexes."""
+    settings = subprocess.run([*pip[:4], "config", "list"], check=False, capture_output=True, text=True).stdout
+    if any(name in settings for name in SETTINGS_OF_PIP):
+        return []
+    if found := shutil.which("uv"):
+        return [found]
+    module = [sys.executable, "-P", "-m", "uv"]
+    if not installed("uv"):
+        subprocess.run([*pip, "--only-binary=:all:", "uv"], check=False, capture_output=True)
+        importlib.invalidate_caches()
+    return module if installed("uv") else []
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What reaches a replica on another machine: a package in the store, a short script that fetches it, an environment.
 
-A service is asked to run `bootstrap_command()` with `replica_environment(run, rank, timeout_s)` and the credentials of
-the store as its secrets. The image needs nothing but Python 3.11 or later and pip.
+A service is asked to run `bootstrap_command()` with `replica_environment(...)` and the credentials of the
+store as its secrets. The image needs nothing but Python 3.11 or later and pip.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def make_package(
     _check_shipped(entrypoint, root, package.files)
     if package.left_out:
         print(f"replicas: not shipped to the replicas: {', '.join(package.left_out)}", file=sys.stderr)
-    return replace(package, requirements=requirements_of(pip, root), paths=_paths(root, package.files))
+    ours, users = requirements_of(pip, root)
+    return replace(package, requirements=(*ours, *users), pins=ours, paths=_paths(root, package.files))
 
 
 def _check_shipped(entrypoint: str | Callable[..., Any], root: Path, files: Sequence[str]) -> None:
@@ -91,7 +92,9 @@ def _file_of(function: object) -> Path | None:
     return None if any(path.is_relative_to(folder) for folder in installed) else path
 
 
-def replica_environment(run: RunSpec, rank: int, timeout_s: float | None = None) -> dict[str, str]:
+def replica_environment(
+    run: RunSpec, rank: int, timeout_s: float | None = None, gpu: str | None = None
+) -> dict[str, str]:
     """Return the variables that a replica starts with, besides `run.env` and credentials.
 
     The rendezvous is the launcher's url: an adapter replaces it by the one that `remote_access` returns.
@@ -104,7 +107,13 @@ def replica_environment(run: RunSpec, rank: int, timeout_s: float | None = None)
         environment.RENDEZVOUS: run.store_url,
         environment.TASK_DIGEST: run.task_digest,
     }
-    return found if timeout_s is None else {**found, environment.TIMEOUT_S: str(timeout_s)}
+    if timeout_s is not None:
+        found[environment.TIMEOUT_S] = str(timeout_s)
+    if gpu is not None:
+        found[environment.GPU] = gpu
+    if run.fail_fast:
+        found[environment.FAIL_FAST] = "1"
+    return found
 
 
 def bootstrap_command() -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """What a replica on another machine needs to have installed: our own dependencies as they are here, and the user's.
 
 The user's are those given by hand, else those of the workspace's `requirements.txt`, else those of its
-`pyproject.toml`. Whatever the user names replaces our pin of it.
+`pyproject.toml`. Whatever the user names replaces our pin of it. An index to install from travels as one of them:
+`--extra-index-url=https://…`.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from executors.task.stored import installed_version
 # What `executors.worker` and `diloco` import inside a replica; a launcher needs more.
 OURS = ("torch", "numpy", "xxhash", "tenacity", "cloudpickle", "inotify_simple", "boto3")
 DISTRIBUTION = "serverless-replicas"  # travels with the code, as it is here
+INDEX = re.compile(r"--(?P<option>index-url|extra-index-url|find-links)(?:\s*=\s*|\s+)(?P<value>\S+)")
+SHORT = {"-i": "--index-url", "-f": "--find-links"}
 INCLUDE = re.compile(r"(?:-r|--requirement)(?:\s*=\s*|\s+|(?<=-r))(?P<file>\S+)")
 
 
-def requirements_of(pip: Sequence[str], root: Path) -> tuple[str, ...]:
-    """Return what pip is asked to install in a replica, ours pinned to the versions installed here.
+def requirements_of(pip: Sequence[str], root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what is installed in a replica: ours, pinned to the versions installed here, and the user's.
 
     Args:
         pip: the user's requirements; when empty, those that the workspace's files name.
         root: the workspace.
 
     Raises:
-        EntrypointError: a file cannot be read, or holds an option that is not taken.
+        EntrypointError: a file cannot be read, or holds an option that is not taken, or a version that no index has.
     """
     project = _project(root)
     if pip:
@@ -44,7 +47,18 @@ def requirements_of(pip: Sequence[str], root: Path) -> tuple[str, ...]:
     pins = {canonicalize_name(name): f"{name}=={version}" for name in OURS if (version := installed_version(name))}
     users = [line for line in dict.fromkeys(users) if name_of(line) != DISTRIBUTION]
     named = {name_of(line) for line in users}
-    return (*(pin for name, pin in pins.items() if name not in named), *users)
+    if not any(INDEX.fullmatch(line) for line in users) and (local := next(filter(_is_local, users), None)):
+        public = re.sub(r"\+[\w.-]+", "", local)
+        raise EntrypointError(
+            f"The requirement {local!r} names a local version, and PyPI has none. Name the index that has it, in "
+            f"requirements.txt or pip=: '--extra-index-url URL'; or ask for {public!r}."
+        )
+    return tuple(pin for name, pin in pins.items() if name not in named), tuple(users)
+
+
+def options_of(requirements: Sequence[str]) -> list[str]:
+    """Return those that are options: where to install from."""
+    return [line for line in requirements if line.startswith("--")]
 
 
 def name_of(requirement: str) -> str | None:
@@ -53,6 +67,14 @@ def name_of(requirement: str) -> str | None:
         return canonicalize_name(Requirement(requirement).name)
     except InvalidRequirement:
         return None
+
+
+def _is_local(line: str) -> bool:
+    """Tell whether a requirement asks for a version with a local part, as in `torch==2.13.0+cpu`."""
+    try:
+        return any("+" in each.version for each in Requirement(line).specifier)
+    except InvalidRequirement:
+        return False
 
 
 def _project(root: Path) -> dict[str, Any]:
@@ -96,15 +118,17 @@ def _check(line: str, place: str) -> str:
         EntrypointError: it is an option of pip's, or would show credentials.
     """
     line = line.strip()
-    option = line if line.startswith("-") else next(iter(re.findall(r"\s(--?[A-Za-z].*)", line)), "")
-    if option or not line:
-        raise EntrypointError(
-            f"{place}: the option {option!r} is not taken to replicas, only requirements and '-r FILE' are. Install "
-            "such packages in the image that the replicas start from, or give pip= without them."
-        )
     if re.search(r"https?://[^/\s]*@", line):
         raise EntrypointError(
             f"{place}: the requirement {name_of(line) or 'of a url'!r} holds credentials. Requirements are stored with "
             "the run: install such a package in the image that the replicas start from."
+        )
+    if index := INDEX.fullmatch(re.sub(r"^(-i|-f)\b", lambda short: SHORT[short[1]], line)):
+        return f"--{index['option']}={index['value']}"
+    option = line if line.startswith("-") else next(iter(re.findall(r"\s(--?[A-Za-z].*)", line)), "")
+    if option or not line:
+        raise EntrypointError(
+            f"{place}: the option {option!r} is not taken to replicas, only requirements, '-r FILE' and the options of "
+            "an index are. Install such packages in the image that the replicas start from, or give pip= without them."
         )
     return line

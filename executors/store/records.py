@@ -265,6 +265,15 @@ def is_plain_number(value: Any) -> bool:
     return value != value or abs(value) < 1e300  # in this order: an integer may be too large for a float
 
 
+def is_json(value: Any) -> bool:
+    """Return whether a value can be written as JSON."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
 def is_deeper_than(value: Any, depth: int) -> bool:
     """Return whether a JSON value is nested deeper, so that recursive code might run out of stack."""
     level = [value]

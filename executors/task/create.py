@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from executors.entrypoint import check_call, describe, split_rank_env
-from executors.errors import CorruptObjectError, EntrypointArgumentsError, EntrypointError, RunExistsError
+from executors.errors import CorruptObjectError, EntrypointArgumentsError, EntrypointError, RunExistsError, kind_of
 from executors.protocol import Package, RunSpec
 from executors.store import Store
 from executors.store.records import MAX_DEPTH, is_deeper_than, to_bytes
 from executors.store.url import address_of, check_run_id
 from executors.task.record import MAX_WORLD_SIZE, LaunchedWith, RunRecord
+from executors.task.sources import sources_of
 from executors.task.stored import PYTHON, StoredTask
 
 MASK = "***"  # shown instead of a value of the environment
@@ -46,6 +47,11 @@ class LaunchRequest:
     entrypoint: str | Callable[..., Any]
     n: int
     args: Mapping[str, Any] | None = None
+    arg_texts: Mapping[str, str] | None = None
+    """Arguments as texts of a command line, which the entrypoint's annotations explain; `args` then has their values.
+    """
+    argv: Sequence[str] | None = None
+    """The entrypoint is a file, run as a script with these arguments."""
     rendezvous: str | Path | None = None
     run_id: str | None = None
     gpu: str | None = None
@@ -55,6 +61,7 @@ class LaunchRequest:
     seed: int | None = None
     detach: bool = False
     chaos: Sequence[str] = ()
+    fail_fast: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.n, bool) or not isinstance(self.n, int):
@@ -69,6 +76,8 @@ class LaunchRequest:
             )
         if not isinstance(self.args, Mapping | None):
             raise TypeError(f"args maps names to values, as in {{'steps': 100}}, got {self.args!r}.")
+        if self.argv is not None:
+            self._check_script()
         if self.timeout is not None and not isinstance(self.timeout, int | float):
             raise TypeError(f"timeout is a number of seconds, got {self.timeout!r}.")
         if str(self.rendezvous).startswith("memory:"):
@@ -82,6 +91,19 @@ class LaunchRequest:
             raise TypeError(f"chaos is a list of specs, as in [{self.chaos!r}], got a string.")
         if self.run_id is not None:
             check_run_id(self.run_id)
+
+    def _check_script(self) -> None:
+        if isinstance(self.argv, str) or not all(isinstance(text, str) for text in self.argv or ()):
+            raise TypeError(f"argv is a list of strings, as in ['--lr', '1e-3'], got {self.argv!r}.")
+        if self.args or self.arg_texts:
+            raise ValueError(
+                "args go to a function and argv to a script: give one of them (--arg, or what follows --)."
+            )
+        if not isinstance(self.entrypoint, str) or not self.entrypoint.endswith(".py"):
+            raise ValueError(
+                f"argv, or what follows --, goes to a file that is run as a script, as in 'train.py', got "
+                f"{describe(self.entrypoint)!r}."
+            )
 
 
 @dataclass(frozen=True)
@@ -116,6 +138,7 @@ def plan_run(
         chaos=tuple(request.chaos),
         gpu=request.gpu,
         timeout_s=request.timeout,
+        fail_fast=request.fail_fast,
     )
     task, pickled = _pack_task(request, launched_with, package)
     record = RunRecord(
@@ -142,6 +165,7 @@ def plan_run(
         secret_names=tuple(request.secrets),
         detach=request.detach,
         chaos=tuple(request.chaos),
+        fail_fast=request.fail_fast,
     )
     return NewRun(spec, written, task, pickled, None if package is None else package.archive)
 
@@ -219,18 +243,20 @@ def _pack_task(
             **versions_here(),
             "code_sha256": package.sha256,
             "requirements": list(package.requirements),
+            "pins": list(package.pins),
             "paths": list(package.paths),
         }
     if isinstance(entrypoint, str):
-        try:
-            json.dumps(kwargs)
-        except (TypeError, ValueError) as error:
-            raise EntrypointArgumentsError(
-                f"The arguments of {entrypoint!r} travel as JSON: {error}. Pass JSON values, or a callable."
-            ) from None
         if is_deeper_than(kwargs, MAX_DEPTH - 1):
             raise EntrypointArgumentsError(f"The arguments of {entrypoint!r} are nested deeper than {MAX_DEPTH - 1}.")
-        return to_bytes({**record, "entrypoint": entrypoint, "args": kwargs}), None
+        for name, value in kwargs.items():
+            if found := _not_json(value, name):
+                raise EntrypointArgumentsError(
+                    f"The arguments of {entrypoint!r} travel as JSON, and argument {found}. Pass JSON values, or the "
+                    "function itself, whose arguments are pickled."
+                )
+        texts = dict(request.arg_texts or {})
+        return to_bytes({**record, "entrypoint": entrypoint, "args": kwargs, "arg_texts": texts}), None
     check_call(entrypoint, kwargs, describe(entrypoint))
     import cloudpickle
 
@@ -242,7 +268,23 @@ def _pack_task(
             "function, or give an importable entrypoint such as 'train.py:main'."
         ) from error
     digest = hashlib.sha256(pickled).hexdigest()
-    return to_bytes({**record, "entrypoint": None, "name": describe(entrypoint), "callable_sha256": digest}), pickled
+    record |= {"entrypoint": None, "name": describe(entrypoint), "sources": sources_of(entrypoint, pickled)}
+    return to_bytes({**record, "callable_sha256": digest}), pickled
+
+
+def _not_json(value: Any, path: str) -> str | None:
+    """Say of the first part of an argument that is not JSON where it is, and what."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                return f"{path!r} has the key {key!r}, {kind_of(key)}; keys are strings"
+            if found := _not_json(item, f"{path}.{key}"):
+                return found
+    elif isinstance(value, list | tuple):
+        return next(filter(None, (_not_json(item, f"{path}[{i}]") for i, item in enumerate(value))), None)
+    elif value is not None and not isinstance(value, bool | int | float | str):
+        return f"{path!r} is {kind_of(value)}"
+    return None
 
 
 def _by_whom() -> dict[str, Any]:

@@ -58,6 +58,7 @@ class LaunchedWith(Record):
     chaos: tuple[str, ...] = checked(NAMES, ())
     gpu: str | None = checked(nullable(text(100)), None)
     timeout_s: float | None = checked(nullable(number(0.0, FAR_AHEAD)), None)
+    fail_fast: bool = checked(flag, False)
     continues: str | None = checked(nullable(text(40, RUN_ID)), None)
     """The run, in the same store, from whose newest snapshot this one goes on."""
 
@@ -86,7 +87,12 @@ class TaskRecord(Record):
     entrypoint: str | None = checked(nullable(text()), None)
     """None: the pickled callable."""
     args: Mapping[str, Any] | None = checked(nullable(json_object), None)
+    arg_texts: Mapping[str, Any] = checked(json_object, {})
+    """Those of the arguments that a command line gave, as it gave them: the function's annotations say what they are.
+    """
     callable_sha256: str | None = checked(nullable(text(64, SHA256)), None)
+    sources: Mapping[str, Any] = checked(json_object, {})
+    """The text of the files that the callable was defined in, for tracebacks."""
     rank_env: str | None = checked(nullable(text(1000)), None)
     """The name of one more environment variable for the rank."""
     seed: int | None = checked(nullable(integer(-ANY_SEED, ANY_SEED)), None)

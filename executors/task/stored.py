@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from executors.entrypoint import load_entrypoint, prepare_entrypoint
+from executors.arguments import annotations_of, from_texts
+from executors.entrypoint import check_call, load_entrypoint, prepare_entrypoint
 from executors.errors import CorruptObjectError, EntrypointError, StoreError
 from executors.store import Store
 from executors.store.records import get_at_most, retry
 from executors.task.record import LaunchedWith, TaskRecord
+from executors.task.sources import show_sources
 
 READ_TRIES = 3
 MAX_TASK_BYTES = 1 << 30  # of each of its objects
@@ -91,7 +93,13 @@ class StoredTask:
             EntrypointError: the entrypoint cannot be loaded here. What the user's module raises is passed on.
         """
         if self.record.entrypoint is not None:
-            return load_entrypoint(self.record.entrypoint), self.record.args or {}
+            function = load_entrypoint(self.record.entrypoint)
+            texts = {name: str(text) for name, text in self.record.arg_texts.items()}
+            name = getattr(function, "__name__", self.record.entrypoint)
+            given = from_texts(texts, annotations_of(function), name) if texts else {}
+            args = {**(self.record.args or {}), **given}
+            check_call(function, args, f"Entrypoint {self.record.entrypoint!r}")
+            return function, args
         if self.record.python != PYTHON:
             raise EntrypointError(
                 f"The callable was pickled by Python {self.record.python}, this replica runs {PYTHON}. "
@@ -100,6 +108,7 @@ class StoredTask:
         import cloudpickle
 
         function, args = cloudpickle.loads(self.read("callable.pkl", self.record.callable_sha256))
+        show_sources(self.record.sources)
         return function, args
 
 

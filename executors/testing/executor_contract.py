@@ -231,13 +231,18 @@ class ExecutorContract(KnownGaps):
         assert "save_artifact" in row["error"]
 
     def test_leaving_without_a_result_is_a_failure_that_keeps_the_code(self, executor: ServerlessExecutor) -> None:
-        ways = [{"code": code, "how": how} for code in (0, 3) for how in ("sys", "os")]
+        ways: list[dict[str, Any]] = [{"code": 3, "how": "sys"}, {"code": 0, "how": "os"}, {"code": 3, "how": "os"}]
         launched = [executor.launch_replicas(1, task("leave"), way) for way in ways]
         for way, handles in zip(ways, launched, strict=True):
             (row,) = self.collected(executor, handles)
             assert (row["status"], row["reason"], row["result"]) == ("failed", "no_result", None), way
             assert row["exit_code"] == way["code"], way
             assert row["error"], way
+
+    def test_leaving_by_sys_exit_without_an_error_is_a_success(self, executor: ServerlessExecutor) -> None:
+        for code in (0, None):
+            (row,) = self.collected(executor, executor.launch_replicas(1, task("leave"), {"code": code, "how": "sys"}))
+            assert (row["status"], row["reason"], row["result"], row["error"]) == ("succeeded", None, None, None), code
 
     def test_a_replica_killed_from_outside_is_reported(self, executor: ServerlessExecutor) -> None:
         handles = executor.launch_replicas(2, task("hang"), {})

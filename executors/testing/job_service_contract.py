@@ -32,7 +32,7 @@ HANG = "print('hanging', flush=True); import time; time.sleep(600)"
 
 
 class JobServiceContract(KnownGaps):
-    """The seven calls, each against a service that works; how its errors are translated is tested beside each file."""
+    """The calls, each against a service that works; how its errors are translated is tested beside each file."""
 
     gpu: ClassVar[str | None] = None
     """What each job asks for."""
@@ -144,6 +144,21 @@ class JobServiceContract(KnownGaps):
         assert service.logs(job_id, 10) == ""
         service.stop(job_id)
         assert service.verify(job_id, self.job("pass").key) == job_id
+
+    def test_jobs_of_a_run_that_are_told_of_together_are_as_each_alone(self, service: JobService) -> None:
+        job = self.job(HANG)
+        other = replace(job, key=replace(job.key, rank=4))
+        ids = {each.key: self.started(service, each) for each in (job, other)}
+        for key, state in self.another(service).states(ids).items():
+            assert state == service.state(ids[key])
+        more = {**ids[other.key], "url": "https://elsewhere"}
+        for wrong in ({job.key: ids[other.key]}, {job.key: more}, {job.key: {"id": 5}}, {}):
+            assert service.states(wrong) == {}, "nobody verifies what is told of here"
+        service.stop(ids[job.key])
+        self.ended(service, ids[job.key])
+        assert all(state.has_ended for key, state in service.states(ids).items() if key == job.key)
+        service.stop(ids[other.key])
+        self.ended(service, ids[other.key])
 
     def test_another_process_can_use_an_id_that_travelled_as_json(self, service: JobService) -> None:
         job = self.job(HANG)

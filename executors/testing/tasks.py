@@ -41,10 +41,10 @@ def no_json() -> dict[str, Any]:
     return {"loss": [0.5, 0.25, 0.125, object()]}
 
 
-def leave(code: int, how: str) -> None:
+def leave(code: int | None, how: str) -> None:
     """End the process before there is a result."""
     if how == "os":
-        os._exit(code)
+        os._exit(code or 0)
     sys.exit(code)
 
 

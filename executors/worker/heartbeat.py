@@ -17,17 +17,36 @@ from collections.abc import Callable
 from executors.errors import StoreError
 from executors.process import kill_descendants
 from executors.replica import Replica
-from executors.store.records import to_bytes
+from executors.store.records import exists, to_bytes
+from executors.worker.log_copy import LIVE_BYTES, LogCopy
 
+COPY_S = 60.0  # how often the end of the output is copied, where it is
+CANCEL_GRACE_S = 30.0  # the longest that a service gives a replica that it stops
 LOOK_S = 1.0  # how often new reports are looked for, and so the least time between two heartbeats
 BEAT_S = 10.0  # how often it beats with nothing new
 
 
 class Heartbeat:
-    """Beats while its replica runs: `heartbeat.json`, the only object of a run that is overwritten."""
+    """Beats while its replica runs: writes `heartbeat.json` again and again.
 
-    def __init__(self, replica: Replica, *, supervisor_pid: int | None = None, grace_s: float = 5.0) -> None:
+    Args:
+        log: copied with it, if given.
+        at_cancel: called in the heartbeat's thread when the replica was cancelled and SIGTERM had no effect; ends the
+            process. None: somebody else looks for the cancel marker.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        supervisor_pid: int | None = None,
+        grace_s: float = 5.0,
+        log: LogCopy | None = None,
+        at_cancel: Callable[[], None] | None = None,
+    ) -> None:
         self._replica = replica
+        self._log = log
+        self._at_cancel = at_cancel
         self._supervisor_pid = supervisor_pid
         self._grace_s = grace_s
         self._key = replica.key("heartbeat.json")
@@ -46,10 +65,14 @@ class Heartbeat:
 
     def start(self) -> None:
         """Begin to beat."""
+        if self._at_cancel is not None:
+            import threading  # noqa: F401 - `at_cancel` may be the first to need it, and is not in the main thread
+
         _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
-        beaten_at = -BEAT_S
+        beaten_at = looked_at = -BEAT_S
+        copied_at = time.monotonic()
         while not self._stop.acquire(timeout=LOOK_S):
             if self.supervisor_is_gone:
                 self._end_process()
@@ -57,6 +80,21 @@ class Heartbeat:
             if self._replica.reported != self._written or now - beaten_at >= BEAT_S:
                 self.beat()
                 beaten_at = now
+            if self._at_cancel is not None and now - looked_at >= BEAT_S:
+                looked_at = now
+                if self._is_cancelled():
+                    _end_self(self._stop, CANCEL_GRACE_S, self._at_cancel)
+                    return
+            if self._log is not None and now - copied_at >= COPY_S:
+                copied_at = now
+                with self._writing:
+                    if not self._is_stopped:
+                        self._log.put(LIVE_BYTES)
+
+    def _is_cancelled(self) -> bool:
+        with contextlib.suppress(StoreError):
+            return exists(self._replica.store, self._replica.key("cancel.json"))
+        return False  # asked again
 
     def beat(self) -> None:
         """Write the heartbeat now, unless stopped. A store that fails does not end the training."""
@@ -122,11 +160,16 @@ class Deadline:
         if self._stop.acquire(timeout=self._left_s):
             return
         self.has_passed = True
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else the user's code put it back: no outcome
-            os.kill(os.getpid(), signal.SIGTERM)
-        if not self._stop.acquire(timeout=self._grace_s):
-            self._end()
+        _end_self(self._stop, self._grace_s, self._end)
 
     def stop(self) -> None:
         """Let the process go on: its entrypoint has ended."""
         self._stop.release()
+
+
+def _end_self(stop: _thread.LockType, grace_s: float, end: Callable[[], None]) -> None:
+    """Send SIGTERM to this process, and call `end` unless `stop` is released within the grace."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else the user's code put it back: no outcome
+        os.kill(os.getpid(), signal.SIGTERM)
+    if not stop.acquire(timeout=grace_s):
+        end()

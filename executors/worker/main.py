@@ -10,18 +10,15 @@ import atexit
 import contextlib
 import faulthandler
 import functools
-import hashlib
 import itertools
 import os
-import random
-import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import FrameType
+from pathlib import Path
 from typing import Any, NoReturn
 
 from executors import replica as environment
@@ -29,16 +26,20 @@ from executors.attempt import Attempt, Claim, describe_end
 from executors.errors import ReplicasError, ResultError, StoreError
 from executors.process import children, flush_c_streams, kill_descendants, start_time
 from executors.protocol import Outcome, Reason, ReplicaStatus, RunSpec
-from executors.replica import Replica, set_current_replica
+from executors.replica import Replica
 from executors.store import store_at
 from executors.store.records import RETRY_S, read_record, retry, to_bytes
 from executors.store.url import split_address
 from executors.task.record import RunRecord
 from executors.task.stored import StoredTask, read_task
+from executors.worker.fail_fast import end_others
+from executors.worker.failure import describe_failure
 from executors.worker.heartbeat import Deadline, Heartbeat
+from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.result import to_json_value
+from executors.worker.sigterm import TERMINATED, handle_sigterm, ignore_sigterm, sigterm_arrived
+from executors.worker.surroundings import NoGpuError, check_gpu, seed_generators, set_environment
 
-TERMINATED = 143  # 128 + SIGTERM, as a shell says it
 TIMED_OUT = 124  # as the command `timeout` leaves
 
 
@@ -55,12 +56,14 @@ class Assignment:
     """The parent that supervises this process; it ends with it. None: no supervisor."""
     output_tail: Callable[[], str] = str
     """Returns the end of the output, for the outcome."""
+    log_file: Path | None = None
+    """The output, where its end is to be copied into the rendezvous."""
     term_grace_s: float = 5.0
     torch_threads: int | None = None
     timeout_s: float | None = None
-    """The time limit, where this process has to end itself."""
-    spent_s: float = 0.0
-    """How much of the limit was gone when this process started."""
+    """The time limit of the entrypoint, where this process has to end itself."""
+    gpu: str | None = None
+    """What was asked for, and is here as far as the backend knows."""
 
 
 class CancelledBeforeStart(ReplicasError):
@@ -69,15 +72,11 @@ class CancelledBeforeStart(ReplicasError):
 
 def main(assignment: Assignment) -> NoReturn:
     """Run one replica in a process of its own, and leave it."""
-    global _at_second_sigterm
     faulthandler.enable()  # a segfault leaves its Python stack
-    if assignment.supervisor_pid is None:
-        _at_second_sigterm = signal.SIG_IGN  # no other process would write the outcome; SIGKILL is left
-    signal.signal(signal.SIGTERM, _terminate)
-    os.register_at_fork(after_in_child=_forget_terminate)
+    handle_sigterm(is_supervised=assignment.supervisor_pid is not None)
     code = 1
     try:
-        code = _Worker(assignment).run()
+        code = _Worker(assignment, owns_process=True).run()
     except (CancelledBeforeStart, SystemExit):
         code = TERMINATED
     except BaseException:
@@ -85,26 +84,29 @@ def main(assignment: Assignment) -> NoReturn:
     _leave(code)
 
 
-def call(run: str) -> Any:
+def call(run: str, digest: str | None = None) -> Any:
     """Run one replica inside a process of a third-party executor, which has this as its entrypoint.
 
     Args:
         run: `<store url>/<run id>`. The rank comes from `REPLICA_RANK`.
+        digest: of the task that was launched, where a launch can carry it.
 
     Returns: what the user's entrypoint returned, as a JSON value. Its exceptions are passed on.
     """
     store_url, run_id = split_address(run)
     world_size = read_record(store_at(store_url), f"{run_id}/run.json", RunRecord.parse).world_size
     rank = int(os.environ[environment.RANK])
-    worker = _Worker(Assignment(RunSpec(run_id, store_url, "", world_size, (rank,)), rank))
-    _set_environment(worker.replica, None)
+    worker = _Worker(Assignment(RunSpec(run_id, store_url, "", world_size, (rank,)), rank), owns_process=False)
+    set_environment(worker.replica)
     worker.heartbeat.start()
     try:
-        task = _load(worker.replica, read_task(worker.attempt.store, run_id))
-        outcome = worker.succeeded(task())
+        task = _load(worker.replica, read_task(worker.attempt.store, run_id, digest))
+        outcome = worker.succeeded(_called(task))
         error: BaseException | None = None
     except BaseException as raised:
         outcome, error = worker.raised(raised), raised
+        if isinstance(raised, KeyboardInterrupt):
+            worker.attempt.request_cancel()
     worker.heartbeat.stop()
     recorded = worker.attempt.record(outcome, retry_s=RETRY_S)
     if error is not None:
@@ -145,7 +147,7 @@ def _nonce_that_counts(attempt: Attempt, claim: bytes) -> str:
 class _Worker:
     """One replica in this process, which has claimed its attempt."""
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: Assignment, *, owns_process: bool) -> None:
         self._assignment = assignment
         self._started_at = time.time()
         spec, rank = assignment.spec, assignment.rank
@@ -159,34 +161,39 @@ class _Worker:
         self.replica = Replica(rank, spec.world_size, spec.run_id, number, url, claimed_nonce=nonce)
         self.replica.store = store
         parent, grace_s = assignment.supervisor_pid, assignment.term_grace_s
-        self.heartbeat = Heartbeat(self.replica, supervisor_pid=parent, grace_s=grace_s)
+        self._log = None if assignment.log_file is None else LogCopy(self.attempt, assignment.log_file)
+        at_cancel = self._end_cancelled if owns_process and parent is None else None
+        self.heartbeat = Heartbeat(
+            self.replica, supervisor_pid=parent, grace_s=grace_s, log=self._log, at_cancel=at_cancel
+        )
         self._deadline: Deadline | None = None
         if assignment.timeout_s is not None:
-            spent_s = assignment.spent_s + time.time() - self._started_at
-            self._deadline = Deadline(assignment.timeout_s - spent_s, grace_s, self._end_out_of_time)
+            self._deadline = Deadline(assignment.timeout_s, grace_s, self._end_out_of_time)
 
     def run(self) -> int:
         """Call the entrypoint and leave the outcome; return the process's exit code."""
         assignment, deadline = self._assignment, self._deadline
         try:
-            _set_environment(self.replica, assignment.torch_threads)
+            set_environment(self.replica, assignment.torch_threads)
             self.heartbeat.start()
-            if deadline is not None:
-                deadline.start()  # its SIGTERM may come at once
             spec = assignment.spec
             task = assignment.task or read_task(self.attempt.store, spec.run_id, spec.task_digest)
-            value = _load(self.replica, task)()
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is finished is worth writing down
+            if assignment.gpu is not None:
+                check_gpu(assignment.gpu)
+            if deadline is not None:
+                deadline.start()
+            value = _called(_load(self.replica, task))
+            ignore_sigterm()
             outcome = self.succeeded(value)
         except BaseException as error:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            if _terminated and assignment.supervisor_pid is not None and not self.heartbeat.supervisor_is_gone:
+            ignore_sigterm()
+            if sigterm_arrived() and assignment.supervisor_pid is not None and not self.heartbeat.supervisor_is_gone:
                 self.heartbeat.stop()
                 return TERMINATED  # the supervisor sent SIGTERM, knows why, and writes the outcome
             if deadline is not None and deadline.has_passed:
                 outcome = self._out_of_time(TERMINATED)
             else:
-                outcome = self._terminated_from_outside() if _terminated else self.raised(error)
+                outcome = self._terminated_from_outside() if sigterm_arrived() else self.raised(error)
             with contextlib.suppress(OSError, ValueError, AttributeError):  # the user may have closed or unset it
                 sys.stderr.write(f"{outcome.error}\n")
         if deadline is not None:
@@ -211,13 +218,10 @@ class _Worker:
             said = f" ({error.code})" if isinstance(error.code, str) else ""
             text = f"The entrypoint ended its process with exit code {code}{said} instead of returning a result."
             return self._failed("no_result", text, code)
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_globals.get("__name__") == __name__:
-            trace = trace.tb_next  # the user's frames are enough
-        text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        if isinstance(error, NoGpuError):
+            return self._failed("start_failed", str(error), 1)
         reason: Any = error.outcome_reason if isinstance(error, ReplicasError) else "exception"
-        line = "".join(traceback.format_exception_only(type(error), error)).strip().partition("\n")[0]
-        return self._failed(reason, text, 1, error_line=line)
+        return self._failed(reason, exit_code=1, **describe_failure(error))
 
     def _out_of_time(self, exit_code: int) -> Outcome:
         return self._failed("timeout", self._sentence("timeout", limit_s=self._assignment.timeout_s), exit_code)
@@ -233,7 +237,7 @@ class _Worker:
         text = self._sentence("cancelled" if is_cancelled else "terminated")
         return self._failed("signal", text, TERMINATED, signal="SIGTERM")
 
-    def _failed(self, reason: Reason, error: str, exit_code: int, **more: Any) -> Outcome:
+    def _failed(self, reason: Reason, error: str | None, exit_code: int, **more: Any) -> Outcome:
         return self._ended(ReplicaStatus.FAILED, reason, error=error, exit_code=exit_code, **more)
 
     def _ended(self, status: ReplicaStatus, reason: Reason | None, **more: Any) -> Outcome:
@@ -243,15 +247,38 @@ class _Worker:
         return describe_end(ending, self.replica.rank, self.replica.world_size, **values)
 
     def _record(self, outcome: Outcome) -> None:
-        self.attempt.record(replace(outcome, output_tail=self._assignment.output_tail()), retry_s=RETRY_S)
+        if self._log is not None:
+            self._log.put(FINAL_BYTES)  # before the outcome: who finds that finds the whole
+        outcome = replace(outcome, output_tail=self._assignment.output_tail())
+        recorded = self.attempt.record(outcome, retry_s=RETRY_S)
+        spec = self._assignment.spec
+        if spec.fail_fast and self._assignment.supervisor_pid is None:
+            with contextlib.suppress(StoreError):
+                end_others(self.attempt, recorded, spec.world_size)
 
     def _end_out_of_time(self) -> None:
-        """Leave the outcome and the process, in the thread of the deadline."""
+        self._end_at_once(self._out_of_time(TIMED_OUT), TIMED_OUT)
+
+    def _end_cancelled(self) -> None:
+        self._end_at_once(self._terminated_from_outside(), TERMINATED)
+
+    def _end_at_once(self, outcome: Outcome, exit_code: int) -> None:
+        """Leave the outcome and the process, in a thread beside the entrypoint's."""
         try:
-            self._record(self._out_of_time(TIMED_OUT))
+            self._record(outcome)
             kill_descendants(os.getpid())
         finally:
-            os._exit(TIMED_OUT)
+            os._exit(exit_code)
+
+
+def _called(task: Callable[[], Any]) -> Any:
+    """Call the entrypoint and return its result; `sys.exit(0)` returns None, unless it answers a SIGTERM."""
+    try:
+        return task()
+    except SystemExit as left:
+        if sigterm_arrived() or (left.code is not None and not (isinstance(left.code, int) and left.code == 0)):
+            raise
+        return None
 
 
 def _load(replica: Replica, stored: StoredTask) -> Callable[[], Any]:
@@ -261,66 +288,12 @@ def _load(replica: Replica, stored: StoredTask) -> Callable[[], Any]:
 
         if warning := difference(stored.record.python_version, stored.record.torch):
             print(warning, file=sys.stderr)
-    seeded = _seed(replica, stored.record.seed, but=set())
+    seeded = seed_generators(replica, stored.record.seed, but=set())
     function, args = stored.load()
-    _seed(replica, stored.record.seed, but=seeded)
+    seed_generators(replica, stored.record.seed, but=seeded)
     if stored.record.rank_env is not None:
         os.environ[stored.record.rank_env] = str(replica.rank)
     return functools.partial(function, **args)
-
-
-def _set_environment(replica: Replica, torch_threads: int | None) -> None:
-    for name in environment.TORCH_DISTRIBUTED:
-        os.environ.pop(name, None)
-    contract = (replica.rank, replica.world_size, replica.run_id, replica.attempt, replica.rendezvous)
-    os.environ.update(zip(environment.CONTRACT, map(str, contract), strict=True))
-    set_current_replica(replica)
-    if torch_threads is not None:
-        threads = os.environ.setdefault("OMP_NUM_THREADS", str(torch_threads))
-        if "torch" in sys.modules and threads.isdigit():  # imported before the variable was set
-            sys.modules["torch"].set_num_threads(int(threads))
-
-
-def _seed(replica: Replica, seed: int | None, but: set[str]) -> set[str]:
-    """Give every generator that is loaded a stream of this rank's own; return their names.
-
-    Args:
-        but: those seeded before, which the user's module may have seeded otherwise since.
-    """
-    source = f"{replica.run_id if seed is None else seed}/{replica.rank}"
-    loaded: set[str] = {name for name in ("random", "numpy", "torch") if name in sys.modules}
-    fresh = loaded - but
-    if "random" in fresh:
-        random.seed(source)
-    if fresh <= {"random"}:
-        return loaded
-    number = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "big") >> 1
-    if "numpy" in fresh:
-        sys.modules["numpy"].random.seed(number % 2**32)
-    if "torch" in fresh:
-        torch = sys.modules["torch"]
-        torch.default_generator.manual_seed(number)  # torch.manual_seed takes 3 ms on a build without accelerators
-        if torch.version.cuda or torch.version.hip:
-            torch.cuda.manual_seed_all(number)
-    return loaded
-
-
-_terminated = False
-_at_second_sigterm = signal.SIG_DFL
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    """Turn the first SIGTERM into SystemExit, so that `finally` runs; a second one ends what has a supervisor."""
-    global _terminated
-    _terminated = True
-    signal.signal(signal.SIGTERM, _at_second_sigterm)
-    raise SystemExit(TERMINATED)
-
-
-def _forget_terminate() -> None:
-    """Let a helper that the replica forks die of SIGTERM as any process: its pool would wait for it for ever."""
-    if signal.getsignal(signal.SIGTERM) is _terminate:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _flush() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from executors.errors import ResultError
+from executors.errors import ResultError, kind_of
 
 MAX_DEPTH = 200  # a deeper value is a cycle
 MAX_INTEGER_BITS = 14_000  # Python refuses to write integers of more than 4,300 digits
@@ -30,13 +30,13 @@ def to_json_value(value: Any, path: str = "result", depth: int = 0) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise ResultError(
-                    f"{path} has the key {key!r}, {_a(key)}; the keys of a result are strings. Use {str(key)!r}."
+                    f"{path} has the key {key!r}, {kind_of(key)}; the keys of a result are strings. Use {str(key)!r}."
                 )
         return {key: to_json_value(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()}
     if _is_scalar(value):
         return to_json_value(value.item(), path, depth + 1)
     raise ResultError(
-        f"{path} is {_a(value)}; results are JSON values (numbers, strings, lists, dicts with string keys). "
+        f"{path} is {kind_of(value)}; results are JSON values (numbers, strings, lists, dicts with string keys). "
         "Convert it, or keep it as a file with current_replica().save_artifact(name, path)."
     )
 
@@ -48,8 +48,3 @@ def _is_scalar(value: Any) -> bool:
     count = getattr(value, "numel", None)
     size = count() if callable(count) else getattr(value, "size", None)
     return isinstance(size, int) and size == 1
-
-
-def _a(value: Any) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from executors import replica as environment
 from executors.attempt import OUTPUT_TAIL_BYTES
 from executors.errors import ReplicasError
-from executors.process import become_subreaper
+from executors.process import become_subreaper, usable_cores
 from executors.protocol import RunSpec
 from executors.worker.main import Assignment
 from executors.worker.main import main as run_replica
@@ -58,12 +58,17 @@ def read_assignment(environ: Mapping[str, str], tail: Tail) -> Assignment:
     me = environment.replica_from(environ)
     digest, timeout_s = environ.get(environment.TASK_DIGEST), environ.get(environment.TIMEOUT_S)
     if not digest:
-        raise ReplicasError(f"{environment.TASK_DIGEST} is not set: without it a replica would run whatever it finds.")
+        raise ReplicasError(
+            f"{environment.TASK_DIGEST} is not set: without it a replica would run whatever it finds. Start replicas "
+            "with `replicas launch` or `replicas resume`, which set it."
+        )
+    fail_fast = environ.get(environment.FAIL_FAST) == "1"
     return Assignment(
-        RunSpec(me.run_id, me.rendezvous, digest, me.world_size, (me.rank,), me.attempt),
+        RunSpec(me.run_id, me.rendezvous, digest, me.world_size, (me.rank,), me.attempt, fail_fast=fail_fast),
         me.rank,
         timeout_s=float(timeout_s) if timeout_s else None,
-        spent_s=float(environ.get(environment.BOOTSTRAP_S) or 0.0),
+        torch_threads=usable_cores(),
+        gpu=environ.get(environment.GPU) or None,
         output_tail=tail.text,
     )
 

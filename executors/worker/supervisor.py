@@ -20,9 +20,10 @@ from typing import Any, Protocol
 from executors.attempt import Attempt, Claim, describe_end
 from executors.errors import LaunchError, StoreError
 from executors.process import children, kill_descendants, oom_kills
-from executors.protocol import Reason, ReplicaStatus, RunSpec
+from executors.protocol import Outcome, Reason, ReplicaStatus, RunSpec
 from executors.store import store_at
 from executors.store.records import RETRY_S
+from executors.worker.fail_fast import end_others
 
 CANCEL_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves only its marker
 UNKILLABLE_S = 5.0  # how long a process stuck in the kernel is waited for
@@ -43,6 +44,12 @@ class Ranks(Protocol):
 
     def output_tail(self, rank: int) -> str:
         """Return the end of a rank's output, for its outcome."""
+
+    def copy_log(self, attempt: Attempt) -> int | None:
+        """Begin to copy the end of a rank's output into the run's store, if it is to be there.
+
+        Returns: the pid of the process that does, and ends soon; None: there is nothing to copy.
+        """
 
 
 @dataclass
@@ -89,6 +96,7 @@ class Supervisor:
     ) -> None:
         self._ranks = ranks
         self._world_size = spec.world_size
+        self._fail_fast = spec.fail_fast
         self._timeout_s = timeout_s
         self._term_grace_s = term_grace_s
         self._launcher_pidfd = launcher_pidfd
@@ -96,6 +104,8 @@ class Supervisor:
         self._asked = [Attempt(store, spec.run_id, rank, spec.attempt) for rank in spec.ranks]
         self._waiting: deque[Attempt] = deque()
         self._running: dict[int, _Running] = {}
+        self._copying: dict[int, tuple[_Running, Attempt, int]] = {}
+        """Ranks that ended and whose logs are being copied, with the attempt and the exit code, by who copies."""
         self._free_places = deque(range(places))
         self._oom_kills = oom_kills()
         self._look_at = time.monotonic() + CANCEL_LOOK_S
@@ -135,7 +145,7 @@ class Supervisor:
         poller.register(self._wakeup, select.POLLIN)
         if self._launcher_pidfd is not None:
             poller.register(self._launcher_pidfd, select.POLLIN)
-        while self._running or self._waiting:
+        while self._running or self._waiting or self._copying:
             events = (min(running.deadline, running.kill_at) for running in self._running.values())
             left_s = max(0.0, min(self._look_at, *events, NEVER) - time.monotonic())
             ready = {descriptor for descriptor, _ in poller.poll(min(left_s, 60.0) * 1000)}
@@ -197,12 +207,15 @@ class Supervisor:
                 return
             if pid == 0:
                 return
+            if pid in self._copying:
+                self._record_end(*self._copying.pop(pid))
             running = self._running.pop(pid, None)
             if running is None:
                 continue  # something a rank left behind
             self._free_places.append(running.place)
-            if not self._running.keys() >= set(children(os.getpid())):
-                kill_descendants(os.getpid(), spare=self._running, limit_s=UNKILLABLE_S)
+            spare = {*self._running, *self._copying}
+            if not spare >= set(children(os.getpid())):
+                kill_descendants(os.getpid(), spare=spare, limit_s=UNKILLABLE_S)
             self._conclude(running, os.waitstatus_to_exitcode(status))
 
     def _look_for_cancels(self) -> None:
@@ -242,14 +255,24 @@ class Supervisor:
     # Concluding
 
     def _conclude(self, running: _Running, exit_code: int) -> None:
-        """Write the outcome of a rank that left none."""
+        """See that a rank that ended has an outcome, and its log a copy."""
         attempt = running.asked
         with contextlib.suppress(StoreError):
             attempt = _claimed_by(running.pid, attempt)
-            if attempt.outcome() is not None:
+            if (outcome := attempt.outcome()) is not None:
+                self._end_others(attempt, outcome)
                 return
             if not running.asked.has("handle.json"):
                 return  # the run was deleted since: an outcome would bring its folder back
+        copier = None
+        with contextlib.suppress(OSError):
+            copier = self._ranks.copy_log(attempt)
+        if copier is None:
+            self._record_end(running, attempt, exit_code)
+        else:
+            self._copying[copier] = running, attempt, exit_code
+
+    def _record_end(self, running: _Running, attempt: Attempt, exit_code: int) -> None:
         reason, error = self._explain(running, exit_code)
         _record(
             attempt,
@@ -261,6 +284,16 @@ class Supervisor:
             started_at=running.started_at,
             output_tail=self._ranks.output_tail(attempt.rank),
         )
+        with contextlib.suppress(StoreError):
+            if self._fail_fast and (outcome := attempt.outcome()) is not None:
+                self._end_others(attempt, outcome)
+
+    def _end_others(self, attempt: Attempt, outcome: Outcome) -> None:
+        """Let the first failure end the run, if that was asked for."""
+        if self._fail_fast and outcome.status is ReplicaStatus.FAILED:
+            end_others(attempt, outcome, self._world_size)
+            self._fail_fast = False
+            self._look_at = 0.0
 
     def _explain(self, running: _Running, exit_code: int) -> tuple[Reason, str | None]:
         """Name the reason of an end without an outcome, and put it into a sentence."""

@@ -31,6 +31,38 @@ def test_arguments_are_json_where_they_parse_and_strings_where_not(here: HereIns
     assert "compare=True is a string; JSON writes compare=true." in result.stderr
 
 
+def test_an_argument_is_what_its_annotation_says_also_where_only_the_replica_knows_it(here: HereInstead) -> None:
+    (here.folder.path / "annotated.py").write_text(
+        "import enum\nfrom pathlib import Path\nfrom job import echo\n"
+        "class Mode(enum.Enum):\n    FAST = 'f'\n"
+        "def main(on: bool, lr: float, out: Path, mode: Mode, name: str = ''):\n"
+        "    assert isinstance(out, Path) and mode is Mode.FAST\n"
+        "    return [on, lr, str(out), mode.name, name]\n"
+    )
+    given = ["on=no", "lr=.5", "out=a/b", "mode=FAST", "name=5"]
+    result = here.launch("annotated.py", *(part for text in given for part in ("--arg", text)), "--json", n=1)
+    assert result.json["replicas"][0]["result"] == [False, 0.5, "a/b", "FAST", "5"]
+    result = here.launch("annotated.py", "--arg", "on=no", "--arg", "lr=abc")
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr == "Error: --arg lr=abc: main() takes lr as a float.\n"
+
+
+def test_a_script_runs_with_what_follows_two_hyphens(here: HereInstead) -> None:
+    (here.folder.path / "script.py").write_text(
+        "import argparse, sys\nfrom executors import current_replica\n"
+        "def main():\n    print('main is not called')\n"
+        "if __name__ == '__main__':\n"
+        "    parser = argparse.ArgumentParser()\n    parser.add_argument('--lr', type=float)\n"
+        "    print(sys.argv[0], parser.parse_args().lr, current_replica().rank)\n"
+    )
+    result = here.launch("script.py", "--run-id", "mine", "--json", "--", "--lr", "1e-3")
+    assert [row["result"] for row in result.json["replicas"]] == [None, None]
+    assert here.replicas("logs", "mine").stdout.splitlines() == ["[0] script.py 0.001 0", "[1] script.py 0.001 1"]
+    (here.folder.path / "flat.py").write_text("import sys\nprint('flat', sys.argv[1:])\n")
+    assert here.launch("flat.py", "--run-id", "flat", n=1).code == 0, "a file without a main is a script"
+    assert here.replicas("logs", "flat").stdout == "[0] flat []\n"
+
+
 def test_the_summary_of_the_lowest_rank_is_shown_in_place_of_the_results(here: HereInstead) -> None:
     result = here.launch("job:report")
     assert "Summary of rank 0." in result.stdout
@@ -129,11 +161,14 @@ USAGE = [
     (["--n", "2", "--option", "max_parallel=0"], "max_parallel must be at least 1"),
     (["--n", "2", "--arg", "tims=3"], "main() takes no argument 'tims'. Did you mean 'times'?"),
     (["--n", "2", "--run-id", "Not Good"], "Bad run id 'Not Good'"),
-    (["--n", "2", "--timeout", "-1"], "timeout must be more than 0 seconds"),
+    (["--n", "2", "--timeout", "0"], "timeout must be more than 0 seconds"),
+    (["--n", "2", "--timeout", "-1"], "--timeout '-1' is not a duration"),
+    (["--n", "2", "--timeout", "5 minutes"], "'5 minutes' is not a duration. Give seconds, or "),
     (["--n", "2", "--secret", "NOT_SET"], "The secret 'NOT_SET' is not set"),
     (["--n", "2", "--rendezvous", "memory://x"], "lives in this process alone"),
     (["--n", "2", "--rendezvous", "ftp://x"], "No store serves 'ftp'"),
     (["--n", "2", "--rendezvous", "/proc/nothing"], "/proc/nothing"),
+    (["--n", "2", "--", "--lr", "1"], "goes to a file that is run as a script, as in 'train.py', got 'job:main'."),
     (["--nn", "2"], "--nn"),
     (["--n", "2", "-o", "max_parallel=2"], "-o"),
 ]  # fmt: skip

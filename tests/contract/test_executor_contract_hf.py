@@ -1,4 +1,8 @@
-"""Hugging Face Jobs keep the contract of an executor: at the local Hub, and with `-m live` at the service itself."""
+"""Hugging Face Jobs keep the contract of an executor: at the local Hub, and with `-m live` at the service itself.
+
+In every run of the tests `JobExecutor` keeps it, and the service the contract of its calls: what is between them is
+in `jobs/test_hf_jobs`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from servers.hub.server import HubServer
 
 from executors import HFJobsExecutor, ReplicaHandle, ServerlessExecutor
 from executors.testing import ExecutorContract
+
+pytestmark = pytest.mark.slow
 
 PATIENCE_AT_THE_SERVICE_S = 900.0  # its queue and its image come first
 

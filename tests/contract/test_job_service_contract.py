@@ -1,4 +1,4 @@
-"""The services keep the contract of the seven calls: at their local servers, and the one made of processes."""
+"""The services keep the contract of the calls: at their local servers, and the one made of processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 from servers.hub.server import HubServer
 from servers.modal.server import ModalServer
-from support.fake_jobs import FakeJobs, Machines
+from support.fake_jobs import FakeJobs, ListingFakeJobs, Machines
 
 from executors import HFJobsExecutor, ModalExecutor
 from executors.backends.jobs.service import JobId, JobService
@@ -16,16 +16,22 @@ from executors.testing import JobServiceContract
 
 
 class TestFakeJobs(JobServiceContract):
+    service_class: ClassVar[type[FakeJobs]] = FakeJobs
+
     @pytest.fixture
     def service(self, machines: Machines) -> JobService:
-        return FakeJobs(machines)
+        return self.service_class(machines)
 
     def another(self, service: JobService) -> JobService:
         assert isinstance(service, FakeJobs)
-        return FakeJobs(service.machines)
+        return self.service_class(service.machines)
 
     def unknown(self, service: JobService) -> JobId:
         return {"id": "never-was"}
+
+
+class TestListingFakeJobs(TestFakeJobs):
+    service_class: ClassVar[type[FakeJobs]] = ListingFakeJobs
 
 
 class TestHFJobs(JobServiceContract):
@@ -51,7 +57,8 @@ class TestModalJobs(JobServiceContract):
         return ModalExecutor(**service.options).service
 
     def unknown(self, service: JobService) -> JobId:
-        return {"sandbox_id": "sb-01234567890123456789AB" if self.gpu else "sb-2never"}
+        name = "sb-01234567890123456789AB" if self.gpu else "sb-2never"
+        return {"sandbox_id": name, "url": f"https://modal.com/id/{name}"}
 
 
 class TestModalJobsWithGpus(TestModalJobs):

@@ -21,6 +21,11 @@ MIB = 1 << 20
 
 
 @pytest.fixture
+def s3(moto: S3Server) -> S3Server:
+    return moto  # the store's own tests ask more of a server than others do
+
+
+@pytest.fixture
 def clock() -> Clock:
     return Clock()
 

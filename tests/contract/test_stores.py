@@ -27,6 +27,11 @@ from executors.testing.helpers import python_process, receive
 from executors.testing.store_races import StoreRaces
 
 
+@pytest.fixture
+def s3(moto: S3Server) -> S3Server:
+    return moto  # the store's own tests ask more of a server than others do
+
+
 class TestMemoryStore(StoreContract):
     in_process = True
 

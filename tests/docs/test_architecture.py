@@ -20,9 +20,10 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process"),
     ("errors", "logs"),
-    ("store", "entrypoint", "status"),
-    ("attempt", "task", "run_index", "registry", "chaos"),
-    ("run", "replica"),
+    ("store", "entrypoint", "arguments", "status"),
+    ("attempt", "inventory", "task", "run_index", "registry", "chaos"),
+    ("observer", "replica"),
+    ("run",),
     ("resume", "worker", "shipping"),
     ("launcher", "backends"),
     ("cli", "testing", ""),
@@ -30,8 +31,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 """The rooms of `executors` from the ground up; "" is `executors/__init__.py`."""
 DILOCO_USES = ("executors.store", "executors.replica", "executors.errors", "executors.attempt")
 SDKS = {
-    "modal": "executors/backends/modal.py",
-    "huggingface_hub": "executors/backends/hf_jobs.py",
+    "modal": "executors/backends/modal*.py",
+    "huggingface_hub": "executors/backends/hf_*.py",
     "boto3": "executors/store/s3/*.py",
     "botocore": "executors/store/s3/*.py",
 }
@@ -144,7 +145,7 @@ def test_diloco_knows_of_executors_only_the_store_the_replica_the_errors_and_the
 
 def test_no_backend_imports_another() -> None:
     def family(name: str) -> str:
-        return name.split(".")[2]
+        return name.split(".")[2].partition("_")[0]
 
     files = {name: path for name, path in files_of("executors/backends").items() if name.count(".") >= 2}
     assert [

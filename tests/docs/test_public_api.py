@@ -12,6 +12,7 @@ import executors.testing
 def test_executors_offers_exactly_these_names() -> None:
     assert sorted(executors.__all__) == [
         "HFJobsExecutor",
+        "InlineExecutor",
         "LocalProcessExecutor",
         "ModalExecutor",
         "ReplicaHandle",

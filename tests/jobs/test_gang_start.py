@@ -79,6 +79,42 @@ def test_a_job_whose_answer_was_lost_and_that_is_listed_late_is_not_doubled(mach
         run.cancel()
 
 
+def doubled(machines: Machines, n_looks: int = 1000) -> Run:
+    """Launch two ranks at a service that loses an answer, and lists nothing of that rank for so many looks."""
+    looks: list[Any] = []
+
+    def hides(key: Any) -> int:
+        looks.extend([key] if key.rank == 1 else [])
+        return 99 if key.rank == 1 and len(looks) <= n_looks else 0
+
+    machines.hides = hides
+    machines.fail("start", after_applying=True, rank=1)
+    run = start(2)
+    machines.hides = lambda _: 0
+    return run
+
+
+def test_a_second_job_that_is_listed_at_the_end_of_the_launch_is_ended_there(machines: Machines) -> None:
+    run = doubled(machines, n_looks=LOOKS + 1)
+    assert machines.count("start") == 3
+    assert machines.living() == [(0, 0), (1, 0)]
+    assert not machines.job_of(run, 1).state().has_ended
+
+
+def test_a_second_job_that_is_listed_later_is_ended_with_its_replica(machines: Machines) -> None:
+    doubled(machines)
+    assert machines.living() == [(0, 0), (1, 0), (1, 0)]
+    attached().cancel()
+    assert machines.living() == []
+
+
+def test_a_second_job_is_ended_when_its_replica_is_lost(machines: Machines) -> None:
+    run = doubled(machines)
+    machines.end(machines.job_of(run, 1), "preempted")
+    eventually(lambda: attached().outcomes()[1].reason == "preempted")
+    assert machines.living() == [(0, 0)]
+
+
 def test_a_rank_that_cannot_be_started_ends_all_and_is_named(machines: Machines) -> None:
     cases: list[tuple[Kind, int | None]] = [("rejected", 1), ("unavailable", None), ("unknown", None)]
     for kind, times in cases:
@@ -224,6 +260,7 @@ def test_a_job_whose_launcher_left_no_handle_is_found_by_its_key(machines: Machi
     other = attached()
     assert other.handles == [None], "one who attaches early sees none yet, and finds it later"
     machines.hides = lambda _: 0
+    eventually(lambda: other.handles != [None], "it is not looked for all the time")
     other.cancel()
     assert json.loads(bytes(run.store.get(key))) == json.loads(handle)
     assert machines.living() == []

@@ -88,7 +88,7 @@ def test_the_backends_tell_the_options_of_this_one(here: HereInstead) -> None:
     assert options["flavor"]["default"] is None
     assert options["pip"]["type"] == "Sequence[str]"
     assert options["labels"]["help"].startswith("more labels for the jobs")
-    assert set(options) == {"namespace", "image", "flavor", "pip", "labels", "secrets"}
+    assert set(options) == {"namespace", "image", "flavor", "pip", "labels", "secrets", "volumes"}
     assert "hf  ready" in here.replicas("backends").stdout
 
 
@@ -102,7 +102,7 @@ def test_options_reach_the_request_and_wrong_ones_are_named(hf: HubServer, here:
     )
     assert told.json["url"] == s3.url("runs/otter")
     request = told.json["request"]["jobs"][7]
-    assert (request["flavor"], request["timeout"], request["image"]) == ("a100-large", 210, "python:3.11")
+    assert (request["flavor"], request["timeout"], request["image"]) == ("a100-large", 990, "python:3.11")
     assert "einops" in told.json["task/task.json"]["requirements"]
     assert hf.count("create") == 0
 

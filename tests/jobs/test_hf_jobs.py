@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from servers.hub.faults import Misconduct, Request
@@ -12,7 +13,7 @@ from servers.hub.server import HubServer, Reply
 
 from executors import HFJobsExecutor, Run, attach, launch
 from executors.backends.jobs.service import Job, JobId, JobKey, JobService, JobServiceError, JobState
-from executors.errors import BackendError
+from executors.errors import BackendError, MissingDependencyError
 from executors.testing import eventually
 
 CPU = "cpu-basic"
@@ -54,6 +55,47 @@ def test_a_gpu_is_the_cheapest_flavor_that_has_it(hf: HubServer, service: JobSer
     assert hf.count("hardware") == 1
     by_hand = HFJobsExecutor(flavor="cpu-upgrade").service
     assert by_hand.describe(replace(JOB, gpu="H100"))["flavor"] == "cpu-upgrade"
+
+
+def test_the_price_of_an_hour_is_that_of_the_flavor(service: JobService) -> None:
+    prices = {None: 0.01, "T4": 0.40, "A100:4": 10.00}
+    assert {gpu: round(service.price_per_hour(gpu) or 0, 2) for gpu in prices} == prices
+    assert HFJobsExecutor(flavor="of-tomorrow").service.price_per_hour(None) is None
+
+
+def test_volumes_are_mounted_and_those_that_are_none_are_refused_at_once(hf: HubServer) -> None:
+    hf.hold(CPU)
+    volumes = {"/data": "hf://datasets/org/corpus@v2/train", "/out": "hf://buckets/ada/mine"}
+    service = HFJobsExecutor(volumes=volumes).service
+    assert service.describe(JOB)["volumes"] == volumes
+    assert hf.job(service.start(JOB)["id"]).spec["volumes"] == [
+        {"type": "dataset", "source": "org/corpus", "mountPath": "/data", "revision": "v2", "path": "train"},
+        {"type": "bucket", "source": "ada/mine", "mountPath": "/out"},
+    ]
+    for path, source in (("data", "hf://datasets/org/corpus"), ("/data", "corpus"), ("/", "hf://buckets/ada/mine")):
+        with pytest.raises(ValueError, match=r"hf://|corpus"):
+            HFJobsExecutor(volumes={path: source})
+
+
+def test_the_token_of_the_login_is_a_secret_like_a_variable(
+    hf: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text(hf.token)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    hf.hold(CPU)
+    service = HFJobsExecutor(secrets=["HF_TOKEN"]).service
+    service.check_account(None, 60, ())
+    assert hf.job(service.start(JOB)["id"]).spec["secrets"] == {"HF_TOKEN": hf.token}
+    assert hf.token not in str(service.describe(JOB))
+
+
+def test_a_client_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.__version__", "0.36.2")
+    with pytest.raises(
+        MissingDependencyError, match=r"needs huggingface_hub 1\.20 or later, this is 0\.36\.2\. Update"
+    ):
+        HFJobsExecutor()
 
 
 def test_a_gpu_that_no_flavor_has_is_refused_with_those_that_are_known(hf: HubServer) -> None:
@@ -131,6 +173,43 @@ def test_each_way_to_end_has_its_state(hf: HubServer, service: JobService) -> No
     assert [state.reason for state in states[3:]] == ["lost", "lost", "cancelled"]
     assert service.find(replace(KEY, rank=3)) == [], "a deleted one is not found"
     assert hf.job(stopped).stage == "CANCELED"
+
+
+def test_only_a_time_limit_is_a_time_limit(hf: HubServer, service: JobService, job_id: JobId) -> None:
+    meant = {
+        "Job timeout": "timeout",
+        "Failed to pull image python:3.99: dial tcp 1.2.3.4:443: i/o timeout": None,
+        "Job failed with exit code: 1. Reason: Error": None,
+        "Job failed with exit code: 137. Reason: OOMKilled": "oom",
+    }
+    for message, reason in meant.items():
+        hf.job(job_id["id"]).stage, hf.job(job_id["id"]).message = "ERROR", message
+        state = service.state(job_id)
+        assert (state.reason, state.message) == (reason, message)
+
+
+def test_the_states_of_a_run_are_one_request(hf: HubServer, service: JobService) -> None:
+    hf.hold(CPU)
+    keys = [replace(KEY, rank=rank) for rank in range(5)]
+    jobs = {key: service.start(replace(JOB, key=key)) for key in keys}
+    other = replace(KEY, run_id="another")
+    service.start(replace(JOB, key=other))
+    hf.job(jobs[keys[1]]["id"]).stage = "COMPLETED"
+    hf.job(jobs[keys[3]]["id"]).stage = "RUNNING"
+    hf.forget(jobs[keys[2]]["id"])
+    states = service.states(jobs)
+    assert {key.rank: (state.has_ended, state.message) for key, state in states.items()} == {
+        0: (False, "scheduling"), 1: (True, ""), 3: (False, ""), 4: (False, "scheduling"),
+    }  # fmt: skip
+    assert (hf.count("list"), hf.count("inspect")) == (1, 0)
+
+
+def test_jobs_are_listed_page_by_page(hf: HubServer, service: JobService) -> None:
+    hf.hold(CPU)
+    jobs = {key: service.start(replace(JOB, key=key)) for key in (replace(KEY, rank=rank) for rank in range(5))}
+    hf.page_size = 2
+    assert list(service.states(jobs)) == list(jobs)
+    assert (hf.count("list"), hf.count("inspect")) == (3, 0)
 
 
 def test_jobs_that_the_filter_of_labels_lets_through_are_not_found(
@@ -228,14 +307,27 @@ def test_an_answer_that_is_malformed_is_a_failure_of_the_service(
     hf._create, hf._inspect = real_create, real_inspect  # type: ignore[method-assign]
 
 
-def test_the_service_says_how_long_it_wants_to_be_left_alone(hf: HubServer, service: JobService, job_id: JobId) -> None:
-    for header, pause_s in (("30", 30.0), ("Fri, 20 Nov 2026 12:00:00 GMT", 0.0)):
-        hf.fail("cancel", 429, headers={"Retry-After": header})
-        assert kind_of(lambda: service.stop(job_id)) == ("unavailable", pause_s), header
+def test_the_service_says_how_long_it_wants_to_be_left_alone(
+    hf: HubServer, service: JobService, job_id: JobId, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = {"cancel": lambda: service.stop(job_id), "list": lambda: service.find(KEY)}
+    cases: list[tuple[dict[str, str], float]] = [
+        ({"RateLimit": '"api";r=0;t=187', "RateLimit-Policy": '"fixed window";"api";q=1000;w=300'}, 187.0),
+        ({"RateLimit": '"api";r=0;t=187', "Retry-After": "30"}, 187.0),
+        ({"RateLimit": "nonsense", "Retry-After": "30"}, 30.0),
+        ({"Retry-After": "30"}, 30.0),
+        ({"Retry-After": "Fri, 20 Nov 2026 12:00:00 GMT"}, 0.0),
+    ]
+    for route, call in calls.items():
+        for headers, pause_s in cases:
+            hf.fail(route, 429, headers=headers)
+            assert kind_of(call) == ("unavailable", pause_s), (route, headers)
+        assert hf.count(route) == len(cases), "the SDK itself neither waits nor asks again"
+    assert caplog.records == []
 
 
 def test_a_service_that_never_answers_is_given_up(hf: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executors.backends.hf_jobs.CALL_LIMIT_S", 0.2)
+    monkeypatch.setattr("executors.backends.hf_client.CALL_LIMIT_S", 0.2)
     hf.fail("whoami", "silent")
     with pytest.raises(BackendError, match=r"cannot be reached: no answer within 0\.2 s"):
         launch("hf", "job.py:main", 1)

@@ -7,7 +7,9 @@ import logging
 import pytest
 from support.fake_jobs import FakeExecutor, Machines, attached, ends, start, wait_until_hanging
 
+from executors import launch
 from executors.errors import BackendError, ReplicaLostError
+from executors.protocol import Observation, Unfinished
 from executors.testing import eventually
 
 
@@ -56,7 +58,7 @@ def test_each_way_to_end_a_job_from_outside_has_its_reason(machines: Machines) -
 def test_the_services_limit_ends_a_replica_that_does_not_end_itself(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("executors.backends.jobs.executor.MARGIN_S", -58)
+    monkeypatch.setattr("executors.backends.jobs.executor.INSTALL_S", -58)
     run = start(function="hang", args={"deaf": True}, timeout=60)
     assert ends(run) == [("failed", "timeout")]
     assert run.outcomes()[0].error == "Replica 0 of 1 (attempt 0) ran into its time limit of 60 s."
@@ -169,3 +171,33 @@ def test_a_job_is_verified_once_in_each_process(machines: Machines) -> None:
     other.cancel()
     assert machines.count("verify") == 1
     assert ends(run) == [("cancelled", "cancelled")]
+
+
+def test_one_answer_tells_of_all_jobs_of_a_run_and_those_that_it_lacks_are_asked_for_alone(machines: Machines) -> None:
+    machines.lists_jobs = True
+    run = start(4, "hang", args={"deaf": True})
+    wait_until_hanging(run)
+    machines.calls.clear()
+    other = attached()
+    handles = [Unfinished(handle, 0) for handle in other.handles]
+    executor = FakeExecutor()
+    assert executor.observe(handles) == [Observation()] * 4
+    assert machines.calls == [("states", None)]
+    machines.end(machines.job_of(run, 2), "preempted")
+    eventually(lambda: executor.observe(handles)[2].outcome is not None)
+    assert [rank for call, rank in machines.calls if call == "state"] == [2]
+    assert ends_of(executor.observe(handles)) == [None, None, "preempted", None]
+    run.cancel()
+
+
+def ends_of(observations: list[Observation]) -> list[str | None]:
+    return [None if each.outcome is None else each.outcome.reason for each in observations]
+
+
+def test_what_a_job_waits_for_is_told(machines: Machines) -> None:
+    for machines.lists_jobs in (False, True):
+        machines.is_held = True
+        run = launch(FakeExecutor(), "job.py:main", 1, run_id=f"otter-{int(machines.lists_jobs)}")
+        (observed,) = FakeExecutor().observe([Unfinished(run.handle(0), 0)])
+        assert observed == Observation(doing="scheduling")
+        run.cancel()

@@ -94,7 +94,7 @@ def test_a_plan_and_a_dry_run_show_names_alone(hf: HubServer, secrets: dict[str,
     assert first["env"]["MINE"] == "***"
     assert (first["labels"]["replicas-rank"], second["labels"]["replicas-rank"]) == ("0", "1")
     assert first["command"][:2] == ["python", "-c"]
-    assert (first["flavor"], first["timeout"], first["namespace"]) == ("cpu-basic", 3720, hf.namespace)
+    assert (first["flavor"], first["timeout"], first["namespace"]) == ("cpu-basic", 4500, hf.namespace)
     assert hf.count("create") == 0
     request = LaunchRequest(entrypoint="job.py:main", n=1, secrets=["BY_LAUNCH"], env={"MINE": "s3cret too"})
     plan = plan_launch(request, "hf")

@@ -28,6 +28,7 @@ from executors import ModalExecutor, attach, launch, open_store
 from executors.backends.jobs.service import Job, JobKey, JobService, JobServiceError, JobState
 from executors.errors import BackendError, LaunchError, MissingDependencyError
 from executors.launcher import plan_launch
+from executors.resume import resume
 from executors.task.create import LaunchRequest
 from executors.testing import eventually
 from executors.testing.executor_contract import task
@@ -103,6 +104,27 @@ def test_the_default_image_has_the_requirements_installed_and_the_users_is_taken
     assert not any("torch==" in text for text in images(modal_runs)[n_images:])
 
 
+def test_the_default_image_has_git_where_a_requirement_comes_from_there_and_knows_the_users_indexes(
+    modal_runs: ModalServer,
+) -> None:
+    Path("requirements.txt").write_text(
+        "--extra-index-url https://download.pytorch.org/whl/cpu\ntorch==2.13.0+cpu\n"
+        "mine @ git+https://example.com/mine.git\n"
+    )
+    launch(ModalExecutor(), task("echo"), 1, timeout=1).cancel()
+    text = "\n".join(images(modal_runs))
+    assert "apt-get install -y git" in text
+    options = "--index-strategy=unsafe-best-match --extra-index-url=https://download.pytorch.org/whl/cpu"
+    assert options in text
+    assert "torch==2.13.0+cpu" in text
+    Path("requirements.txt").write_text("einops\n")
+    n_images = len(images(modal_runs))
+    launch(ModalExecutor(), task("echo"), 1, timeout=1).cancel()
+    text = "\n".join(images(modal_runs)[n_images:])
+    assert "git" not in text
+    assert "--index-strategy" not in text
+
+
 def test_all_sandboxes_are_asked_for_at_the_same_time(modal_runs: ModalServer, gpu: str | None) -> None:
     modal_runs.answer_together(create_of(gpu), 8)
     run = launch("modal", task("hang"), 8, gpu=gpu)
@@ -116,7 +138,20 @@ def test_an_executor_in_another_process_is_made_with_the_options_to_keep(modal_r
     again = ModalExecutor(**json.loads(json.dumps(executor.options_to_keep)))
     assert again.options_to_keep == executor.options_to_keep
     assert again.options_to_keep["image"] == "python:3.11"
-    assert "image" not in ModalExecutor(image=modal.Image.debian_slim()).options_to_keep
+
+
+def test_a_run_with_an_image_object_is_resumed_only_with_an_image_that_is_given_again(modal_runs: ModalServer) -> None:
+    image = modal.Image.debian_slim("3.11").run_commands("echo made-by-the-user")
+    run = launch(ModalExecutor(image=image), task("fail"), 1, args={"message": "no"}, run_id="otter")
+    assert run.wait(60)
+    assert run.record.unrecorded_options == ("image",)
+    asked_again = r"with the option 'image' of backend 'modal'.*--backend modal --option image=…"
+    for found in (attach("otter"), attach("otter", executor="modal"), attach("otter", executor=ModalExecutor())):
+        with pytest.raises(ValueError, match=asked_again):
+            resume(found)
+    for given in (run, attach("otter", executor=ModalExecutor(image="python:3.11"))):
+        assert resume(given).wait(60)
+    assert [outcome.attempt for outcome in attach("otter").outcomes()] == [2]
 
 
 def test_no_secret_is_seen_outside_secret_objects(
@@ -157,7 +192,7 @@ def test_a_dry_run_shows_the_requests_and_starts_nothing(modal_runs: ModalServer
     jobs: list[Mapping[str, Any]] = shown["request"]["jobs"]
     assert shown["request"]["vendor"] == "Modal"
     assert [job["env"]["REPLICA_RANK"] for job in jobs] == ["0", "1"]
-    assert [(job["gpu"], job["region"], job["timeout"]) for job in jobs] == [("H100", "us-east", 3720)] * 2
+    assert [(job["gpu"], job["region"], job["timeout"]) for job in jobs] == [("H100", "us-east", 4500)] * 2
     assert jobs[0]["env"]["MINE"] == "***"
     assert jobs[0]["secrets"] == ["wandb", dict.fromkeys(CREDENTIALS, "***")]
     assert not any(value in text for value in ("my-own-value", "the-key-of-wandb", *CREDENTIALS.values()))
@@ -242,6 +277,29 @@ def test_each_way_to_end_has_its_state(modal_runs: ModalServer, service: JobServ
     assert [service.logs(each, 9) for each in ids] == ["hanging\n"] * 3 + ["", "hanging\n"]
     assert stopped != vanished
     assert alive(modal_runs) == []
+
+
+def test_the_states_of_those_that_run_are_one_list(modal_runs: ModalServer, service: JobService, job: Job) -> None:
+    keys = [replace(KEY, rank=rank) for rank in range(5)]
+    jobs = {key: service.start(replace(job, key=key)) for key in keys}
+    service.start(replace(job, key=replace(KEY, run_id="another")))
+    service.stop(jobs[keys[1]])
+    eventually(lambda: service.state(jobs[keys[1]]).has_ended)
+    n_calls = len(modal_runs._dispatcher.calls)
+    assert {key.rank: state for key, state in service.states(jobs).items()} == dict.fromkeys(
+        (0, 2, 3, 4), JobState(False)
+    )
+    asked = [call.rpc for call in modal_runs._dispatcher.calls[n_calls:]]
+    assert [rpc for rpc in asked if rpc.startswith("Sandbox")] == ["SandboxListV2"] * 3, "of two pages and an empty one"
+    for each in jobs.values():
+        service.stop(each)
+
+
+def test_each_job_has_its_page(service: JobService, job: Job) -> None:
+    job_id = service.start(job)
+    assert job_id["url"] == f"https://modal.com/id/{job_id['sandbox_id']}"
+    assert service.verify({**job_id, "url": "https://evil.example.com"}, job.key) == job_id
+    service.stop(job_id)
 
 
 def test_a_job_whose_command_is_not_there_has_an_exit_code(service: JobService, job: Job) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers.s3.server import S3Server, running_server
+from servers.s3.server import S3Server
 from support import hostile_records as hostile
 from support.cli import Folder, HereInstead
 from support.hostile_records import outcome_json, run_json
@@ -68,23 +68,10 @@ def victim(
     return Victim(HereInstead(Folder(tmp_path / "work"), monkeypatch, capsys), tmp_path / "work", state_home, canary)
 
 
-@pytest.fixture(scope="module")
-def _small_server() -> Iterator[S3Server]:
-    with running_server(module="servers.s3.small") as server:
-        yield server
-
-
-@pytest.fixture
-def quick_s3(_small_server: S3Server, s3: S3Server) -> S3Server:
-    """A bucket that answers at once; credentials for it come with the other."""
-    _small_server.empty()
-    return _small_server
-
-
 @pytest.fixture(params=["directory", "bucket"])
-def owner(request: pytest.FixtureRequest, tmp_path: Path, quick_s3: S3Server) -> Owner:
+def owner(request: pytest.FixtureRequest, tmp_path: Path, s3: S3Server) -> Owner:
     if request.param == "bucket":
-        return OwnsBucket(quick_s3)
+        return OwnsBucket(s3)
     return OwnsDirectory(tmp_path / "theirs")
 
 
@@ -111,8 +98,8 @@ def test_a_run_that_cannot_be_read_is_one_clear_error(victim: Victim, directory:
         assert [row["run_id"] for row in victim.lists(directory)] == ["good"]
 
 
-def test_the_same_in_a_bucket(victim: Victim, quick_s3: S3Server) -> None:
-    owner = OwnsBucket(quick_s3)
+def test_the_same_in_a_bucket(victim: Victim, s3: S3Server) -> None:
+    owner = OwnsBucket(s3)
     for name in each_case(owner, ["nothing", "deeper than any stack", "world_size 1"]):
         owner.write("bad/run.json", hostile.BAD_RUNS[name])
         rows = {row["run_id"]: row["status"] for row in victim.lists(owner)}
@@ -215,8 +202,8 @@ def refuse_all(victim: Victim, owner: Owner, word: str, verbs: tuple[str, ...] =
         assert told.code == 0 if verb == "rm" else is_refused(told, word if verb != "resume" else "--task-digest")
 
 
-def test_the_other_records_in_a_bucket(victim: Victim, quick_s3: S3Server) -> None:
-    owner = OwnsBucket(quick_s3)
+def test_the_other_records_in_a_bucket(victim: Victim, s3: S3Server) -> None:
+    owner = OwnsBucket(s3)
     for record in each_case(owner, ["outcome", "handle", "heartbeat", "started"]):
         write_run(owner)
         owner.write(f"bad/replicas/0000/0/{record}.json", b"[]")

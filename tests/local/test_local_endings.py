@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -135,6 +136,25 @@ def test_every_kind_of_exception_is_recorded(local: LocalProcessExecutor) -> Non
     assert "no data here" in left["error"]
 
 
+def test_a_failure_in_a_notebooks_cell_shows_the_lines_of_all_cells_it_passed(local: LocalProcessExecutor) -> None:
+    cells = {
+        "/tmp/ipykernel_1/11.py": "class Trainer:\n    def run(self):\n        raise ValueError('boom')  # here\n",
+        "/tmp/ipykernel_1/22.py": "def train():\n    Trainer().run()  # the second cell\n",
+        "/tmp/ipykernel_1/33.py": "password = 'not needed by train'\n",
+    }
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for file, text in cells.items():
+        exec(compile(text, file, "exec"), names)
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # as IPython does
+    run = launch(local, names["train"], 1)
+    assert run.wait(timeout=60)
+    (outcome,) = run.outcomes()
+    assert "raise ValueError('boom')  # here" in str(outcome.error)
+    assert "Trainer().run()  # the second cell" in str(outcome.error)
+    assert (outcome.error_line, outcome.error_place) == ("ValueError: boom", "a notebook's cell, line 3")
+    assert b"password" not in bytes(run.store.get(f"{run.run_id}/task/task.json"))
+
+
 def write_at_exit(folder: Path) -> None:
     import atexit
 
@@ -257,6 +277,20 @@ def test_a_replica_that_swallows_sigterm_and_returns_is_cancelled_all_the_same(
     local.cancel(handles[0])
     (row,) = local.collect(handles, timeout=60)
     assert (row["status"], row["reason"], row["result"]) == ("cancelled", "cancelled", None)
+
+
+@pytest.mark.parametrize("swallow", ["__del__", "weakref callback"])
+def test_a_sigterm_that_python_swallows_in_a_callback_is_raised_again(
+    local: LocalProcessExecutor, tmp_path: Path, swallow: str
+) -> None:
+    """As when it arrives in the callback of an import lock: Python ignores what is raised there."""
+    args = {"path": str(tmp_path / "said"), "by_weakref": swallow != "__del__"}
+    handles = local.launch_replicas(1, tasks.swallow_in_callback, args)
+    eventually((tmp_path / "said.in callback").exists)
+    local.cancel(handles[0])
+    assert (tmp_path / "said.after callback").exists(), "the callback was interrupted"
+    assert (tmp_path / "said.cleaned").exists(), "and then the entrypoint"
+    assert local.poll(handles[0]) == "cancelled"
 
 
 def test_a_stopped_replica_can_be_cancelled(local: LocalProcessExecutor) -> None:

@@ -237,5 +237,5 @@ def test_each_log_lies_in_the_state_directory_for_the_user_alone(
         assert log.read_text().startswith("last words\n")
         assert local.stream_logs(run.handles[0]) == log.read_text()
         assert log.stat().st_mode & 0o077 == 0
+        assert bytes(run.store.get(f"{run.run_id}/replicas/0000/0/output.log")) == log.read_bytes(), "and a copy"
     assert (state_home / "replicas").stat().st_mode & 0o777 == 0o700
-    assert not list((tmp_path / "elsewhere").rglob("output.log"))

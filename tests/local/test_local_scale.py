@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers.isolation.gpu import write_torch
 from support import tasks
 from support.processes import is_alive
 from support.runs import pid_of, record_of
@@ -106,6 +107,12 @@ def gpus(n: int, **options: Any) -> LocalProcessExecutor:
     return LocalProcessExecutor(preload=(), gpus=[str(index) for index in range(n)], **options)
 
 
+@pytest.fixture
+def torch_with_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch on the path of replicas that sees a GPU."""
+    monkeypatch.syspath_prepend(write_torch(tmp_path / "gpu", sees_gpu=True))
+
+
 def visible_devices(executor: LocalProcessExecutor, n: int, gpu: str | None) -> list[str | None]:
     run = launch(executor, "executors.testing.tasks:variables", n, args={"names": ["CUDA_VISIBLE_DEVICES"]}, gpu=gpu)
     return [result["CUDA_VISIBLE_DEVICES"] for result in run.results()]
@@ -124,6 +131,7 @@ def test_bad_options_and_gpu_requests_are_refused(state_home: Path) -> None:
     assert not list(state_home.rglob("run.json"))
 
 
+@pytest.mark.usefixtures("torch_with_gpu")
 def test_gpus_are_split_over_the_ranks_that_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_devices(gpus(4), 4, "H100") == ["0", "1", "2", "3"]
@@ -145,6 +153,22 @@ def test_a_request_without_any_gpu_warns_once_and_goes_on() -> None:
         assert launch(executor, tasks.rank, 1, gpu="A100-unheard-of").results() == [0]
 
 
+@pytest.mark.parametrize(("cuda", "build"), [("13.0", "is built for CUDA 13.0"), (None, "is a build without CUDA")])
+def test_a_replica_whose_torch_sees_no_gpu_does_not_start_where_one_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: str | None, build: str
+) -> None:
+    monkeypatch.syspath_prepend(write_torch(tmp_path / "no gpu", sees_gpu=False, cuda=cuda))
+    ran = tmp_path / "ran"
+    run = launch(gpus(1), ran.touch, 1, gpu="H100")
+    assert run.wait(timeout=60)
+    (outcome,) = run.outcomes()
+    assert (outcome.status, outcome.reason, outcome.exit_code) == ("failed", "start_failed", 1)
+    assert str(outcome.error).startswith(f"gpu='H100' was asked for, and torch sees no GPU: torch 2.13.0 {build}. ")
+    assert not ran.exists()
+    assert launch(gpus(1), tasks.rank, 1).results() == [0], "no GPU was asked for"
+
+
+@pytest.mark.usefixtures("torch_with_gpu")
 def test_a_gpu_is_free_again_for_the_next_when_its_replica_was_killed() -> None:
     executor = gpus(1, max_parallel=1, term_grace_s=0.5)
     handles = executor.launch_replicas(2, "executors.testing.tasks:hang_on", {"rank": 0}, gpu="H100")

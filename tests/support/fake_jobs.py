@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -34,7 +34,7 @@ from executors.testing import eventually
 from support.processes import MARK
 
 T = TypeVar("T")
-CALLS = ("check_account", "start", "find", "verify", "state", "logs", "stop")
+CALLS = ("check_account", "start", "find", "verify", "state", "states", "logs", "stop")
 TERM_GRACE_S = 0.5
 
 
@@ -57,7 +57,7 @@ class FakeJob:
         code = None if self.process is None else self.process.poll()
         self.has_ended = self.has_ended or code is not None
         if not self.has_ended:
-            return JobState(False)
+            return JobState(False, message="scheduling" if self.process is None else "")
         return JobState(True, self.reason, 128 - code if code is not None and code < 0 else code, self.message)
 
 
@@ -80,6 +80,8 @@ class Machines:
     """The name of each call, and the rank that it was about."""
     is_held: bool = False
     """Whether jobs wait for a machine until `release`."""
+    lists_jobs: bool = False
+    """Whether one answer tells of all jobs of a run."""
     hides: Callable[[JobKey], int] = lambda key: 0
     """How many of the newest jobs of a key a list lacks yet."""
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -193,7 +195,7 @@ class Machines:
 
 
 class FakeJobs(JobService):
-    """The seven calls, over `Machines`."""
+    """The calls to a service, over `Machines`; one that does not list its jobs."""
 
     name = "Fake"
 
@@ -276,6 +278,17 @@ class FakeJobs(JobService):
         return None if made is None else made.job.key.rank
 
 
+class ListingFakeJobs(FakeJobs):
+    """One that tells of all jobs of a run that run or will in one answer."""
+
+    def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
+        def look() -> dict[JobKey, JobState]:
+            living = [each for each in self.machines.jobs if not each.is_forgotten and not each.state().has_ended]
+            return {each.job.key: each.state() for each in living if jobs.get(each.job.key) == {"id": each.id}}
+
+        return self._call("states", None, look)
+
+
 class FakeExecutor(JobExecutor):
     """The five verbs over jobs that are processes here, so that a directory is a rendezvous."""
 
@@ -286,7 +299,7 @@ class FakeExecutor(JobExecutor):
     """Those of the test that runs."""
 
     def __init__(self) -> None:
-        super().__init__(FakeJobs(self.machines))
+        super().__init__((ListingFakeJobs if self.machines.lists_jobs else FakeJobs)(self.machines))
 
 
 def start(n: int = 1, function: str = "main", **more: Any) -> Run:

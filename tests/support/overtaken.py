@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from executors import LocalProcessExecutor, Run, attach
+from executors.protocol import Observation, Unfinished
 from executors.resume import resume
 
 
@@ -22,16 +24,18 @@ class OvertakenLocally(LocalProcessExecutor):
 
 
 class OvertakenWhileLooking(LocalProcessExecutor):
-    """Lets another resume go between what a poll finds and what is made of it, once."""
+    """Lets a replica end, and another resume go, between what the list of a look shows and what is observed, once."""
 
     is_overtaken = False
 
-    def poll(self, handle: Any) -> Any:
-        found = super().poll(handle)
-        if found == "failed" and not self.is_overtaken:
+    def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
+        if not self.is_overtaken:
             self.is_overtaken = True
-            let_another_go_first(handle.metadata["run_id"], LocalProcessExecutor(preload=(), term_grace_s=0.5), None)
-        return found
+            (each,) = replicas
+            self.cancel(each.handle)
+            other = LocalProcessExecutor(preload=(), term_grace_s=0.5)
+            let_another_go_first(each.handle.metadata["run_id"], other, None)
+        return super().observe(replicas)
 
 
 def let_another_go_first(run_id: str, executor: Any, ranks: list[int] | None) -> None:

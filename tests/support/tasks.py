@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
+
+from executors.process import usable_cores
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -109,6 +112,29 @@ def swallow_sigterm(path: str) -> str:
         return "came through"
 
 
+def swallow_in_callback(path: str, by_weakref: bool) -> NoReturn:
+    """Let Python ignore what the first SIGTERM raises, then hang; say in a file that `finally` ran."""
+
+    def hang_here(*_: object) -> None:
+        mark(Path(f"{path}.in callback"))
+        while True:
+            time.sleep(60)
+
+    class Watched:
+        def __del__(self) -> None:
+            if not by_weakref:
+                hang_here()
+
+    watched = Watched()
+    watcher = weakref.ref(watched, hang_here) if by_weakref else None
+    try:
+        del watched
+        mark(Path(f"{path}.after callback"), str(watcher))
+        hang()
+    finally:
+        mark(Path(f"{path}.cleaned"))
+
+
 def surroundings(names: list[str]) -> dict[str, Any]:
     """What a replica finds around it."""
     return {
@@ -150,7 +176,7 @@ def threads() -> dict[str, Any]:
 
 
 def cores() -> int:
-    return len(os.sched_getaffinity(0))
+    return usable_cores()
 
 
 def matmul() -> float:
@@ -181,3 +207,26 @@ def report_and_keep(path: str) -> str:
     me.report(step=7, loss=0.25, tokens=1e6)
     me.save_artifact("model/weights.bin", path)
     return me.run_id
+
+
+def fail_or_hang(rank: int) -> NoReturn:
+    """Fail on one rank, hang on the others."""
+    if int(os.environ["REPLICA_RANK"]) == rank:
+        raise RuntimeError(f"rank {rank} was to fail")
+    hang()
+
+
+def fail_after_a_round() -> str:
+    """Have a round on rank 0, fail on rank 1 once that is known, and go on until rank 1 has failed."""
+    from executors import current_replica
+    from executors.testing import eventually
+    from support.records import find_json
+
+    me = current_replica()
+    beat, outcome = (f"{me.run_id}/replicas/{name}" for name in ("0000/0/heartbeat.json", "0001/0/outcome.json"))
+    if me.rank == 1:
+        eventually(lambda: "round" in (find_json(me.store, beat) or {}))
+        raise RuntimeError("rank 1 was to fail")
+    me.report(round=1)
+    eventually(lambda: find_json(me.store, outcome))
+    return "went on"

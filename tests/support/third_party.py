@@ -18,7 +18,12 @@ import importlib, json, sys
 name, args, result_file = sys.argv[1:]
 module, _, function = name.replace(":", ".").rpartition(".")
 sys.path[:0] = [""]
-result = getattr(importlib.import_module(module), function)(**json.loads(args))
+try:
+    result = getattr(importlib.import_module(module), function)(**json.loads(args))
+except SystemExit as left:
+    if left.code not in (None, 0):
+        raise
+    result = None
 with open(result_file, "w") as file:
     json.dump(result, file)
 """

@@ -36,7 +36,9 @@ def test_a_script_with_a_diloco_runs_by_itself_and_says_once_that_it_is_alone(tm
     )
     assert ran.stdout.split() == ["30", "30"]
     (line,) = ran.stderr.splitlines()
-    assert line.startswith("replicas: this process is not a replica, so DiLoCo trains alone: world size 1, in memory.")
+    assert line.startswith(
+        "replicas: this process is not a replica, so it is alone: world size 1, in memory, and nothing is kept."
+    )
     assert line.endswith("replicas launch train.py --n 4")
 
 

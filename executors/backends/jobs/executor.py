@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
-from executors.attempt import ENDINGS, MAX_ATTEMPTS, OUTPUT_TAIL_BYTES, Attempt, Intent, collect_rows
+from executors.attempt import MAX_ATTEMPTS, OUTPUT_TAIL_BYTES, Attempt, Intent, collect_rows
 from executors.backends.jobs.gang_start import GangStart
-from executors.backends.jobs.sdk import PollThrottle
-from executors.backends.jobs.service import Job, JobId, JobKey, JobService, JobServiceError, JobState, retrying
+from executors.backends.jobs.job_states import MAX_THREADS, SIGNALS, JobStates, explain
+from executors.backends.jobs.service import (
+    LONGEST_PATIENCE_S,
+    Job,
+    JobId,
+    JobKey,
+    JobService,
+    JobServiceError,
+    JobState,
+    retrying,
+    stop_others,
+)
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import StoreError
 from executors.protocol import (
@@ -44,11 +55,31 @@ from executors.task.stored import read_task
 
 DEFAULT_TIMEOUT_S = 3600
 MARGIN_S = 120  # what the service's limit leaves for fetching the code, and for a replica that ends by its own limit
+INSTALL_S = 900  # the same where something is to be installed: the time limit counts from the entrypoint's start
 LOG_LINES = 200
 STALE_INTENT_S = 1800  # a call may block until its job is scheduled: at Modal 21 minutes
-SIGNALS = {137: "SIGKILL", 143: "SIGTERM", 139: "SIGSEGV", 134: "SIGABRT", 130: "SIGINT"}  # by exit code
 
-log = logging.getLogger(__name__)
+P = ParamSpec("P")
+S = TypeVar("S", bound=JobService)
+
+
+def options_of(
+    service_class: Callable[P, S],
+) -> Callable[[Callable[[Any, S], None]], Callable[Concatenate[Any, P], None]]:
+    """Let a constructor that takes a service take the options of that service instead: its fields, by name."""
+
+    def with_options(constructor: Callable[[Any, S], None]) -> Callable[Concatenate[Any, P], None]:
+        def with_service(self: Any, /, *args: P.args, **options: P.kwargs) -> None:
+            constructor(self, service_class(*args, **options))
+
+        options = inspect.signature(service_class, eval_str=True)
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        with_service.__signature__ = options.replace(  # type: ignore[attr-defined]
+            parameters=[itself, *options.parameters.values()]
+        )
+        return with_service
+
+    return with_options
 
 
 @dataclass(frozen=True)
@@ -70,11 +101,7 @@ class _Replica:
 
 
 class JobExecutor:
-    """The five verbs of an executor over a JobService; a subclass has a name and a constructor.
-
-    Args:
-        pip: requirements of the replicas. When empty, the workspace's files name them.
-    """
+    """The five verbs of an executor over a JobService; a subclass has a name and a constructor."""
 
     backend_name: str
     recordable_options: ClassVar[Recordable]
@@ -82,19 +109,18 @@ class JobExecutor:
     needs_shared_rendezvous: bool = True
     default_timeout_s: float | None = DEFAULT_TIMEOUT_S
 
-    def __init__(self, service: JobService, *, pip: Sequence[str] = ()) -> None:
+    def __init__(self, service: JobService) -> None:
         self.service = service
-        self._pip = tuple(pip)
-        self._throttle = PollThrottle()
-        self._verified: dict[JobKey, JobId] = {}
-        """The jobs that this process started, or the service has said whose they are."""
+        self._states = JobStates(service)
+        self._starting: set[JobKey] = set()
+        """The jobs that this process asked for, and has no answer yet."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.service!r})"
 
     @property
     def options_to_keep(self) -> dict[str, Any]:
-        """The service's options. What is installed travels with the task."""
+        """The service's options."""
         return self.service.options
 
     def warm_up(self) -> None:
@@ -122,7 +148,7 @@ class JobExecutor:
 
     def package(self, entrypoint: str | Callable[..., Any]) -> Package:
         """Pack what replicas need of this side: the code under the working directory, and what to install."""
-        return make_package(entrypoint, pip=self._pip)
+        return make_package(entrypoint, pip=self.service.pip)
 
     def launch_replicas(
         self,
@@ -133,17 +159,20 @@ class JobExecutor:
         gpu: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
         run: RunSpec | None = None,
+        tell: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Start the replicas at the same time; see `ServerlessExecutor.launch_replicas`.
 
         Args:
             timeout: seconds; None for one hour.
             run: the run these replicas belong to, written already. None: a new one in `$REPLICAS_RENDEZVOUS`.
+            tell: gets a few words on how far the start is, as in "5 of 8 started".
 
         Raises:
             LaunchError: a replica could not be started; the others were ended.
 
-        Returns: the handles. Those of attempts that another process began first are left out, and left alone.
+        Returns: the handles. Those of attempts that another process began first are left out, and left alone; and with
+            `min_replicas` those of replicas that may still join.
         """
         if run is None:
             is_shared = self.needs_shared_rendezvous
@@ -159,7 +188,8 @@ class JobExecutor:
         jobs = self._jobs(run, gpu, timeout_s, requirements)
 
         handle_of = functools.partial(self._handle, timeout_s=timeout_s)
-        return GangStart(self.service, self.backend_name, run.world_size, jobs, handle_of).run()
+        self._starting |= {job.key for _, job in jobs}
+        return GangStart(self.service, self.backend_name, run, jobs, handle_of=handle_of, tell=tell).run()
 
     def describe_launch(
         self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
@@ -176,17 +206,35 @@ class JobExecutor:
             BackendError: the service refuses the credentials.
         """
         replica = self._find(handle)
-        if outcome := replica.attempt.outcome() or self._conclude(replica):
+        outcome = replica.attempt.outcome()
+        if outcome is None:
+            outcome = self._observe([replica])[0].outcome
+        else:
+            self._states.forget(replica.key)
+        if outcome is not None:
             return outcome.status
         return ReplicaStatus.RUNNING if replica.attempt.has("started.json") else ReplicaStatus.PENDING
 
     def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
         """Ask the service about several replicas; see `NativeExecutor.observe`."""
-        found = []
-        for each in replicas:
-            launched = Attempt.named_by(each.handle, self.backend_name)
-            found.append(Observation(self._conclude(_Replica.of(launched.at(each.attempt), each.handle))))
-        return found
+        launched = [Attempt.named_by(each.handle, self.backend_name) for each in replicas]
+        newest = [attempt.at(each.attempt) for attempt, each in zip(launched, replicas, strict=True)]
+        return self._observe(
+            [_Replica.of(attempt, each.handle) for attempt, each in zip(newest, replicas, strict=True)]
+        )
+
+    def _observe(self, replicas: Sequence[_Replica]) -> list[Observation]:
+        states = self._states.of({replica.key: replica.job for replica in replicas if replica.job is not None})
+
+        def observation(replica: _Replica) -> Observation:
+            if (state := states.get(replica.key)) is None:
+                return Observation()
+            return Observation(self._conclude(replica, state)) if state.has_ended else Observation(doing=state.message)
+
+        if sum(state.has_ended for state in states.values()) < 2:
+            return list(map(observation, replicas))
+        with ThreadPoolExecutor(min(MAX_THREADS, len(replicas))) as pool:  # each takes some round trips
+            return list(pool.map(observation, replicas))
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = LOG_LINES) -> str:
         """Return the last lines of the replica's output, as far as the service keeps it."""
@@ -204,9 +252,11 @@ class JobExecutor:
         if job_id is None:  # its launcher died before the service had it; one that comes up late ends
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
             return
-        retrying()(self.service.stop, job_id)
-        self._throttle.forget(attempt.place)
-        self._conclude(replica)
+        for one_try in retrying(patience_s=LONGEST_PATIENCE_S):
+            with one_try:
+                self.service.stop(job_id)
+                stop_others(self.service, replica.key, job_id)
+        self._states.hurry(replica.key)
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Wait for the replicas' outcomes, at most `timeout` seconds, and return them in the order of `handles`."""
@@ -216,6 +266,10 @@ class JobExecutor:
         """Find a replica whose launcher wrote its intent and no handle; see `NativeExecutor.find_handle`."""
         place = handle.metadata
         attempt = Attempt(store_at(place["store_url"]), place["run_id"], handle.rank, place["attempt"])
+        key = JobKey.of(attempt)
+        return self._look_for(attempt) if key not in self._starting and self._states.may_look_for(key) else None
+
+    def _look_for(self, attempt: Attempt) -> ReplicaHandle | None:
         jobs = retrying()(self.service.find, JobKey.of(attempt))
         if not jobs:
             intent = attempt.find("intent.json", Intent.parse)
@@ -236,18 +290,16 @@ class JobExecutor:
         if attempt.number != newest.metadata.get("attempt") and attempt.has("intent.json"):
             announced = attempt.announced(self.backend_name)
             unheard = replace(newest, metadata={**newest.metadata, **announced.metadata, "job": None})
-            newest = self.find_handle(announced) or unheard
+            newest = self._look_for(attempt) or unheard
         return _Replica.of(attempt, newest)
 
     def _job_of(self, replica: _Replica) -> JobId | None:
         """Return the job that a replica's handle names, once the service has said that it is this replica's."""
-        named = replica.job
-        if named is not None and self._verified.get(replica.key) != named:
-            self._verified[replica.key] = named = self.service.verify(named, replica.key)
-        return named
+        return None if replica.job is None else self._states.verified(replica.key, replica.job)
 
     def _handle(self, attempt: Attempt, job_id: JobId, timeout_s: float) -> ReplicaHandle:
-        self._verified[JobKey.of(attempt)] = job_id
+        self._states.started(JobKey.of(attempt), job_id)
+        self._starting.discard(JobKey.of(attempt))
         announced = attempt.announced(self.backend_name)
         return replace(announced, metadata={**announced.metadata, "timeout_s": timeout_s, "job": job_id})
 
@@ -263,39 +315,32 @@ class JobExecutor:
                 JobKey.of(attempt),
                 bootstrap_command(),
                 tuple(requirements),
-                {**run.env, **replica_environment(run, rank, timeout_s), RENDEZVOUS: url},
+                {**run.env, **replica_environment(run, rank, timeout_s, gpu), RENDEZVOUS: url},
                 credentials,
                 run.secret_names,
                 gpu,
-                int(timeout_s + MARGIN_S),
+                int(timeout_s + (INSTALL_S if requirements else MARGIN_S)),
             )
             jobs.append((attempt, job))
         return jobs
 
-    def _conclude(self, replica: _Replica) -> Outcome | None:
-        """Ask the service about a replica without an outcome, and record one if its job has ended."""
+    def _conclude(self, replica: _Replica, state: JobState) -> Outcome:
+        """Record how a replica ended whose job is gone, unless it left an outcome."""
+        attempt = replica.attempt
+        outcome = attempt.outcome() or self._ended_without_outcome(replica, state)  # perhaps written just before
+        with contextlib.suppress(JobServiceError):
+            stop_others(self.service, replica.key, replica.job)
+        self._states.forget(replica.key)
+        return outcome
+
+    def _ended_without_outcome(self, replica: _Replica, state: JobState) -> Outcome:
         attempt, service = replica.attempt, self.service
-        if replica.job is None or not self._throttle.is_due(attempt.place):
-            return None
-        try:
-            job_id = self._job_of(replica)  # not retried: the next poll asks again
-            assert job_id is not None
-            state = service.state(job_id)
-        except JobServiceError as error:
-            if error.kind == "rejected":
-                raise
-            log.warning("rank %d: %s cannot report the state of its job: %s", attempt.rank, service.name, error)
-            return None
-        if not state.has_ended:
-            return None
-        self._throttle.forget(attempt.place)
-        if outcome := attempt.outcome():  # written just before the job ended
-            return outcome
         if state.reason == "lost":
             return attempt.record_lost(f"{service.name} reports it gone")
         output = ""
         with contextlib.suppress(JobServiceError):
-            output = service.logs(job_id, LOG_LINES)[-OUTPUT_TAIL_BYTES:]
+            if job_id := self._job_of(replica):
+                output = service.logs(job_id, LOG_LINES)[-OUTPUT_TAIL_BYTES:]
         reason: Reason = "cancelled"
         error_text = None  # of a cancellation the marker says why
         if not attempt.has("cancel.json"):
@@ -315,35 +360,3 @@ class JobExecutor:
 
 def _timeout_s(timeout: float | None) -> float:
     return DEFAULT_TIMEOUT_S if timeout is None else timeout
-
-
-def explain(
-    who: str, service: str, state: JobState, timeout_s: float, has_started: bool, output: str
-) -> tuple[Reason, str]:
-    """Name the reason of an end without an outcome, and put it into a sentence.
-
-    Args:
-        who: `Replica 3 of 8 (attempt 1)`.
-        service: its name for people.
-        has_started: whether the replica claimed its attempt.
-        output: the end of its log.
-    """
-    said = f" {service} says: {state.message.rstrip('.')}." if state.message else ""
-
-    def sentence(ending: str, **values: Any) -> str:
-        return f"{who} {ENDINGS[ending].format(service=service, **values)}{'' if ending == 'timeout' else said}"
-
-    if state.reason == "oom":
-        cause = "out of memory" if said else f"most likely out of memory (SIGKILL, and not by {service})"
-        return "oom", sentence("killed", cause=cause)
-    if state.reason is not None:
-        endings = {"timeout": "timeout", "preempted": "preempted", "cancelled": "cancelled_there"}
-        return state.reason, sentence(endings.get(state.reason, "not_run"), limit_s=timeout_s)
-    code = "an unknown exit code" if state.exit_code is None else f"exit code {state.exit_code}"
-    if state.exit_code in SIGNALS:
-        return "signal", sentence("by_exit_code", name=SIGNALS[state.exit_code], code=code)
-    if not has_started:
-        lines = output.strip().splitlines()
-        why = f" Its log ends: {lines[-1].rstrip('.')}." if lines else ""  # first: a table shows the beginning alone
-        return "start_failed", sentence("not_reached", code=code, why=why)
-    return "no_result", sentence("no_result", code=code)

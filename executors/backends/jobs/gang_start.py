@@ -1,4 +1,4 @@
-"""GangStart: starts the replicas of a run as jobs of a service, all or none, each at most once.
+"""GangStart: starts the replicas of a run as jobs of a service, each at most once: all of them, or as many as it needs.
 
 An intent is created before the service is called and the handle is written after, so that a job whose answer was lost,
 or whose launcher died, is found by its name instead of being started again. A launch leaves attempts alone that another
@@ -7,34 +7,41 @@ launcher began: were it refused as a whole, two that resume a run at once could 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, as_completed
+from dataclasses import dataclass, field
 
 from executors.attempt import Attempt, Intent
+from executors.backends.jobs.sdk import TokenBucket, in_threads
 from executors.backends.jobs.service import (
+    LONGEST_PATIENCE_S,
     CancelledWhileStartingError,
     Job,
     JobId,
     JobService,
     JobServiceError,
     retrying,
+    stop_others,
 )
 from executors.errors import LaunchError, ReplicasError, StoreError
-from executors.protocol import ReplicaHandle, ReplicaStatus
+from executors.protocol import ReplicaHandle, ReplicaStatus, RunSpec
 from executors.store.records import read_record, to_bytes
 
 MAX_THREADS = 256  # a call may block until its job is scheduled, so each rank has its own
 SWEEP_S = 1.0
+LONGEST_SWEEP_S = 10.0
 SWEEP_THREADS = 16
 LOOKS = 5  # for a job that an unknown answer may have left, before the service is asked for it again
 LOOK_PAUSE_S = 1.0
+TEND_S = 5.0  # between two looks at a run that replicas may still join
 
 
 @dataclass(eq=False)
@@ -43,13 +50,31 @@ class _Start:
 
     attempt: Attempt
     job: Job
+    given_up: threading.Event = field(default_factory=threading.Event)
     is_begun: bool | None = None
     """Whether this launch began the attempt; False: another one did. None: not known yet."""
     is_going: bool = False
     """Whether a thread is starting it, also one that an interrupted `run` does not know of."""
+    is_unclear: bool = False
+    """Whether an answer was lost, so that there may be two jobs."""
     may_exist: bool = False
     """Whether the service may have the job: it was asked for it, and did not reject it without doubt."""
     job_id: JobId | None = None
+    handle: ReplicaHandle | None = None
+    error: BaseException | None = None
+
+    @property
+    def has_come(self) -> bool:
+        """Whether the rank is started, by this launch or another."""
+        return self.handle is not None or self.is_begun is False
+
+    @property
+    def problem(self) -> str:
+        return f"Rank {self.attempt.rank} could not be started: {self.error}"
+
+    def check_not_given_up(self) -> None:
+        if self.given_up.is_set():
+            raise JobServiceError("the launch was given up", "rejected")
 
 
 class GangStart:
@@ -57,73 +82,158 @@ class GangStart:
 
     Args:
         handle_of: makes the handle of an attempt from the id of its job.
+        tell: gets a few words whenever one more is started.
     """
 
     def __init__(
         self,
         service: JobService,
         backend: str,
-        world_size: int,
+        run: RunSpec,
         jobs: Sequence[tuple[Attempt, Job]],
+        *,
         handle_of: Callable[[Attempt, JobId], ReplicaHandle],
+        tell: Callable[[str], None],
     ) -> None:
         self._service = service
         self._backend = backend
-        self._world_size = world_size
+        self._run = run
         self._starts = [_Start(attempt, job) for attempt, job in jobs]
+        self._needed = min(run.min_replicas or len(jobs), len(jobs))
         self._handle_of = handle_of
+        self._tell = tell
         self._nonce = secrets.token_hex(16)
-        self._is_given_up = threading.Event()
+        self._rate = TokenBucket(service.starts_per_s, service.starts_at_once)
 
     def run(self) -> list[ReplicaHandle]:
         """Start every job at the same time, and return the handles in the order of the jobs.
 
-        Those of attempts that another launcher began are left out.
+        Those of attempts that another launcher began are left out; and with `min_replicas` those that do not come in
+        time, which join later unless the launch is detached.
 
         Raises:
-            LaunchError: a rank could not be started; the others were ended, or never begun.
+            LaunchError: too few could be started; the others were ended, or never begun.
         """
-        with ThreadPoolExecutor(min(MAX_THREADS, len(self._starts)), thread_name_prefix="replicas-launch") as pool:
-            futures: dict[Future[ReplicaHandle | None], _Start] = {}
-            try:
-                futures.update((pool.submit(self._start, start), start) for start in self._starts)
-                wait(futures, return_when=FIRST_EXCEPTION)
-                failed = [(futures[f], error) for f in futures if f.done() and (error := f.exception())]
-            except BaseException:  # Ctrl-C, perhaps before every job was handed to a thread
-                self._undo(futures, None, "the launch was interrupted")
-                raise
-            if not failed:
-                return [handle for future in futures if (handle := future.result())]
-            start, error = failed[0]
-            rank = start.attempt.rank
-            left = self._undo(futures, rank, f"Rank {rank} could not be started: {error}")
-        if not isinstance(error, (ReplicasError, OSError)):
+        try:
+            futures = in_threads(self._start, self._starts, MAX_THREADS)
+            self._wait_for_enough(dict(zip(futures, self._starts, strict=True)))
+            failed = [start for start in self._starts if start.error]
+            late = [start for start in self._starts if not start.has_come and not start.error]
+            if len(self._starts) - len(failed) - len(late) < self._needed:
+                self._refuse(failed, len(late))
+            self._end_doubles()
+            self._go_on_without(failed, late)
+        except LaunchError:
+            raise
+        except BaseException:  # Ctrl-C, perhaps before every job was handed to a thread
+            self._give_up(self._starts, "the launch was interrupted")
+            raise
+        return [start.handle for start in self._starts if start.handle is not None]
+
+    def _wait_for_enough(self, starts: Mapping[Future[None], _Start]) -> None:
+        """Wait until all have come, or as many have failed as makes it useless to wait, or the time is over."""
+        n_came = n_failed = 0
+        with contextlib.suppress(TimeoutError):
+            for future in as_completed(starts, None if self._run.min_replicas is None else self._run.gather_s):
+                if (error := starts[future].error) is None:
+                    n_came += 1
+                    self._tell(f"{n_came} of {len(starts)} started")
+                    continue
+                n_failed += 1
+                if len(starts) - n_failed < self._needed or not isinstance(error, (ReplicasError, OSError)):
+                    return
+
+    def _refuse(self, failed: Sequence[_Start], n_late: int) -> None:
+        """End everything, and raise why."""
+        n, cause = len(self._starts), failed[0] if failed else None
+        if cause is None:
+            what = f"started {n - n_late} of {n} replicas within {self._run.gather_s:g} s"
+        else:
+            of = f"replica {cause.attempt.rank} of {self._run.world_size}"
+            what = f"could not start {of}: {str(cause.error).rstrip('.')}"
+        if self._needed < n:
+            what += f"; at least {self._needed} of {n} were asked for"
+        left = self._give_up(self._starts, f"the backend {what}" if cause is None else cause.problem)
+        error = None if cause is None else cause.error
+        if error is not None and not isinstance(error, (ReplicasError, OSError)):
             raise error
         raise LaunchError(
-            f"Backend {self._backend!r} could not start replica {rank} of {self._world_size}: "
-            f"{str(error).rstrip('.')}. Those already started were ended.{left}",
-            rank=rank,
+            f"Backend {self._backend!r} {what}. Those already started were ended.{left}",
+            rank=None if cause is None else cause.attempt.rank,
             cancelled=isinstance(error, CancelledWhileStartingError),
         ) from error
 
+    def _end_doubles(self) -> None:
+        """End the second job of each rank that has two: its list was late when it was looked at."""
+        for start in self._starts:
+            if start.is_unclear and start.job_id is not None:
+                with contextlib.suppress(JobServiceError):  # then it is ended with the replica
+                    stop_others(self._service, start.job.key, start.job_id)
+
+    # With fewer than all
+
+    def _go_on_without(self, failed: Sequence[_Start], late: Sequence[_Start]) -> None:
+        """Give up the ranks that failed; those that have not come may join, as long as this process lives."""
+        n, n_came = len(self._starts), len(self._starts) - len(failed) - len(late)
+        for start in failed:
+            _say(start.problem)
+        self._give_up(failed, "it could not be started")
+        if not late:
+            return
+        if self._run.detach:
+            when = f"within {self._run.gather_s:g} s, and nobody waits for them after a detached launch"
+            _say(f"started with {n_came} of {n} replicas; {len(late)} did not come {when}.")
+            self._give_up_late(late, f"it did not come {when}")
+            return
+        _say(f"started with {n_came} of {n} replicas; {len(late)} may still join.")
+        atexit.register(self._close, late)
+        threading.Thread(target=self._tend, args=(late,), name="replicas-join", daemon=True).start()
+
+    def _tend(self, late: Sequence[_Start]) -> None:
+        """Give up the late ranks that fail, and all of them once the others have ended."""
+        while late := [start for start in late if not start.has_come]:
+            if failed := [start for start in late if start.error]:
+                self._give_up(failed, "it could not be started")
+                late = [start for start in late if not start.error]
+            with contextlib.suppress(StoreError):
+                if late and self._others_have_ended(late):
+                    self._give_up_late(late, "the others have ended before it came")
+                    break
+            time.sleep(TEND_S)
+        atexit.unregister(self._close)
+
+    def _others_have_ended(self, late: Sequence[_Start]) -> bool:
+        store, run, missing = late[0].attempt.store, self._run, {start.attempt.rank for start in late}
+        ranks = (rank for rank in range(run.world_size) if rank not in missing)
+        return all(Attempt(store, run.run_id, rank).newest().outcome() is not None for rank in ranks)
+
+    def _give_up_late(self, late: Sequence[_Start], why: str) -> None:
+        for start in late:
+            start.error = start.error or JobServiceError(why, "rejected")
+        self._give_up(late, why)
+
+    def _close(self, late: Sequence[_Start]) -> None:
+        """Leave word that nobody starts these any more; one that comes up all the same ends."""
+        with contextlib.suppress(Exception):
+            for start in late:
+                if not start.has_come:
+                    start.attempt.abandon(JobServiceError("its launcher has ended before it came", "rejected"))
+
     # Starting one
 
-    def _start(self, start: _Start) -> ReplicaHandle | None:
+    def _start(self, start: _Start) -> None:
         start.is_going = True
         try:
-            self._check_not_given_up()
-            if not self._begin(start):
-                return None
-            handle = self._handle_of(start.attempt, self._job_of(start))
-            # Overwritten: a reader may have written a handle meanwhile, of a job that `_only_one` has ended since.
-            start.attempt.store.put(start.attempt.key("handle.json"), handle.to_json().encode())
-            return handle
+            start.check_not_given_up()
+            if self._begin(start):
+                handle = self._handle_of(start.attempt, self._job_of(start))
+                # Overwritten: a reader may have written a handle meanwhile, of a job that `_only_one` has ended since.
+                start.attempt.store.put(start.attempt.key("handle.json"), handle.to_json().encode())
+                start.handle = handle
+        except BaseException as error:  # noqa: BLE001 - raised where the launch waits
+            start.error = start.error or error
         finally:
             start.is_going = False
-
-    def _check_not_given_up(self) -> None:
-        if self._is_given_up.is_set():
-            raise JobServiceError("the launch was given up", "rejected")
 
     def _begin(self, start: _Start) -> bool:
         """Begin an attempt by creating its intent; False if another launcher has begun it."""
@@ -138,22 +248,22 @@ class GangStart:
 
     def _job_of(self, start: _Start) -> JobId:
         """Ask for a job until the service has it; look for it first whenever an answer left that unknown."""
-        is_unknown = False
-        for one_try in retrying():
+        for one_try in retrying(start.given_up.wait, patience_s=LONGEST_PATIENCE_S):
             with one_try:
-                self._check_not_given_up()
-                if is_unknown and (found := self._look_for(start)):
+                start.given_up.wait(self._rate.reserve())
+                start.check_not_given_up()
+                if start.is_unclear and (found := self._look_for(start)):
                     return found
                 start.may_exist = True
                 try:
                     started = start.job_id = self._service.start(start.job)
                 except JobServiceError as error:
-                    is_unknown = is_unknown or error.kind == "unknown"
-                    start.may_exist = is_unknown
+                    start.is_unclear = start.is_unclear or error.kind == "unknown"
+                    start.may_exist = start.is_unclear
                     if error.kind == "rejected" and start.attempt.has("cancel.json"):
                         raise CancelledWhileStartingError from error
                     raise
-                return self._only_one(start, started) or started if is_unknown else started
+                return self._only_one(start, started) or started if start.is_unclear else started
         raise AssertionError("tenacity returns or raises")
 
     def _look_for(self, start: _Start) -> JobId | None:
@@ -161,8 +271,8 @@ class GangStart:
         for _ in range(LOOKS - 1):
             if found := self._only_one(start):
                 return found
-            time.sleep(LOOK_PAUSE_S)
-            self._check_not_given_up()
+            start.given_up.wait(LOOK_PAUSE_S)
+            start.check_not_given_up()
         return self._only_one(start)
 
     def _only_one(self, start: _Start, started: JobId | None = None) -> JobId | None:
@@ -182,26 +292,24 @@ class GangStart:
 
     # Undoing
 
-    def _undo(self, futures: dict[Future[ReplicaHandle | None], _Start], failed_rank: int | None, why: str) -> str:
-        """End what was started, and what is still being started; return a sentence on what could not be ended."""
-        self._is_given_up.set()
-        for start in self._starts:
+    def _give_up(self, starts: Sequence[_Start], why: str) -> str:
+        """End these jobs, also what is still being started; return a sentence on what could not be ended."""
+        failed = [start for start in starts if start.error]  # before: what is given up fails, too
+        for start in starts:
+            start.given_up.set()
+        if all(start.given_up.is_set() or start.has_come for start in self._starts):
+            with contextlib.suppress(JobServiceError):
+                self._service.interrupt_starts()
+        for start in starts:
             with contextlib.suppress(StoreError):  # then it is left alone: the service was not asked for it
                 self._begin(start)  # no rank of this launch is to wait for ever
-        begun = [start for start in self._starts if start.is_begun]
+        begun = [start for start in starts if start.is_begun]
         with contextlib.suppress(StoreError):
             for start in begun:
-                if start.attempt.rank == failed_rank:
-                    start.attempt.record(start.attempt.ended(ReplicaStatus.FAILED, "start_failed", error=why))
+                if start in failed:
+                    start.attempt.record(start.attempt.ended(ReplicaStatus.FAILED, "start_failed", error=start.problem))
                 start.attempt.request_cancel(why)  # a job that comes up late finds this marker, and ends at once
-        for future in futures:
-            future.cancel()
-        while True:
-            is_going = any(start.is_going for start in self._starts)
-            problems = self._sweep(begun)
-            if not is_going:
-                break
-            wait([future for future in futures if not future.done()], timeout=SWEEP_S)
+        problems = self._sweep(begun)
         with contextlib.suppress(StoreError):
             for start in begun:
                 start.attempt.record(start.attempt.ended(ReplicaStatus.CANCELLED, "cancelled", error=why))
@@ -211,25 +319,34 @@ class GangStart:
         return f" What could not be ended may still run: {listed}."
 
     def _sweep(self, starts: Sequence[_Start]) -> dict[str, list[str]]:
-        """End these jobs; name those that may exist and could not be ended, by what hindered it."""
+        """End these jobs, again while they are being started; name those that may still exist, by what hindered it."""
         problems: dict[str, list[str]] = {}
-        with ThreadPoolExecutor(SWEEP_THREADS) as pool:
-            for start, problem in zip(starts, pool.map(self._end, starts), strict=True):
-                if problem and start.may_exist:
+        pause_s = SWEEP_S
+        while starts:
+            going = [start for start in starts if start.is_going]  # before: these are swept once more
+            ended = in_threads(self._end, starts, SWEEP_THREADS)
+            for start, problem in zip(starts, [future.result() for future in ended], strict=True):
+                if problem and start.may_exist and start not in going:
                     problems.setdefault(problem, []).append(start.job.key.name)
+            deadline = time.monotonic() + pause_s
+            while any(start.is_going for start in going) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            pause_s = min(2 * pause_s, LONGEST_SWEEP_S)
+            starts = going
         return problems
 
     def _end(self, start: _Start) -> str:
         """End a job, and all that the service lists of it; the list may lack the one that was started just now."""
         try:
-            for one_try in retrying():
+            for one_try in retrying(patience_s=LONGEST_PATIENCE_S):
                 with one_try:
-                    known = start.job_id
-                    if known is not None:
-                        self._service.stop(known)
-                    for found in self._service.find(start.job.key):
-                        if found != known:
-                            self._service.stop(found)
+                    if start.job_id is not None:
+                        self._service.stop(start.job_id)
+                    stop_others(self._service, start.job.key, start.job_id)
         except Exception as error:  # noqa: BLE001 - whatever hinders this one, the others are to be ended
             return str(error)
         return ""
+
+
+def _say(text: str) -> None:
+    print(f"replicas: {text}", file=sys.stderr)

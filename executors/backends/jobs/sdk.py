@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import importlib
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from executors.errors import MissingDependencyError
 
+K = TypeVar("K", bound=Hashable)
+R = TypeVar("R")
 T = TypeVar("T")
 FIRST_PAUSE_S = 0.25
 GROWTH = 1.5
 LONGEST_PAUSE_S = 5.0
-JOBS_PER_PAUSE = 8
-"""So many jobs may be asked for in one longest pause: beyond, the pause grows with their number. That is 480 requests
-in five minutes, half of what Hugging Face allows a free account."""
 QUIET_S = 0.5  # a stream that is silent for so long has sent what there is
 FIRST_LINE_S = 2.0  # how long the first line may take
 LONGEST_S = 30.0
+MAX_UNANSWERED = 64
+
+
+def in_threads(act: Callable[[T], R], items: Sequence[T], n_threads: int) -> list[Future[R]]:
+    """Begin to call `act` with each item in daemon threads, and return the answers to come.
+
+    Unlike those of a pool, these threads hold up neither who stops waiting for them nor the end of the process.
+    """
+    futures: list[Future[R]] = [Future() for _ in items]
+    waiting = deque(zip(items, futures, strict=True))
+
+    def work() -> None:
+        while waiting:
+            try:
+                item, future = waiting.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                future.set_result(act(item))
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                future.set_exception(error)
+
+    for number in range(min(n_threads, len(items))):
+        threading.Thread(target=work, name=f"replicas-{number}", daemon=True).start()
+    return futures
 
 
 def call_with_timeout(limit_s: float, call: Callable[[], T]) -> T:
@@ -32,18 +57,19 @@ def call_with_timeout(limit_s: float, call: Callable[[], T]) -> T:
     Raises:
         TimeoutError: the time is over.
     """
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="replicas-call", daemon=True).start()
+    for earlier in [call for call in _unanswered if call.done()]:
+        _unanswered.discard(earlier)
+    if len(_unanswered) >= MAX_UNANSWERED:
+        raise TimeoutError(f"{MAX_UNANSWERED} earlier requests have had no answer yet")
+    (answer,) = in_threads(lambda _: call(), [None], 1)
     if not wait([answer], limit_s).done:
+        _unanswered.add(answer)
         raise TimeoutError(f"no answer within {limit_s:g} s")
     return answer.result()
+
+
+_unanswered: set[Future[Any]] = set()
+"""Calls that nobody waits for any more, each with a thread: were there no limit, they would pile up."""
 
 
 class LazyModule:
@@ -65,30 +91,67 @@ class LazyModule:
         return getattr(module, attribute)
 
 
-class PollThrottle:
-    """Decides when a job may be asked about again: soon at first, then ever less often. Safe for threads."""
+class TokenBucket:
+    """A budget of requests: some at once, then so many a second. Safe for threads."""
+
+    def __init__(self, per_s: float, at_once: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s = per_s
+        self._at_once = self._left = at_once
+        self._clock = clock
+        self._filled_at = clock()
+        self._lock = threading.Lock()
+
+    def take(self, n: int = 1) -> bool:
+        """Take n of what is left; False, and nothing is taken, when that is less."""
+        with self._lock:
+            self._fill()
+            if self._left < n:
+                return False
+            self._left -= n
+            return True
+
+    def reserve(self) -> float:
+        """Take one in any case; return the seconds to wait until it is there."""
+        with self._lock:
+            self._fill()
+            self._left -= 1
+            return max(0.0, -self._left / self._per_s)
+
+    def _fill(self) -> None:
+        now = self._clock()
+        self._left = min(self._at_once, self._left + (now - self._filled_at) * self._per_s)
+        self._filled_at = now
+
+
+class PollThrottle(Generic[K]):
+    """Decides what may be asked for again: soon at first, then ever less often. Safe for threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._next: dict[str, tuple[float, float]] = {}
-        """By job: when it may be asked for again, and the pause after that."""
+        self._next: dict[K, tuple[float, float]] = {}
+        """When it may be asked for again, and the pause after that."""
         self._lock = threading.Lock()
 
-    def is_due(self, job: str) -> bool:
-        """Whether to ask about this job now. A caller that gets True asks."""
-        now = self._clock()
-        with self._lock:
-            due_at, pause_s = self._next.get(job, (now, FIRST_PAUSE_S))
-            if now < due_at:
-                return False
-            longest_s = LONGEST_PAUSE_S * max(1.0, len(self._next) / JOBS_PER_PAUSE)
-            self._next[job] = (now + pause_s, min(pause_s * GROWTH, longest_s))
-            return True
+    def due(self, keys: Iterable[K], can_pay: Callable[[K], bool] = lambda _: True) -> list[K]:
+        """Return what to ask for now, what has waited longest first. A caller asks for all that it gets.
 
-    def forget(self, job: str) -> None:
-        """Make a job due: something happened to it, or it has ended."""
+        Args:
+            can_pay: takes from a budget; what it refuses stays due.
+        """
+        now, found = self._clock(), []
         with self._lock:
-            self._next.pop(job, None)
+            for key in sorted(keys, key=lambda key: self._next.get(key, (-math.inf, 0))[0]):
+                due_at, pause_s = self._next.get(key, (now, FIRST_PAUSE_S))
+                if now < due_at or not can_pay(key):
+                    break
+                self._next[key] = (now + pause_s, min(pause_s * GROWTH, LONGEST_PAUSE_S))
+                found.append(key)
+        return found
+
+    def forget(self, key: K) -> None:
+        """Make something due: something happened to it, or it has ended."""
+        with self._lock:
+            self._next.pop(key, None)
 
 
 class _Stream:

@@ -1,4 +1,4 @@
-"""JobService: seven calls to a service that runs jobs.
+"""JobService: the calls to a service that runs jobs.
 
 A service's own file knows one SDK and nothing of runs, stores or outcomes; `executor.py` knows these and no SDK.
 `executors.testing.job_service_contract` is the executable form of this file.
@@ -9,6 +9,9 @@ from __future__ import annotations
 import abc
 import hashlib
 import logging
+import re
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -18,7 +21,7 @@ import tenacity
 
 from executors.attempt import Attempt
 from executors.errors import BackendError
-from executors.protocol import Reason
+from executors.protocol import Reason, Recordable
 from executors.task.create import MASK
 
 JobId = dict[str, Any]
@@ -26,7 +29,11 @@ JobId = dict[str, Any]
 TRIES = 6
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0  # so about 20 s in all, besides what the requests take
-LONGEST_RETRY_AFTER_S = 60.0  # a service that asks for a longer pause is asked again all the same
+PATIENCE_S = 60.0  # of all pauses together: a service that asks for longer ones has refused
+LONGEST_PATIENCE_S = (
+    300.0  # where giving up costs a launch, or leaves jobs behind; the longest pause that the Hub asks for
+)
+TOLD_FROM_S = 10.0  # a pause of this length is told
 Kind = Literal["rejected", "unavailable", "unknown"]
 log = logging.getLogger(__name__)
 
@@ -53,12 +60,12 @@ class JobKey:
     @property
     def labels(self) -> dict[str, str]:
         """The same as labels: names and values of `[A-Za-z0-9_-]`."""
-        return {
-            "replicas-run": self.run_id,
-            "replicas-store": self._place,
-            "replicas-rank": str(self.rank),
-            "replicas-attempt": str(self.attempt),
-        }
+        return {**self.run_labels, "replicas-rank": str(self.rank), "replicas-attempt": str(self.attempt)}
+
+    @property
+    def run_labels(self) -> dict[str, str]:
+        """Those that all jobs of the run have."""
+        return {"replicas-run": self.run_id, "replicas-store": self._place}
 
     @property
     def _place(self) -> str:
@@ -93,7 +100,7 @@ class JobState:
     """Why it ended, as far as the service knows. None: by itself, with `exit_code`."""
     exit_code: int | None = None
     message: str = ""
-    """What the service says, in its own words."""
+    """What the service says, in its own words; of a job that has not ended, what it waits for, as in "scheduling"."""
 
 
 class JobServiceError(BackendError):
@@ -128,19 +135,36 @@ class CancelledWhileStartingError(JobServiceError):
         super().__init__("it was cancelled while it was being started.", "rejected")
 
 
+def option(default: Any, recorded_as: type | re.Pattern[str]) -> Any:
+    """Declare an option of a service that readers take from a run's record; see `protocol.Recordable`."""
+    return field(default=default, metadata={"recorded_as": recorded_as})
+
+
+@dataclass(eq=False, kw_only=True)
 class JobService(abc.ABC):
     """A service that runs jobs, through its SDK. Every call may come from several threads at once.
 
-    Every call raises JobServiceError, with the words of the service.
+    Every call raises JobServiceError, with the words of the service. The fields are the options of its executor.
     """
 
     name: ClassVar[str]
     """The service's name for people, as in "Modal"."""
+    starts_at_once: ClassVar[int] = 10_000
+    """How many jobs may be asked for at once; `starts_per_s` more follow each second."""
+    starts_per_s: ClassVar[float] = 1000.0
+
+    pip: Sequence[str] = ()
+    """Requirements of the replicas. When empty, the workspace's files name them."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that make the same service in another process, as JSON: the fields of a dataclass."""
-        return {option.name: getattr(self, option.name) for option in fields(self)}  # type: ignore[arg-type]
+        """The options that make the same service in another process. What is installed travels with the task."""
+        return {option.name: getattr(self, option.name) for option in fields(self) if option.name != "pip"}
+
+    @classmethod
+    def recordable_options(cls) -> Recordable:
+        """Those of its options that are declared by `option`."""
+        return {each.name: each.metadata["recorded_as"] for each in fields(cls) if "recorded_as" in each.metadata}
 
     @abc.abstractmethod
     def check_account(self, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:
@@ -151,9 +175,17 @@ class JobService(abc.ABC):
             ValueError: a value that the service does not take.
         """
 
+    def price_per_hour(self, gpu: str | None) -> float | None:
+        """Return what an hour of one replica costs in US dollars; None: the service does not tell."""
+        return None
+
     @abc.abstractmethod
     def start(self, job: Job) -> JobId:
         """Start a job, and return its id; may block until the job is scheduled."""
+
+    def interrupt_starts(self) -> None:
+        """Let the calls of `start` that still wait fail soon, and leave no job: the launch was given up."""
+        return
 
     @abc.abstractmethod
     def find(self, key: JobKey) -> list[JobId]:
@@ -172,6 +204,14 @@ class JobService(abc.ABC):
     @abc.abstractmethod
     def state(self, job_id: JobId) -> JobState:
         """Return the job's state without waiting. A job the service no longer knows counts as ended, `lost`."""
+
+    def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
+        """Return the states of those of these jobs of one run that one request shows; others are asked for one by one.
+
+        Override it where the service lists jobs. The ids are as records name them: a job is shown only under the key
+        whose labels it has, and if the whole id is the one that `start` returned, so that nobody needs to verify it.
+        """
+        return {}
 
     @abc.abstractmethod
     def logs(self, job_id: JobId, n_lines: int) -> str:
@@ -197,7 +237,14 @@ def shortened(command: Sequence[str]) -> list[str]:
     return [*words, f"<a script of {len(script)} characters>"]
 
 
-def retrying(sleep: Callable[[float], None] = time.sleep) -> tenacity.Retrying:
+def stop_others(service: JobService, key: JobKey, job: JobId | None) -> None:
+    """End whatever the service lists under a key beside its job: an answer that was lost may have left it."""
+    for found in service.find(key):
+        if found != job:
+            service.stop(found)
+
+
+def retrying(sleep: Callable[[float], Any] = time.sleep, *, patience_s: float = PATIENCE_S) -> tenacity.Retrying:
     """Return a retry policy: a call is repeated while the service is unavailable, or its answer is lost.
 
     For what may be done twice; `GangStart` looks for the job first. The last error is raised.
@@ -207,11 +254,16 @@ def retrying(sleep: Callable[[float], None] = time.sleep) -> tenacity.Retrying:
             lambda error: isinstance(error, JobServiceError) and error.kind != "rejected"
         ),
         wait=_RetryAfter() + tenacity.wait_random(0, FIRST_PAUSE_S),
-        stop=tenacity.stop_after_attempt(TRIES),
-        before_sleep=tenacity.before_sleep_log(log, logging.INFO),
+        stop=lambda state: state.attempt_number >= TRIES or state.idle_for + _asked_s(state) > patience_s,
+        before_sleep=_tell_of_a_long_pause,
         sleep=sleep,
         reraise=True,
     )
+
+
+def _asked_s(state: tenacity.RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome else None
+    return error.retry_after_s if isinstance(error, JobServiceError) else 0.0
 
 
 class _RetryAfter(tenacity.wait.wait_base):
@@ -221,6 +273,18 @@ class _RetryAfter(tenacity.wait.wait_base):
         self._usual = tenacity.wait_exponential(FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
     def __call__(self, retry_state: tenacity.RetryCallState) -> float:
-        error = retry_state.outcome.exception() if retry_state.outcome else None
-        asked_s = error.retry_after_s if isinstance(error, JobServiceError) else 0.0
-        return max(self._usual(retry_state), min(asked_s, LONGEST_RETRY_AFTER_S))
+        return max(self._usual(retry_state), _asked_s(retry_state))
+
+
+_telling, _told_until = threading.Lock(), 0.0
+
+
+def _tell_of_a_long_pause(state: tenacity.RetryCallState) -> None:
+    """Say once, not for each of the jobs, that the service lets everybody wait."""
+    global _told_until
+    error, pause_s = state.outcome and state.outcome.exception(), state.upcoming_sleep
+    log.info("asking again in %.1f s: %s", pause_s, error)
+    with _telling:
+        if pause_s >= TOLD_FROM_S and time.monotonic() >= _told_until:
+            _told_until = time.monotonic() + pause_s
+            print(f"replicas: {error} Asking again in {pause_s:.0f} s.", file=sys.stderr)

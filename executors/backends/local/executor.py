@@ -148,6 +148,7 @@ class LocalProcessExecutor:
         gpu: str | None = None,
         timeout: float | None = 3600,
         run: RunSpec | None = None,
+        tell: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Start the replicas and return their handles in rank order; see `NativeExecutor.launch_replicas`.
 
@@ -274,6 +275,7 @@ class LocalProcessExecutor:
             timeout_s=timeout,
             max_parallel=self.max_parallel,
             term_grace_s=self.term_grace_s,
+            gpu=gpu,
             gpu_slots=self._gpu_slots(gpu, len(run.ranks)),
             **surroundings(),
         )

@@ -16,17 +16,20 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from executors.attempt import OUTPUT_TAIL_BYTES
+from executors.attempt import OUTPUT_TAIL_BYTES, Attempt
 from executors.backends.local.request import LocalLaunch, adopt
 from executors.errors import LaunchError, ReplicasError
 from executors.logs import tail_text
-from executors.process import become_subreaper, fork, start_time
+from executors.process import become_subreaper, die_with_parent, fork, start_time, usable_cores
 from executors.protocol import ReplicaHandle
 from executors.store import store_at
 from executors.task.stored import StoredTask, read_task
+from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.main import Assignment, main
 from executors.worker.supervisor import Supervisor
 from executors.worker.supervisor_lock import hold, open_locks
+
+COPY_LIMIT_S = 8  # a log that takes longer to copy is not waited for
 
 
 def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> NoReturn:
@@ -84,7 +87,7 @@ class LocalRanks:
     def __init__(self, launch: LocalLaunch, private: list[int]) -> None:
         self._launch = launch
         self.private = private
-        self._torch_threads = launch.torch_threads(cores=len(os.sched_getaffinity(0)))
+        self._torch_threads = launch.torch_threads(usable_cores())
         self._pid, self._started = os.getpid(), start_time(os.getpid())
         self._lock: int | None = None
 
@@ -139,6 +142,21 @@ class LocalRanks:
         """Return the end of a rank's log."""
         return tail_text(self._launch.log_file(rank), OUTPUT_TAIL_BYTES)
 
+    def copy_log(self, attempt: Attempt) -> int | None:
+        """Copy the end of a rank's log into the run's store, where that is elsewhere, in a process; return its pid."""
+        if not self._launch.copies_logs:
+            return None
+        pid = fork()
+        if pid == 0:
+            try:
+                signal.set_wakeup_fd(-1)
+                die_with_parent()
+                signal.alarm(COPY_LIMIT_S)
+                LogCopy(attempt, self._launch.log_file(attempt.rank)).put(FINAL_BYTES)
+            finally:
+                os._exit(0)
+        return pid
+
     def _become_rank(
         self, rank: int, place: int, task: StoredTask | None, output: int, close: Iterable[int]
     ) -> NoReturn:
@@ -164,8 +182,10 @@ class LocalRanks:
                 task=task,
                 supervisor_pid=self._pid,
                 output_tail=functools.partial(self.output_tail, rank),
+                log_file=self._launch.log_file(rank) if self._launch.copies_logs else None,
                 term_grace_s=self._launch.term_grace_s,
                 torch_threads=self._torch_threads,
+                gpu=self._launch.gpu if self._launch.gpu_slots is not None else None,
             )
         except BaseException:
             sys.excepthook(*sys.exc_info())

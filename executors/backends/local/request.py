@@ -16,6 +16,7 @@ from executors.process import this_machine
 from executors.protocol import ReplicaHandle, RunSpec
 from executors.store import store_at
 from executors.store.records import read_record
+from executors.store.url import directory_of
 
 
 def surroundings() -> dict[str, Any]:
@@ -51,6 +52,8 @@ class LocalLaunch:
     timeout_s: float | None = None
     max_parallel: int | None = None
     term_grace_s: float = 5.0
+    gpu: str | None = None
+    """What was asked for."""
     gpu_slots: list[str] | None = None
     """`CUDA_VISIBLE_DEVICES` of each place that a replica can run in; None leaves it alone."""
     nonce: str = field(default_factory=lambda: os.urandom(16).hex())
@@ -78,6 +81,12 @@ class LocalLaunch:
         It is counted over the run, not over this launch: the others still run beside a rank that is resumed alone.
         """
         return max(1, cores // min(self.max_parallel or self.spec.world_size, self.spec.world_size))
+
+    @property
+    def copies_logs(self) -> bool:
+        """Whether the run's store is another place than this machine's logs, so that its readers may not see these."""
+        directory = directory_of(self.spec.store_url)
+        return directory is None or os.path.realpath(directory) != os.path.realpath(self.state_dir)
 
     @property
     def log_folder(self) -> Path:

@@ -100,7 +100,7 @@ class Handler(BaseHTTPRequestHandler):
         if reply.events is not None and (fault is None or streams):
             self.stream(request, reply, fault)
         elif fault is None or fault.answer == "cut":
-            self.send(request, 200, json.dumps(reply.value).encode(), {}, cut=fault is not None)
+            self.send(request, 200, json.dumps(reply.value).encode(), reply.headers, cut=fault is not None)
         else:
             self.misbehave(request, fault)
 

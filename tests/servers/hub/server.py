@@ -17,10 +17,10 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 from servers.hub.faults import Fault, Faults, Misconduct, Request
 from servers.hub.hardware import FLAVORS
@@ -52,6 +52,7 @@ class Reply:
 
     value: Any = None
     events: Iterator[str] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class HubServer:
@@ -68,6 +69,8 @@ class HubServer:
         self.complaints: list[str] = []
         self.may_speak = threading.Event()
         self.may_speak.set()
+        self.page_size: int | None = None
+        """How many jobs a list gives at once; None: all."""
         self.faults = Faults()
         self._folder = Path(tempfile.mkdtemp(prefix="hub-"))
         self.jobs = Jobs(self._folder)
@@ -203,11 +206,16 @@ class HubServer:
         return self._shown(self.jobs.create(self.namespace, checked_spec(request.json), user))
 
     def _list(self, request: Request) -> Reply:
-        """Answer all that have the labels, newest first. The service would do so page by page."""
-        labels = [value for key, value in parse_qsl(request.query, keep_blank_values=True) if key == "label"]
+        """Answer those that have the labels, newest first, with a link to the next page as `paginate` follows it."""
+        query = parse_qsl(request.query, keep_blank_values=True)
+        labels = [value for key, value in query if key == "label"]
         found = [job for job in self.jobs.newest_first() if job.has(labels)]
+        begin = int(dict(query).get("cursor", 0))
+        end = begin + (self.page_size or len(found))
+        more = urlencode([*((key, value) for key, value in query if key != "cursor"), ("cursor", end)])
+        link = {"Link": f'<{self.endpoint}{request.path}?{more}>; rel="next"'} if end < len(found) else {}
         with self.jobs.changed:
-            return Reply([job_on_wire(job) for job in found])
+            return Reply([job_on_wire(job) for job in found[begin:end]], headers=link)
 
     def _inspect(self, _request: Request, job: Job) -> Reply:
         return self._shown(job)

@@ -16,6 +16,7 @@ LABEL_KEY = re.compile(r"[A-Za-z0-9_-]{1,100}")
 LABEL_VALUE = re.compile(r"[A-Za-z0-9_-]{0,100}")
 TAKEN = {
     "dockerImage", "command", "arguments", "environment", "secrets", "flavor", "timeoutSeconds", "attempts", "labels",
+    "volumes",
 }  # fmt: skip
 KEEP_ALIVE_S = 30.0
 

@@ -18,6 +18,7 @@ from modal_proto import api_pb2
 from servers.modal.account import Account, new_id
 from servers.modal.sandboxes import TERMINATED, Sandbox
 
+PAGE = 3  # sandboxes that a list gives at once; the vendor's is larger
 UNSUPPORTED = ("volume_mounts", "cloud_bucket_mounts", "nfs_mounts", "s3_mounts", "proxy_id", "enable_snapshot")
 """What the definition of a sandbox may ask for and local processes cannot give."""
 
@@ -61,6 +62,25 @@ class SandboxCalls:
 
     async def SandboxTagsGetV2(self, request: Any, metadata: Any) -> api_pb2.SandboxTagsGetResponse:
         return tags(self.find(request.sandbox_id, is_v2=True))
+
+    async def SandboxListV2(self, request: Any, metadata: Any) -> api_pb2.SandboxListResponse:
+        """List those of both back ends that have not ended, newest first, a page at a time."""
+        wanted = {tag.tag_name: tag.tag_value for tag in request.tags}
+        before = request.before_timestamp or float("inf")
+        found = [
+            sandbox
+            for sandbox in reversed(self.sandboxes.values())
+            if sandbox.app_id == request.app_id
+            and wanted.items() <= sandbox.tags.items()
+            and sandbox.created_at < before
+            and (request.include_finished or not sandbox.result)
+        ]
+        return api_pb2.SandboxListResponse(
+            sandboxes=[
+                api_pb2.SandboxInfo(id=each.sandbox_id, created_at=each.created_at, metadata=described(each))
+                for each in found[:PAGE]
+            ]
+        )
 
     # Calls of V1
 

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from modal_proto import api_pb2
 
+from servers.isolation.gpu import write_torch
+
 SUCCESS = api_pb2.GenericResult.GENERIC_STATUS_SUCCESS
 FAILURE = api_pb2.GenericResult.GENERIC_STATUS_FAILURE
 TIMEOUT = api_pb2.GenericResult.GENERIC_STATUS_TIMEOUT
@@ -117,6 +119,8 @@ class Sandbox:
 
     async def _live(self, bin_folder: Path) -> None:
         surroundings = {"PATH": f"{bin_folder}:/usr/local/bin:/usr/bin:/bin", "HOME": str(self.folder)}
+        if self.gpus:
+            surroundings["PYTHONPATH"] = str(write_torch(self.folder.parent / "gpu", sees_gpu=True))
         arguments = list(self.definition.entrypoint_args) or ["sleep", str(self.definition.timeout_secs + 60)]
         try:
             environment = surroundings | self.environment

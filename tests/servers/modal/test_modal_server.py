@@ -72,7 +72,7 @@ def test_a_sandbox_has_an_empty_directory_and_nothing_of_the_launchers_environme
         sandbox = create(app, python, "-c", SAYS_ITS_SURROUNDINGS, gpu=gpu, env={"ASKED": "for"})
         sandbox.wait()
         environment, folder, entries, found, version = json.loads(text_of(sandbox))
-        assert set(environment) - {"LC_CTYPE"} == {
+        assert set(environment) - {"LC_CTYPE", "PYTHONPATH"} == {
             "PATH", "HOME", "ASKED", "MODAL_SANDBOX_ID", "MODAL_TASK_ID", "MODAL_IMAGE_ID", "MODAL_CLOUD_PROVIDER",
             "MODAL_REGION",
         }  # fmt: skip

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import os
 import subprocess
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,11 @@ from support.records import read_json
 from support.standalone_replicas import Cloud, ended, outcome_of, running_cloud, ship, write_files
 
 from executors import open_store
+from executors.attempt import Attempt, Boot
 from executors.protocol import Package, RunSpec
 from executors.shipping.package import bootstrap_command, make_package
 from executors.store.records import to_bytes
+from executors.testing import eventually
 
 CANNOT_START = 78
 TASK = """
@@ -87,7 +91,7 @@ def test_the_command_is_short_carries_no_secret_and_is_the_same_for_every_run() 
     assert (python, option) == ("python", "-c")
     assert len(source.encode()) < 32 << 10
     assert source.isascii()
-    assert len(source.splitlines()) < 175
+    assert len(source.splitlines()) < 250
 
 
 # What passes
@@ -240,6 +244,83 @@ def test_a_pin_that_is_installed_costs_no_pip_and_one_that_cannot_be_is_told(
     assert lines[0] == "replicas: installing nowhere-to-be-found==1.0"
     assert lines[-1].endswith("pip could not install what it needs (exit code 1); what pip says is above.")
     assert "No matching distribution found for nowhere-to-be-found==1.0" in err
+
+
+def fake_uv(folder: Path, exit_code: str = "$?") -> dict[str, str]:
+    """Put a `uv` on the path that writes down its arguments; it installs by pip, which is offline here."""
+    folder.mkdir()
+    script = folder / "uv"
+    script.write_text(f"""#!/bin/sh
+echo "$@" > {folder}/arguments
+while [ "$1" != --python ]; do shift; done
+python=$2; shift 2
+"$python" -m pip install --quiet --no-index --disable-pip-version-check "$@"
+exit {exit_code}
+""")
+    script.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "PIP_CONFIG_FILE": os.devnull}
+
+
+def test_uv_installs_where_it_can_be_had_and_pip_where_it_cannot(cloud: Cloud, tmp_path: Path, shared: Path) -> None:
+    text = "import wheel_of_user\ndef main(): return wheel_of_user.VERSION"
+    workspace = write_files(tmp_path / "with requirements", main_of_user=text)
+    made = wheel(workspace, "wheel_of_user", "1.5", "VERSION = '1.5'")
+    (workspace / "requirements.txt").write_text(f"--extra-index-url https://mine.example.com\n./{made.name}\n")
+    spec = ship(shared, workspace, "main_of_user")
+    code, _, err = ended(cloud.start(spec, environ=fake_uv(tmp_path / "bin")))
+    assert (code, err) == (0, f"replicas: installing ./{made.name}\n")
+    assert outcome_of(spec).result == "1.5"
+    arguments = (tmp_path / "bin" / "arguments").read_text().split()
+    assert {"--no-cache", "--break-system-packages", "--extra-index-url=https://mine.example.com"} <= set(arguments)
+    again = ship(tmp_path / "other", workspace, "main_of_user")
+    code, _, err = ended(cloud.start(again, environ=fake_uv(tmp_path / "broken", exit_code="2")))
+    assert (code, err.splitlines()[1:]) == (0, ["replicas: uv could not install this; pip tries"])
+
+
+def test_what_the_image_has_of_ours_in_a_later_version_is_kept_and_reported(
+    cloud: Cloud, workspace: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executors.shipping.requirements.installed_version", {"torch": "2.9", "numpy": "1.26.4"}.get)
+    spec = ship(shared, workspace, "train_of_user:light", {"x": 1})
+    code, _, err = ended(cloud.start(spec))
+    kept = "replicas: keeping {0} {1} of the image, where the launcher has {2}\n"
+    versions = [("torch", version("torch"), "2.9"), ("numpy", version("numpy"), "1.26.4")]
+    assert (code, err) == (0, "".join(kept.format(*each) for each in versions))
+    assert outcome_of(spec).result == 3
+
+
+def test_the_users_own_pin_is_not_a_lower_bound(cloud: Cloud, workspace: Path, shared: Path) -> None:
+    package = make_package("train_of_user:light", root=workspace, pip=["numpy==1.26.4"])
+    spec = ship(shared, workspace, "train_of_user:light", {"x": 1}, package=package)
+    code, _, err = ended(cloud.start(spec, environ={"PIP_NO_INDEX": "1"}))
+    assert (code, err.splitlines()[0]) == (CANNOT_START, "replicas: installing numpy==1.26.4")
+
+
+def test_while_it_installs_it_says_so_in_the_store_and_ends_when_it_is_told_to(
+    cloud: Cloud, tmp_path: Path, workspace: Path, shared: Path
+) -> None:
+    slow = tmp_path / "bin"
+    slow.mkdir()
+    (slow / "uv").write_text("#!/bin/sh\nexec sleep 600\n")
+    (slow / "uv").chmod(0o755)
+    package = make_package("train_of_user:light", root=workspace, pip=["nowhere-to-be-found==1.0"])
+    spec = ship(shared, workspace, "train_of_user:light", {"x": 1}, package=package)
+    path = f"{slow}:{os.environ['PATH']}"
+    process = cloud.start(spec, environ={"PATH": path, "PIP_CONFIG_FILE": os.devnull})
+    attempt = Attempt(open_store(shared), "otter", 0, 0)
+    boot = eventually(lambda: attempt.find("boot.json", Boot.parse))
+    assert boot is not None
+    assert (boot.doing, boot.at > 0) == ("installing", True)
+    process.terminate()
+    code, _, err = ended(process)
+    assert (code, err) == (143, "replicas: installing nowhere-to-be-found==1.0\n")
+
+
+def test_in_a_bucket_too_an_installation_is_announced(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
+    package = make_package("train_of_user:light", root=workspace, pip=["nowhere-to-be-found==1.0"])
+    spec = ship(s3.url("runs/deep"), workspace, "train_of_user:light", {"x": 1}, package=package)
+    assert ended(cloud.start(spec, environ={"PIP_NO_INDEX": "1"}))[0] == CANNOT_START
+    assert Attempt(open_store(spec.store_url), "otter", 0, 0).find("boot.json", Boot.parse)
 
 
 def test_without_boto3_it_is_installed_first(tmp_path: Path, cloud: Cloud, workspace: Path, s3: S3Server) -> None:

@@ -15,7 +15,7 @@ from executors.cli.table import replica_table
 from executors.errors import BackendError, ReplicasError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run import Run
-from executors.status import ReplicaState, RunStatus
+from executors.status import ReplicaState, RunStatus, pauses
 from executors.task.record import RunRecord
 
 RUNNING, SUCCEEDED, FAILED = ReplicaStatus.RUNNING, ReplicaStatus.SUCCEEDED, ReplicaStatus.FAILED
@@ -40,6 +40,10 @@ class ScriptedRun:
 
     def __init__(self, script: Callable[[], RunStatus]) -> None:
         self.status = script
+        self.pauses = pauses
+
+    def end_early(self, status: RunStatus, option: str) -> str:
+        return f"rank {status.failed_early[0]} failed early; {option} ends the run."
 
 
 def replica(rank: int, status: ReplicaStatus = RUNNING, error: str | None = None, **reported: Any) -> ReplicaState:
@@ -54,6 +58,25 @@ def state(*replicas: ReplicaState, at: float = 0.0) -> RunStatus:
 def show(script: Callable[[], RunStatus], clock: Clock, timeout_s: float | None = None) -> bool:
     run = cast(Run, ScriptedRun(script))
     return follow(run, PlainView(Output(), run, clock), sleep=clock.sleep, clock=clock, timeout_s=timeout_s)
+
+
+def test_a_failure_before_the_first_round_is_one_while_others_go_on() -> None:
+    assert state(replica(0), replica(1, FAILED, "no"), replica(2, FAILED, "no")).failed_early == [1, 2]
+    assert state(replica(0, round=1), replica(1, FAILED, "no")).failed_early == []
+    assert state(replica(0, SUCCEEDED), replica(1, FAILED, "no")).failed_early == [], "it is over"
+    fenced = ReplicaState(1, 0, FAILED, Outcome(1, 0, FAILED, "fenced"))
+    assert state(replica(0), fenced).failed_early == [], "a newer attempt of the rank goes on"
+
+
+def test_a_failure_before_the_first_round_is_said_aloud(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+
+    def script() -> RunStatus:
+        others = SUCCEEDED if clock.now > 5 else RUNNING
+        return state(replica(0, others), replica(1, FAILED, "Oops: no"), at=clock.now)
+
+    assert show(script, clock)
+    assert "Rank 1 failed early; --fail-fast ends the run.\n" in capsys.readouterr().out
 
 
 def test_each_change_of_status_is_one_line_and_progress_comes_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:

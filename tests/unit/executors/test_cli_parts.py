@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
 
 from executors import LocalProcessExecutor, ReplicaStatus
 from executors.cli.backends import check_options, describe_options
+from executors.cli.options import parse_duration
 from executors.cli.output import (
     UsageProblem,
     name_age,
@@ -44,6 +46,13 @@ def test_the_exit_code_is_the_first_that_applies() -> None:
     for reasons, interrupted, code in cases:
         outcomes = [outcome(rank, reason) for rank, reason in enumerate(reasons)]
         assert exit_code(outcomes, interrupted=interrupted) == code, reasons
+
+
+def test_who_was_ended_because_a_peer_failed_is_not_cancelled_by_the_user() -> None:
+    error = "Replica 0 was ended: rank 1 failed before the first round: ValueError: no."
+    ended = replace(outcome(0, "cancelled"), error=error)
+    assert exit_code([ended, outcome(1, "exception")]) == 1
+    assert exit_code([ended, outcome(1, "exception"), outcome(2, "cancelled")]) == 130
 
 
 def test_the_summary_is_that_of_the_lowest_rank_that_succeeded_and_has_one() -> None:
@@ -113,6 +122,24 @@ def test_an_option_is_described_by_its_signature_and_its_docstring() -> None:
     assert types["labels"] == "Mapping[str, str] | None"
     assert describe_options(LocalProcessExecutor)[0]["name"] == "preload"
     assert describe_options(Unresolved)[0]["type"] == "Missing"
+
+
+def test_a_duration_is_seconds_or_hours_minutes_and_seconds() -> None:
+    seconds = {
+        "90": 90,
+        "0": 0,
+        "0.5": 0.5,
+        "90s": 90,
+        "5m": 300,
+        "2h": 7200,
+        "1h30m": 5400,
+        "1h30": 3630,
+        "1.5h": 5400,
+    }
+    assert {text: parse_duration(text) for text in seconds} == seconds
+    for text in ("", "-1", "5x", "m", "30m1h", "inf", "nan", "1e3", "5 min"):
+        with pytest.raises(UsageProblem, match=r"is not a duration. Give seconds, or .*: 90, 90s, 5m, 2h, 1h30m\."):
+            parse_duration(text)
 
 
 def test_ranks_and_times_are_named_for_people() -> None:

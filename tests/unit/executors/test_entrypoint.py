@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from executors.entrypoint import check_entrypoint, load_entrypoint, parse_entrypoint, prepare_entrypoint
+from executors.entrypoint import (
+    check_call,
+    check_entrypoint,
+    is_script,
+    load_entrypoint,
+    parse_entrypoint,
+    prepare_entrypoint,
+)
 from executors.errors import EntrypointArgumentsError, EntrypointError, EntrypointImportError
 
 TRAIN = """
@@ -20,8 +29,18 @@ def positional(a=1, b=2, /, c=3, d=4): return c
 not_a_function = 3
 class Trainer:
     def __init__(self, lr): ...
+async def fetch(): ...
+also_async = fetch
 if __name__ == "__main__":
     raise SystemExit("never run as a script")
+"""
+
+SCRIPT = """
+import sys
+import neighbour_of_user
+def train(): return sys.argv
+if __name__ == "__main__":
+    print(*train())
 """
 
 
@@ -36,6 +55,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     (folder / "scripts").mkdir()
     (folder / "scripts" / "train_of_user.py").write_text("import neighbour_of_user\n" + TRAIN)
     (folder / "scripts" / "neighbour_of_user.py").write_text("")
+    (folder / "scripts" / "script_of_user.py").write_text(SCRIPT)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     before = set(sys.modules)
@@ -109,6 +129,14 @@ def test_checking_runs_nothing_of_the_users(capsys: pytest.CaptureFixture[str]) 
             EntrypointArgumentsError,
             "takes no argument 'step'. Did you mean 'steps'?",
         ),
+        ("plain_of_user:fetch", {}, EntrypointError, "fetch() is async: calling it runs nothing of it. Give a plain "),
+        ("plain_of_user:also_async", {}, EntrypointError, "also_async() is async"),
+        (
+            "scripts/script_of_user.py:__main__",
+            {"lr": 1},
+            EntrypointArgumentsError,
+            "runs as a script, which takes no argument 'lr'. Give its options behind --",
+        ),
     ],
 )
 @pytest.mark.usefixtures("workspace")
@@ -139,9 +167,60 @@ def test_a_file_whose_name_is_taken_by_another_module_is_refused(workspace: Path
         load_entrypoint("json.py")
 
 
-def test_what_is_no_function_is_refused(workspace: Path) -> None:
-    with pytest.raises(EntrypointImportError, match="'not_a_function' is not a function"):
-        load_entrypoint("plain_of_user:not_a_function")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("plain_of_user:not_a_function", "'not_a_function' in 'plain_of_user' is an int, not a function."),
+        ("os.path", "'path' in 'os' is a module, not a function."),
+    ],
+)
+@pytest.mark.usefixtures("workspace")
+def test_what_is_no_function_is_refused_as_what_it_is(text: str, message: str) -> None:
+    with pytest.raises(EntrypointImportError) as caught:
+        load_entrypoint(text)
+    assert message in str(caught.value)
+    assert "fspath" not in str(caught.value)
+
+
+async def asynchronous() -> None: ...
+
+
+class Asynchronous:
+    async def __call__(self) -> None: ...
+
+
+def generator() -> Iterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    "function", [asynchronous, functools.partial(asynchronous), Asynchronous(), functools.wraps(generator)(generator)]
+)
+def test_a_function_that_runs_nothing_when_it_is_called_is_refused(function: Any) -> None:
+    with pytest.raises(EntrypointError, match=r"f is (async|a generator): calling it runs nothing of it. Give a plain"):
+        check_call(function, {}, "f")
+
+
+def test_a_lambda_and_a_decorated_function_pass() -> None:
+    check_call(lambda x: x, {"x": 1}, "f")
+    check_call(functools.cache(lambda x: x), {"x": 1}, "f")
+
+
+def test_a_file_without_a_main_that_does_something_is_a_script(workspace: Path) -> None:
+    assert is_script("scripts/script_of_user.py")
+    for text in ("scripts/train_of_user.py", "scripts/script_of_user.py:train", "plain_of_user", "json"):
+        assert not is_script(text), text
+    (workspace / "only_definitions.py").write_text("'''Words.'''\nimport sys\nN = 3\ndef mian(): ...\n")
+    assert not is_script("only_definitions.py"), "it would do nothing: somebody misspelt main"
+    with pytest.raises(EntrypointImportError, match=r"'main' does not exist in it. Did you mean 'mian'\?"):
+        check_entrypoint("only_definitions.py", {})
+
+
+def test_a_script_runs_as_python_would_run_it(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["before"])
+        assert load_entrypoint("scripts/script_of_user.py:__main__")(argv=["--lr", "1e-3"]) is None
+    assert capsys.readouterr().out == "scripts/script_of_user.py --lr 1e-3\n"
 
 
 def test_a_file_that_was_prepared_is_compiled_and_not_run(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.fake_jobs import FakeJobs
 
-from executors.backends.jobs.executor import explain
-from executors.backends.jobs.sdk import FIRST_PAUSE_S, LONGEST_PAUSE_S, LazyModule, PollThrottle, call_with_timeout
+from executors.backends.jobs import sdk
+from executors.backends.jobs.job_states import JobStates, explain
+from executors.backends.jobs.sdk import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    LazyModule,
+    PollThrottle,
+    TokenBucket,
+    call_with_timeout,
+)
 from executors.backends.jobs.service import FIRST_PAUSE_S as FIRST_RETRY_S
+from executors.backends.jobs.service import (
+    LONGEST_PATIENCE_S,
+    PATIENCE_S,
+    TRIES,
+    JobId,
+    JobKey,
+    JobServiceError,
+    JobState,
+    retrying,
+)
 from executors.backends.jobs.service import LONGEST_PAUSE_S as LONGEST_RETRY_S
-from executors.backends.jobs.service import LONGEST_RETRY_AFTER_S, TRIES, JobServiceError, JobState, retrying
 from executors.errors import MissingDependencyError
+from executors.testing import eventually
 
 
 class Clock:
@@ -22,23 +43,12 @@ class Clock:
         return self.now
 
 
-def asked_in(seconds: float, n_jobs: int, every_s: float = 0.05) -> int:
-    """Return how often jobs are asked about that are polled all the time."""
+def test_what_is_asked_for_all_the_time_is_asked_for_at_once_and_then_ever_less_often() -> None:
     clock = Clock()
-    throttle = PollThrottle(clock)
-    asked = 0
-    while clock.now < seconds:
-        asked += sum(throttle.is_due(f"job {number}") for number in range(n_jobs))
-        clock.now += every_s
-    return asked
-
-
-def test_a_job_is_asked_about_at_once_and_then_ever_less_often() -> None:
-    clock = Clock()
-    throttle = PollThrottle(clock)
+    throttle = PollThrottle[str](clock)
     times = []
     for _ in range(2000):
-        if throttle.is_due("job"):
+        if throttle.due(["job"]):
             times.append(clock.now)
         clock.now += 0.01
     pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
@@ -47,13 +57,117 @@ def test_a_job_is_asked_about_at_once_and_then_ever_less_often() -> None:
     assert pauses == sorted(pauses)
     assert pauses[-1] == pytest.approx(LONGEST_PAUSE_S, abs=0.02)
     throttle.forget("job")
-    assert throttle.is_due("job"), "something happened to it"
-    assert not throttle.is_due("job")
+    assert throttle.due(["job"]), "something happened to it"
+    assert not throttle.due(["job"])
 
 
-def test_a_run_of_any_size_stays_below_what_a_free_account_may_ask() -> None:
-    for n_jobs in (1, 8, 64):
-        assert asked_in(600, n_jobs) - asked_in(300, n_jobs) <= 600, n_jobs
+def test_a_small_budget_is_spent_on_what_has_waited_longest() -> None:
+    clock = Clock()
+    throttle, budget = PollThrottle[int](clock), TokenBucket(1.0, 1, clock)
+    asked = []
+    for _ in range(8):
+        asked += throttle.due(range(4), lambda _: budget.take())
+        clock.now += 1.0
+    assert asked == [0, 1, 2, 3] * 2
+
+
+def test_a_budget_that_is_overdrawn_says_how_long_to_wait() -> None:
+    clock = Clock()
+    budget = TokenBucket(5.0, 150, clock)
+    assert [budget.reserve() for _ in range(150)] == [0.0] * 150
+    assert [budget.reserve() for _ in range(3)] == pytest.approx([0.2, 0.4, 0.6])
+    clock.now = 60.0
+    assert [budget.take() for _ in range(151)] == [True] * 150 + [False], "it never holds more than at the beginning"
+
+
+class Service(FakeJobs):
+    """Jobs of which nothing is known but their state, and that were started by another process."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.requests: list[float] = []
+        self.answers: dict[JobKey, JobState] = {}
+
+    def verify(self, job_id: JobId, key: JobKey) -> JobId:
+        self.requests.append(self.clock.now)
+        return job_id
+
+    def state(self, job_id: JobId) -> JobState:
+        self.requests.append(self.clock.now)
+        return JobState(False, message=f"look {len(self.requests)}")
+
+
+class ListingService(Service):
+    """One whose list shows every second job alone."""
+
+    def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
+        self.requests.append(self.clock.now)
+        return {key: JobState(False, message="listed") for key in jobs if key.rank % 2 == 0}
+
+
+def keys(n: int) -> dict[JobKey, JobId]:
+    return {key: {"id": str(key.rank)} for key in (JobKey("memory://", "otter", rank, 0) for rank in range(n))}
+
+
+def watched(service_class: type[Service], n: int, limit_s: float, *, together: bool) -> list[float]:
+    """Return when the service got a request from somebody who looks at n jobs all the time."""
+    clock = Clock()
+    service = service_class(clock)
+    states = JobStates(service, clock)
+    while clock.now < limit_s:
+        for jobs in [keys(n)] if together else [{key: job} for key, job in keys(n).items()]:
+            states.of(jobs)
+        clock.now += 0.5
+    return service.requests
+
+
+def most_in(times: list[float], window_s: float) -> int:
+    return max(sum(begin <= time < begin + window_s for time in times) for begin in times)
+
+
+def test_a_service_that_lists_jobs_gets_at_most_sixty_requests_a_minute_from_a_run_of_any_size() -> None:
+    for n in (1, 8, 64):
+        times = watched(ListingService, n, 300, together=True)
+        assert most_in(times, 60) <= 60, n
+        assert len(times) >= 300 / LONGEST_PAUSE_S, n
+
+
+def test_a_service_that_lists_no_jobs_gets_fewer_requests_than_a_free_account_may_make() -> None:
+    for n, together in ((1, True), (8, True), (64, True), (64, False), (200, True)):
+        assert most_in(watched(Service, n, 300, together=together), 300) < 600, n
+
+
+def test_what_is_not_asked_for_in_a_look_keeps_the_answer_of_the_last() -> None:
+    clock = Clock()
+    states = JobStates(ListingService(clock), clock)
+    for _ in range(10):
+        known = states.of(keys(4))
+        clock.now += 0.01
+        assert len(known) == 4
+        assert [known[key].message for key in keys(4) if key.rank % 2 == 0] == ["listed"] * 2
+        assert all(known[key].message.startswith("look") for key in keys(4) if key.rank % 2 == 1)
+
+
+def test_a_job_that_a_list_shows_needs_no_request_of_its_own() -> None:
+    clock = Clock()
+    service = ListingService(clock)
+    states = JobStates(service, clock)
+    listed = {key: job for key, job in keys(64).items() if key.rank % 2 == 0}
+    assert len(states.of(listed)) == 32
+    for key, job in listed.items():
+        assert states.verified(key, job) == job
+    assert len(service.requests) == 1
+
+
+def test_another_job_than_the_one_that_was_asked_for_is_asked_for_at_once() -> None:
+    clock = Clock()
+    service = Service(clock)
+    states = JobStates(service, clock)
+    (key,) = keys(1)
+    for job_id in ("first", "second"):
+        before = len(service.requests)
+        states.of({key: {"id": job_id}})
+        assert len(service.requests) == before + 2, "one to verify it, one for its state"
 
 
 def test_a_call_returns_what_it_returns_and_raises_what_it_raises() -> None:
@@ -77,7 +191,7 @@ def test_a_module_is_imported_when_it_is_used_and_its_absence_has_a_message() ->
         missing.anything  # noqa: B018
 
 
-def pauses_before_giving_up(error: JobServiceError) -> list[float]:
+def pauses_before_giving_up(error: JobServiceError, patience_s: float = PATIENCE_S) -> list[float]:
     """Return the pauses between the tries, when every one ends so."""
     slept: list[float] = []
 
@@ -85,7 +199,7 @@ def pauses_before_giving_up(error: JobServiceError) -> list[float]:
         raise error
 
     with pytest.raises(JobServiceError) as raised:
-        retrying(slept.append)(fails)
+        retrying(slept.append, patience_s=patience_s)(fails)
     assert raised.value is error
     return slept
 
@@ -98,10 +212,40 @@ def test_pauses_grow_to_a_limit_and_what_was_rejected_is_not_asked_again() -> No
     assert pauses_before_giving_up(JobServiceError("never", "rejected")) == []
 
 
-def test_a_service_is_left_alone_as_long_as_it_says_but_not_for_ever() -> None:
-    for asked_s, least_s in ((30.0, 30.0), (86_400.0, LONGEST_RETRY_AFTER_S)):
-        slept = pauses_before_giving_up(JobServiceError("later", "unavailable", retry_after_s=asked_s))
-        assert all(least_s <= pause <= least_s + FIRST_RETRY_S for pause in slept), asked_s
+def test_a_service_is_left_alone_as_long_as_it_says_and_given_up_when_it_asks_for_too_much() -> None:
+    for asked_s, patience_s, n_pauses in (
+        (25.0, PATIENCE_S, 2),
+        (187.0, PATIENCE_S, 0),
+        (187.0, LONGEST_PATIENCE_S, 1),
+        (LONGEST_PATIENCE_S, LONGEST_PATIENCE_S, 1),
+        (10.0, LONGEST_PATIENCE_S, TRIES - 1),
+        (86_400.0, LONGEST_PATIENCE_S, 0),
+    ):
+        slept = pauses_before_giving_up(JobServiceError("later", "unavailable", retry_after_s=asked_s), patience_s)
+        assert len(slept) == n_pauses, asked_s
+        assert all(asked_s <= pause <= asked_s + FIRST_RETRY_S for pause in slept), asked_s
+
+
+def test_a_long_pause_is_told_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executors.backends.jobs.service._told_until", 0.0)
+    error = JobServiceError("Cloud: too many requests (HTTP 429).", "unavailable", retry_after_s=187.0)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: pauses_before_giving_up(error, LONGEST_PATIENCE_S), range(8)))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("replicas: Cloud: too many requests (HTTP 429). Asking again in 187 s.")
+
+
+def test_calls_that_never_return_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdk, "MAX_UNANSWERED", 3)
+    hold = threading.Event()
+    for _ in range(3):
+        with pytest.raises(TimeoutError, match="no answer within"):
+            call_with_timeout(0.01, hold.wait)
+    with pytest.raises(TimeoutError, match="3 earlier requests have had no answer yet"):
+        call_with_timeout(60, lambda: 1)
+    hold.set()
+    eventually(lambda: all(call.done() for call in sdk._unanswered))
+    assert call_with_timeout(60, lambda: 1) == 1
 
 
 def test_every_end_without_an_outcome_has_a_reason_and_a_sentence() -> None:

@@ -25,6 +25,9 @@ PLAIN = LocalProcessExecutor(preload=())
 def nothing() -> None: ...
 
 
+async def asynchronous() -> None: ...
+
+
 @pytest.fixture
 def nothing_written(state_home: Path) -> Iterator[None]:
     yield
@@ -53,6 +56,31 @@ def nothing_written(state_home: Path) -> Iterator[None]:
         ({"entrypoint": "no_such_module:f"}, EntrypointImportError, "there is no module 'no_such_module'"),
         ({"entrypoint": "json:dumpz"}, EntrypointImportError, "Did you mean 'dump'?"),
         ({"entrypoint": "what is this"}, EntrypointError, "Use pkg.mod:function"),
+        (
+            {"entrypoint": asynchronous},
+            EntrypointError,
+            "is async: calling it runs nothing of it. Give a plain function",
+        ),
+        (
+            {"entrypoint": "json:loads", "args": {"s": object()}},
+            EntrypointArgumentsError,
+            "argument 's' is an object. ",
+        ),
+        (
+            {"entrypoint": "json:dump", "args": {"obj": [0, 1, {"y": 1j}], "fp": 1}},
+            EntrypointArgumentsError,
+            "argument 'obj[2].y' is a complex. Pass JSON values, or the function itself",
+        ),
+        (
+            {"entrypoint": "json:dump", "args": {"obj": {1: 2}, "fp": 1}},
+            EntrypointArgumentsError,
+            "argument 'obj' has the key 1, an int; keys are strings.",
+        ),
+        ({"argv": ["--lr", "1"]}, ValueError, "goes to a file that is run as a script, as in 'train.py', got '"),
+        ({"entrypoint": "json:dump", "argv": []}, ValueError, "as in 'train.py', got 'json:dump'."),
+        ({"entrypoint": "train.py", "argv": "--lr 1"}, TypeError, "argv is a list of strings"),
+        ({"entrypoint": "train.py", "argv": [], "args": {"a": 1}}, ValueError, "give one of them (--arg, or what "),
+        ({"entrypoint": "no_such.py", "argv": []}, EntrypointImportError, "does not exist"),
         ({"executor": "locla"}, LookupError, "Did you mean 'local'?"),
         ({"executor": PopenExecutor(), "env": {"A": "1"}}, ValueError, "'popen' takes no env="),
     ],

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
@@ -13,10 +15,17 @@ import pytest
 from servers.s3.server import S3Server
 
 from executors.errors import EntrypointError
-from executors.shipping.requirements import OURS, name_of, requirements_of
+from executors.shipping import requirements
+from executors.shipping.requirements import OURS, name_of
 
 PROJECT = Path(__file__).parents[3]
 PINS = tuple(f"{name}=={version(name).partition('+')[0]}" for name in OURS)
+
+
+def requirements_of(pip: Sequence[str], root: Path) -> tuple[str, ...]:
+    """Return ours and the user's in one."""
+    ours, users = requirements.requirements_of(pip, root)
+    return (*ours, *users)
 
 
 def test_ours_are_pinned_to_what_is_installed_here_without_the_local_part(tmp_path: Path) -> None:
@@ -100,7 +109,7 @@ def test_this_project_is_shipped_and_not_required(tmp_path: Path) -> None:
 
 def test_an_option_of_pip_is_refused_by_name(tmp_path: Path) -> None:
     for line in (
-        "-e .", "--index-url https://example.com", "-c constraints.txt", "a==1 --hash=sha256:00", "--pre", "-",
+        "-e .", "--no-index", "-c constraints.txt", "--extra-index-url", "-f a b", "a==1 --hash=sha256:0", "--pre", "-",
     ):  # fmt: skip
         (tmp_path / "requirements.txt").write_text(f"fine\n{line}\n")
         with pytest.raises(EntrypointError, match=r"requirements\.txt: the option '-.*' is not taken to replicas"):
@@ -109,12 +118,41 @@ def test_an_option_of_pip_is_refused_by_name(tmp_path: Path) -> None:
             requirements_of([line], tmp_path)
 
 
+def test_an_index_travels_with_what_is_installed_from_it(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text(
+        "--extra-index-url https://download.pytorch.org/whl/cpu\n-i https://mine.example.com/simple\n"
+        "--find-links=./wheels\n-f https://example.com/wheels\ntorch==2.13.0+cpu\n"
+    )
+    ours, users = requirements.requirements_of((), tmp_path)
+    assert users == (
+        "--extra-index-url=https://download.pytorch.org/whl/cpu",
+        "--index-url=https://mine.example.com/simple",
+        "--find-links=./wheels",
+        "--find-links=https://example.com/wheels",
+        "torch==2.13.0+cpu",
+    )
+    assert not [pin for pin in ours if pin.startswith("torch")]
+    assert requirements_of([*users], tmp_path / "elsewhere") == (*ours, *users)
+
+
+def test_a_local_version_without_an_index_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    asks = "--extra-index-url URL'; or ask for 'torch==2.13.0'"
+    with pytest.raises(EntrypointError, match=re.escape(asks)) as caught:
+        requirements_of(["einops", "torch==2.13.0+cpu"], tmp_path)
+    assert "'torch==2.13.0+cpu' names a local version" in str(caught.value)
+    url = "torch @ https://download.pytorch.org/whl/cpu/torch-2.13.0%2Bcpu-cp311-linux_x86_64.whl"
+    assert requirements_of([url], tmp_path)[-1] == url
+
+
 def test_credentials_do_not_travel_in_a_requirement(tmp_path: Path) -> None:
     for url in ("https://me:hunter2@example.com/a.whl", "git+https://hunter2@example.com/a.git"):
         with pytest.raises(EntrypointError, match="'mine' holds credentials") as caught:
             requirements_of([f"mine @ {url}"], tmp_path)
         assert "hunter2" not in str(caught.value)
     assert requirements_of(["mine @ git+ssh://git@example.com/a.git"], tmp_path)[-1].startswith("mine")
+    with pytest.raises(EntrypointError, match="holds credentials") as caught:
+        requirements_of(["--index-url https://me:hunter2@example.com/simple"], tmp_path)
+    assert "hunter2" not in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read_or_includes_itself_is_an_error(tmp_path: Path) -> None:

@@ -1,0 +1,226 @@
+"""Arguments given as texts on the command line, as the entrypoint's annotations say they are meant.
+
+The launcher reads annotations in the source, running none of it, and refuses what does not fit. The replica, which has
+the function, converts the same texts again: it knows the annotations that come from elsewhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections.abc
+import enum
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Optional, Union
+
+from executors.errors import EntrypointArgumentsError
+
+REST = "**"  # the name under which the annotation of **kwargs is kept
+BOOLS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
+NONES = ("none", "null")
+NAMES = {bool: "true or false", int: "an int", float: "a float", str: "a string", Path: "a path", type(None): "none"}
+SEQUENCES = (list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+BY_NAME: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, Path, list)}
+ENUMS = ("Enum", "IntEnum", "StrEnum", "Flag", "IntFlag")
+
+
+class _Unknown(Exception):
+    """An annotation that says nothing of how a text is meant."""
+
+
+def from_texts(texts: Mapping[str, str], annotations: Mapping[str, Any], function: str) -> dict[str, Any]:
+    """Return the values of arguments; JSON, else the text itself, where an argument has no annotation that is known.
+
+    Raises:
+        EntrypointArgumentsError: a text does not fit its annotation.
+    """
+    values = {}
+    for name, text in texts.items():
+        annotation = annotations.get(name, annotations.get(REST, Any))
+        try:
+            values[name] = _convert_or_keep(text, annotation)
+        except ValueError:
+            raise EntrypointArgumentsError(
+                f"--arg {name}={text}: {function}() takes {name} as {describe(annotation)}."
+            ) from None
+    return values
+
+
+def json_or_text(text: str) -> Any:
+    """Return the value of a text: JSON where it parses as JSON, else the text itself."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except ValueError:
+        return text
+
+
+def to_json(value: Any) -> Any:
+    """Return a converted argument as it travels: a path as its text, a member of an enum by its name."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, list):
+        return [to_json(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def convert(text: str, annotation: Any) -> Any:
+    """Return the value that a text means for an annotation.
+
+    Raises:
+        ValueError: it means none.
+    """
+    parts = typing.get_args(annotation)
+    if annotation is bool:
+        return _one_of(BOOLS, text.lower())
+    if annotation in (int, float, str, Path):
+        return annotation(text)
+    if annotation in (None, type(None)):
+        return _one_of(dict.fromkeys(NONES), text.lower())
+    if isinstance(annotation, enum.EnumMeta):
+        members: list[Any] = list(annotation)
+        by_value = {str(member.value): member for member in members}
+        return _one_of({**by_value, **annotation.__members__}, text)
+    kind = typing.get_origin(annotation) or annotation
+    if kind is Literal:
+        return _one_of({str(choice): choice for choice in parts}, text)
+    if kind in (Union, types.UnionType):
+        return _convert_to_any(text, sorted(parts, key=lambda part: (part is str) - (part is type(None))))
+    if kind in SEQUENCES:
+        items = json.loads(text) if text.startswith("[") else text.split(",") if text else []
+        each = parts[0] if parts else Any
+        return [_convert_or_keep(item if isinstance(item, str) else json.dumps(item), each) for item in items]
+    if kind is typing.Annotated:
+        return convert(text, parts[0])
+    raise _Unknown
+
+
+def _convert_or_keep(text: str, annotation: Any) -> Any:
+    try:
+        return convert(text, annotation)
+    except _Unknown:
+        return json_or_text(text)
+
+
+def _convert_to_any(text: str, annotations: list[Any]) -> Any:
+    is_known = True
+    for annotation in annotations:
+        try:
+            return convert(text, annotation)
+        except _Unknown:
+            is_known = False
+        except ValueError:
+            continue
+    if not is_known:
+        raise _Unknown
+    raise ValueError
+
+
+def _one_of(choices: Mapping[str, Any], text: str) -> Any:
+    if text not in choices:
+        raise ValueError
+    return choices[text]
+
+
+def describe(annotation: Any) -> str:
+    """Say what an annotation takes: `a float`, `one of 'fast', 'slow'`."""
+    parts = typing.get_args(annotation)
+    kind = typing.get_origin(annotation) or annotation
+    if kind is Literal:
+        return f"one of {', '.join(map(repr, parts))}"
+    if isinstance(annotation, enum.EnumMeta):
+        return f"one of {', '.join(annotation.__members__)}"
+    if kind in (Union, types.UnionType):
+        return " or ".join(map(describe, parts))
+    if kind in SEQUENCES:
+        return f"a list, each item {describe(parts[0])}" if parts else "a list"
+    return describe(parts[0]) if kind is typing.Annotated else NAMES.get(annotation, str(annotation))
+
+
+def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations of a function's parameters, as far as they can be evaluated."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError, NameError):
+        return {}
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    found = {}
+    for name, parameter in parameters.items():
+        annotation = parameter.annotation
+        if isinstance(annotation, str):
+            try:
+                annotation = eval(annotation, names)
+            except Exception:  # noqa: BLE001 - what only a type checker knows says nothing here
+                continue
+        if annotation is not parameter.empty:
+            found[REST if parameter.kind is parameter.VAR_KEYWORD else name] = annotation
+    return found
+
+
+def annotations_in(module: ast.Module, taken: ast.arguments) -> dict[str, Any]:
+    """Return the annotations of parameters that the source alone explains; nothing of it is run."""
+    named: dict[str, ast.AST] = {}
+    for node in module.body:
+        if isinstance(node, ast.ClassDef):
+            named[node.name] = node
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            named[node.targets[0].id] = node.value
+    found = {}
+    rest = [ast.arg(REST, taken.kwarg.annotation)] if taken.kwarg else []
+    for arg in [*taken.args, *taken.kwonlyargs, *rest]:
+        if arg.annotation is not None:
+            try:
+                found[arg.arg] = _read(arg.annotation, named)
+            except (_Unknown, ValueError, TypeError, SyntaxError, RecursionError):
+                continue
+    return found
+
+
+def _read(node: ast.AST, named: Mapping[str, ast.AST]) -> Any:
+    match node:
+        case ast.Constant(value=None):
+            return None
+        case ast.Constant(value=str() as text):
+            return _read(ast.parse(text, mode="eval").body, named)
+        case ast.Name(id=name) if name in named:
+            definition = named[name]
+            return _read_enum(definition) if isinstance(definition, ast.ClassDef) else _read(definition, named)
+        case ast.Name(id=name) | ast.Attribute(attr=name) if name in BY_NAME:
+            return BY_NAME[name]
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return Union[_read(left, named), _read(right, named)]  # noqa: UP007 - of values
+        case ast.Subscript(value=ast.Name(id=kind) | ast.Attribute(attr=kind), slice=inner):
+            items = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            if kind == "Literal":
+                return Literal[tuple(ast.literal_eval(item) for item in items)]
+            parts = [_read(item, named) for item in (items[:1] if kind == "Annotated" else items)]
+            if kind in ("list", "List", "Sequence"):
+                return list[parts[0]]  # type: ignore[valid-type]
+            if kind == "Optional":
+                return Optional[parts[0]]  # noqa: UP045 - of a value
+            if kind in ("Union", "Annotated"):
+                return Union[tuple(parts)]  # noqa: UP007
+    raise _Unknown
+
+
+def _read_enum(definition: ast.ClassDef) -> enum.EnumMeta:
+    """Make an enum like the one that a class of the source is: its names, and values that are literals."""
+    bases = [getattr(base, "id", getattr(base, "attr", "")) for base in definition.bases]
+    members: dict[str, Any] = {}
+    for node in definition.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            is_auto = re.fullmatch(r"(enum\.)?auto\(\)", ast.unparse(node.value))
+            auto = name.lower() if "StrEnum" in bases else len(members) + 1
+            members[name] = auto if is_auto else ast.literal_eval(node.value)
+    if not members or not set(bases) & set(ENUMS):
+        raise _Unknown
+    return enum.Enum(definition.name, members)  # type: ignore[return-value]
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

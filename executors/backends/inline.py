@@ -1,0 +1,204 @@
+"""The entrypoint as the one replica of a run, in the calling process: for debuggers, profilers and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from executors.attempt import PID, TICKS, Attempt, collect_rows
+from executors.entrypoint import check_entrypoint, split_rank_env
+from executors.errors import BackendError
+from executors.process import is_alive, start_time, this_machine
+from executors.protocol import Observation, Outcome, Recordable, ReplicaHandle, ReplicaStatus, RunSpec, Unfinished
+from executors.registry import describe_executor
+from executors.replica import RANK, find_replica, set_current_replica
+from executors.run_index import local_store, new_run_id, remember
+from executors.store import store_at
+from executors.store.records import Record, checked, text
+from executors.store.url import address_of
+from executors.task.create import MASK, LaunchRequest, create_run
+from executors.worker.main import call
+
+MACHINE = re.compile(r"\S+ \S+ \S+")  # as `this_machine` names one
+
+
+@dataclass(frozen=True)
+class _Process(Record):
+    """The process that a replica runs in, as its handle says."""
+
+    machine: str = checked(text(1000, MACHINE))
+    pid: int = checked(PID)
+    pid_started: int = checked(TICKS)
+
+
+class InlineExecutor:
+    """Calls the entrypoint in this process, as the one replica of its run: `launch` returns when it has ended.
+
+    stdin, stdout and the threads are this process's own, so `breakpoint()` works, and so does `pdb.pm()` after an
+    exception. All else is as for any run: its record, its claim, its outcome.
+    """
+
+    backend_name = "inline"
+    supports_inter_replica_network = True
+    needs_shared_rendezvous = False
+    default_timeout_s: float | None = None
+    recordable_options: ClassVar[Recordable] = {}
+
+    @property
+    def options_to_keep(self) -> dict[str, Any]:
+        """Nothing: it has no options."""
+        return {}
+
+    def warm_up(self) -> None:
+        """Do nothing: this process is there already."""
+
+    def check_launch(
+        self,
+        n_replicas: int,
+        entrypoint: str | Callable[..., Any],
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: float | None = None,
+        secrets: Sequence[str] = (),
+    ) -> None:
+        """Refuse what cannot work, before anything is written or called; see `NativeExecutor.check_launch`."""
+        if n_replicas != 1:
+            raise ValueError(
+                f"n must be 1 on the backend 'inline', which runs one replica in this process, got n={n_replicas}. "
+                "For more, use the backend 'local'."
+            )
+        for name, value in (("gpu", gpu), ("timeout", timeout)):
+            if value is not None:
+                raise ValueError(
+                    f"Backend 'inline' takes no {name}, got {name}={value!r}: the entrypoint runs in this process, "
+                    "with what it has and as long as it takes. Leave it away, or use the backend 'local'."
+                )
+        if missing := [name for name in secrets if name not in os.environ]:
+            raise ValueError(f"The secret {missing[0]!r} is not set. Set it in this process's environment.")
+        if isinstance(entrypoint, str):
+            check_entrypoint(entrypoint, split_rank_env(entrypoint_args)[0])
+
+    def package(self, entrypoint: str | Callable[..., Any]) -> None:
+        """Return None: the replica sees this machine's files."""
+
+    def launch_replicas(
+        self,
+        n_replicas: int,
+        entrypoint: str | Callable[..., Any],
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: float | None = None,
+        run: RunSpec | None = None,
+    ) -> list[ReplicaHandle]:
+        """Call the entrypoint, and return its replica's handle; see `NativeExecutor.launch_replicas`.
+
+        What it raises is its outcome, and is printed. Only Ctrl-C is passed on; it cancels the replica.
+        """
+        if run is None:
+            self.check_launch(n_replicas, entrypoint, entrypoint_args, gpu=gpu, timeout=timeout)
+            request = LaunchRequest(entrypoint=entrypoint, n=n_replicas, args=entrypoint_args)
+            run = create_run(request, new_run_id(), local_store(), describe_executor(self))
+            remember(run.run_id, run.store_url, run.task_digest)
+        attempt = Attempt(store_at(run.store_url), run.run_id, run.ranks[0], run.attempt)
+        announced = attempt.announced(self.backend_name)
+        process = {"machine": this_machine(), "pid": os.getpid(), "pid_started": start_time(os.getpid())}
+        handle = ReplicaHandle(announced.rank, self.backend_name, {**announced.metadata, **process})
+        if not attempt.store.put_if_absent(attempt.key("handle.json"), handle.to_json().encode()):
+            return []  # another process began it first
+        with _surroundings_of(run, attempt.rank, entrypoint):
+            try:
+                call(address_of(run.store_url, run.run_id), run.task_digest)
+            except SystemExit:
+                pass  # its outcome says how it left
+            except Exception as error:  # noqa: BLE001 - the user's code raised it, and its outcome has it
+                traceback.print_exception(error)
+                sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__  # pdb.pm()
+        return [handle]
+
+    def describe_launch(
+        self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Return what `launch_replicas` would call, with the environment's values masked."""
+        return {"process": "this one", "cwd": os.getcwd(), "env": dict.fromkeys(run.env, MASK)}
+
+    def find_handle(self, handle: ReplicaHandle) -> None:
+        """Return None: an attempt begins with its whole handle."""
+
+    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
+        """Return the replica's status. The first to find its process gone records it as lost.
+
+        Raises:
+            UnknownHandleError: no such replica was ever launched.
+        """
+        attempt, handle = Attempt.of_handle(handle, self.backend_name)
+        if outcome := attempt.outcome() or self._conclude(attempt, handle):
+            return outcome.status
+        return ReplicaStatus.RUNNING if attempt.has("started.json") else ReplicaStatus.PENDING
+
+    def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
+        """Look at replicas through /proc; see `NativeExecutor.observe`."""
+        return [
+            Observation(self._conclude(Attempt.named_by(each.handle, self.backend_name).at(each.attempt), each.handle))
+            for each in replicas
+        ]
+
+    def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
+        """Return nothing: what the replica prints goes where its process prints."""
+        Attempt.of_handle(handle, self.backend_name)
+        return ""
+
+    def cancel(self, handle: ReplicaHandle) -> None:
+        """Do nothing to a replica that has ended, and refuse to end one that runs.
+
+        Raises:
+            BackendError: it runs, perhaps under somebody's debugger.
+        """
+        if self.poll(handle).is_terminal:
+            return
+        attempt, newest = Attempt.of_handle(handle, self.backend_name)
+        process = _process_of(attempt, newest)
+        raise BackendError(
+            f"Run {attempt.run_id!r} runs inside process {process.pid} on {process.machine.split()[0]} (backend "
+            "'inline'), and ends there: press Ctrl-C."
+        )
+
+    def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """Wait for the replicas' outcomes, at most `timeout` seconds, and return them in the order of `handles`."""
+        return collect_rows(self.poll, self.backend_name, handles, timeout)
+
+    def _conclude(self, attempt: Attempt, handle: ReplicaHandle) -> Outcome | None:
+        process = _process_of(attempt, handle)
+        if process.machine != this_machine() or is_alive(process.pid, process.pid_started):
+            return None
+        return attempt.outcome() or attempt.record_lost("its process is gone")  # its last act may have been to write it
+
+
+def _process_of(attempt: Attempt, handle: ReplicaHandle) -> _Process:
+    where = f"the handle of rank {attempt.rank} of run {attempt.run_id!r}"
+    return _Process.parse(handle.metadata, where, attempt.store.url)
+
+
+@contextlib.contextmanager
+def _surroundings_of(run: RunSpec, rank: int, entrypoint: str | Callable[..., Any]) -> Iterator[None]:
+    """Give a replica in this process its environment, and afterwards this process its own back."""
+    environ, argv, paths, modules, replica = dict(os.environ), sys.argv, [*sys.path], {*sys.modules}, find_replica()
+    os.environ.update({**run.env, RANK: str(rank)})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)
+        sys.argv, sys.path[:] = argv, paths
+        set_current_replica(replica)
+        file = re.match(r"(.*\.py)(:\w+)?$", entrypoint) if isinstance(entrypoint, str) else None
+        if file and (name := Path(file[1]).stem) not in modules:
+            sys.modules.pop(name, None)  # it may be edited before the next launch

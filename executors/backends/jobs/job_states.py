@@ -1,0 +1,172 @@
+"""JobStates: what a service reports of the jobs of runs, asked for at a rate that every account may have."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from executors.attempt import ENDINGS
+from executors.backends.jobs.sdk import PollThrottle, TokenBucket
+from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobState
+from executors.protocol import Reason
+
+MAX_THREADS = 16
+BESIDE_LISTS = (0.4, 16)  # with a list every 5 s: less than 60 requests in any minute
+ONE_BY_ONE = (1.6, 60)  # 540 requests in the first five minutes; Hugging Face allows a free account 1,000
+
+SIGNALS = {137: "SIGKILL", 143: "SIGTERM", 139: "SIGSEGV", 134: "SIGABRT", 130: "SIGINT"}  # by exit code
+
+log = logging.getLogger(__name__)
+Place = tuple[str, str]
+"""The store and the id of a run."""
+
+
+class JobStates:
+    """Asks a service about jobs: about all of a run in one request where the service lists jobs, else one by one.
+
+    What is not asked for in a look keeps the answer of the last. Safe for threads.
+    """
+
+    def __init__(self, service: JobService, clock: Callable[[], float] = time.monotonic) -> None:
+        self._service = service
+        self._lists_jobs = type(service).states is not JobService.states
+        self._runs = PollThrottle[Place](clock)
+        self._one_by_one = PollThrottle[JobKey](clock)
+        self._searches = PollThrottle[JobKey](clock)
+        self._budget = TokenBucket(*(BESIDE_LISTS if self._lists_jobs else ONE_BY_ONE), clock)
+        self._lock = threading.Lock()
+        self._jobs: dict[JobKey, JobId] = {}
+        """Those that were asked for and have not ended, as records name them."""
+        self._known: dict[JobKey, JobState] = {}
+        self._unlisted: set[JobKey] = set()
+        """Those that the last list lacked: they are asked for one by one."""
+        self._verified: dict[JobKey, JobId] = {}
+        """Those that this process started, or the service has said whose they are."""
+
+    def of(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
+        """Return the states of jobs that records name, as far as they are known.
+
+        Raises:
+            JobServiceError: the service refuses to tell; ForeignJobError: one is not its replica's.
+        """
+        with self._lock:
+            for key, job in jobs.items():
+                if self._jobs.get(key) != job:  # new, or another one than was asked for
+                    self._forget(key)
+                    self._jobs[key] = job
+                    self._runs.forget(_place(key))
+        if self._lists_jobs:
+            for place in self._runs.due({_place(key) for key in jobs}):
+                self._ask_for_all(place)
+        one_by_one = [key for key in jobs if not self._lists_jobs or key in self._unlisted]
+        if due := self._one_by_one.due(one_by_one, self._can_pay):
+            with ThreadPoolExecutor(min(MAX_THREADS, len(due))) as pool:
+                list(pool.map(self._ask, due, (jobs[key] for key in due)))
+        with self._lock:
+            return {key: self._known[key] for key in jobs if key in self._known}
+
+    def verified(self, key: JobKey, named: JobId) -> JobId:
+        """Return the job that a record names, once the service has said that it runs this attempt."""
+        if self._verified.get(key) != named:
+            self._verified[key] = named = self._service.verify(named, key)
+        return named
+
+    def started(self, key: JobKey, job: JobId) -> None:
+        """Note a job that this process started or found, so that nobody needs to say whose it is."""
+        with self._lock:
+            self._jobs[key] = self._verified[key] = job
+
+    def forget(self, key: JobKey) -> None:
+        """Leave out a job from now on: it has ended."""
+        with self._lock:
+            self._forget(key)
+
+    def hurry(self, key: JobKey) -> None:
+        """Ask for a job at the next look: something was done to it."""
+        self.forget(key)
+        self._runs.forget(_place(key))
+
+    def may_look_for(self, key: JobKey) -> bool:
+        """Whether to ask now for the jobs of a rank whose launcher left no handle. A caller that gets True asks."""
+        return bool(self._searches.due([key], lambda _: self._budget.take()))
+
+    def _forget(self, key: JobKey) -> None:
+        self._jobs.pop(key, None)
+        self._known.pop(key, None)
+        self._unlisted.discard(key)
+        self._one_by_one.forget(key)
+
+    def _can_pay(self, key: JobKey) -> bool:
+        return self._budget.take(1 if key in self._verified else 2)
+
+    def _ask_for_all(self, place: Place) -> None:
+        with self._lock:
+            asked = {key: job for key, job in self._jobs.items() if _place(key) == place}
+        try:
+            told = self._service.states(asked)
+        except JobServiceError as error:
+            self._warn(error, f"run {place[1]}")
+            return
+        with self._lock:
+            for key, job in asked.items():
+                if key in told:
+                    self._known[key] = told[key]
+                    self._verified[key] = job
+                    self._unlisted.discard(key)
+                else:
+                    self._unlisted.add(key)
+
+    def _ask(self, key: JobKey, named: JobId) -> None:
+        try:
+            state = self._service.state(self.verified(key, named))
+        except JobServiceError as error:
+            self._warn(error, f"rank {key.rank}")
+            return
+        with self._lock:
+            self._known[key] = state
+
+    def _warn(self, error: JobServiceError, of: str) -> None:
+        """Raise what asking again would not mend; the rest is asked for again at a later look."""
+        if error.kind == "rejected":
+            raise error
+        log.warning("%s: %s cannot report the state of its job: %s", of, self._service.name, error)
+
+
+def _place(key: JobKey) -> Place:
+    return key.store_url, key.run_id
+
+
+def explain(
+    who: str, service: str, state: JobState, timeout_s: float, has_started: bool, output: str
+) -> tuple[Reason, str]:
+    """Name the reason of an end without an outcome, and put it into a sentence.
+
+    Args:
+        who: `Replica 3 of 8 (attempt 1)`.
+        service: its name for people.
+        has_started: whether the replica claimed its attempt.
+        output: the end of its log.
+    """
+    said = f" {service} says: {state.message.rstrip('.')}." if state.message else ""
+
+    def sentence(ending: str, **values: Any) -> str:
+        return f"{who} {ENDINGS[ending].format(service=service, **values)}{'' if ending == 'timeout' else said}"
+
+    if state.reason == "oom":
+        cause = "out of memory" if said else f"most likely out of memory (SIGKILL, and not by {service})"
+        return "oom", sentence("killed", cause=cause)
+    if state.reason is not None:
+        endings = {"timeout": "timeout", "preempted": "preempted", "cancelled": "cancelled_there"}
+        return state.reason, sentence(endings.get(state.reason, "not_run"), limit_s=timeout_s)
+    code = "an unknown exit code" if state.exit_code is None else f"exit code {state.exit_code}"
+    if state.exit_code in SIGNALS:
+        return "signal", sentence("by_exit_code", name=SIGNALS[state.exit_code], code=code)
+    if not has_started:
+        lines = output.strip().splitlines()
+        why = f" Its log ends: {lines[-1].rstrip('.')}." if lines else ""  # first: a table shows the beginning alone
+        return "start_failed", sentence("not_reached", code=code, why=why)
+    return "no_result", sentence("no_result", code=code)

@@ -1,0 +1,64 @@
+"""Calls of the `modal` SDK with a time limit, and its errors translated."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from executors.backends.jobs.sdk import LazyModule, call_with_timeout
+from executors.backends.jobs.service import JobServiceError, Kind
+
+if TYPE_CHECKING:
+    import modal
+else:
+    NEEDED = "Backend 'modal' needs the Modal SDK. Install it with: pip install 'serverless-replicas[modal]'"
+    modal = LazyModule("modal", NEEDED)
+
+__all__ = ["TOKEN_ADVICE", "in_thread", "modal", "translated_errors"]
+
+CALL_LIMIT_S = 90.0  # the SDK itself gives up on a server that it cannot reach after 56 s
+TOKEN_ADVICE = "Run: modal token new (or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET)."
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def translated_errors() -> Iterator[None]:
+    """Turn what the SDK raises into JobServiceError. The SDK itself repeats what failed on the way, three times."""
+    import grpclib.exceptions
+    import modal.exception as raised
+
+    may_be_done = raised.ServiceError, raised.InternalError, raised.ConnectionError, raised.TimeoutError
+    try:
+        yield
+    except raised.Error as error:
+        kind: Kind = "rejected"
+        if isinstance(error, (*may_be_done, raised.AlreadyExistsError)):  # an earlier try, whose answer was lost
+            kind = "unknown"
+        elif isinstance(error, raised.ResourceExhaustedError) and "insufficient capacity" not in str(error).lower():
+            kind = "unavailable"  # too many requests; the other one has waited for a machine already
+        advice = f" {TOKEN_ADVICE}" if isinstance(error, raised.AuthError) else ""
+        raise JobServiceError(f"Modal: {_text(error)}.{advice}", kind) from error
+    except (grpclib.GRPCError, grpclib.exceptions.StreamTerminatedError, OSError, TimeoutError) as error:
+        raise JobServiceError(f"Modal cannot be reached: {_text(error)}.", "unknown") from error
+
+
+def in_thread(call: Callable[P, T]) -> Callable[P, T]:
+    """Make a call of the SDK in a thread of its own, with a limit, its errors translated.
+
+    In a notebook an event loop runs in the caller's thread, and the SDK's blocking calls complain of it.
+    """
+
+    @functools.wraps(call)
+    def made_in_thread(*args: P.args, **kwargs: P.kwargs) -> T:
+        with translated_errors():
+            return call_with_timeout(CALL_LIMIT_S, lambda: call(*args, **kwargs))
+
+    return made_in_thread
+
+
+def _text(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).rstrip(".")

@@ -1,0 +1,55 @@
+"""What the replicas of a run have left in its store, from one list; nothing is read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from executors.store import Store
+
+RECORD = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/(started|handle|intent|outcome|heartbeat)\.json")
+BEGINNINGS = ("started", "handle", "intent", "outcome")
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Which records of which attempts exist. What a run's store holds besides them is left out."""
+
+    records: frozenset[tuple[int, int, str]] = frozenset()
+    """Rank, attempt, and the record's name."""
+
+    @classmethod
+    def of(cls, store: Store, run_id: str) -> Inventory:
+        """List the replicas of a run."""
+        prefix = f"{run_id}/replicas/"
+        found = (RECORD.fullmatch(entry.key, len(prefix)) for entry in store.list(prefix))
+        return cls(frozenset((int(each[1]), int(each[2]), each[3]) for each in found if each is not None))
+
+    def __or__(self, other: Inventory) -> Inventory:
+        """Return what either knows of: a record is never taken back, and a list may be older than one before it."""
+        return Inventory(self.records | other.records)
+
+    def has(self, rank: int, attempt: int, name: str) -> bool:
+        """Tell whether an attempt has left a record, such as `started`."""
+        return (rank, attempt, name) in self.records
+
+    def newest(self, rank: int) -> int:
+        """Return the number of the rank's newest attempt that was launched or claimed; attempts are dense."""
+        number = 0
+        while any(self.has(rank, number + 1, name) for name in BEGINNINGS):
+            number += 1
+        return number
+
+    def newest_launched(self, rank: int) -> int | None:
+        """Return the number of its newest attempt with a handle, or the intent to ask for one; None: it has none."""
+        for number in range(self.newest(rank), -1, -1):
+            if self.has(rank, number, "handle") or self.has(rank, number, "intent"):
+                return number
+        return None
+
+    def count_joined(self, world_size: int) -> int:
+        """Return how many ranks beyond those that were launched have joined the run since; their numbers are dense."""
+        rank = world_size
+        while self.has(rank, 0, "started"):
+            rank += 1
+        return rank - world_size

@@ -1,0 +1,233 @@
+"""Looking at the replicas of a run: one list says what exists, only what is new is read, the backend is asked once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from executors.attempt import Attempt, Beat
+from executors.inventory import Inventory
+from executors.protocol import (
+    REASONS,
+    NativeExecutor,
+    Observation,
+    Outcome,
+    ReplicaStatus,
+    ServerlessExecutor,
+    Unfinished,
+    as_status,
+)
+from executors.status import ReplicaState, pauses
+from executors.store import Store
+from executors.store.url import directory_of
+from executors.task.record import RunRecord
+
+MAX_THREADS = 32  # reads at once; no store's connections are fewer
+FAR_PAUSES_S = (0.25, 4.0)  # 64 replicas watched for an hour are 60,000 requests
+RECENT_S = 0.2
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Observer:
+    """What one process has seen of a run's replicas. A terminal status stays until a newer attempt is found.
+
+    Args:
+        executor: returns the run's executor; not called while no replica needs it.
+        handles: those of the launch, in rank order. None: they are read from the store.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        record: RunRecord,
+        executor: Callable[[], ServerlessExecutor],
+        handles: Sequence[Any] | None = None,
+    ) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._record = record
+        self._executor = executor
+        self._is_directory = directory_of(store.url) is not None
+        self._is_near = self._is_directory or store.url.startswith("memory:")
+        self._inventory = Inventory()
+        self._handles: dict[int, tuple[int | None, Any]] = {rank: (0, each) for rank, each in enumerate(handles or ())}
+        self._outcomes: dict[int, Outcome] = {}
+        self._beats: dict[int, tuple[int, Beat | None]] = {}
+        self._lock = threading.Lock()
+        self._recent: tuple[float, list[ReplicaState]] | None = None
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that were launched."""
+        return range(self._record.world_size)
+
+    def pauses(self) -> Iterator[float]:
+        """Yield the seconds to wait between one look and the next: a far store's requests cost."""
+        return pauses() if self._is_near else pauses(*FAR_PAUSES_S)
+
+    def look(self, ranks: Sequence[int]) -> list[ReplicaState]:
+        """Return the state of replicas, but for what they report.
+
+        One list, the outcomes and handles that are new, and one call of the backend about all that have no outcome.
+        """
+        self.update()
+        self.map(self._read_outcome, [rank for rank in ranks if self.outcome(rank) is None])
+        waiting = [rank for rank in ranks if self.outcome(rank) is None]
+        handles = dict(zip(waiting, self.map(self._newest_handle, waiting), strict=True))
+        newest = {rank: self.attempt(rank) for rank, handle in handles.items() if handle is not None}
+        seen = self._ask_backend(newest, handles) if newest else {}
+        ended = [rank for rank, (status, _) in seen.items() if status is not None and status.is_terminal]
+        if ended:
+            self.update()
+            overtaken = [rank for rank in ended if self.attempt(rank) != newest[rank]]
+            self.map(lambda rank: self._settle(rank, seen[rank][0]), sorted({*ended} - {*overtaken}))
+            if overtaken:  # the answer was of an attempt that was begun meanwhile
+                again = {state.rank: state for state in self.look(overtaken)}
+                return [again.get(rank) or self._state(rank, *seen.get(rank, (None, ""))) for rank in ranks]
+        return [self._state(rank, *seen.get(rank, (None, ""))) for rank in ranks]
+
+    def look_recently(self, rank: int) -> ReplicaStatus:
+        """Return a replica's status as of a moment ago, which many may ask for over and over."""
+        with self._lock:
+            age_s = RECENT_S if self._is_near else FAR_PAUSES_S[1]
+            if self._recent is None or time.monotonic() - self._recent[0] > age_s:
+                self._recent = (time.monotonic(), self.look(self.ranks))
+            return self._recent[1][rank].status
+
+    def with_reports(self, states: Sequence[ReplicaState]) -> list[ReplicaState]:
+        """Read the heartbeat of each replica that has one, once after its end, and add what it says."""
+        return self.map(self._with_report, states)
+
+    def count_joined(self) -> int:
+        """Return how many more ranks joined while the run went on, as of the last look."""
+        return self._inventory.count_joined(self._record.world_size)
+
+    def update(self) -> None:
+        """List what the replicas have left."""
+        self._inventory |= Inventory.of(self._store, self._run_id)
+
+    def attempt(self, rank: int) -> Attempt:
+        """Return a rank's newest attempt, as of the last look."""
+        return Attempt(self._store, self._run_id, rank, self._inventory.newest(rank))
+
+    def outcome(self, rank: int) -> Outcome | None:
+        """Return how a rank ended, as of the last look; None while its newest attempt goes on."""
+        known = self._outcomes.get(rank)
+        is_final = known is not None and known.status is ReplicaStatus.SUCCEEDED
+        return known if is_final or (known and known.attempt == self._inventory.newest(rank)) else None
+
+    def handle(self, rank: int) -> Any:
+        """Return a rank's handle; None while it has left none that this process can read."""
+        _, handle = self._handles.get(rank, (None, None))
+        if handle is None:  # it may still come: its launcher may be at work
+            self.update()
+            handle = self._newest_handle(rank)
+        return handle
+
+    def handles(self) -> list[Any]:
+        """Return the handles in rank order."""
+        if any(rank not in self._handles for rank in self.ranks):
+            self.update()
+        return self.map(self._newest_handle, self.ranks)
+
+    def collect_missing(self) -> None:
+        """Take from the backend what the store does not have: replicas that succeeded without reaching the store."""
+        missing = [rank for rank in self.ranks if self.outcome(rank) is None]
+        rows = self._executor().collect([self.handle(rank) for rank in missing]) if missing else []
+        for rank, row in zip(missing, rows, strict=True):
+            if as_status(row.get("status")).is_terminal:
+                self._outcomes[rank] = Outcome.of_row(rank, self.attempt(rank).number, row)
+
+    def map(self, act: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """Act on several items: at once where each takes round trips, and in turn on a directory."""
+        items = list(items)
+        if self._is_directory or len(items) <= 1:
+            return list(map(act, items))
+        return in_parallel(act, items)
+
+    def _read_outcome(self, rank: int) -> None:
+        attempt = self.attempt(rank)
+        if self._inventory.has(rank, attempt.number, "outcome") and (outcome := attempt.outcome()):
+            self._outcomes[rank] = outcome
+
+    def _newest_handle(self, rank: int) -> Any:
+        """Return the handle of the newest attempt that has one; read again when a newer one was launched."""
+        launched, (number, known) = self._inventory.newest_launched(rank), self._handles.get(rank, (None, None))
+        if launched is None or (known is not None and number == launched):
+            return known
+        attempt = self.attempt(rank).at(launched)
+        found = attempt.handle(self._record.backend)
+        executor = self._executor() if found is None else None
+        if isinstance(executor, NativeExecutor):
+            found = executor.find_handle(attempt.announced(self._record.backend))
+            if found is None and (outcome := attempt.outcome()):  # it was found that it was never started
+                self._outcomes[rank] = outcome
+        self._handles[rank] = (launched, found)
+        return found
+
+    def _ask_backend(
+        self, newest: Mapping[int, Attempt], handles: Mapping[int, Any]
+    ) -> dict[int, tuple[ReplicaStatus | None, str]]:
+        """Return the status of each replica, where the backend says it, and in a few words what it waits for."""
+        executor = self._executor()
+        if not isinstance(executor, NativeExecutor):
+            polled = self.map(lambda rank: as_status(executor.poll(handles[rank])), newest)
+            return {rank: (status, "") for rank, status in zip(newest, polled, strict=True)}
+        found = executor.observe([Unfinished(handles[rank], attempt.number) for rank, attempt in newest.items()])
+        return {rank: self._note(rank, each) for rank, each in zip(newest, found, strict=True)}
+
+    def _note(self, rank: int, observation: Observation) -> tuple[ReplicaStatus | None, str]:
+        if observation.outcome is None:
+            return None, observation.doing
+        self._outcomes[rank] = observation.outcome
+        return observation.outcome.status, ""
+
+    def _settle(self, rank: int, reported: ReplicaStatus | None) -> None:
+        """See that a replica whose backend says that it ended has an outcome: its peers need to know."""
+        if self.outcome(rank) is not None:
+            return
+        attempt = self.attempt(rank)
+        outcome = attempt.outcome()  # it is written before its process ends
+        if outcome is None and reported is not ReplicaStatus.SUCCEEDED:
+            outcome = self._record_for(attempt, reported)
+        if outcome is not None:
+            self._outcomes[rank] = outcome
+
+    def _record_for(self, attempt: Attempt, reported: ReplicaStatus | None) -> Outcome:
+        """Write the outcome that a third-party executor's replica could not."""
+        (row,) = self._executor().collect([self.handle(attempt.rank)], timeout=0)
+        if reported is not ReplicaStatus.CANCELLED and row.get("reason") not in REASONS:
+            return attempt.record_lost(f"{self._record.backend} reports it {reported}")
+        return attempt.record(Outcome.of_row(attempt.rank, attempt.number, {**row, "status": reported}))
+
+    def _state(self, rank: int, reported: ReplicaStatus | None, doing: str) -> ReplicaState:
+        outcome = self.outcome(rank)
+        if outcome is not None:
+            return ReplicaState(rank, outcome.attempt, outcome.status, outcome)
+        number = self._inventory.newest(rank)
+        has_started = self._inventory.has(rank, number, "started")
+        status = reported or (ReplicaStatus.RUNNING if has_started else ReplicaStatus.PENDING)
+        return ReplicaState(rank, number, status, doing=doing)
+
+    def _with_report(self, state: ReplicaState) -> ReplicaState:
+        attempt = self.attempt(state.rank).at(state.attempt)
+        number, beat = self._beats.get(state.rank, (None, None))
+        if number != state.attempt:
+            beat = attempt.beat() if self._inventory.has(state.rank, state.attempt, "heartbeat") else None
+            if state.outcome is not None:
+                self._beats[state.rank] = (state.attempt, beat)
+        if beat is None:
+            return state
+        return replace(state, heartbeat_age_s=max(0.0, time.time() - beat.at), reported=dict(beat.reported))
+
+
+def in_parallel(act: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Act on several items at once."""
+    with ThreadPoolExecutor(min(MAX_THREADS, max(1, len(items)))) as pool:
+        return list(pool.map(act, items))

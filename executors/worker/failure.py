@@ -1,0 +1,55 @@
+"""What an exception of the user's code leaves in its outcome: a traceback, its first line, and where it was raised."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+OURS = tuple(str(Path(__file__).parents[2] / package) + os.sep for package in ("executors", "diloco"))
+INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+NOTEBOOK = ("/ipykernel_", "<ipython-input-")
+
+
+def describe_failure(error: BaseException) -> dict[str, str | None]:
+    """Return `error`, `error_line` and `error_place` of an outcome."""
+    trace = error.__traceback__
+    while trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("executors.worker."):
+        trace = trace.tb_next
+    first = trace
+    while first is not None and not _is_users(first):
+        first = first.tb_next
+    if first is not None:
+        trace = first  # the user's frames are enough
+    return {
+        "error": "".join(traceback.format_exception(type(error), error, trace)).rstrip(),
+        "error_line": "".join(traceback.format_exception_only(type(error), error)).strip().partition("\n")[0],
+        "error_place": _place(trace),
+    }
+
+
+def _place(trace: TracebackType | None) -> str | None:
+    """Return file and line of the last of the user's frames: what lies below called something of others."""
+    found = None
+    while trace is not None:
+        if _is_users(trace):
+            found = trace
+        trace = trace.tb_next
+    if found is None:
+        return None
+    file = found.tb_frame.f_code.co_filename
+    if any(mark in file for mark in NOTEBOOK):
+        return f"a notebook's cell, line {found.tb_lineno}"
+    shown = os.path.basename(file)
+    with contextlib.suppress(OSError):  # the working directory may be deleted
+        if file.startswith(here := os.getcwd() + os.sep):
+            shown = file.removeprefix(here)
+    return f"{shown}:{found.tb_lineno}"
+
+
+def _is_users(trace: TracebackType) -> bool:
+    file = trace.tb_frame.f_code.co_filename
+    return not file.startswith(("<frozen ", STANDARD_LIBRARY, *OURS)) and not any(mark in file for mark in INSTALLED)

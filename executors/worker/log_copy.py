@@ -1,0 +1,32 @@
+"""The end of a replica's output as an object of its attempt, for readers who do not see this machine's files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from executors.attempt import Attempt
+from executors.errors import StoreError
+
+NAME = "output.log"
+LIVE_BYTES = 256 << 10  # put while the replica runs
+FINAL_BYTES = 16 << 20  # put at its end
+
+
+class LogCopy:
+    """Puts the end of a log file into a run's store."""
+
+    def __init__(self, attempt: Attempt, path: Path) -> None:
+        self._attempt = attempt
+        self._path = path
+        self._copied: tuple[int, int] | None = None
+
+    def put(self, n_bytes: int) -> None:
+        """Put the last bytes, unless that was done. A copy that fails is left out: the next one may succeed."""
+        with contextlib.suppress(StoreError, OSError), open(self._path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            if self._copied != (size, min(n_bytes, size)):
+                file.seek(max(0, size - n_bytes))
+                self._attempt.store.put(self._attempt.key(NAME), file.read(n_bytes))
+                self._copied = (size, min(n_bytes, size))

@@ -1,0 +1,88 @@
+"""What an entrypoint finds around it: the environment contract, its share of the cores, its GPU, its random numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import random
+import sys
+
+from executors import replica as environment
+from executors.errors import ReplicasError
+from executors.replica import Replica, set_current_replica
+
+
+class NoGpuError(ReplicasError):
+    """A GPU was asked for, and torch cannot use one here."""
+
+    outcome_reason = "start_failed"
+
+
+def set_environment(replica: Replica, threads: int | None = None) -> None:
+    """Make the replica known to this process and its children.
+
+    Args:
+        threads: how many torch and OpenMP use, unless the user has set `OMP_NUM_THREADS`. None: left alone.
+    """
+    for name in environment.TORCH_DISTRIBUTED:
+        os.environ.pop(name, None)
+    contract = (replica.rank, replica.world_size, replica.run_id, replica.attempt, replica.rendezvous)
+    os.environ.update(zip(environment.CONTRACT, map(str, contract), strict=True))
+    set_current_replica(replica)
+    if threads is not None:
+        said = os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        if "torch" in sys.modules and said.isdigit():  # imported before the variable was set
+            sys.modules["torch"].set_num_threads(int(said))
+
+
+def check_gpu(asked: str) -> None:
+    """Check that torch, where it is installed, can use a GPU: training on the CPU of a GPU's machine helps nobody.
+
+    Raises:
+        NoGpuError: it cannot; the message says which driver and which build of torch do not fit.
+    """
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError):  # not there, or not for this machine: who needs it will say so
+        return
+    if torch.cuda.is_available():
+        return
+    from executors.worker.probe import driver_version
+
+    driver = driver_version()
+    build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build without CUDA"
+    if driver is None:
+        advice = "No NVIDIA driver was found: is this a machine with a GPU?"
+    elif torch.version.cuda is None:
+        advice = f"The NVIDIA driver is {driver}. Require a torch that is built for CUDA."
+    else:
+        advice = (
+            f"The NVIDIA driver is {driver}: if that is too old for this CUDA, require an older torch or choose an "
+            "image with one."
+        )
+    raise NoGpuError(f"gpu={asked!r} was asked for, and torch sees no GPU: torch {torch.__version__} {build}. {advice}")
+
+
+def seed_generators(replica: Replica, seed: int | None, but: set[str]) -> set[str]:
+    """Give every generator that is loaded a stream of this rank's own; return their names.
+
+    Args:
+        but: those seeded before, which the user's module may have seeded otherwise since.
+    """
+    source = f"{replica.run_id if seed is None else seed}/{replica.rank}"
+    loaded: set[str] = {name for name in ("random", "numpy", "torch") if name in sys.modules}
+    fresh = loaded - but
+    if "random" in fresh:
+        random.seed(source)
+    if fresh <= {"random"}:
+        return loaded
+    number = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "big") >> 1
+    if "numpy" in fresh:
+        sys.modules["numpy"].random.seed(number % 2**32)
+    if "torch" in fresh:
+        torch = sys.modules["torch"]
+        torch.default_generator.manual_seed(number)  # torch.manual_seed takes 3 ms on a build without accelerators
+        if torch.version.cuda or torch.version.hip:
+            torch.cuda.manual_seed_all(number)
+    return loaded

@@ -1,0 +1,111 @@
+"""`fail_fast`: the first failure ends the run, as long as nobody has had a round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.new_runs import create_run
+from support.standalone_replicas import Cloud, ended, outcome_of, running_cloud, ship, wait_for_line, write_files
+
+from executors import LocalProcessExecutor, Run, current_replica, open_store
+from executors.protocol import RunSpec
+from executors.testing import eventually
+
+TASKS = """
+import threading
+from executors import current_replica
+
+def main(fails):
+    if current_replica().rank == fails:
+        raise ValueError("boom")
+    try:
+        print("waiting", flush=True)
+        threading.Event().wait()
+    finally:
+        print("cleaned up", flush=True)
+"""
+
+
+def train(go: str, rounds: int) -> None:
+    """Fail on rank 2 when told to, after some rounds of rank 1."""
+    import time
+
+    me = current_replica()
+    if me.rank == 1 and rounds:
+        me.report(round=rounds)
+    while me.rank != 2 or not Path(go).exists():
+        time.sleep(0.01)
+    raise ValueError("boom")
+
+
+def launched(executor: LocalProcessExecutor, folder: Path, rounds: int, **more: Any) -> Run:
+    store = open_store(folder / "store")
+    args = {"go": str(folder / "go"), "rounds": rounds}
+    spec = create_run(store, "otter", train, args, 3, backend="local")
+    run = Run(store, "otter", executor=executor, handles=start(executor, replace(spec, **more)))
+    eventually(lambda: all(replica.heartbeat_age_s is not None for replica in run.status().replicas))
+    return run
+
+
+def start(executor: LocalProcessExecutor, spec: RunSpec) -> list[Any]:
+    return executor.launch_replicas(len(spec.ranks), train, {}, timeout=None, run=spec)
+
+
+def test_the_first_failure_before_the_first_round_ends_the_others(local: LocalProcessExecutor, tmp_path: Path) -> None:
+    run = launched(local, tmp_path, 0, fail_fast=True)
+    (tmp_path / "go").touch()
+    assert run.wait(60)
+    outcomes = run.outcomes()
+    assert [outcome.status for outcome in outcomes] == ["cancelled", "cancelled", "failed"]
+    for rank in (0, 1):
+        expected = f"Replica {rank} was ended: rank 2 failed before the first round: ValueError: boom."
+        assert outcomes[rank].error == expected
+
+
+@pytest.mark.parametrize(("rounds", "fail_fast"), [(1, True), (0, False)])
+def test_a_failure_after_a_round_or_of_a_run_that_did_not_ask_for_it_leaves_the_others(
+    local: LocalProcessExecutor, tmp_path: Path, rounds: int, fail_fast: bool
+) -> None:
+    run = launched(local, tmp_path, rounds, fail_fast=fail_fast)
+    if rounds:
+        eventually(lambda: run.status().replicas[1].reported)
+    (tmp_path / "go").touch()
+    eventually(lambda: run.outcomes()[2].status == "failed")
+    assert not [entry.key for entry in run.store.list("otter/") if entry.key.endswith("cancel.json")]
+    run.cancel()
+
+
+def test_a_replica_killed_from_outside_is_a_failure_too(local: LocalProcessExecutor, tmp_path: Path) -> None:
+    import os
+    import signal
+
+    from support.runs import pid_of
+
+    run = launched(local, tmp_path, 0, fail_fast=True)
+    os.kill(pid_of(run.handles[0]), signal.SIGKILL)
+    assert run.wait(60)
+    assert [outcome.status for outcome in run.outcomes()] == ["failed", "cancelled", "cancelled"]
+    assert "rank 0 failed before the first round: Replica 0 of 3 was ended by signal 9" in str(run.outcomes()[1].error)
+
+
+def test_replicas_without_a_supervisor_end_each_other(tmp_path: Path) -> None:
+    workspace = write_files(tmp_path / "work", tasks_of_user=TASKS)
+    with running_cloud(tmp_path) as cloud:
+        spec = ship(tmp_path / "shared", workspace, "tasks_of_user:main", {"fails": 1}, n=3)
+        check_that_they_end(cloud, replace(spec, fail_fast=True))
+
+
+def check_that_they_end(cloud: Cloud, spec: RunSpec) -> None:
+    waiting = cloud.start(spec, 0)
+    wait_for_line(waiting, "waiting")
+    assert ended(cloud.start(spec, 1))[0] == 1
+    code, out, _ = ended(waiting)
+    assert (code, out.splitlines()[0]) == (143, "cleaned up")
+    assert ended(cloud.start(spec, 2))[0] == 143, "one that comes up later ends, too"
+    for rank in (0, 2):
+        outcome = outcome_of(spec, rank)
+        assert (outcome.status, outcome.reason) == ("cancelled", "cancelled")
+        assert outcome.error == f"Replica {rank} was ended: rank 1 failed before the first round: ValueError: boom."

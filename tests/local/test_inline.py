@@ -1,0 +1,135 @@
+"""The backend `inline`: a run whose one replica is the calling process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import Folder, HereInstead, Terminal
+
+from executors import ReplicasError, attach, current_replica, launch
+from executors.errors import ReplicaFailedError
+from executors.replica import CONTRACT, set_current_replica
+from executors.testing import eventually
+
+
+def test_the_entrypoint_runs_in_this_process_as_rank_0_of_a_run_that_is_on_record(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def entrypoint(steps: int) -> dict[str, object]:
+        me = current_replica()
+        me.report(step=steps, loss=0.5)
+        print("printed here")
+        return {"pid": os.getpid(), "rank": me.rank, "run": me.run_id, "token": os.environ["TOKEN"]}
+
+    monkeypatch.delenv("TOKEN", raising=False)
+    before, paths = dict(os.environ), [*sys.path]
+    run = launch("inline", entrypoint, 1, args={"steps": 3}, env={"TOKEN": "secret"})
+    assert run.results() == [{"pid": os.getpid(), "rank": 0, "run": run.run_id, "token": "secret"}]
+    assert capsys.readouterr().out == "printed here\n"
+    assert (dict(os.environ), sys.path) == (before, paths)
+    (state,) = attach(run.run_id).status().replicas
+    assert (state.status, state.reported) == ("succeeded", {"step": 3, "loss": 0.5})
+    assert current_replica().is_alone, "this process is a replica no more"
+
+
+def test_what_the_entrypoint_raises_is_its_outcome_and_a_debugger_finds_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def entrypoint() -> None:
+        in_the_frame = 42
+        raise ValueError(f"boom {in_the_frame}")
+
+    run = launch("inline", entrypoint, 1)
+    with pytest.raises(ReplicaFailedError, match="ValueError: boom 42"):
+        run.results()
+    assert "ValueError: boom 42" in capsys.readouterr().err
+    trace = sys.last_traceback
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    assert trace is not None
+    assert trace.tb_frame.f_locals["in_the_frame"] == 42
+
+
+def test_ctrl_c_is_passed_on_and_the_run_is_cancelled() -> None:
+    def entrypoint() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch("inline", entrypoint, 1, run_id="interrupted")
+    (outcome,) = attach("interrupted").outcomes()
+    assert outcome.status == "cancelled"
+
+
+def test_a_file_is_read_again_at_each_launch(tmp_path: Path) -> None:
+    file = tmp_path / "edited_between.py"
+    for version in (1, 22):
+        file.write_text(f"def main():\n    return {version}\n")
+        assert launch("inline", str(file), 1).results() == [version]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"n": 2}, "n must be 1 on the backend 'inline', which runs one replica in this process, got n=2. For more, "),
+    ({"timeout": 60}, "Backend 'inline' takes no timeout, got timeout=60"),
+    ({"gpu": "H100"}, "Backend 'inline' takes no gpu, got gpu='H100'"),
+    ({"chaos": ["kill:rank=0,round=1"]}, "takes no chaos"),
+    ({"secrets": ["NO_SUCH_SECRET_HERE"]}, "The secret 'NO_SUCH_SECRET_HERE' is not set"),
+]
+
+
+def test_what_it_cannot_do_is_refused_by_name(state_home: Path) -> None:
+    for given, message in REFUSED:
+        changed: Any = {"n": 1, **given}
+        with pytest.raises(ValueError) as caught:
+            launch("inline", "job:main", **changed)
+        assert message in str(caught.value)
+    assert not [path for path in state_home.rglob("*") if path.is_file()]
+
+
+def test_the_command_shows_a_debugger_and_goes_on(folder: Folder) -> None:
+    (folder.path / "debugged.py").write_text("def main():\n    value = 6 * 7\n    breakpoint()\n    return value\n")
+    terminal = Terminal(folder, "launch", "debugged.py", "--n", "1", "--backend", "inline", "--run-id", "mine")
+    try:
+        terminal.shows("(Pdb)")
+        assert str(attach("mine").status().status) == "running"
+        with pytest.raises(ReplicasError, match=r"runs inside process \d+ on .* press Ctrl-C"):
+            attach("mine").cancel()
+        terminal.type(b"p value + 1000\n")
+        terminal.shows("1042")
+        terminal.type(b"c\n")
+        assert terminal.ends() == 0
+    finally:
+        terminal.close()
+    assert attach("mine").results() == [42]
+
+
+def test_a_replica_whose_process_was_killed_is_lost(folder: Folder) -> None:
+    with folder.started("launch", "job:hang", "--n", "1", "--backend", "inline", "--run-id", "mine") as command:
+        command.prints("hanging")
+        command.interrupt(signal.SIGKILL)
+        command.ends()
+    run = attach("mine")
+    eventually(run.wait)
+    assert run.outcomes()[0].reason == "lost"
+
+
+def test_ctrl_c_in_the_command_cancels_it(folder: Folder) -> None:
+    with folder.started("launch", "job:hang", "--n", "1", "--backend", "inline", "--run-id", "mine") as command:
+        command.prints("hanging")
+        command.interrupt()
+        assert command.ends() == 130
+        assert "Cancelled." in command.output
+    assert attach("mine").outcomes()[0].status == "cancelled"
+
+
+def test_its_json_is_one_document_though_the_entrypoint_prints(here: HereInstead) -> None:
+    result = here.replicas("launch", "job:main", "--n", "1", "--backend", "inline", "--json")
+    assert result.json["replicas"][0]["result"] == {"rank": 0}
+    assert "hello 0 of rank 0" in result.stderr
+    for name in CONTRACT:
+        assert name not in os.environ
+    set_current_replica(None)
+    assert json.loads(result.stdout)["exit_code"] == 0

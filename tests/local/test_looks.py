@@ -1,0 +1,186 @@
+"""What a look at a run costs, and what it says when the store's lists are late."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from servers.s3.server import S3Server, running_server
+from support.hostile_records import local_handle, outcome_json, run_json
+
+from executors import LocalProcessExecutor, Run, attach
+from executors.attempt import replica_key
+from executors.inventory import Inventory
+from executors.protocol import Observation, Unfinished
+from executors.store import Store, open_store
+from executors.store.memory import MemoryStore
+from executors.store.protocol import Entry
+
+ELSEWHERE = "another-host 0-0 1"
+SIZES = (1, 8, 64)
+
+
+@pytest.fixture(scope="module")
+def _small_server() -> Iterator[S3Server]:
+    with running_server(module="servers.s3.small") as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(_small_server: S3Server, s3: S3Server) -> S3Server:
+    """A bucket that counts its requests; credentials for it come with the other."""
+    _small_server.empty()
+    return _small_server
+
+
+def write(store: Store, rank: int, name: str, value: object, attempt: int = 0) -> None:
+    store.put(replica_key("wide", rank, attempt, f"{name}.json"), json.dumps(value).encode())
+
+
+def write_run(store: Store, n: int) -> None:
+    """Write a run whose replicas all train, on a machine that cannot be looked at from here."""
+    store.put("wide/run.json", json.dumps(run_json(world_size=n)).encode())
+    for rank in range(n):
+        write(store, rank, "handle", local_handle(rank, run_id="wide", store_url=store.url, machine=ELSEWHERE))
+        write(store, rank, "started", {"nonce": f"nonce {rank}"})
+        write(store, rank, "heartbeat", {"at": time.time(), "step": rank})
+
+
+def cost(bucket: S3Server, act: Callable[[], object]) -> int:
+    """Call something, and return how many requests it took."""
+    before = len(bucket.requests())
+    act()
+    return len(bucket.requests()) - before
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_look_at_a_run_is_one_list_and_the_heartbeats(bucket: S3Server, n: int) -> None:
+    store = open_store(bucket.url("runs"))
+    write_run(store, n)
+    run = attach("wide", rendezvous=store.url)
+    assert run.world_size == n
+    first = cost(bucket, run.status)
+    assert first == 1 + 2 * n, "one list, the handles, the heartbeats"
+    assert cost(bucket, run.status) == 1 + n
+    assert [state.reported["step"] for state in run.status().replicas] == list(range(n))
+    assert cost(bucket, lambda: run.wait(timeout=0)) == 1
+    assert cost(bucket, run.outcomes) == 1
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_what_has_ended_is_read_once(bucket: S3Server, n: int) -> None:
+    store = open_store(bucket.url("runs"))
+    write_run(store, n)
+    run = attach("wide", rendezvous=store.url)
+    run.status()
+    for rank in range(n):
+        write(store, rank, "outcome", outcome_json(rank))
+    assert cost(bucket, run.status) == 1 + 2 * n, "one list, the outcomes, the last heartbeats"
+    assert cost(bucket, run.status) == 1
+    assert cost(bucket, run.results) == 2, "it waits, and looks whether anything was resumed"
+
+
+def test_sixty_four_replicas_watched_for_an_hour_are_at_most_60_000_requests(bucket: S3Server) -> None:
+    n, until_s = 64, 3600.0
+    store = open_store(bucket.url("runs"))
+    write_run(store, n)
+    run = attach("wide", rendezvous=store.url)
+    first, each = (cost(bucket, run.status) for _ in range(2))
+    times = itertools.takewhile(lambda at: at < until_s, itertools.accumulate(run.pauses()))
+    assert first + each * sum(1 for _ in times) <= 60_000
+
+
+def test_a_directory_is_looked_at_often(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write_run(store, 1)
+    assert sum(itertools.islice(Run(store, "wide").pauses(), 20)) < 10
+
+
+class CountingExecutor(LocalProcessExecutor):
+    """Notes what it is asked about."""
+
+    def __init__(self) -> None:
+        super().__init__(preload=())
+        self.asked: list[list[tuple[int, int]]] = []
+
+    def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
+        self.asked.append([(each.handle.rank, each.attempt) for each in replicas])
+        return [Observation(doing="installing") for _ in replicas]
+
+
+def test_the_backend_is_asked_once_a_look_about_all_that_have_not_ended() -> None:
+    store, executor = MemoryStore.named("asked-once"), CountingExecutor()
+    write_run(store, 4)
+    write(store, 1, "outcome", outcome_json(1))
+    write(store, 2, "started", {"nonce": "a second copy"}, attempt=1)
+    run = Run(store, "wide", executor=executor)
+    run.status()
+    run.wait(timeout=0)
+    assert executor.asked == [[(0, 0), (2, 1), (3, 0)]] * 2
+
+
+def test_what_a_replica_waits_for_is_shown() -> None:
+    store = MemoryStore.named("doing")
+    write_run(store, 1)
+    store.delete("wide/replicas/0000/0/started.json")
+    status = Run(store, "wide", executor=CountingExecutor()).status()
+    assert (status.replicas[0].status, status.replicas[0].note) == ("pending", "installing")
+    assert status.to_json()["replicas"][0]["doing"] == "installing"
+
+
+def test_a_newer_attempt_is_seen_with_its_own_handle() -> None:
+    store, executor = MemoryStore.named("newer"), CountingExecutor()
+    write_run(store, 1)
+    write(store, 0, "outcome", outcome_json(0, status="failed", reason="lost"))
+    run = Run(store, "wide", executor=executor)
+    assert run.status().status == "failed"
+    metadata = {"run_id": "wide", "store_url": store.url, "machine": ELSEWHERE, "attempt": 1}
+    write(store, 0, "handle", local_handle(0, **metadata), attempt=1)
+    assert (run.status().status, run.handle(0).metadata["attempt"]) == ("pending", 1)
+    assert executor.asked == [[(0, 1)]]
+
+
+class LateStore(MemoryStore):
+    """A store whose lists lack what was written since a moment ago."""
+
+    listed: list[Entry] | None = None
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        return super().list(prefix) if self.listed is None else iter(self.listed)
+
+
+def test_a_late_list_takes_nothing_back() -> None:
+    store = LateStore("late")
+    write_run(store, 2)
+    run = Run(store, "wide", executor=CountingExecutor())
+    early = list(store.list("wide/replicas/0000/"))
+    write(store, 0, "outcome", outcome_json(0, status="failed", reason="lost"))
+    write(store, 1, "started", {"nonce": "a second copy"}, attempt=1)
+    now = [(state.status, state.attempt) for state in run.status().replicas]
+    store.listed = early
+    assert [(state.status, state.attempt) for state in run.status().replicas] == now == [("failed", 0), ("running", 1)]
+
+
+def test_an_inventory_knows_the_records_and_no_other_key() -> None:
+    store = MemoryStore("foreign")
+    for key in (
+        "0000/0/started.json",
+        "0000/0/artifacts/0000/0/outcome.json",
+        "00001/0/started.json",
+        "0002/00/started.json",
+        "0003/0/started.json/more",
+        "0004/\N{ARABIC-INDIC DIGIT ONE}/started.json",
+        "0005/0/else.json",
+        "0006/12345/outcome.json",
+        "0007/2/outcome.json",
+        "12345678/0/outcome.json",
+        "10000/0/intent.json",
+    ):
+        store.put(f"wide/replicas/{key}", b"{}")
+    found = Inventory.of(store, "wide")
+    assert found.records == {(0, 0, "started"), (7, 2, "outcome"), (10_000, 0, "intent")}
+    assert (found.newest(7), found.newest_launched(7), found.newest_launched(10_000)) == (0, None, 0)

@@ -1,0 +1,57 @@
+"""What a process knows of itself as a replica, also when `replicas` did not start it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from executors import ReplicasError, current_replica
+from executors import replica as environment
+from executors.replica import CONTRACT, find_replica, set_current_replica
+
+
+@pytest.fixture(autouse=True)
+def _no_replica_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in CONTRACT:
+        monkeypatch.delenv(name, raising=False)
+    set_current_replica(None)
+    environment._replica_alone.cache_clear()
+    yield
+    set_current_replica(None)
+
+
+def test_a_process_that_nobody_launched_is_rank_0_of_1_and_one_line_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    me = current_replica()
+    assert (me.rank, me.world_size, me.attempt, me.is_alone) == (0, 1, 0, True)
+    assert current_replica() is me
+    me.report(step=3, loss=0.5)
+    (tmp_path / "weights").write_text("kept where it is")
+    me.save_artifact("weights", tmp_path / "weights")
+    assert list(me.store.list("")) == []
+    with pytest.raises(FileNotFoundError):
+        me.save_artifact("weights", tmp_path / "no such file")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "not a replica, so it is alone: world size 1, in memory, and nothing is kept. With others: " in line
+    assert find_replica() is None, "code that wants to know can tell the difference"
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        (("REPLICA_RANK",), "not a whole replica: REPLICA_RANK is not set."),
+        (("REPLICA_RANK", "REPLICA_RUN_ID"), "not a whole replica: REPLICA_RANK, REPLICA_RUN_ID are not set."),
+    ],
+)
+def test_part_of_a_replicas_environment_is_refused(
+    missing: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in CONTRACT:
+        if name not in missing:
+            monkeypatch.setenv(name, "0")
+    with pytest.raises(ReplicasError) as caught:
+        current_replica()
+    assert message in str(caught.value)
