@@ -71,8 +71,7 @@ CONTRIBUTION: dict[str, Any] = {
 }  # fmt: skip
 MEAN_HEAD: dict[str, Any] = {"blocks": D, "left_out": [1]}
 POINTER: dict[str, Any] = {
-    "nonce": "nonce", "rank": 0, "parts": [D], "state": [D], "first": 0,
-    "contract": {"tensors": {"w": [[2], "float32", 0]}},
+    "nonce": "n", "rank": 0, "parts": [D], "state": [D], "first": 0, "contract": {"tensors": {"w": [[2], "f32", 0]}},
 }  # fmt: skip
 
 
