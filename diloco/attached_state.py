@@ -10,9 +10,10 @@ import contextlib
 import json
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class AttachedState:
         self._plan = plan
         self._attached: dict[str, Any] = {}
         self._followers: list[Any] = []
-        self.kept = self._find() if me.attempt else None
+        self.kept = self._find(keys) if me.attempt else None
         """What an earlier attempt left, if there was one."""
         self.step = 0 if self.kept is None else plan.step_before(self.kept.position)
         """The run's step that what is attached is of."""
@@ -138,23 +139,28 @@ class AttachedState:
         if store.write(self._keys.own_tensors(me.rank, position, me.attempt), tensors):
             store.write(self._keys.own_record(me.rank, position, me.attempt), frame(record))
 
-    def _find(self) -> Kept | None:
-        """Return the newest record that can be read."""
-        prefix = self._keys.own(self._me.rank)
+    def take_over(self, origin: str, position: int) -> None:
+        """Load what is attached from what this rank kept in another run, up to this one's position."""
+        self.kept = self._find(replace(self._keys, run_id=origin), position)
+        self.step = 0 if self.kept is None else self._plan.step_before(self.kept.position)
+
+    def _find(self, keys: Keys, most: int = sys.maxsize) -> Kept | None:
+        """Return the newest record that can be read, of at most so many rounds."""
+        prefix = keys.own(self._me.rank)
         for _ in range(READ_TRIES):  # a listing that fails lists nothing
             if listed := self._store.found(prefix):
                 break
         matches = (re.fullmatch(r"(\d+)/(\d+)/record", key.removeprefix(prefix)) for key in listed)
         found = [(int(match[1]), int(match[2])) for match in matches if match]
-        for position, attempt in sorted(found, reverse=True):
+        for position, attempt in sorted((at for at in found if at[0] <= most), reverse=True):
             for _ in range(READ_TRIES):
-                if (arrays := self._read(position, attempt)) is not None:
+                if (arrays := self._read(keys, position, attempt)) is not None:
                     return Kept(position, arrays)
         return None
 
-    def _read(self, position: int, attempt: int) -> Arrays | None:
-        record = self._store.peek(self._keys.own_record(self._me.rank, position, attempt))
-        tensors = self._store.peek(self._keys.own_tensors(self._me.rank, position, attempt))
+    def _read(self, keys: Keys, position: int, attempt: int) -> Arrays | None:
+        record = self._store.peek(keys.own_record(self._me.rank, position, attempt))
+        tensors = self._store.peek(keys.own_tensors(self._me.rank, position, attempt))
         with contextlib.suppress(BadRecordError):
             if record and tensors and unframe(record)[0].get("digest") == xxh3_128_hexdigest(tensors):
                 return decode_part(tensors)
@@ -194,8 +200,10 @@ def from_arrays(arrays: Mapping[str, Array], prefix: str) -> Any | None:
 
 
 def _flatten(value: Any, arrays: dict[str, Array], prefix: str, where: str) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
-        return value if not isinstance(value, np.generic) else value.item()
+        return value
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, (bool, int, float, str, type(None))):
@@ -205,8 +213,6 @@ def _flatten(value: Any, arrays: dict[str, Array], prefix: str, where: str) -> A
     if isinstance(value, (list, tuple)):
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [_flatten(item, arrays, prefix, f"{where}[{at}]") for at, item in enumerate(value)]}
-    if isinstance(value, np.generic):
-        return value.item()
     if isinstance(value, Tensor):
         dtype, values = str(value.dtype).removeprefix("torch."), value.detach().cpu()
         if dtype == "bfloat16":

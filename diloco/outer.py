@@ -165,6 +165,7 @@ class DiLoCo:
             me=me,
             training=self._model_state,
             plan=settings.plan,
+            origin=place.origin,
             limits=limits,
             min_quorum=min_quorum or 1,
             weight=weight,
@@ -184,6 +185,8 @@ class DiLoCo:
         self._closed = False
         kept = self._attached.kept
         self._participant.start(None if kept is None else (kept.position, kept.progress(self._model_state.sizes())))
+        if context.origin is not None and kept is None:
+            self._attached.take_over(context.origin, self.rounds)
         self._kept_period = self.rounds // settings.entries_per_snapshot
         _open[self._name] = self
         self._show_progress()

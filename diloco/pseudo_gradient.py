@@ -16,7 +16,6 @@ from xxhash import xxh3_128
 
 from diloco.errors import ContributionError
 from diloco.fragments import Fragment, Slot
-from diloco.outer_optimizer import CHUNK
 from diloco.rendezvous.frames import BLOCK_BYTES
 from diloco.rendezvous.reduction import is_finite
 from diloco.rendezvous.training_state import Packed, shape_difference
@@ -31,16 +30,6 @@ def live_tensors(model: nn.Module, fragment: Fragment) -> list[tuple[Slot, Tenso
         (slot, (model.get_parameter if slot.kind == "parameter" else model.get_buffer)(slot.name).detach())
         for slot in fragment.slots
     ]
-
-
-def check_shapes(model: nn.Module, fragment: Fragment, who: str) -> None:
-    """Refuse parameters that no longer have the shape that was agreed.
-
-    Raises: ContributionError: `who` and the first name.
-    """
-    for slot, live in live_tensors(model, fragment):
-        if tuple(live.shape) != slot.shape:
-            raise ContributionError(f"{who}: {shape_difference(slot.name, tuple(live.shape), slot.shape)}.")
 
 
 def pack(
@@ -64,7 +53,9 @@ def pack(
     Raises:
         ContributionError: it is not finite, or a tensor has changed its shape.
     """
-    check_shapes(model, fragment, who)
+    for slot, live in live_tensors(model, fragment):
+        if tuple(live.shape) != slot.shape:
+            raise ContributionError(f"{who}: {shape_difference(slot.name, tuple(live.shape), slot.shape)}.")
     block = block_bytes // 4
     scratch = torch.empty(min(block, fragment.n_elements))
     blocks, norms = [], []
@@ -111,12 +102,7 @@ def mix_live(model: nn.Module, fragment: Fragment, anchor: Tensor, mix: float, s
     """Set live to mix * live + (1 - mix) * anchor, in float32; `scratch` is of the fragment's size."""
     for slot, live in live_tensors(model, fragment):
         scratch[slot.start : slot.end].copy_(live.reshape(-1))
-    for start in range(0, fragment.n_elements, CHUNK):
-        end = min(start + CHUNK, fragment.n_elements)
-        kept = scratch[start:end]
-        kept.mul_(mix)
-        kept.add_(anchor[start:end] * (1 - mix))
-    set_live(model, fragment, scratch)
+    set_live(model, fragment, scratch.lerp_(anchor, 1 - mix))
 
 
 def _pieces(model: nn.Module, fragment: Fragment, block: int) -> Iterator[tuple[int, int, list[tuple[int, Tensor]]]]:

@@ -18,7 +18,7 @@ from typing import Any
 from executors.attempt import Claim, replica_key
 from executors.errors import KeyNotFoundError, ReplicasError
 from executors.store import Store, store_at
-from executors.store.records import read_record
+from executors.store.records import read_record, retry
 
 RANK = "REPLICA_RANK"
 WORLD_SIZE = "REPLICA_WORLD_SIZE"
@@ -74,6 +74,14 @@ class Replica:
             raise ReplicasError(
                 f"Rank {self.rank} of run {self.run_id!r} has no claim {key!r}: no replicas worker started it."
             ) from None
+
+    @cached_property
+    def continues(self) -> str | None:
+        """The id of the run whose newest snapshot this run begins from, as its record says; None: it begins anew."""
+        from executors.task.record import find_run_record
+
+        record = retry(lambda: find_run_record(self.store, self.run_id))
+        return None if record is None else record.continues
 
     def report(self, *, step: int | None = None, loss: float | None = None, **numbers: float) -> None:
         """Show progress: merged into the heartbeat, at most once a second, and so into the live table and `status`.

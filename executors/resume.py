@@ -9,7 +9,8 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from executors.attempt import Attempt, Intent
 from executors.errors import (
@@ -23,11 +24,10 @@ from executors.errors import (
 from executors.protocol import KeepsOptions, NativeExecutor, ReplicaStatus, RunSpec
 from executors.registry import is_given
 from executors.run import Run
+from executors.run_index import new_run_id, remember
 from executors.store.records import SHA256, exists
+from executors.task.create import continue_run
 from executors.task.stored import StoredTask, read_task
-
-if TYPE_CHECKING:
-    from executors.run import Run
 
 MAX_NAME = 200  # characters of the name that a record gives somebody
 MAX_SHOWN = 100  # characters of what a store says that nobody vouches for
@@ -45,6 +45,7 @@ def resume(
     task_digest: str | None = None,
     trust_bucket: bool = False,
     tell: Callable[[str], None] = lambda words: None,
+    from_snapshot: bool = False,
 ) -> Run:
     """Start a new attempt of every rank that ended without succeeding.
 
@@ -57,12 +58,17 @@ def resume(
         task_digest: the sha256 of the task, for a run that another machine launched: `Run.task_digest` there.
         trust_bucket: start instead whatever the run's store holds, with the credentials of this machine.
         tell: gets a few words on how far the start is, where it takes long.
+        from_snapshot: begin a new run of the same task instead, under a new id and with all ranks, where the newest
+            whole snapshot of this run is: for one that cannot go on, because something in its store has rotted. Lost
+            are the rounds after that snapshot and all work that was in none, artifacts stay with the old run, and ranks
+            that joined do not come along. What `DiLoCo.attach_state` kept until that snapshot does. The old run's
+            store is needed until the new run has had its first round. An entrypoint without `DiLoCo` begins anew.
 
-    Returns: the run, with the handles of the new attempts.
+    Returns: the run, with the handles of the new attempts; from a snapshot, the new run.
 
     Raises:
-        ValueError: no rank can be resumed, one of `ranks` still runs, or a value of the environment is missing, or a
-            secret or option that is not taken from a record.
+        ValueError: no rank can be resumed, one of `ranks` still runs (from a snapshot: any rank does), a value of the
+            environment is missing, or a secret or option that is not taken from a record.
         UntrustedTaskError: another machine launched the run, and nobody vouches for its task.
         BackendError: the backend cannot start single ranks.
         AlreadyResumedError: another process is resuming the same ranks. When it is some of them, the others are
@@ -73,7 +79,9 @@ def resume(
     launched, executor = task.launched_with, run.executor
     if not isinstance(executor, NativeExecutor):
         raise BackendError(f"Backend {run.backend!r} starts all ranks or none; it cannot resume some of a run.")
-    if exists(run.store, f"{run.run_id}/abort.json"):
+    if from_snapshot:
+        _check_that_all_ended(run, ranks)
+    elif exists(run.store, f"{run.run_id}/abort.json"):
         raise StoreError(f"Run {run.run_id!r} was aborted, which is final. Launch a new one.", url=run.store.url)
     missing = sorted(set(launched.env) - set(env or {}))
     if missing:
@@ -82,6 +90,25 @@ def resume(
             f"Give it again: --env {missing[0]}=… or env={{{missing[0]!r}: …}}."
         )
     secret_names = _secrets_to_give(run, task, secrets)
+    all_ranks = RunSpec(
+        run_id=run.run_id,
+        store_url=run.store.url,
+        task_digest=task.digest,
+        world_size=run.world_size,
+        ranks=tuple(range(run.world_size)),
+        env=dict(env or {}),
+        secret_names=secret_names,
+        detach=detach,
+        chaos=launched.chaos,
+        min_replicas=launched.min_replicas,
+        fail_fast=launched.fail_fast,
+    )
+    limits: Any = {
+        "gpu": gpu if gpu is not None else launched.gpu,
+        "timeout": timeout if timeout is not None else launched.timeout_s,
+    }
+    if from_snapshot:
+        return _begin_from_snapshot(run, task, replace(all_ranks, run_id=new_run_id(), chaos=()), limits, tell)
     next_attempts = _next_attempts(run, ranks)
     by_attempt: dict[int, list[int]] = {}
     for rank, attempt in next_attempts.items():
@@ -89,29 +116,9 @@ def resume(
     begun: set[int] = set()
     goes_on = run.world_size - len(next_attempts)
     for attempt, group in sorted(by_attempt.items()):
-        spec = RunSpec(
-            run_id=run.run_id,
-            store_url=run.store.url,
-            task_digest=task.digest,
-            world_size=run.world_size,
-            ranks=tuple(group),
-            attempt=attempt,
-            env=dict(env or {}),
-            secret_names=secret_names,
-            detach=detach,
-            chaos=launched.chaos,
-            min_replicas=launched.min_replicas and max(1, min(launched.min_replicas - goes_on, len(group))),
-            fail_fast=launched.fail_fast,
-        )
-        handles = executor.launch_replicas(
-            len(group),
-            launched.entrypoint,
-            {},
-            gpu=gpu if gpu is not None else launched.gpu,
-            timeout=timeout if timeout is not None else launched.timeout_s,
-            run=spec,
-            tell=tell,
-        )
+        enough = launched.min_replicas and max(1, min(launched.min_replicas - goes_on, len(group)))
+        spec = replace(all_ranks, ranks=tuple(group), attempt=attempt, min_replicas=enough)
+        handles = executor.launch_replicas(len(group), launched.entrypoint, {}, **limits, run=spec, tell=tell)
         begun.update(handle.rank for handle in handles)
     if overtaken := {rank: attempt for rank, attempt in next_attempts.items() if rank not in begun}:
         by_others = _who_resumes(run, overtaken)
@@ -119,6 +126,37 @@ def resume(
             raise AlreadyResumedError(f"{by_others} Follow it: `replicas wait {shlex.quote(run.url)}`.")
         print(f"replicas: {by_others}", file=sys.stderr)
     return Run(run.store, run.run_id, executor=executor)
+
+
+def _check_that_all_ended(run: Run, ranks: Sequence[int] | None) -> None:
+    if ranks is not None:
+        raise ValueError("A new run from a snapshot has all ranks: leave ranks= away.")
+    status = run.status()
+    if not all(state.status.is_terminal for state in status.replicas):
+        raise ValueError(
+            f"Run {run.run_id!r} is not over ({status.counts}), and a new one from its snapshot would train beside it. "
+            f"End it first: replicas cancel {run.run_id}"
+        )
+
+
+def _begin_from_snapshot(
+    run: Run, task: StoredTask, spec: RunSpec, limits: dict[str, Any], tell: Callable[[str], None]
+) -> Run:
+    """Write and start a new run of the task, as `launch` does."""
+    executor = run.executor
+    assert isinstance(executor, NativeExecutor)
+    spec = continue_run(task, spec, run.record, **limits)
+    try:
+        options = executor.options_to_keep if isinstance(executor, KeepsOptions) else {}
+        remember(spec.run_id, run.store.url, spec.task_digest, options, spec.secret_names)
+        entrypoint = task.launched_with.entrypoint
+        handles = executor.launch_replicas(spec.world_size, entrypoint, {}, **limits, run=spec, tell=tell)
+    except BaseException as error:
+        with contextlib.suppress(StoreError):
+            for rank in spec.ranks:
+                Attempt(run.store, spec.run_id, rank).abandon(error)
+        raise
+    return Run(run.store, spec.run_id, executor=executor, handles=handles)
 
 
 def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tuple[str, ...]:

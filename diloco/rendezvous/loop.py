@@ -52,7 +52,7 @@ class Rendezvous:
             ContributionError: it is not finite, or a parameter has changed its shape.
         """
         entry = self.current()
-        if entry.published or self.seals.seal(entry.index) is not None:
+        if entry.published or self.seals.is_sealed(entry.index):
             return
         began = self._context.clock()
         if early:
@@ -65,7 +65,7 @@ class Rendezvous:
         while not is_there:
             send(self._context, entry, weight, self._waited_s)
             is_there = self._is_there(entry)
-            if is_there or self.seals.seal(entry.index) is not None:
+            if is_there or self.seals.is_sealed(entry.index):
                 break
             self.sealer.check_time(entry)
             self._context.wait(next(pauses), ())
@@ -144,7 +144,7 @@ class Rendezvous:
     def adopt_sealed(self) -> list[RoundReport]:
         """Adopt every entry that is sealed already."""
         reports = []
-        while self.cursor.unsealed != self.position and self.seals.seal(self.position) is not None:
+        while self.cursor.unsealed != self.position and self.seals.is_sealed(self.position):
             if (report := self.adopt()) is not None:
                 reports.append(report)
         self.cursor.unsealed = -1

@@ -6,6 +6,7 @@ the stored one, which another replica may have written first.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -42,11 +43,12 @@ class Reducer:
 
         Where no member sent any work, the mean has no ranges at all.
         """
+        entry.blocked = None
         if not seal.inputs:
             return []
         if not seal.shards:
             mean = memoryview(seal.mean) if seal.lost_mean is None else self._recover_small(entry, seal)
-            entry.blocked = mean is None
+            entry.blocked = self._keys.seal(entry.index) if mean is None else None
             return None if mean is None else [mean]
         now = self._context.clock()
         asks = entry.sealed_s is not None and now >= entry.ask_s  # not at the first look: usually nobody is gone
@@ -91,7 +93,7 @@ class Reducer:
         try:
             head, payload = self._compute(entry, seal, shard)
         except InputGoneError:
-            entry.blocked = True
+            entry.blocked = self._keys.mean(entry.index, shard)
             return None
         entry.reduce_s += self._context.clock() - started
         self._store.create(self._keys.mean(entry.index, shard), [head.head(), payload])
@@ -111,32 +113,30 @@ class Reducer:
     def _check(self, entry: EntryState, seal: Seal, shard: int, data: memoryview | None) -> memoryview | None:
         """Return a stored shard of the mean, as it was read or read again; None when there is none."""
         first, end, _, size = entry.layout.shard(shard, seal.shards)
-        head = None
+        head, key = None, self._keys.mean(entry.index, shard)
         for readings in range(READ_TRIES):
             if readings:
-                data = self._store.peek(self._keys.mean(entry.index, shard))
+                data = self._store.peek(key)
             if data is None:
                 return None
             payload = data[head_bytes_of(end - first) :]
-            try:
+            with suppress(BadRecordError):
                 head = MeanHead.parse(data)
-            except BadRecordError:
-                continue
-            fits = len(payload) == size and digests_of(payload, self._block_bytes) == head.blocks
-            if fits and is_finite(np.frombuffer(payload, np.float32)):
-                entry.left_out.update(head.left_out)
-                return payload
+                fits = len(payload) == size and digests_of(payload, self._block_bytes) == head.blocks
+                if fits and is_finite(np.frombuffer(payload, np.float32)):
+                    entry.left_out.update(head.left_out)
+                    return payload
+            self._store.note_bad(key, data)
         return self._recover(entry, seal, shard, head)
 
     def _recover(self, entry: EntryState, seal: Seal, shard: int, stored: MeanHead | None) -> memoryview | None:
         """Compute a stored shard that is rotten, while its inputs exist; its head proves it, if that is readable."""
-        try:
+        head: MeanHead | None = None
+        with suppress(InputGoneError):
             head, payload = self._compute(entry, seal, shard)
-        except InputGoneError:
-            entry.blocked = True
-            return None
-        if stored is not None and stored != head:
-            entry.blocked = True  # another processor sums up differently, or an input has rotted since
+        if head is None or (stored is not None and stored != head):
+            # an input is gone, or has rotted since, or another processor sums up differently
+            entry.blocked = self._keys.mean(entry.index, shard)
             return None
         return payload
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
@@ -73,13 +72,11 @@ def _owner(claimed: memoryview | None) -> str | None:
 
 
 _claimed: dict[tuple[str, str, int | None], str] = {}
-_claimed_lock = threading.Lock()
 
 
 def process_nonce(url: str, run_id: str, rank: int | None) -> str:
     """Return this process's one nonce for a rank (None: a joiner) of a run: several DiLoCos share one claim."""
-    with _claimed_lock:
-        return _claimed.setdefault((url, run_id, rank), secrets.token_hex(8))
+    return _claimed.setdefault((url, run_id, rank), secrets.token_hex(8))
 
 
 class Membership:
@@ -253,6 +250,12 @@ class Place:
     world_size: int
     is_alone: bool = False
     """Whether this process is no replica at all, so that nobody will ever read what it stores."""
+
+    @property
+    def origin(self) -> str | None:
+        """The run whose newest whole snapshot this one begins from."""
+        replica = self.replica
+        return replica.continues if replica is not None and replica.run_id == self.run_id else None
 
     def identify(self, store: PatientStore, keys: Keys, watch: Watch) -> Identity:
         """Return the claim that this process has already, or claim the next attempt, or the next rank."""

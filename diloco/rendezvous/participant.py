@@ -171,7 +171,7 @@ class Participant:
             if now - self.phase.looked_s < min(LOOK_S, ANSWERS_PER_LOOK * context.store.answer_s):
                 return []
             self._look_steps = 0
-            self._look = now, context.ask(lambda: (rendezvous.seals.seal(entry.index) is not None, self._is_behind()))
+            self._look = now, context.ask(lambda: (rendezvous.seals.is_sealed(entry.index), self._is_behind()))
         began_s, answer = self._look
         if not answer.done():
             self._look_steps += 1

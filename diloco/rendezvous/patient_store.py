@@ -6,16 +6,21 @@ look again. Only errors that go on for a while are worth an exception.
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
-from diloco.rendezvous.frames import Buffer
+from xxhash import xxh3_128_digest
+
+from diloco.rendezvous.frames import READ_TRIES, Buffer
 from executors.errors import KeyNotFoundError, StoreError
 from executors.store import Data, MemoryStore, Produce, Store, StreamingStore
 from executors.store.file import FileStore
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -38,6 +43,7 @@ class PatientStore:
         self._clock = clock
         self._patience_s = error_patience_s
         self._failing_since: dict[str, float] = {}
+        self._bad: dict[str, tuple[int, float, bytes]] = {}
         self._counting = threading.Lock()
         self.streams = isinstance(store, StreamingStore)
         """Whether the store takes objects while they are being made."""
@@ -70,14 +76,29 @@ class PatientStore:
         end = start + size  # the range may not exist any more: then the object is rotten, the store does not fail
         return self.store.get(key)[start:end]
 
+    def note_bad(self, key: str, data: Buffer) -> None:
+        """Note a reading that is not what was written: the reading may be wrong, or the object."""
+        found, now = xxh3_128_digest(data), self._clock()
+        tries, since_s, before = self._bad.get(key, (0, now, found))
+        self._bad[key] = tries + 1, since_s if found == before else now, found
+        if tries + 1 == READ_TRIES:
+            log.warning("%s in %s is not what was written, in %s readings.", key, self.store.url, READ_TRIES)
+
+    def bad_readings(self, key: str) -> int:
+        """Return how many readings of an object were not what was written."""
+        return self._bad.get(key, (0,))[0]
+
+    def is_rotten(self, key: str, for_s: float) -> bool:
+        """Return whether an object was read as the same wrong bytes for so long, again and again."""
+        tries, since_s, _ = self._bad.get(key, (0, 0.0, b""))
+        return tries >= READ_TRIES and self._clock() - since_s >= for_s
+
     def is_missing(self, key: str) -> bool:
         """Return whether the store says that there is no such object; an error is no answer."""
         try:
             self._get(key, 0, 0)
-        except KeyNotFoundError:
-            return True
-        except StoreError:
-            pass
+        except StoreError as error:
+            return isinstance(error, KeyNotFoundError)
         return False
 
     def exists(self, key: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from diloco.errors import DivergenceError, QuorumTimeoutError
@@ -29,19 +30,20 @@ AGREEMENT_TRIES = 3 * READ_TRIES
 class SnapshotReader:
     """Loads snapshots into the training state."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, *, may_offer: bool = True) -> None:
         self._context = context
         self._store = context.store
         self._keys = context.keys
         self._me = context.me
         self._training = context.training
-        self._may_offer = True
+        self._may_offer = may_offer
         """False once a snapshot was loaded: uploading parts of a different state would corrupt the first anchor."""
-        self._fits = False
-        """Whether this replica's agreement was compared with the run's."""
+        self._start: Pointer | None = None
+        """The pointer of the first state of the log, whose agreement this replica shares."""
+        self._taken_over: int | None = None
+        """The entry before which another run's state is, if it was loaded to begin this run with."""
         self._misfits: set[int] = set()
         """Entries whose snapshots can be read and not be loaded."""
-        self._agreement_misread = 0
 
     def load(self, above: int) -> int | None:
         """Load the newest usable snapshot before an entry after `above`; -1: any, however long it takes.
@@ -51,12 +53,14 @@ class SnapshotReader:
         context, limits = self._context, self._context.limits
         began, pauses = context.clock(), backoff(context.rng)
         while True:
-            head, every = self._head(max(above, 0)), context.snapshot_every
-            for entry in range(head - head % every, above, -every):  # newest first
-                pointer = self._pointer(entry)
-                if pointer is None or not self._check_fit(pointer if entry == 0 else None):
+            knows_start = self._find_start()
+            head, every = self._head(max(above, self.first)), context.snapshot_every
+            for entry in range(head - head % every, max(above, self.first - 1), -every) if knows_start else ():
+                pointer = self._start if entry == self.first else self._pointer(entry)  # newest first
+                if pointer is None:
                     continue
-                arrays = get_parts(self._store, self._keys, entry, pointer)
+                number = 0 if entry == self.first else entry
+                arrays = get_parts(self._store, self._keys, number, pointer)
                 if arrays is None:
                     continue
                 self._may_offer = False
@@ -110,41 +114,49 @@ class SnapshotReader:
         return sealed + 1
 
     def _pointer(self, entry: int) -> Pointer | None:
+        key = self._keys.snapshot(entry)
         for _ in range(READ_TRIES):
-            data = self._store.peek(self._keys.snapshot(entry))
+            data = self._store.peek(key)
             if data is None:
                 return None
             with suppress(BadRecordError):
                 return Pointer.parse(data)
-            self._agreement_misread += entry == 0
+            self._store.note_bad(key, data)
         return None
 
-    def _check_fit(self, first: Pointer | None) -> bool:
-        """Compare the agreements, once; return False while the run's cannot be seen.
+    @property
+    def first(self) -> int:
+        """The first entry of this log, as far as is known."""
+        return 0 if self._start is None else self._start.first
+
+    def _find_start(self) -> bool:
+        """Read where the log begins and compare the agreements, once; return False while that cannot be seen.
 
         An agreement that has rotted is not the end of a run whose snapshots are well: digests show misfits, too.
 
         Raises: ContributionError: names the first difference.
         """
-        if not self._fits:
-            first = first or self._pointer(0)
-            if first is None:
-                is_rotten = self._agreement_misread >= AGREEMENT_TRIES
-                if is_rotten:
-                    key = self._keys.snapshot(0)
-                    log.warning("rank %s: the run's agreement (%s) is not what was written.", self._me.rank, key)
-                return is_rotten
+        if self._start is None and (start := self._pointer(0)) is not None:
             mine = self._training.agreement()
-            check_agreement(mine, first.agreement, run_id=self._keys.run_id, author=first.rank)
-            self._fits = True
-        return True
+            check_agreement(mine, start.agreement, run_id=self._keys.run_id, author=start.rank)
+            self._start = start
+        return self._start is not None or self._store.bad_readings(self._keys.snapshot(0)) >= AGREEMENT_TRIES
 
     def _offer_first_anchor(self) -> None:
-        """Put one's own initial model under one's own nonce; the pointer in the store then decides."""
+        """Put one's own initial model under one's own nonce; the pointer in the store then decides.
+
+        A run that goes on from another begins with the newest state of that.
+        """
+        origin = self._context.origin
+        if origin is not None and self._taken_over is None:
+            limits = replace(self._context.limits, round_timeout_s=self._context.limits.grace_s)  # nothing comes there
+            there = replace(self._context, keys=replace(self._keys, run_id=origin), limits=limits)
+            self._taken_over = SnapshotReader(there, may_offer=False).load(-1)
+            log.warning("rank %s: goes on from round %s of run %s", self._me.rank, self._taken_over, origin)
         digests = put_parts(self._store, self._keys, 0, self._me.nonce, self._training.arrays())
         if digests is not None:
-            agreement = self._training.agreement()
-            pointer = Pointer(self._me.nonce, self._me.rank, digests, self._digests(), agreement)
+            agreement, first = self._training.agreement(), self._taken_over or 0
+            pointer = Pointer(self._me.nonce, self._me.rank, digests, self._digests(), agreement, first)
             self._store.create(self._keys.snapshot(0), pointer.data())
 
 
@@ -220,12 +232,12 @@ class Cursor:
 
     def set_newest_seal(self) -> None:
         """Read the seal before this position: it says who is expected."""
-        self._context.members.seal = self._seals.insist_on_seal(self.position - 1) if self.position else None
+        is_first = self.position == self._reader.first
+        self._context.members.seal = None if is_first else self._seals.insist_on_seal(self.position - 1)
 
     def is_blocked(self, entry: EntryState) -> bool:
         """Return whether the entry cannot be applied with what was found last, now or ever."""
-        blocked, entry.blocked = entry.blocked or self._seals.is_rotten(entry.index), False
-        return blocked
+        return entry.blocked is not None or self._seals.is_rotten(entry.index)
 
     def check_anchor(self, entry: EntryState, seal: Seal) -> None:
         """Reload when this replica's anchor is not the one that the entry was made for.
@@ -251,7 +263,7 @@ class Cursor:
         """Reload when the fragment's next seal exists already and was made for another anchor than this replica's."""
         following = entry.index + len(self._context.layouts)
         seal = self._seals.seal(following)
-        if seal is None:
+        if seal is None and not self._seals.misread(following):
             self.unsealed = following
-        elif seal.anchor != self._training.digest(entry.fragment):
+        elif seal is not None and seal.anchor != self._training.digest(entry.fragment):
             self.reload()

@@ -113,6 +113,8 @@ class Context:
     training: TrainingState
     wait: Wait
     plan: Plan
+    origin: str | None = None
+    """The run whose newest whole snapshot this one begins from."""
     limits: Limits = field(default_factory=Limits)
     min_quorum: int = 1
     weight: float | Callable[[], float] = 1.0
@@ -186,8 +188,8 @@ class EntryState:
     means: dict[int, memoryview] = field(default_factory=dict)
     left_out: set[int] = field(default_factory=set)
     reloaded: bool = False
-    blocked: bool = False
-    """Whether something that its mean is made of was missing, or not what was written, at the last look."""
+    blocked: str | None = None
+    """The key of what its mean is made of that was missing, or not what was written, at the last look."""
     ask_s: float = 0.0
     """When to ask again which of those that are to reduce a shard are gone."""
     turn_s: float = 0.0

@@ -20,6 +20,7 @@ from diloco.rendezvous.patient_store import backoff
 from diloco.rendezvous.reduction import BadInputError, Input
 from diloco.rendezvous.round import Context, EntryState
 from diloco.rendezvous.training_state import Verdict
+from executors.errors import CorruptObjectError
 
 LOOKS_PER_FRONTIER = 8
 """How many looks for contributions go by until joiners are looked for again: a claim may be seen late."""
@@ -37,7 +38,6 @@ class SealLog:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._misread: dict[int, int] = {}
         self._newest: tuple[int, Seal] | None = None
         """What was read last: it never changes."""
 
@@ -45,24 +45,32 @@ class SealLog:
         """Return the entry's seal; None: there is none, or none that can be read just now."""
         if self._newest is not None and self._newest[0] == entry:
             return self._newest[1]
-        context = self._context
-        data = context.store.peek(context.keys.seal(entry))
+        context, key = self._context, self._context.keys.seal(entry)
+        data = context.store.peek(key)
         if data is None:
             return None
-        try:
+        seal = None
+        with suppress(BadRecordError):
             size_bytes = context.layouts[entry % len(context.layouts)].size_bytes
             seal = Seal.parse(data, size_bytes=size_bytes, whole=not self.is_rotten(entry))
-        except BadRecordError:
-            self._misread[entry] = self._misread.get(entry, 0) + 1
-            return None
-        if seal.lost_mean is None:
+        if seal is None or seal.lost_mean is not None:
+            context.store.note_bad(key, data)
+        else:
             self._newest = entry, seal
-            context.members.read_seal = context.members.read_seal or context.keys.seal(entry)
+            context.members.read_seal = context.members.read_seal or key
         return seal
+
+    def is_sealed(self, entry: int) -> bool:
+        """Return whether the entry has a seal, also one that cannot be read just now."""
+        return self.seal(entry) is not None or self.misread(entry) > 0
+
+    def misread(self, entry: int) -> int:
+        """Return how many readings of the seal were not what was written."""
+        return self._context.store.bad_readings(self._context.keys.seal(entry))
 
     def is_rotten(self, entry: int) -> bool:
         """Return whether the stored seal is not what was written, whatever a later reading says."""
-        return self._misread.get(entry, 0) >= READ_TRIES
+        return self.misread(entry) >= READ_TRIES
 
     def insist_on_seal(self, entry: int) -> Seal | None:
         """Read a seal that is known to exist; None: it is rotten."""
@@ -224,26 +232,41 @@ class Sealer:
         return True
 
     def check_time(self, entry: EntryState) -> None:
-        """Raise QuorumTimeoutError when an entry takes too long; says whether it was not decided or cannot be read."""
+        """Raise an error when an entry takes too long: it was not decided, or cannot be read.
+
+        Raises:
+            QuorumTimeoutError: in `round_timeout_s`.
+            CorruptObjectError: in `grace_s`, where nobody went on: it was decided, and has rotted.
+        """
+        keys, number = self._context.keys, entry.index + 1
+        rotten, looks = entry.blocked or keys.seal(entry.index), [keys.seal(entry.index + 1)] * READ_TRIES
+        if self._store.is_rotten(rotten, self._limits.grace_s) and all(map(self._store.is_missing, looks)):
+            raise CorruptObjectError(
+                f"Round {number} cannot be had: {rotten} is not what was written, and there is no later snapshot. "
+                "To go on in a new run, from the newest whole snapshot of this one: "
+                f"replicas resume {keys.run_id} --from-snapshot",
+                key=rotten,
+                url=self._store.store.url,
+            )
         since_s, timeout_s = entry.started_s, self._limits.round_timeout_s
         if entry.published_s is not None and not self._members.names_me:  # the others may be in the midst of a phase
             since_s = max(since_s, entry.published_s + self.lone_s)
         if self._context.clock() - since_s <= timeout_s:
             return
-        if self._store.exists(key := self._context.keys.seal(entry.index)):
+        if self._store.exists(key := keys.seal(entry.index)):
             raise QuorumTimeoutError(
-                f"Round {entry.index + 1}: it was sealed, but its mean could not be had in {timeout_s:g} s. The seal "
+                f"Round {number}: it was sealed, but its mean could not be had in {timeout_s:g} s. The seal "
                 f"({key}), or what the mean is made of, is missing or is not what was written, and there is no later "
                 "snapshot.",
-                round=entry.index + 1,
+                round=number,
             )
         ranks = self._ranks()
         missing = [rank for rank in ranks if rank not in entry.seen]
         raise QuorumTimeoutError(
-            f"Round {entry.index + 1}: {len(ranks) - len(missing)} of {len(ranks)} contributions arrived in "
+            f"Round {number}: {len(ranks) - len(missing)} of {len(ranks)} contributions arrived in "
             f"{timeout_s:g} s, min_quorum is {self._context.min_quorum}. "
             f"Missing ranks: {', '.join(map(str, missing)) or 'none'}.",
-            round=entry.index + 1,
+            round=number,
             missing=missing,
         )
 

@@ -63,10 +63,12 @@ class Pointer:
     state: tuple[str, ...]
     """Digest of the anchor and outer state of each fragment."""
     agreement: Agreement
+    first: int = 0
+    """Of `snapshot/0`: the first entry of this log; those before it are another run's."""
 
     def data(self) -> bytes:
         fields = {"nonce": self.nonce, "rank": self.rank, "parts": self.parts, "state": self.state}
-        return frame({**fields, "contract": self.agreement})
+        return frame({**fields, "contract": self.agreement, "first": self.first})
 
     @classmethod
     def parse(cls, data: Buffer) -> Pointer:
@@ -77,7 +79,7 @@ class Pointer:
             for shape, _, _ in agreement.get("tensors", {}).values():
                 tuple(shape)
             parts, state = (tuple(typed(str, digest) for digest in typed(list, fields[k])) for k in ("parts", "state"))
-            return cls(nonce, int(fields["rank"]), parts, state, agreement)
+            return cls(nonce, int(fields["rank"]), parts, state, agreement, max(0, typed(int, fields["first"])))
 
 
 def put_parts(store: PatientStore, keys: Keys, entry: int, nonce: str, arrays: Arrays) -> tuple[str, ...] | None:
@@ -95,10 +97,13 @@ def get_parts(store: PatientStore, keys: Keys, entry: int, pointer: Pointer) -> 
     """Read a snapshot's arrays; None when a part is missing, rotten after re-reads, or was never a part."""
     arrays: dict[str, Array] = {}
     for index, digest in enumerate(pointer.parts):
+        key = keys.part(entry, pointer.nonce, index)
         for _ in range(READ_TRIES):
-            data = store.peek(keys.part(entry, pointer.nonce, index))
+            data = store.peek(key)
             if data is not None and xxh3_128_hexdigest(data) == digest:
                 break
+            if data is not None:
+                store.note_bad(key, data)
         else:
             return None
         try:
@@ -237,10 +242,11 @@ def collect_garbage(store: PatientStore, keys: Keys, newest: int, snapshot_every
 
     A replica that is still behind that finds them gone and jumps to a snapshot. Records that decide are never deleted.
     """
-    if not _has_pointer(store, keys, newest):
+    if not _pointer(store, keys, newest):
         return
-    for horizon in range(newest - snapshot_every, -1, -snapshot_every):
-        if _has_pointer(store, keys, horizon):
+    start = _pointer(store, keys, 0)
+    for horizon in (*range(newest - snapshot_every, start.first if start else 0, -snapshot_every), 0):
+        if _pointer(store, keys, horizon):
             break
     else:
         return
@@ -252,11 +258,11 @@ def collect_garbage(store: PatientStore, keys: Keys, newest: int, snapshot_every
     _collect_own(store, keys, horizon)
 
 
-def _has_pointer(store: PatientStore, keys: Keys, entry: int) -> bool:
+def _pointer(store: PatientStore, keys: Keys, entry: int) -> Pointer | None:
     data = store.peek(keys.snapshot(entry))
     with suppress(BadRecordError):
-        return data is not None and bool(Pointer.parse(data))
-    return False
+        return None if data is None else Pointer.parse(data)
+    return None
 
 
 def _collect_own(store: PatientStore, keys: Keys, horizon: int) -> None:

@@ -58,6 +58,8 @@ TASK_DIGEST = (
 )
 TRUST_BUCKET = "Start whatever the run's rendezvous holds, with the credentials found here."
 
+FROM_SNAPSHOT = "Begin a new run instead, where this one's newest whole snapshot is: for one that has rotted."
+
 
 def launch(
     context: Context,
@@ -188,6 +190,7 @@ def resume(
     detach: Annotated[bool, Option("--detach", "-d", help="Return at once; the run continues.")] = False,
     task_digest: Annotated[str | None, Option(metavar="SHA256", help=TASK_DIGEST)] = None,
     trust_bucket: Annotated[bool, Option("--trust-bucket", help=TRUST_BUCKET)] = False,
+    from_snapshot: Annotated[bool, Option("--from-snapshot", help=FROM_SNAPSHOT)] = False,
     rendezvous: RendezvousOption = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -214,10 +217,13 @@ def resume(
                     task_digest=task_digest,
                     trust_bucket=trust_bucket,
                     tell=tell,
+                    from_snapshot=from_snapshot,
                 )
         except KeyboardInterrupt:
             output.say("Cancelled before the replicas had started.", "yellow")
             return CANCELLED
+        if from_snapshot:
+            output.say(f"{found.run_id} goes on as {resumed.run_id}, from its newest whole snapshot.")
         return _finish(resumed, output, interrupts, detach=detach)
 
 

@@ -12,13 +12,14 @@ is unpickled is what was launched.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shlex
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from executors.store.records import FAR_AHEAD, MAX_DEPTH, is_deeper_than, to_byt
 from executors.store.url import address_of, check_run_id
 from executors.task.record import MAX_WORLD_SIZE, LaunchedWith, RunRecord
 from executors.task.sources import sources_of
-from executors.task.stored import PYTHON
+from executors.task.stored import PYTHON, StoredTask
 
 MASK = "***"  # shown instead of a value of the environment
 
@@ -153,10 +154,7 @@ def plan_run(
     record = RunRecord(
         **vars(launched_with),
         task_digest=hashlib.sha256(task).hexdigest(),
-        created_at=time.time(),
-        created_by=f"{_user()}@{socket.gethostname()}",
-        launcher_pid=os.getpid(),
-        cwd=os.getcwd(),
+        **_by_whom(),
         python=sys.version.split()[0],
         detach=request.detach,
         seed=request.seed,
@@ -194,6 +192,37 @@ def create_run(
         EntrypointError: the task cannot travel; nothing was written.
     """
     new = plan_run(request, run_id, store.url, executor, package)
+    _write_run(store, run_id, new)
+    return new.spec
+
+
+def continue_run(
+    old: StoredTask, spec: RunSpec, record: RunRecord, *, gpu: str | None, timeout: float | None
+) -> RunSpec:
+    """Write a new run of a task that was launched before, which goes on from the newest snapshot of the old run.
+
+    Args:
+        old: the task, for which somebody vouched.
+        spec: the new run, but for the digest of its task.
+        record: of the old run.
+        gpu, timeout: of the new run.
+
+    Raises:
+        StoreError: the task's code or callable is not what was launched.
+    """
+    described = json.loads(bytes(old.read("task.json", old.digest)))
+    launched_with = replace(old.launched_with, continues=old.run_id, chaos=(), gpu=gpu, timeout_s=timeout)
+    task = to_bytes({**described, "launched_with": asdict(launched_with)})
+    spec = replace(spec, task_digest=hashlib.sha256(task).hexdigest())
+    new_record = replace(record, **vars(launched_with), task_digest=spec.task_digest, detach=spec.detach, **_by_whom())
+    pickle_sha256, code_sha256 = old.record.callable_sha256, described.get("code_sha256")
+    pickled = None if pickle_sha256 is None else bytes(old.read("callable.pkl", pickle_sha256))
+    code = None if code_sha256 is None else bytes(old.read("code.tar.gz", code_sha256))
+    _write_run(old.store, spec.run_id, NewRun(spec, {"run_id": spec.run_id, **asdict(new_record)}, task, pickled, code))
+    return spec
+
+
+def _write_run(store: Store, run_id: str, new: NewRun) -> None:
     if not store.put_if_absent(f"{run_id}/run.json", to_bytes(new.record)):
         name = address_of(store.url, run_id)  # another machine may have launched it, and this one not know its id
         raise RunExistsError(
@@ -205,7 +234,6 @@ def create_run(
     if new.code is not None:
         store.put(f"{run_id}/task/code.tar.gz", new.code)
     store.put(f"{run_id}/task/task.json", new.task)  # last: who finds it finds the rest
-    return new.spec
 
 
 def _pack_task(
@@ -269,6 +297,15 @@ def _not_json(value: Any, path: str) -> str | None:
     elif value is not None and not isinstance(value, bool | int | float | str):
         return f"{path!r} is {kind_of(value)}"
     return None
+
+
+def _by_whom() -> dict[str, Any]:
+    return {
+        "created_at": time.time(),
+        "created_by": f"{_user()}@{socket.gethostname()}",
+        "launcher_pid": os.getpid(),
+        "cwd": os.getcwd(),
+    }
 
 
 def _user() -> str:

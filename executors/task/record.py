@@ -28,6 +28,7 @@ from executors.store.records import (
     number,
     text,
 )
+from executors.store.url import RUN_ID
 
 MAX_WORLD_SIZE = 10_000
 BACKEND_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -60,6 +61,8 @@ class LaunchedWith(Record):
     min_replicas: int | None = checked(nullable(integer(1, MAX_WORLD_SIZE)), None)
     """How many replicas are enough, to start with and to succeed. None: all."""
     fail_fast: bool = checked(flag, False)
+    continues: str | None = checked(nullable(text(40, RUN_ID)), None)
+    """The run, in the same store, from whose newest snapshot this one goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)

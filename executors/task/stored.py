@@ -72,6 +72,14 @@ class StoredTask:
             )
         return self.record.launched_with
 
+    def read(self, name: str, digest: str | None) -> memoryview:
+        """Read one of the task's objects, which must have this sha256.
+
+        Raises:
+            StoreError: it is not what was launched.
+        """
+        return _get_checked(self.store, f"{self.run_id}/task/{name}", digest)
+
     def prepare(self) -> None:
         """Compile the entrypoint's file, if it is one, for this process and those it forks. Runs nothing of it."""
         if self.record.entrypoint is not None:
@@ -97,11 +105,9 @@ class StoredTask:
                 f"The callable was pickled by Python {self.record.python}, this replica runs {PYTHON}. "
                 "Use the same version, or an importable entrypoint."
             )
-        key = f"{self.run_id}/task/callable.pkl"
-        pickled = _get_checked(self.store, key, self.record.callable_sha256)
         import cloudpickle
 
-        function, args = cloudpickle.loads(pickled)
+        function, args = cloudpickle.loads(self.read("callable.pkl", self.record.callable_sha256))
         show_sources(self.record.sources)
         return function, args
 

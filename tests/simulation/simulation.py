@@ -24,6 +24,7 @@ from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.reduction import Input, weighted_mean
 from diloco.rendezvous.round import Context, Limits
+from executors.errors import CorruptObjectError
 from simulation.invariants import Invariants, Process, Violation
 from simulation.plan import CALM, Absence, Plan
 from simulation.work import BLOCK_BYTES, SLOTS, Toy
@@ -109,7 +110,7 @@ class Simulation(Invariants):
                 self._bury(process)
         except FencedError:
             self.world.note("is fenced")
-        except QuorumTimeoutError as error:
+        except (QuorumTimeoutError, CorruptObjectError) as error:
             if not self._is_excused(str(error)) and not self._is_superseded(process):
                 self.failures.append(f"I4: {process.name}: {error}")
         except Exception as error:  # noqa: BLE001 - whatever a replica raises is a violation
@@ -125,7 +126,7 @@ class Simulation(Invariants):
     def _is_excused(self, error: str) -> bool:
         """Return whether a replica waited in vain because what it needed had rotted."""
         rotten = self.store.ever_rotten
-        found = re.match(r"Round (\d+):", error)
+        found = re.match(r"Round (\d+)", error)
         entry = int(found[1]) - 1 if found else -1
         if any("/part/" in key or "/mean/" in key for key in rotten):
             return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
@@ -60,6 +61,32 @@ def test_a_replica_away_for_longer_than_the_grace_is_in_every_later_seal() -> No
         back = [set(seal.members) for created_s, seal in timed_seals(simulation) if created_s > at_s + away_s]
         assert len(back) >= 15, phase_s
         assert all(members == {0, 1, 2, 3} for members in back), phase_s
+
+
+@pytest.mark.parametrize("came", [{0, 1}, {1, 3}])
+@pytest.mark.parametrize("n_fragments", [1, 2])
+def test_ranks_that_never_came_cost_one_grace_and_who_comes_late_is_counted(came: set[int], n_fragments: int) -> None:
+    """Launched with four: two never come, and then one does."""
+    phase_s, grace_s, late, late_s = 100.0, 30.0, 2, 450.0
+    simulation = Simulation(phased(phase_s, [], until_s=15 * phase_s, n_fragments=n_fragments))
+    spawn = simulation._spawn
+
+    def spawn_some(rank: int | None, delay_s: float) -> None:
+        if rank in {*came, late}:
+            spawn(rank, late_s if rank == late else delay_s)
+
+    simulation._spawn = spawn_some  # type: ignore[method-assign,assignment]
+    simulation.run()
+    seals = timed_seals(simulation)
+    began_s = simulation.processes[0].here_s
+    assert began_s is not None
+    round_s = 1.05 * phase_s + phase_s / 20 + 3.0  # the steps, an upload, and pauses between looks
+    assert seals[0][0] < began_s + round_s + grace_s, "the first round waits for those that were launched, once"
+    for (before_s, _), (created_s, seal) in pairwise(seals):
+        assert created_s - before_s < round_s, f"{seal.members.keys()} waited for ranks that had never come"
+    assert [set(seal.members) for created_s, seal in seals if created_s < late_s] == [came] * 3
+    after = [set(seal.members) for created_s, seal in seals if created_s > late_s]
+    assert after[1:] == [{*came, late}] * (len(after) - 1)
 
 
 # -- scenes that mutants must spoil ------------------------------------------------------------------------------------

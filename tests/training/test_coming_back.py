@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,10 @@ from diloco import DiLoCo
 from diloco.attached_state import from_arrays, to_arrays
 from diloco.errors import ContributionError, FencedError, QuorumTimeoutError
 from diloco.rendezvous.contribution import check_weight
+from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
+from executors.errors import CorruptObjectError
 from executors.store import MemoryStore
 from executors.store.faulty import FaultyStore
 
@@ -152,17 +156,44 @@ def test_a_rotten_agreement_does_not_keep_replicas_away_from_good_snapshots(capl
     rot(store, "test/diloco/main/snapshot/0")
     again = Trainer(place(store), round_timeout_s=0.5)
     assert again.diloco.inner_step == 12
-    assert "the run's agreement (test/diloco/main/snapshot/0) is not what was written" in caplog.text
+    assert "test/diloco/main/snapshot/0 in memory:// is not what was written, in 3 readings" in caplog.text
     again.diloco.close()
 
 
-def test_the_error_tells_a_mean_that_is_gone_for_good_from_a_lack_of_contributions() -> None:
-    store = died_after(12, snapshot_every=10)
+SMALL = Limits(grace_s=0.2, takeover_after_s=0.01)
+SHARDED = replace(SMALL, small_bytes=0)
+
+
+@pytest.mark.parametrize(("key", "limits"), [("seal/2", SMALL), ("r2/mean/0", SHARDED)])
+def test_the_newest_round_that_has_rotted_is_named_within_the_grace(
+    key: str, limits: Limits, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = died_after(12, snapshot_every=10, _limits=limits)
+    rot(store, f"test/diloco/main/{key}")
+    with pytest.raises(CorruptObjectError, match=rf"^Round 3 cannot be had: test/diloco/main/{key} is not") as error:
+        Trainer(place(store), snapshot_every=10, _limits=limits)
+    assert "replicas resume test --from-snapshot" in str(error.value)
+    assert caplog.messages == [f"test/diloco/main/{key} in memory:// is not what was written, in 3 readings."]
+
+
+def test_readings_that_differ_each_time_end_nobody() -> None:
+    now = [0.0]
+    store = PatientStore(MemoryStore(), clock=lambda: now[0], error_patience_s=1.0)
+    for now[0] in range(100):
+        store.note_bad("seal", bytes([int(now[0])]))
+    assert not store.is_rotten("seal", for_s=1.0)
+    for now[0] in (100, 101):
+        store.note_bad("seal", b"the same")
+    assert store.is_rotten("seal", for_s=1.0)
+    assert store.bad_readings("seal") == 102
+
+
+def test_a_rotten_seal_is_waited_for_while_the_others_go_on_from_it() -> None:
+    store = died_after(12, snapshot_every=10, _limits=SMALL)
     rot(store, "test/diloco/main/seal/2")
-    again = Trainer(place(store), snapshot_every=10, round_timeout_s=0.5, grace_s=0.5)
+    store.put("test/diloco/main/seal/3", b"somebody had read it before it rotted")
     with pytest.raises(QuorumTimeoutError, match=r"^Round 3: it was sealed, .* The seal \(test/diloco/main/seal/2\)"):
-        again.train_until(12)
-    leave(again.diloco)
+        Trainer(place(store), snapshot_every=10, _limits=replace(SMALL, round_timeout_s=0.6))
 
 
 def test_a_listing_that_fails_costs_no_state() -> None:

@@ -1,0 +1,100 @@
+"""A run that goes on from the newest whole snapshot of another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.training import nudge
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from diloco import DiLoCo
+from executors.replica import Replica, set_current_replica
+from executors.store import MemoryStore
+
+
+@pytest.fixture(autouse=True)
+def _no_replica_is_left() -> Iterator[None]:
+    yield
+    set_current_replica(None)
+
+
+class Training:
+    """A replica of one run, alone, with an optimizer and a schedule that ride along."""
+
+    def __init__(self, store: MemoryStore, run_id: str, continues: str | None = None, attempt: int = 0) -> None:
+        replica = Replica(rank=0, world_size=1, run_id=run_id, attempt=attempt, rendezvous=store.url)
+        replica.__dict__ |= {"store": store, "continues": continues, "claimed_nonce": f"{run_id}-{attempt}"}
+        store.put(replica.key("started.json"), f'{{"nonce": "{replica.nonce}"}}'.encode())
+        set_current_replica(replica)
+        self.model = nn.Linear(3, 1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.1)
+        self.schedule = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        options: dict[str, Any] = {"inner_steps": 2, "total_steps": 80, "snapshot_every": 3, "fragments": 2}
+        self.diloco = DiLoCo(self.model_of_two(), **options)
+        self.diloco.attach_state("optimizer", self.optimizer)
+        self.diloco.attach_state("schedule", self.schedule, follow=True)
+
+    def model_of_two(self) -> nn.Module:
+        return nn.Sequential(self.model, nn.Linear(1, 1))
+
+    def train_until(self, rounds: int) -> Training:
+        while self.diloco.rounds < rounds:
+            nudge(self.model, 0.1)
+            self.model.weight.grad = torch.ones_like(self.model.weight)
+            self.optimizer.step()
+            self.diloco.step()
+            self.diloco._background.finish()
+        return self
+
+    def die(self) -> None:
+        self.diloco._close(in_order=False)
+
+    @property
+    def inner_moment(self) -> float:
+        return float(self.optimizer.state[self.model.weight]["exp_avg"][0, 0])
+
+
+def test_it_begins_at_the_snapshot_with_its_anchor_its_momentum_and_what_was_attached() -> None:
+    store = MemoryStore("going on")
+    at_nine = Training(store, "old").train_until(9)
+    anchor, moment = at_nine.diloco.anchor(), at_nine.inner_moment
+    outer = [outer.digest() for outer in at_nine.diloco._model_state.outer]
+    at_nine.train_until(11).die()
+
+    new = Training(store, "new", continues="old")
+    assert (new.diloco.rounds, new.diloco.inner_step, new.schedule.last_epoch) == (9, 9, 9)
+    assert all(torch.equal(values, anchor[name]) for name, values in new.diloco.anchor().items())
+    assert [outer.digest() for outer in new.diloco._model_state.outer] == outer
+    assert new.inner_moment == moment
+    assert not [entry.key for entry in store.list("new/diloco/main/seal/")]
+    new.train_until(10).die()
+    for entry in list(store.list("old/")):
+        store.delete(entry.key)  # not needed any more
+
+    back = Training(store, "new", attempt=1)
+    assert back.diloco.rounds == 10, "before its first own snapshot"
+    back.train_until(16).die()
+    again = Training(store, "new", attempt=2)
+    assert again.diloco.rounds == 16
+    again.train_until(81)
+    assert again.diloco.inner_step == 80
+    again.diloco.close()
+    assert not [entry.key for entry in store.list("new/diloco/main/part/0/")], (
+        "the first state is collected like any other"
+    )
+
+
+def test_a_run_may_go_on_from_one_that_went_on_from_another() -> None:
+    store = MemoryStore("going on twice")
+    Training(store, "one").train_until(8).die()
+    Training(store, "two", continues="one").train_until(11).die()
+    three = Training(store, "three", continues="two")
+    assert three.diloco.rounds == 9
+    three.train_until(14).die()
+    four = Training(store, "four", continues="three")
+    assert four.diloco.rounds == 12
+    four.die()
