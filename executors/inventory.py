@@ -42,12 +42,14 @@ class Inventory:
             number += 1
         return number
 
+    def launched(self, rank: int) -> list[int]:
+        """Return the numbers of its attempts with a handle, or the intent to ask for one."""
+        numbers = range(self.newest(rank) + 1)
+        return [number for number in numbers if self.has(rank, number, "handle") or self.has(rank, number, "intent")]
+
     def newest_launched(self, rank: int) -> int | None:
         """Return the number of its newest attempt with a handle, or the intent to ask for one; None: it has none."""
-        for number in range(self.newest(rank), -1, -1):
-            if self.has(rank, number, "handle") or self.has(rank, number, "intent"):
-                return number
-        return None
+        return next(reversed(self.launched(rank)), None)
 
     def count_joined(self, world_size: int) -> int:
         """Return how many ranks beyond those that were launched have joined the run since; their numbers are dense."""

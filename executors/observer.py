@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,14 +54,12 @@ class Observer:
         self._record = record
         self._executor = executor
         self._is_directory = directory_of(store.url) is not None
-        self._is_near = self._is_directory or store.url.startswith("memory:")
+        self.is_near = self._is_directory or store.url.startswith("memory:")
         self._inventory = Inventory()
         self._updated_at = -math.inf
         self._handles: dict[int, tuple[int | None, Any]] = {rank: (0, each) for rank, each in enumerate(handles or ())}
         self._outcomes: dict[int, Outcome] = {}
         self._beats: dict[int, tuple[int, Beat | None]] = {}
-        self._lock = threading.Lock()
-        self._recent: tuple[float, list[ReplicaState]] | None = None
 
     @property
     def ranks(self) -> range:
@@ -71,7 +68,7 @@ class Observer:
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look and the next: a far store's requests cost."""
-        return pauses() if self._is_near else pauses(*FAR_PAUSES_S)
+        return pauses() if self.is_near else pauses(*FAR_PAUSES_S)
 
     def look(self, ranks: Sequence[int]) -> list[ReplicaState]:
         """Return the state of replicas, but for what they report.
@@ -93,14 +90,6 @@ class Observer:
                 again = {state.rank: state for state in self.look(overtaken)}
                 return [again.get(rank) or self._state(rank, *seen.get(rank, (None, ""))) for rank in ranks]
         return [self._state(rank, *seen.get(rank, (None, ""))) for rank in ranks]
-
-    def look_recently(self, rank: int) -> ReplicaStatus:
-        """Return a replica's status as of a moment ago, which many may ask for over and over."""
-        with self._lock:
-            age_s = RECENT_S if self._is_near else FAR_PAUSES_S[1]
-            if self._recent is None or time.monotonic() - self._recent[0] > age_s:
-                self._recent = (time.monotonic(), self.look(self.ranks))
-            return self._recent[1][rank].status
 
     def with_reports(self, states: Sequence[ReplicaState]) -> list[ReplicaState]:
         """Read the heartbeat of each replica that has one, once after its end, and add what it says."""
@@ -139,6 +128,18 @@ class Observer:
         if any(self._handles.get(rank, (None, None))[1] is None for rank in self.ranks):
             self.update()
         return self.map(self._newest_handle, self.ranks)
+
+    def launched(self, rank: int) -> list[Attempt]:
+        """Return a rank's attempts that were launched, oldest first, as of the last look: those with a log."""
+        found = [self.attempt(rank).at(number) for number in self._inventory.launched(rank)]
+        return found or [self.attempt(rank).at(0)]
+
+    def handle_at(self, attempt: Attempt) -> Any:
+        """Return the handle of an attempt; None where it left none of its own that this process can read."""
+        if attempt.number == self._inventory.newest_launched(attempt.rank):
+            return self._newest_handle(attempt.rank)
+        number, known = self._handles.get(attempt.rank, (None, None))
+        return known if number == attempt.number else attempt.handle(self._record.backend)
 
     def collect_missing(self) -> None:
         """Take from the backend what the store does not have: replicas that succeeded without reaching the store."""

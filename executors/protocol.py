@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
+from executors.replica_log import Log
+
 Reason = Literal[
     "exception",  # the entrypoint raised
     "timeout",  # ran into the time limit of its launch
@@ -310,6 +312,9 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
             CorruptObjectError: a handle is not one of this backend.
             BackendError: the backend refuses the credentials.
         """
+
+    def open_log(self, handle: ReplicaHandle) -> Log:
+        """Return the log of the attempt that a handle names, and of no later one."""
 
     def find_handle(self, handle: ReplicaHandle) -> ReplicaHandle | None:
         """Find a replica whose launcher announced it, and died before it wrote the whole handle.

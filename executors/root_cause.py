@@ -46,7 +46,7 @@ def headline(outcome: Outcome, ranks: Sequence[int], world_size: int) -> str:
         return outcome.headline
     line = outcome.error_line
     line = line if len(line) <= MAX_CHARACTERS else f"{line[: MAX_CHARACTERS - 1]}…"
-    place = getattr(outcome, "error_place", None)
+    place = outcome.error_place
     return f"{line} ({name_ranks(ranks)} of {world_size}{f', {place}' if place else ''})"
 
 

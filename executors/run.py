@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -18,7 +19,6 @@ from executors.errors import (
     UnknownHandleError,
     did_you_mean,
 )
-from executors.logs import follow_logs, last_lines
 from executors.observer import RECENT_S, Observer, in_parallel
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class, executor_of_record
@@ -32,6 +32,8 @@ from executors.run_index import (
     locate,
     noted_at_launch,
 )
+from executors.run_logs import Note as LogNote
+from executors.run_logs import Ranks, RunLogs, Which
 from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
@@ -40,6 +42,7 @@ from executors.store.url import RUN_ID, address_of, check_run_id, existing_store
 from executors.task.record import RunRecord, find_run_record
 
 MAX_WHY = 2000  # characters
+log = logging.getLogger(__name__)
 
 
 class Run:
@@ -214,32 +217,41 @@ class Run:
         return self._observer.pauses()
 
     @overload
-    def logs(self, rank: int | Sequence[int] | None = None, tail: int = 200, follow: Literal[False] = False) -> str: ...
+    def logs(
+        self, rank: Ranks = None, tail: int = 200, follow: Literal[False] = False, *, attempt: Which = None
+    ) -> str: ...
     @overload
     def logs(
-        self, rank: int | Sequence[int] | None = None, tail: int = 200, *, follow: Literal[True]
+        self, rank: Ranks = None, tail: int = 200, *, follow: Literal[True], attempt: Which = None
     ) -> Iterator[str]: ...
     def logs(
-        self, rank: int | Sequence[int] | None = None, tail: int = 200, follow: bool = False
+        self, rank: Ranks = None, tail: int = 200, follow: bool = False, *, attempt: Which = None
     ) -> str | Iterator[str]:
         """Return the last lines of one replica's output, or of several or all, each line then led by `[rank]`.
 
         Args:
             rank: one, some, or None: all.
-            tail: how many lines of each replica.
-            follow: return an iterator over these and all later lines instead, which ends with the run.
+            tail: how many lines of each replica; with "all" of each attempt.
+            follow: return an iterator over these and all later lines instead, which ends with the run. Where a rank is
+                resumed meanwhile, it goes on with the new attempt.
+            attempt: the number of one, "all", or None: the newest of each rank.
         """
+        pieces = self.log_pieces(rank, tail, follow, attempt)
+        return pieces if follow else "".join(pieces)
+
+    def log_pieces(
+        self, rank: Ranks, tail: int, follow: bool, attempt: Which = None, note: LogNote = log.warning
+    ) -> Iterator[str]:
+        """Yield what `logs` returns, rank after rank; followed, line after line.
+
+        Args:
+            note: is given a line about each log that is not read where its replica writes to.
+        """
+        logs = RunLogs(self._observer, self.executor, attempt, note)
         is_one = isinstance(rank, int)
         chosen = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
         ranks = [self._check_rank(r) for r in chosen]
-        if follow:
-            handles = {r: self.handle(r) for r in ranks}
-            return follow_logs(self.executor, self._poll, handles, tail, prefix=not is_one, kept=self._kept)
-        texts = in_parallel(lambda r: self._tail(r, tail), ranks)
-        if is_one:
-            return str(texts[0])
-        of_ranks = zip(ranks, texts, strict=True)
-        return "".join(f"[{r}] {line}\n" for r, text in of_ranks for line in text.split("\n") if line)
+        return logs.followed(ranks, tail, is_one=is_one) if follow else logs.tails(ranks, tail, is_one=is_one)
 
     def artifacts(self, rank: int) -> list[Artifact]:
         """List the files that a replica kept with `save_artifact`.
@@ -306,27 +318,17 @@ class Run:
         self._observer.update(RECENT_S)
         return self._observer.attempt(rank)
 
+    def launched(self, rank: int) -> list[Attempt]:
+        """Return a rank's attempts that were launched, oldest first: each has a log of its own."""
+        self._observer.update(RECENT_S)
+        return self._observer.launched(rank)
+
     @cached_property
     def _observer(self) -> Observer:
         return Observer(self.store, self.run_id, self.record, lambda: self.executor, self._launched)
 
     def _look(self) -> list[ReplicaState]:
         return self._observer.look(self._observer.ranks)
-
-    def _poll(self, rank: int) -> ReplicaStatus:
-        return self._observer.look_recently(rank)
-
-    def _tail(self, rank: int, n_lines: int) -> str:
-        text = last_lines(self.executor, self.handle(rank), n_lines, lambda: self._kept(rank))
-        if text:
-            return text
-        (state,) = self._observer.look([rank])
-        kept = (state.outcome and (state.outcome.output_tail or state.outcome.error)) or ""  # the backend has nothing
-        return "".join(kept.splitlines(keepends=True)[-n_lines:])
-
-    def _kept(self, rank: int) -> str:
-        outcome = self._observer.outcome(rank) or self.newest_attempt(rank).outcome()
-        return outcome.output_tail if outcome else ""
 
     def _check_rank(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:

@@ -97,9 +97,20 @@ class RunStatus:
         return all(replica.status.is_terminal for replica in self.replicas)
 
     @property
+    def last_at(self) -> float:
+        """When its last replica ended; while one goes on, when it was looked at."""
+        ends = [replica.outcome.finished_at for replica in self.replicas if replica.outcome is not None]
+        return max(ends, default=0.0) or self.at if self.is_terminal else self.at
+
+    @property
     def failed_early(self) -> list[int]:
-        """The ranks that failed while others go on, as long as nobody has reported a round."""
+        """The ranks that failed while others go on, as long as nobody has reported a round.
+
+        With `min_replicas` not those that were never started.
+        """
+        reasons = {"start_failed"} if self.min_replicas is not None else set()
         failed = [r.rank for r in self.replicas if r.status is ReplicaStatus.FAILED and not r.is_replaced]
+        failed = [rank for rank in failed if getattr(self.replicas[rank].outcome, "reason", None) not in reasons]
         return [] if self.is_terminal or any("round" in r.reported for r in self.replicas) else failed
 
     @property

@@ -7,11 +7,13 @@ backend. With a GPU the SDK takes another of its back ends, where creating one w
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from executors.backends.jobs.executor import MARGIN_S, JobExecutor, options_of
@@ -26,6 +28,7 @@ from executors.backends.jobs.service import (
     option,
     shortened,
 )
+from executors.backends.jobs.timed_log import Entry, SharedLog, TimedLog
 from executors.backends.modal_client import TOKEN_ADVICE, WaitingCalls, in_thread, modal, translated_errors
 from executors.backends.modal_container import built, check_volumes, described, image_of, volume_of
 from executors.errors import BackendError
@@ -163,19 +166,36 @@ class ModalJobs(JobService):
             and self._is_of(sandbox, key)
         }
 
-    @in_thread
     def logs(self, job_id: JobId, n_lines: int) -> str:
-        if n_lines <= 0:
-            return ""
+        return self.open_log(job_id).tail(n_lines) if n_lines > 0 else ""
+
+    def open_log(self, job_id: JobId) -> TimedLog:
         name = job_id["sandbox_id"]
-        try:
-            logs = self._logs.get(name) or modal.Sandbox.from_id(name).logs
-            entries = list(logs.tail(min(MOST_LOG_ENTRIES, 2 * n_lines + 50)))  # an entry may be a part of a line
-        except (modal.exception.NotFoundError, modal.exception.ExecutionError):
-            return ""  # unknown, or with a GPU: it waits to be scheduled, or never was
-        self._logs[name] = logs
-        lines = "".join(entry.message for entry in entries).splitlines(keepends=True)
-        return "".join(lines[-n_lines:])
+
+        @in_thread
+        def fetch(since: datetime | None, n_entries: int) -> list[Entry]:
+            try:
+                logs = self._logs.get(name) or modal.Sandbox.from_id(name).logs
+                # With `tail` alone the SDK asks up to four times, of the last hour to the last month.
+                found = list(logs.fetch(since=since) if since else logs.tail(min(MOST_LOG_ENTRIES, n_entries)))
+            except modal.exception.LogsFetchError:  # more in a moment than it fetches at once
+                found = list(logs.tail(MOST_LOG_ENTRIES))
+            except (modal.exception.NotFoundError, modal.exception.ExecutionError):
+                return []  # unknown, or with a GPU: it waits to be scheduled, or never was
+            self._logs[name] = logs
+            return _entries(found)
+
+        return TimedLog(fetch, self._shared_log)
+
+    @functools.cached_property
+    def _shared_log(self) -> SharedLog:
+        """What all sandboxes of the app write: two requests, however many there are."""
+
+        @in_thread
+        def fetch(since: datetime) -> list[Entry]:
+            return _entries(self._look_up(create_if_missing=False).logs.fetch(since=since))
+
+        return SharedLog(fetch)
 
     @in_thread
     def stop(self, job_id: JobId) -> None:
@@ -227,6 +247,11 @@ class ModalJobs(JobService):
                     self.app_name, environment_name=self.environment, create_if_missing=create_if_missing
                 )
             return self._app
+
+
+def _entries(found: Iterable[Any]) -> list[Entry]:
+    """Return entries of the SDK; the last of their context is the container."""
+    return [Entry(each.timestamp, each.source, each.message, ["", *each.context_ids][-1]) for each in found]
 
 
 class ModalExecutor(JobExecutor):

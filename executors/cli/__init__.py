@@ -20,7 +20,7 @@ from executors.cli.collect import collect
 from executors.cli.doctor import doctor
 from executors.cli.launch import launch, resume
 from executors.cli.logs import logs
-from executors.cli.output import CANCELLED, FAILED, USAGE, inert
+from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, inert
 from executors.cli.runs import cancel, ls, rm, status, wait
 from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
 
@@ -108,11 +108,26 @@ def main() -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a log may hold what this terminal cannot show
+    try:
+        code = _call()
+        sys.stdout.flush()
+    except (OSError, SystemExit) as error:  # a full disk under stdout is an error, a closed pipe is not a mistake
+        is_pipe = any(isinstance(each, BrokenPipeError) for each in (error, error.__context__))  # of click, or rich
+        if isinstance(error, SystemExit) and not is_pipe:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
+        if not is_pipe:
+            print(f"Error: {error}", file=sys.stderr)
+        return CLOSED_PIPE if is_pipe else FAILED
+    return code
+
+
+def _call() -> int:
+    """Call the verb that the command line names."""
     command: Any = typer.main.get_command(app)
     try:
         arguments, argv = _split_argv(sys.argv[1:])
         returned = command.main(arguments, prog_name="replicas", standalone_mode=False, obj=argv)
-        sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         return CANCELLED
     except ReplicasError as error:
@@ -120,11 +135,6 @@ def main() -> int:
         if isinstance(error, LaunchError):  # something was started
             code = CANCELLED if error.cancelled else FAILED
         return code
-    except OSError as error:  # a closed pipe is not a mistake; a full disk under stdout is an error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
-        if not isinstance(error, BrokenPipeError):
-            print(f"Error: {error}", file=sys.stderr)
-        return FAILED
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of typer's: a defect, shown with its traceback
             raise

@@ -23,17 +23,18 @@ from executors.cli.options import (
     find_run,
 )
 from executors.cli.output import FAILED, JsonOption, Output, finite, inert, one_line, refuse, strict_json
-from executors.errors import ReplicasError, StoreError
+from executors.errors import KeyNotFoundError, ReplicasError, StoreError
 from executors.protocol import OffsetReader
 
 if TYPE_CHECKING:
+    from executors.attempt import Attempt
     from executors.run import Run
     from executors.store.artifacts import Artifact
 
 EVERY_LINE = 1 << 40
-OUT = "A folder for results.json, and for logs and artifacts by rank. What is there already stays."
+OUT = "A folder for results.json, and for logs (of all attempts) and artifacts by rank."
 RESULTS = "results.json"
-OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)  # and of no one name
+OF_ITS_NAME = (None, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ)
 
 
 class _UnreadableError(Exception):
@@ -72,8 +73,8 @@ def collect(
         except OSError as error:
             if isinstance(error, ReplicasError):
                 raise
-            file = f"{str(error.filename)!r}" if error.filename else f"a file below {str(out)!r}"
-            print(inert(f"Error: Cannot write {file}: {error.strerror}. Nothing was brought."), file=sys.stderr)
+            why = f"Cannot write {str(error.filename)!r}: {error.strerror}."
+            print(inert(f"Error: {why} Nothing was brought."), file=sys.stderr)
             return FAILED
         output.say(f"Wrote {len(sizes)} files, {sum(sizes):,} bytes, to {out}")
         for left in skipped:
@@ -139,47 +140,76 @@ def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, A
     skipped: list[dict[str, Any]] = []
     for rank in range(run.world_size):
         (folder / str(rank)).mkdir()
-        log = folder / str(rank) / "output.log"
-        try:
-            with open(log, "wb") as file:
-                for piece in _read_log(run, rank):
-                    file.write(piece)
-        except _UnreadableError as error:
-            log.unlink()
-            skipped.append({"rank": rank, "log": log.name, "problem": str(error)})
+        attempts = run.launched(rank)
+        for attempt in attempts:
+            is_newest = attempt == attempts[-1]
+            log = folder / str(rank) / ("output.log" if is_newest else f"output-attempt-{attempt.number}.log")
+            if problem := _copy_log(run, attempt, log, is_newest=is_newest):
+                skipped.append({"rank": rank, "log": log.name, "problem": problem})
         for artifact in run.all_artifacts(rank):
             if problem := _save(artifact, folder / str(rank) / "artifacts"):
                 skipped.append({"rank": rank, "artifact": artifact.name, "problem": problem})
-    (folder / RESULTS).write_text(strict_json(document) + "\n", encoding="utf-8")
+    with _named(folder / RESULTS):
+        (folder / RESULTS).write_text(strict_json(document) + "\n", encoding="utf-8")
     return skipped
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Have an error of writing name its file: only those of opening do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:  # else it is no system's error, and has no place for a name
+            error.filename = error.filename or str(path)
+        raise
 
 
 def _save(artifact: Artifact, folder: Path) -> str | None:
     """Write an artifact below a folder; return why not, where its name or its content is at fault."""
     try:
-        artifact.save_below(folder)
+        with _named(folder / artifact.name):
+            artifact.save_below(folder)
     except (StoreError, ValueError) as error:
         return str(error)
     except OSError as error:
-        if error.errno in OF_THE_DISK:
+        if error.errno not in OF_ITS_NAME:
             raise
         return error.strerror or str(error)
     return None
 
 
-def _read_log(run: Run, rank: int) -> Iterator[bytes]:
-    """Read a whole log in pieces, if the executor can read it so; else what the executor keeps of it."""
+def _copy_log(run: Run, attempt: Attempt, path: Path, *, is_newest: bool) -> str | None:
+    """Write the log of an attempt, all of it where it can be read so; return what cannot be read, and why."""
+    problem = None
+    with _named(path), open(path, "wb") as file:
+        if is_newest:
+            try:
+                for piece in _pieces(run, attempt.rank):
+                    file.write(piece)
+            except _UnreadableError as error:
+                problem = str(error)
+        if file.tell() == 0:
+            with contextlib.suppress(KeyNotFoundError):
+                file.write(attempt.store.get(attempt.key("output.log")))
+                return None
+            try:
+                file.write(run.logs(attempt.rank, EVERY_LINE, attempt=attempt.number).encode())
+            except ReplicasError as error:
+                problem = problem or str(error)
+        is_cut = problem is not None and file.tell() > 0
+    if problem is not None and not is_cut:
+        path.unlink()
+    return f"{problem} (only its end was found)" if is_cut else problem
+
+
+def _pieces(run: Run, rank: int) -> Iterator[bytes]:
+    """Read the log of a rank's newest attempt in pieces, if the executor can read it so."""
+    handle, piece, offset = run.handle(rank), b"-", 0
     try:
-        handle, piece, is_empty = run.handle(rank), b"-", True
-        if handle is not None and isinstance(run.executor, OffsetReader):
-            offset = 0
-            while piece:
-                piece, offset = run.executor.read_logs(handle, offset=offset)
-                is_empty = is_empty and not piece
-                yield piece
-        if is_empty:
-            yield run.logs(rank, EVERY_LINE).encode()
+        while piece and handle is not None and isinstance(run.executor, OffsetReader):
+            piece, offset = run.executor.read_logs(handle, offset=offset)
+            yield piece
     except (ReplicasError, OSError) as error:
-        file = getattr(error, "filename", None)
-        reason = getattr(error, "strerror", None) or str(error)
-        raise _UnreadableError(f"{file}: {reason}" if file else reason) from error
+        file, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
+        raise _UnreadableError(f"{file}: {reason}" if file and reason else str(error)) from error

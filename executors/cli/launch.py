@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Context, Option
@@ -13,6 +14,7 @@ from executors.cli.backends import make_executor
 from executors.cli.options import (
     DURATIONS,
     BackendOptions,
+    ColumnsOption,
     EnvOption,
     ExecutorOption,
     RanksOption,
@@ -81,6 +83,7 @@ def launch(
     gather: Annotated[float, Option(metavar="DURATION", parser=parse_duration, help=GATHER)] = GATHER_S,
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
+    columns: ColumnsOption = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the request, start nothing.")] = False,
     as_json: JsonOption = False,
 ) -> int:
@@ -136,7 +139,7 @@ def launch(
             has_begun = request is not None and locate(str(request.run_id)) is not None
             output.say("Cancelled." if has_begun else "Cancelled before the run had started.", "yellow")
             return CANCELLED
-        return _finish(run, output, interrupts, detach=detach)
+        return _finish(run, output, interrupts, detach=detach, columns=columns)
 
 
 launch.epilog = (  # type: ignore[attr-defined]
@@ -218,7 +221,9 @@ def resume(
         return _finish(resumed, output, interrupts, detach=detach)
 
 
-def _finish(run: Run, output: Output, interrupts: Interrupts, *, detach: bool) -> int:
+def _finish(
+    run: Run, output: Output, interrupts: Interrupts, *, detach: bool, columns: Sequence[str] | None = None
+) -> int:
     """Watch a run that this process started to its end, or leave it; return the exit code."""
     from executors.cli.live import watch
     from executors.cli.summary import Summary, heading, reference
@@ -235,7 +240,7 @@ def _finish(run: Run, output: Output, interrupts: Interrupts, *, detach: bool) -
     interrupts.count_on(run.run_id)
     output.say(heading(run), "bold")
     try:
-        watch(run, output, interrupts=interrupts)
+        watch(run, output, interrupts=interrupts, columns=columns)
         summary = Summary.of(run, interrupted=interrupts.count > 0)
     except (StoreError, BackendError) as error:
         output.say(f"The status of the run cannot be read any more: {error}", "red")

@@ -204,12 +204,12 @@ class PlainView:
         self._progress_at = clock()
 
     def update(self, status: RunStatus) -> None:
-        elapsed = f"[{name_duration(status.at - self._created_at):>6}]"
+        elapsed = f"[{name_duration(status.last_at - self._created_at):>6}]"
         changed: dict[tuple[ReplicaStatus, str], list[int]] = {}
         for replica in status.replicas:
             if self._seen.get(replica.rank) is not replica.status:
                 self._seen[replica.rank] = replica.status
-                changed.setdefault((replica.status, self._note(replica, status)), []).append(replica.rank)
+                changed.setdefault((replica.status, self._note(replica)), []).append(replica.rank)
         for (state, note), ranks in changed.items():
             self._told.add(note)
             self.say(f"{elapsed} {name_ranks(ranks)} {state}" + (f" ({note})" if note else ""))
@@ -219,12 +219,11 @@ class PlainView:
             self._progress, self._progress_at = progress, self._clock()
             self.say(f"{elapsed} {progress}")
 
-    def _note(self, replica: ReplicaState, status: RunStatus) -> str:
-        """Return a failure's words once, and not where the run's summary follows."""
+    def _note(self, replica: ReplicaState) -> str:
+        """Return a failure's words, once."""
         note = one_line(replica.note)
-        is_told = status.is_terminal or note in self._told
         reason = replica.outcome and replica.outcome.reason
-        return reason if is_told and reason and replica.status is ReplicaStatus.FAILED else note
+        return reason if reason and replica.status is ReplicaStatus.FAILED and note in self._told else note
 
     def say(self, text: str, style: str | None = None) -> None:
         self._output.say(text, style)
@@ -253,8 +252,8 @@ class LiveView(PlainView):
 
         max_rows = None if status.is_terminal else self._output.console.height - LINES_AROUND
         hint = [Text(self._hint, style="dim")] if self._hint and not status.is_terminal else []
-        head = title(status, status.at - self._created_at)
-        table = replica_table(status, max_rows, more=self._columns, brief=status.is_terminal)
+        head = title(status, status.last_at - self._created_at)
+        table = replica_table(status, max_rows, more=self._columns)
         self._live.update(Group(head, table, *hint), refresh=True)
 
     def say(self, text: str, style: str | None = None) -> None:

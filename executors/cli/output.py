@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 FAILED, USAGE, TIMED_OUT, CANCELLED = 1, 2, 124, 130  # exit codes
+CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
 ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")  # colours, movements; titles, links
 UNUSUAL = re.compile(r"[^\n -~]")
 PROGRESS_EVERY_S = 10.0  # between two plain lines of progress

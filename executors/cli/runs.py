@@ -85,7 +85,7 @@ def _row_of(run: Run) -> dict[str, Any]:
         record = run.record
         row |= {"backend": record.backend, "world_size": record.world_size, "entrypoint": record.entrypoint}
         row |= {"created_at": record.created_at, "status": "unknown"}  # no such backend here, or the store is away
-        row["status"] = str(run.status(reports=False).status)
+        row["status"] = str(run.status().status)
     except ReplicasError as error:
         row["problem"] = str(error)
     return row
@@ -122,14 +122,13 @@ def status(
         rows = [{**row, "page": page} for row, page in zip(document["replicas"], pages, strict=True)]
         output.document({**document, "replicas": rows})
         return 0
-    ended_at = max((outcome.finished_at for outcome in outcomes), default=now.at) if now.is_terminal else now.at
     output.say(heading(found), "bold")
     output.say(
         f"launched {name_age(time.time() - record.created_at)} ago by {one_line(record.created_by)}"
         f"{', detached' if record.detach else ''}, in {found.store.url}",
         "dim",
     )
-    output.say(title(now, ended_at - record.created_at))
+    output.say(title(now, now.last_at - record.created_at))
     output.say(replica_table(now, more=columns, brief=True))
     for rank, page in enumerate(pages):
         if page is not None:

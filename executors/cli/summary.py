@@ -35,7 +35,8 @@ def heading(run: Run) -> str:
     replicas = "1 replica" if run.world_size == 1 else f"{run.world_size} replicas"
     limit = name_limit(run.record.timeout_s)
     chaos = "".join(f", chaos {one_line(spec)}" for spec in run.record.chaos)
-    return f"{run.run_id}: {replicas} of {one_line(run.record.entrypoint)} on {run.backend}, {limit}{chaos}"
+    what = one_line(run.record.entrypoint.removesuffix(":__main__"))  # a script
+    return f"{run.run_id}: {replicas} of {what} on {run.backend}, {limit}{chaos}"
 
 
 def reference(run: Run) -> str:
@@ -114,10 +115,8 @@ class Summary:
             else:
                 self._print_results(output, document)
             self.print_failures(output)
-            n_done, enough = (
-                sum(o.status is ReplicaStatus.SUCCEEDED for o in self.outcomes),
-                self.run.record.min_replicas,
-            )
+            n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in self.outcomes)
+            enough = self.run.record.min_replicas
             if enough is not None and n_done < self.run.world_size:
                 output.say()
                 asked = f"at least {enough} were asked for"
@@ -155,7 +154,7 @@ class Summary:
             for line in frames if frames not in shown else ():
                 output.say(line[:MAX_CHARACTERS])
             shown.append(frames)
-            output.say(f"    replicas logs {reference(self.run)} --rank {min(ranks)}")
+            output.say(f"  Log: replicas logs {reference(self.run)} --rank {min(ranks)}")
         if len(groups) > MAX_LINES:
             output.say(f"… and {len(groups) - MAX_LINES} more: replicas status {reference(self.run)}", "dim")
 

@@ -60,7 +60,7 @@ def replica_table(
     Args:
         max_rows: show at most so many, first those that failed or run; the others are counted.
         more: which numbers to show that replicas report besides the usual ones. None: the first three.
-        brief: name only the reasons of failures, which are told elsewhere.
+        brief: name only the reasons of failures, which are told elsewhere. Else the words of several are shown once.
     """
     columns = status.used_columns(more)
     table = plain_table(*columns, right={*columns} - {"status", "note"}, gives_way="note")
@@ -68,15 +68,18 @@ def replica_table(
     if max_rows is not None:
         by_interest = sorted(shown, key=lambda replica: (list(STYLES).index(replica.status), replica.rank))
         shown = sorted(by_interest[: max(1, max_rows)], key=lambda replica: replica.rank)
+    told: set[str] = set()
     for replica in shown:
-        table.add_row(*(_cell(replica, name, brief) for name in columns))
+        is_told = brief or replica.note in told
+        told.add(replica.note)
+        table.add_row(*(_cell(replica, name, is_told) for name in columns))
     hidden = len(status.replicas) - len(shown)
     return Group(table, Text(f"… and {hidden} more", style="dim")) if hidden else table
 
 
-def _cell(replica: ReplicaState, column: str, brief: bool) -> Text:
+def _cell(replica: ReplicaState, column: str, is_told: bool) -> Text:
     outcome = replica.outcome
-    if column == "note" and brief and outcome is not None and outcome.status is ReplicaStatus.FAILED:
+    if column == "note" and is_told and outcome is not None and outcome.status is ReplicaStatus.FAILED:
         text = Text(outcome.reason or "")
     else:
         text = cut(replica.cell(column)) if column == "note" else Text(replica.cell(column))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from support.fake_jobs import FakeExecutor, FakeJobs, Machines, start
@@ -96,6 +97,21 @@ def test_a_rank_that_is_refused_after_the_launch_is_told(machines: Machines) -> 
     run = start(3, min_replicas=2, gather_s=0.2)
     decides.set()
     eventually(lambda: reasons(run) == [None, "start_failed", None])
+    run.cancel()
+
+
+def test_a_launcher_that_ends_leaves_word_that_the_rest_does_not_come(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("executors.backends.jobs.gang_start.atexit.register", lambda *call: at_exit.append(call))
+    decides = machines.hold(1)
+    monkeypatch.setattr(FakeJobs, "interrupt_starts", lambda _: decides.set())
+    run = start(3, min_replicas=2, gather_s=0.2)
+    close, late = next(call for call in at_exit if "_close" in call[0].__name__)
+    close(late)
+    assert reasons(run) == [None, "start_failed", None]
+    assert "its launcher has ended before it came" in str(run.outcomes()[1].error)
     run.cancel()
 
 

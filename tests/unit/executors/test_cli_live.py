@@ -93,7 +93,7 @@ def test_each_change_of_status_is_one_line_and_progress_comes_now_and_then(capsy
     assert [line.partition("] ")[2].partition(":")[0] for line in lines[1:4]] == ["3 running"] * 3
     assert [line.partition("] ")[2] for line in lines[4:]] == [
         "ranks 0, 2 succeeded",
-        "rank 1 failed (exception)",  # the summary says why
+        "rank 1 failed (exception: Oops: no)",
     ]
 
 
