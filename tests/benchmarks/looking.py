@@ -48,6 +48,8 @@ class Cloud:
     """Let the job that was started as this one print a line."""
     delay: Callable[[float], None]
     """Hold every answer of the service up."""
+    a_list: int = 1
+    """How many requests it takes to list jobs."""
 
     def counted(self) -> dict[str, int]:
         return {STORE: len(self.bucket.requests()), SERVICE: self.asked()}
@@ -69,9 +71,9 @@ def looking(options: Options) -> list[Comparison]:
                 what = f"{cloud.backend}, N={n}"
                 look = cloud.asked_meanwhile(run.status)
                 found += [
-                    _requests("Q1", f"{what}: requests of a look", [look], {STORE: 2 + n, SERVICE: 1}),
+                    _requests("Q1", f"{what}: requests of a look", [look], {STORE: 2 + n, SERVICE: cloud.a_list}),
                     _requests("Q1", f"{what}: requests of `replicas wait` in a minute", [_minute(cloud, run, seconds)],
-                              {STORE: 15 * (2 + n), SERVICE: 15}),
+                              {STORE: 15 * (2 + n), SERVICE: 15 * cloud.a_list}),
                     _requests("Q3", f"{what}: requests of a launch", [launched], {}),
                 ]  # fmt: skip
             title = f"{what}: a printed line is shown by `replicas logs -f`, each of {n_lines}"
@@ -248,6 +250,7 @@ def hub() -> Iterator[Cloud]:
 def modal() -> Iterator[Cloud]:
     """Modal's sandboxes, scheduled at once and without a process."""
     os.environ.setdefault("MODAL_CONFIG_PATH", os.devnull)  # read when the SDK is imported
+    from servers.modal import control_plane
     from servers.modal.sandboxes import LogEntry, Sandbox
     from servers.modal.server import modal_server
 
@@ -262,7 +265,8 @@ def modal() -> Iterator[Cloud]:
         box = [box for box in server.sandboxes if box.tags["replicas-run"] == newest][number]
         box.logs.append(LogEntry(time.time_ns(), 1, f"{line}\n"))
 
-    usual = Sandbox.start
+    usual, page = Sandbox.start, control_plane.PAGE
+    control_plane.PAGE = 100  # a list is one page, and an empty one: as many as the vendor gives at once is not known
     Sandbox.start = start  # type: ignore[method-assign,assignment]
     try:
         with (
@@ -271,6 +275,6 @@ def modal() -> Iterator[Cloud]:
             server.used_by_the_sdk(),
             variables({"REPLICAS_RENDEZVOUS": bucket.url("runs")}),
         ):
-            yield Cloud("modal", bucket, lambda: len(server.calls_of()), lambda: None, say, not_here)
+            yield Cloud("modal", bucket, lambda: len(server.calls_of()), lambda: None, say, not_here, 2)
     finally:
-        Sandbox.start = usual  # type: ignore[method-assign]
+        Sandbox.start, control_plane.PAGE = usual, page  # type: ignore[method-assign]
