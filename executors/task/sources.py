@@ -1,24 +1,53 @@
-"""The source of what travels by value, so that a traceback shows its lines where its files are not."""
+"""The source of functions that travel by value, so that a traceback shows its lines where its files are not."""
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FunctionType
 from typing import Any
 
 MAX_CHARACTERS = 1 << 20
 
 
 def sources_of(function: Callable[..., Any], pickled: bytes) -> dict[str, str]:
-    """Return the text of each file and notebook cell that a pickled function, or what it needs, was defined in."""
-    code = getattr(function, "__code__", None)
-    # A notebook's cells are in this cache, under names of their own.
-    candidates = {*linecache.cache, getattr(code, "co_filename", ""), getattr(sys.modules["__main__"], "__file__", "")}
-    named = [file for file in candidates if file and file.encode(errors="surrogatepass") in pickled]
-    found = {file: "".join(linecache.getlines(file)) for file in sorted(named)}
-    return found if sum(map(len, found.values())) <= MAX_CHARACTERS else {}
+    """Return, by file or notebook cell, the lines of the functions that are in a pickle, and no other lines of it.
+
+    What else is in a cell, a token perhaps, does not travel: its lines are empty.
+    """
+    found: dict[str, list[str]] = {}
+    for code in _codes(function, set()):
+        if code.co_filename.encode(errors="surrogatepass") in pickled:
+            try:
+                lines, first = inspect.getsourcelines(code)
+            except (OSError, TypeError):  # typed into an interpreter that keeps no text
+                continue
+            text = found.setdefault(code.co_filename, [])
+            text += ["\n"] * (first - 1 + len(lines) - len(text))
+            text[first - 1 : first - 1 + len(lines)] = lines
+    sources = {file: "".join(lines) for file, lines in sorted(found.items())}
+    return sources if sum(map(len, sources.values())) <= MAX_CHARACTERS else {}
+
+
+def _codes(value: Any, seen: set[int]) -> Iterator[CodeType]:
+    """Yield the code of a function or of a class's methods, and of what they use of their module's functions."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, type):
+        for member in vars(value).values():
+            yield from _codes(getattr(member, "__func__", member), seen)
+    elif isinstance(value, FunctionType):
+        yield value.__code__
+        inner = [value.__code__]
+        for code in inner:
+            inner += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+            for name in code.co_names:
+                yield from _codes(value.__globals__.get(name), seen)
+        for cell in value.__closure__ or ():
+            yield from _codes(cell.cell_contents, seen)
 
 
 def show_sources(sources: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from servers.hub.server import HubServer
 from servers.s3.server import BUCKET, S3Server
 from support.cli import Folder, HereInstead, Result
 
+from executors.run_index import PREPARING
 from executors.testing.helpers import environment
 
 LAUNCH = ("launch", "job.py:main", "--backend", "hf", "--n", 8, "--run-id", "otter")
@@ -31,7 +32,7 @@ def here(
 
 
 def nothing_began(hub: HubServer, s3: S3Server, state_home: Path) -> bool:
-    kept = [path for path in state_home.rglob("*") if path.is_file()]
+    kept = [path for path in state_home.rglob("*") if path.is_file() and path.parent.name != PREPARING]
     return hub.count("create") == 0 and kept == [] and s3.requests("PUT", "otter") == []
 
 
@@ -188,9 +189,9 @@ def test_the_doctor_finds_a_token_that_is_not_accepted(hf: HubServer, here: Here
 
 
 def test_the_doctor_finds_that_there_is_no_rendezvous_or_names_its_bucket_once(
-    here: HereInstead, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+    here: HereInstead, moto: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, found = doctor(here, "--rendezvous", s3.url("runs").replace(BUCKET, "nowhere"))
+    code, found = doctor(here, "--rendezvous", moto.url("runs").replace(BUCKET, "nowhere"))
     assert code == 1
     assert "There is no bucket 'nowhere' there." in found["rendezvous"][1]
     assert [what for what, (state, _) in found.items() if state == "wrong"] == ["rendezvous"]
@@ -201,13 +202,13 @@ def test_the_doctor_finds_that_there_is_no_rendezvous_or_names_its_bucket_once(
     assert "any S3 bucket will do" in found["rendezvous"][1]
 
 
-def test_the_doctor_finds_what_of_a_bucket_hurts(here: HereInstead, s3: S3Server) -> None:
-    client = boto3.client("s3", endpoint_url=s3.endpoint_url, region_name="us-east-1")
+def test_the_doctor_finds_what_of_a_bucket_hurts(here: HereInstead, moto: S3Server) -> None:
+    client = boto3.client("s3", endpoint_url=moto.endpoint_url, region_name="us-east-1")
     client.put_bucket_versioning(Bucket=BUCKET, VersioningConfiguration={"Status": "Enabled"})
     rule = {"ID": "tidy", "Status": "Enabled", "Filter": {"Prefix": "runs/"}, "Expiration": {"Days": 3}}
     other = {**rule, "ID": "elsewhere", "Filter": {"Prefix": "scratch/"}}
     client.put_bucket_lifecycle_configuration(Bucket=BUCKET, LifecycleConfiguration={"Rules": [rule, other]})
-    code, found = doctor(here)
+    code, found = doctor(here, "--rendezvous", moto.url("runs"))
     assert code == 0, found
     assert found["versioning"][0] == found["lifecycle"][0] == "note"
     assert "rule 'tidy' lets objects here expire" in found["lifecycle"][1]
