@@ -5,13 +5,14 @@ BIN := .venv/bin
 PYTEST_FLAGS ?= -n 2
 SCHEDULES ?=
 
-.PHONY: help install demo test test-all test-radosgw lint bench simulate clean
+.PHONY: help install demo test test-all test-radosgw package lint bench simulate clean
 
 help:
 	@echo "make demo      train a small model with four local replicas"
 	@echo "make test      style, types and tests, as CI runs them"
 	@echo "make test-all  the same and the slow tests: launches at stand-ins for the clouds, chaos with real processes"
 	@echo "make test-radosgw  the S3 store at a real Ceph, started on loopback (needs its Debian packages)"
+	@echo "make package   wheel and sdist into dist/, installed and tried in empty environments (part of make test-all)"
 	@echo "make bench     the benchmarks, each beside its peer"
 	@echo "make simulate  the rendezvous under 250,000 random schedules (SCHEDULES=n: as many)"
 	@echo "make clean     remove .venv and caches"
@@ -37,10 +38,13 @@ test: lint
 	$(BIN)/python -m pytest -m 'not slow and not live' $(PYTEST_FLAGS)
 
 test-all: lint
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	REPLICAS_SCHEDULES=$${REPLICAS_SCHEDULES:-3000} $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 test-radosgw: install
 	PYTHONPATH=tests $(BIN)/python -m servers.s3.radosgw $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/contract/test_store_s3_radosgw.py
+
+package: install
+	REPLICAS_DIST=$(CURDIR)/dist $(BIN)/python -m pytest tests/docs/test_package.py
 
 bench: install
 	$(BIN)/python -m tests.benchmarks

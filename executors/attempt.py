@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -9,10 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from executors.errors import (
-    CorruptObjectError,
-    UnknownHandleError,
-)
+from executors.errors import CorruptObjectError, UnknownHandleError
 from executors.protocol import BY_USER, ENDED, REASONS, Outcome, Reason, ReplicaHandle, ReplicaStatus
 from executors.status import wait_until_terminal
 from executors.store import Store, store_at
@@ -81,7 +79,11 @@ class Beat:
         fields = Fields(data, key, url)
         at = fields.take("at", number(LONG_AGO, FAR_AHEAD))
         # Reports are for people only: one that is not a number to show is left out.
-        reported = {name: value for name, value in fields.values.items() if name != "at" and is_plain_number(value)}
+        reported = {
+            name: value
+            for name, value in fields.values.items()
+            if name != "at" and (is_plain_number(value) or value in (math.inf, -math.inf))
+        }
         return cls(at, reported)
 
 

@@ -81,9 +81,10 @@ def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
     tree, function = found
     if function == SCRIPT:
         if unknown := sorted(set(args) - {"argv"}):
+            file = text.removesuffix(f":{SCRIPT}")
             raise EntrypointArgumentsError(
-                f"{text.removesuffix(':' + SCRIPT)!r} runs as a script, which takes no argument {unknown[0]!r}. Give "
-                f"its options behind --, as in: replicas launch train.py --n 4 -- --{unknown[0]} …"
+                f"{file!r} runs as a script, which takes no argument {unknown[0]!r}. Give its options behind --: "
+                f"replicas launch {file} --n 4 -- --{unknown[0]} …"
             )
         return
     _check_definition(tree, function, args, text)

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from executors.protocol import Outcome
 
 
+NO_DIRECTORY = "The working directory was deleted. Change to one that exists, as with: cd ~"
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Return the message for a name that does not exist: `No X 'y'. Did you mean 'z'? Known: …`."""
     known = sorted(known)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from executors.store import Store
 
-RECORD = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/(started|handle|intent|outcome|heartbeat)\.json")
+RECORD = re.compile(
+    r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/(boot|started|handle|intent|outcome|heartbeat)\.json"
+)
 BEGINNINGS = ("started", "handle", "intent", "outcome")
 
 
@@ -40,12 +42,14 @@ class Inventory:
             number += 1
         return number
 
+    def launched(self, rank: int) -> list[int]:
+        """Return the numbers of its attempts with a handle, or the intent to ask for one."""
+        numbers = range(self.newest(rank) + 1)
+        return [number for number in numbers if self.has(rank, number, "handle") or self.has(rank, number, "intent")]
+
     def newest_launched(self, rank: int) -> int | None:
         """Return the number of its newest attempt with a handle, or the intent to ask for one; None: it has none."""
-        for number in range(self.newest(rank), -1, -1):
-            if self.has(rank, number, "handle") or self.has(rank, number, "intent"):
-                return number
-        return None
+        return next(reversed(self.launched(rank)), None)
 
     def count_joined(self, world_size: int) -> int:
         """Return how many ranks beyond those that were launched have joined the run since; their numbers are dense."""

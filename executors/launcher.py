@@ -5,34 +5,33 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
+import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executors.arguments import annotations_in, from_texts, to_json
 from executors.attempt import Attempt
-from executors.entrypoint import (
-    SCRIPT,
-    check_entrypoint,
-    describe,
-    find_definition,
-    is_script,
-    signature_in,
-    split_rank_env,
+from executors.entrypoint import check_entrypoint, split_rank_env
+from executors.errors import BackendError, ReplicasError, RunExistsError, StoreError
+from executors.launch_checks import (
+    check_chaos,
+    check_directory,
+    check_environment,
+    check_same,
+    check_working_directory,
+    resolved,
 )
-from executors.errors import RunExistsError, StoreError
-from executors.protocol import KeepsOptions, NativeExecutor, Package, ReplicaHandle, ServerlessExecutor
+from executors.prices import affordable_s, usd_per_hour
+from executors.protocol import GATHER_S, KeepsOptions, NativeExecutor, Package, ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
-from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED
-from executors.run_index import NOTE, local_store, locate, new_run_id, remember, state_path
+from executors.run_index import NOTE, local_store, locate, new_run_id, preparing, remember, state_path
 from executors.store import Store, open_store
 from executors.store.records import exists
 from executors.store.url import address_of, directory_of, shared_rendezvous
 from executors.task.create import LaunchRequest, create_run, plan_run
-from executors.task.stored import StoredTask
 
 if TYPE_CHECKING:
     from executors.run import Run
@@ -53,6 +52,7 @@ def launch(
     run_id: str | None = None,
     gpu: str | None = None,
     timeout: float | None = None,
+    max_cost: float | None = None,
     env: Mapping[str, str] | None = None,
     secrets: Sequence[str] = (),
     seed: int | None = None,
@@ -61,6 +61,8 @@ def launch(
     task_digest: str | None = None,
     trust_bucket: bool = False,
     chaos: Sequence[str] = (),
+    min_replicas: int | None = None,
+    gather_s: float = GATHER_S,
     fail_fast: bool = False,
 ) -> Run:
     """Start `n` ranked replicas of an entrypoint.
@@ -78,6 +80,8 @@ def launch(
         run_id: a name of your choice for the run. None: two words and four hex digits.
         gpu: a GPU per replica, as in "H100" or "H100:2".
         timeout: seconds each replica may run. None: no limit locally, one hour elsewhere.
+        max_cost: US dollars that all replicas may cost together, as a limit of their time, where the backend tells
+            prices. What is installed before the entrypoint starts comes on top.
         env: more environment variables of the replicas. Their values are never recorded.
         secrets: names of secrets that the backend hands to the replicas.
         seed: the replicas' generators are seeded from this and their rank. None: from the run id and their rank.
@@ -85,6 +89,8 @@ def launch(
         resume: bring back what ended of the run `run_id`, with the task it was launched with; see `resume.resume`.
         task_digest, trust_bucket: who vouches for that task where another machine launched it; see `resume.resume`.
         chaos: faults that the replicas are to suffer, as in "kill:rank=1,round=3"; local backend only, see `chaos`.
+        min_replicas: start with so many when the others cannot be started, or not within `gather_s` seconds; these join
+            when they come, unless `detach`. The run has succeeded when so many have. None: all of them.
         fail_fast: end the run at the first failure before anybody's first round. Otherwise the others train on.
 
     Raises:
@@ -103,18 +109,52 @@ def launch(
         run_id=run_id,
         gpu=gpu,
         timeout=timeout,
+        max_cost=max_cost,
         env=env,
         secrets=secrets,
         seed=seed,
         detach=detach,
         chaos=chaos,
+        min_replicas=min_replicas,
+        gather_s=gather_s,
         fail_fast=fail_fast,
     )
     if resume:
-        return _bring_back(request, executor, task_digest, trust_bucket)
+        return ends_with_this_process(_bring_back(request, executor, task_digest, trust_bucket), detach=detach)
     if task_digest is not None or trust_bucket:
         raise ValueError("task_digest= and trust_bucket= go with resume=True: a new run's task is the one given.")
-    return plan_launch(request, executor).start()
+    request = named(request)
+    with preparing(str(request.run_id)):
+        run = plan_launch(request, executor).start()
+    return ends_with_this_process(run, detach=detach)
+
+
+def named(request: LaunchRequest) -> LaunchRequest:
+    """Return the request with a run id."""
+    return request if request.run_id is not None else replace(request, run_id=new_run_id())
+
+
+def ends_with_this_process(run: Run, *, detach: bool) -> Run:
+    """Return the run; if it goes on when this process ends, and is ended so, a line on stderr says it then."""
+    import atexit
+
+    executor, pid = run.executor, os.getpid()
+    if detach or not isinstance(executor, NativeExecutor) or executor.needs_shared_rendezvous:
+        return run
+
+    def tell() -> None:
+        attempts = (Attempt(run.store, run.run_id, rank) for rank in range(run.world_size))
+        with contextlib.suppress(ReplicasError):
+            # One by one: at the exit no thread can be started any more.
+            if pid == os.getpid() and not run.is_awaited and any(each.newest().outcome() is None for each in attempts):
+                print(
+                    f"replicas: run {run.run_id} ends with this process. Wait for it with run.wait(), or let it go on "
+                    "with launch(…, detach=True).",
+                    file=sys.stderr,
+                )
+
+    atexit.register(tell)
+    return run
 
 
 @dataclass(frozen=True)
@@ -127,8 +167,12 @@ class LaunchPlan:
     run_id: str
     package: Package | None
 
-    def start(self) -> Run:
-        """Write the run and start its replicas. If that fails half-way, the run is left cancelled, not waiting."""
+    def start(self, tell: Callable[[str], None] = lambda words: None) -> Run:
+        """Write the run and start its replicas. If that fails half-way, the run is left cancelled, not waiting.
+
+        Args:
+            tell: gets a few words on how far the start is, where it takes long.
+        """
         from executors.run import Run
 
         request, executor = self.request, self.executor
@@ -145,7 +189,9 @@ class LaunchPlan:
             if isinstance(executor, NativeExecutor):
                 limits: Any = {"gpu": request.gpu, "timeout": request.timeout}
                 args = request.args or {}
-                handles = executor.launch_replicas(request.n, request.entrypoint, args, **limits, run=spec)
+                started = executor.launch_replicas(request.n, request.entrypoint, args, **limits, run=spec, tell=tell)
+                of_ranks = {handle.rank: handle for handle in started}
+                handles = [of_ranks.get(rank) for rank in range(request.n)]
             else:
                 handles = self._start_plainly(store)
         except BaseException as error:
@@ -154,6 +200,12 @@ class LaunchPlan:
                     Attempt(store, self.run_id, rank).abandon(error)
             raise
         return Run(store, self.run_id, executor=executor, handles=handles)
+
+    def usd_per_hour(self) -> float | None:
+        """Return what an hour of all replicas costs in US dollars; None: nobody tells, or not now."""
+        with contextlib.suppress(BackendError):
+            return usd_per_hour(self.executor, self.request.n, self.request.gpu)
+        return None
 
     def _start_plainly(self, store: Store) -> Sequence[Any]:
         """Start the replicas on an executor that has the five verbs alone."""
@@ -202,6 +254,7 @@ class LaunchPlan:
             "url": address_of(url, self.run_id),
             "executor": import_path(executor),
             "timeout_s": request.timeout,
+            "usd_per_hour": self.usd_per_hour(),
             "run.json": new.record,
             "task/task.json": json.loads(new.task),
             "request": asked,
@@ -218,7 +271,7 @@ class LaunchPlan:
             store = open_store(rendezvous)
             taken, url = exists(store, f"{self.run_id}/run.json"), store.url
         else:
-            _check_directory(directory.absolute())
+            check_directory(directory.absolute())
             taken, url = (directory / self.run_id / "run.json").is_file(), directory.absolute().as_uri()
         if taken:
             raise RunExistsError(f"Run {self.run_id!r} exists at {url}. Choose another run id.")
@@ -227,16 +280,19 @@ class LaunchPlan:
 
 def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> LaunchPlan:
     """Check everything about a launch but its store. Raises what `launch` does."""
+    check_working_directory()
     executor = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
-    request = _resolved(request)
+    request = resolved(request)
     native = executor if isinstance(executor, NativeExecutor) else None
     rendezvous, timeout = request.rendezvous, request.timeout
     if native is not None and native.needs_shared_rendezvous:
         rendezvous = shared_rendezvous(native.backend_name, rendezvous, request.entrypoint, request.n)
+    if request.max_cost is not None:
+        timeout = min(timeout or math.inf, affordable_s(executor, request.n, request.gpu, request.max_cost))
     if timeout is None:
         timeout = PLAIN_TIMEOUT_S if native is None else native.default_timeout_s
-    _check_environment(executor, request)
-    chaos = _check_chaos(executor, request) if request.chaos else ()
+    check_environment(executor, request)
+    chaos = check_chaos(executor, request) if request.chaos else ()
     request = replace(request, rendezvous=rendezvous, timeout=timeout, chaos=chaos)
     package = None
     args = request.args or {}
@@ -253,38 +309,15 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     return LaunchPlan(request, executor, request.run_id or new_run_id(), package)
 
 
-def _resolved(request: LaunchRequest) -> LaunchRequest:
-    """Return the request with its script as a function of `argv`, and its texts as the values that they mean.
-
-    Raises:
-        EntrypointImportError: no such file or module.
-        EntrypointArgumentsError: a text is not what the entrypoint's annotations say.
-    """
-    entrypoint, argv = request.entrypoint, request.argv
-    if not isinstance(entrypoint, str):
-        return request
-    if argv is None and is_script(entrypoint):
-        argv = []
-    if argv is not None:
-        args = {"argv": list(argv), **(request.args or {}), **(request.arg_texts or {})}
-        return replace(request, entrypoint=f"{entrypoint}:{SCRIPT}", args=args, arg_texts=None, argv=None)
-    if not request.arg_texts:
-        return request
-    found = find_definition(entrypoint)
-    taken = None if found is None else signature_in(*found)
-    annotations = {} if found is None or taken is None else annotations_in(found[0], taken)
-    values = from_texts(request.arg_texts, annotations, found[1] if found else entrypoint)
-    args = {**(request.args or {}), **{name: to_json(value) for name, value in values.items()}}
-    return replace(request, args=args)
-
-
 def _bring_back(
     request: LaunchRequest, executor: str | ServerlessExecutor, task_digest: str | None, trust_bucket: bool
 ) -> Run:
     """Resume a run as `launch(resume=True)` does."""
-    request = _resolved(request)
+    request = resolved(request)
     if request.chaos:
         raise ValueError("A resumed run keeps the chaos it was launched with: leave chaos= away.")
+    if request.min_replicas is not None:
+        raise ValueError("A resumed run keeps the min_replicas it was launched with: leave min_replicas= away.")
     if request.run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
     from executors.resume import resume, vouched_task
@@ -292,8 +325,8 @@ def _bring_back(
 
     run = attach(request.run_id, rendezvous=request.rendezvous, executor=executor)
     task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
-    _check_same(request, task)
-    _check_environment(run.executor, request)
+    check_same(request, task)
+    check_environment(run.executor, request)
     return resume(
         run,
         gpu=request.gpu,
@@ -303,56 +336,3 @@ def _bring_back(
         detach=request.detach,
         task_digest=task.digest,
     )
-
-
-def _check_same(request: LaunchRequest, task: StoredTask) -> None:
-    """Refuse to go on with something else than what is asked for now; what was pickled is not looked into."""
-    n, entrypoint = task.launched_with.world_size, task.launched_with.entrypoint
-    if request.n != n or describe(request.entrypoint) != entrypoint:
-        raise ValueError(
-            f"Run {task.run_id!r} has {n} replicas of {entrypoint}; it cannot be resumed as {request.n} of "
-            f"{describe(request.entrypoint)}."
-        )
-    differing = [] if request.seed in (None, task.record.seed) else ["seed"]
-    if request.args is not None and isinstance(request.entrypoint, str):
-        launched = task.record.args or {}
-        given = json.loads(json.dumps(split_rank_env(request.args)[0]))
-        differing += [name for name in {**launched, **given} if launched.get(name) != given.get(name)]
-    if differing:
-        raise ValueError(
-            f"Run {task.run_id!r} goes on with what it was launched with, and {differing[0]!r} is another now. "
-            "Leave args= and seed= away, or launch a new run."
-        )
-
-
-def _check_environment(executor: ServerlessExecutor, request: LaunchRequest) -> None:
-    if not isinstance(executor, NativeExecutor) and (request.env or request.secrets):
-        raise ValueError(
-            f"Backend {executor.backend_name!r} takes no env= and no secrets=: values are never recorded, and its five "
-            "verbs carry none. Set them where its replicas run."
-        )
-    for name in request.env or {}:
-        if name in (*TORCH_DISTRIBUTED, *CONTRACT, *FOR_THE_WORKER):
-            raise ValueError(f"env cannot set {name!r}: replicas get or lose it themselves, see the README.")
-
-
-def _check_chaos(executor: ServerlessExecutor, request: LaunchRequest) -> Sequence[str]:
-    from executors.chaos import check_chaos
-
-    if executor.backend_name != "local":
-        raise ValueError(
-            f"Backend {executor.backend_name!r} takes no chaos: faults are injected into local replicas only. "
-            "Try it with --backend local."
-        )
-    return check_chaos(request.chaos, request.n)
-
-
-def _check_directory(directory: Path) -> None:
-    """Prove in a folder beside, gone afterwards, that a store could be made here and creates exclusively."""
-    nearest = next(path for path in (directory, *directory.parents) if path.exists())
-    with contextlib.ExitStack() as stack:
-        try:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=nearest, prefix=".replicas-dry-run-"))
-        except OSError as error:
-            raise StoreError(f"Cannot use {directory.as_uri()}: {error.strerror}.", url=directory.as_uri()) from error
-        open_store(Path(folder))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,13 +54,12 @@ class Observer:
         self._record = record
         self._executor = executor
         self._is_directory = directory_of(store.url) is not None
-        self._is_near = self._is_directory or store.url.startswith("memory:")
+        self.is_near = self._is_directory or store.url.startswith("memory:")
         self._inventory = Inventory()
+        self._updated_at = -math.inf
         self._handles: dict[int, tuple[int | None, Any]] = {rank: (0, each) for rank, each in enumerate(handles or ())}
         self._outcomes: dict[int, Outcome] = {}
         self._beats: dict[int, tuple[int, Beat | None]] = {}
-        self._lock = threading.Lock()
-        self._recent: tuple[float, list[ReplicaState]] | None = None
 
     @property
     def ranks(self) -> range:
@@ -69,7 +68,7 @@ class Observer:
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look and the next: a far store's requests cost."""
-        return pauses() if self._is_near else pauses(*FAR_PAUSES_S)
+        return pauses() if self.is_near else pauses(*FAR_PAUSES_S)
 
     def look(self, ranks: Sequence[int]) -> list[ReplicaState]:
         """Return the state of replicas, but for what they report.
@@ -92,14 +91,6 @@ class Observer:
                 return [again.get(rank) or self._state(rank, *seen.get(rank, (None, ""))) for rank in ranks]
         return [self._state(rank, *seen.get(rank, (None, ""))) for rank in ranks]
 
-    def look_recently(self, rank: int) -> ReplicaStatus:
-        """Return a replica's status as of a moment ago, which many may ask for over and over."""
-        with self._lock:
-            age_s = RECENT_S if self._is_near else FAR_PAUSES_S[1]
-            if self._recent is None or time.monotonic() - self._recent[0] > age_s:
-                self._recent = (time.monotonic(), self.look(self.ranks))
-            return self._recent[1][rank].status
-
     def with_reports(self, states: Sequence[ReplicaState]) -> list[ReplicaState]:
         """Read the heartbeat of each replica that has one, once after its end, and add what it says."""
         return self.map(self._with_report, states)
@@ -108,9 +99,11 @@ class Observer:
         """Return how many more ranks joined while the run went on, as of the last look."""
         return self._inventory.count_joined(self._record.world_size)
 
-    def update(self) -> None:
-        """List what the replicas have left."""
-        self._inventory |= Inventory.of(self._store, self._run_id)
+    def update(self, max_age_s: float = 0.0) -> None:
+        """List what the replicas have left, unless that was done a moment ago."""
+        if time.monotonic() - self._updated_at >= max_age_s:
+            self._inventory |= Inventory.of(self._store, self._run_id)
+            self._updated_at = time.monotonic()
 
     def attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt, as of the last look."""
@@ -132,9 +125,21 @@ class Observer:
 
     def handles(self) -> list[Any]:
         """Return the handles in rank order."""
-        if any(rank not in self._handles for rank in self.ranks):
+        if any(self._handles.get(rank, (None, None))[1] is None for rank in self.ranks):
             self.update()
         return self.map(self._newest_handle, self.ranks)
+
+    def launched(self, rank: int) -> list[Attempt]:
+        """Return a rank's attempts that were launched, oldest first, as of the last look: those with a log."""
+        found = [self.attempt(rank).at(number) for number in self._inventory.launched(rank)]
+        return found or [self.attempt(rank).at(0)]
+
+    def handle_at(self, attempt: Attempt) -> Any:
+        """Return the handle of an attempt; None where it left none of its own that this process can read."""
+        if attempt.number == self._inventory.newest_launched(attempt.rank):
+            return self._newest_handle(attempt.rank)
+        number, known = self._handles.get(attempt.rank, (None, None))
+        return known if number == attempt.number else attempt.handle(self._record.backend)
 
     def collect_missing(self) -> None:
         """Take from the backend what the store does not have: replicas that succeeded without reaching the store."""
@@ -213,6 +218,8 @@ class Observer:
         number = self._inventory.newest(rank)
         has_started = self._inventory.has(rank, number, "started")
         status = reported or (ReplicaStatus.RUNNING if has_started else ReplicaStatus.PENDING)
+        if not has_started and self._inventory.has(rank, number, "boot"):
+            doing = "installing"
         return ReplicaState(rank, number, status, doing=doing)
 
     def _with_report(self, state: ReplicaState) -> ReplicaState:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
+from executors.replica_log import Log
+
 Reason = Literal[
     "exception",  # the entrypoint raised
     "timeout",  # ran into the time limit of its launch
@@ -211,6 +213,14 @@ class KeepsOptions(Protocol):
         """The options with which the executor was made: what this machine notes of a launch, as far as it is JSON."""
 
 
+@runtime_checkable
+class KnowsPrices(Protocol):
+    """An executor that can say what its machines cost."""
+
+    def price_per_hour(self, gpu: str | None) -> float | None:
+        """Return what an hour of one replica costs in US dollars; None: its service does not tell."""
+
+
 @dataclass(frozen=True)
 class Unfinished:
     """A replica that has left no outcome, as the records of its run show it."""
@@ -302,6 +312,9 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
             CorruptObjectError: a handle is not one of this backend.
             BackendError: the backend refuses the credentials.
         """
+
+    def open_log(self, handle: ReplicaHandle) -> Log:
+        """Return the log of the attempt that a handle names, and of no later one."""
 
     def find_handle(self, handle: ReplicaHandle) -> ReplicaHandle | None:
         """Find a replica whose launcher announced it, and died before it wrote the whole handle.

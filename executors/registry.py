@@ -54,7 +54,7 @@ def executor_class(name: str) -> type[ServerlessExecutor]:
         UnknownBackendError: there is none; the message names the nearest.
         BackendError: it cannot be imported, or is not an executor.
     """
-    path = name if ":" in name else known_backends().get(name)
+    path = name if ":" in name else BUILT_IN.get(name) or known_backends().get(name)
     if path is None:
         raise UnknownBackendError(unknown_name("backend named", name, known_backends()))
     module, _, attribute = path.partition(":")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,7 @@ def resume(
     task_digest: str | None = None,
     trust_bucket: bool = False,
     from_snapshot: bool = False,
+    tell: Callable[[str], None] = lambda words: None,
 ) -> Run:
     """Start a new attempt of every rank that ended without succeeding.
 
@@ -61,6 +62,7 @@ def resume(
             are the rounds after that snapshot and all work that was in none, artifacts stay with the old run, and ranks
             that joined do not come along. What `DiLoCo.attach_state` kept until that snapshot does. The old run's
             store is needed until the new run has had its first round. An entrypoint without `DiLoCo` begins anew.
+        tell: gets a few words on how far the start is, where it takes long.
 
     Returns: the run, with the handles of the new attempts; from a snapshot, the new run.
 
@@ -98,6 +100,7 @@ def resume(
         secret_names=secret_names,
         detach=detach,
         chaos=launched.chaos,
+        min_replicas=launched.min_replicas,
         fail_fast=launched.fail_fast,
     )
     limits: Any = {
@@ -105,15 +108,17 @@ def resume(
         "timeout": timeout if timeout is not None else launched.timeout_s,
     }
     if from_snapshot:
-        return _begin_from_snapshot(run, task, replace(all_ranks, run_id=new_run_id(), chaos=()), limits)
+        return _begin_from_snapshot(run, task, replace(all_ranks, run_id=new_run_id(), chaos=()), limits, tell)
     next_attempts = _next_attempts(run, ranks)
     by_attempt: dict[int, list[int]] = {}
     for rank, attempt in next_attempts.items():
         by_attempt.setdefault(attempt, []).append(rank)
     begun: set[int] = set()
+    goes_on = run.world_size - len(next_attempts)
     for attempt, group in sorted(by_attempt.items()):
-        spec = replace(all_ranks, ranks=tuple(group), attempt=attempt)
-        handles = executor.launch_replicas(len(group), launched.entrypoint, {}, **limits, run=spec)
+        needed = launched.min_replicas and max(1, min(launched.min_replicas - goes_on, len(group)))
+        spec = replace(all_ranks, ranks=tuple(group), attempt=attempt, min_replicas=needed)
+        handles = executor.launch_replicas(len(group), launched.entrypoint, {}, **limits, run=spec, tell=tell)
         begun.update(handle.rank for handle in handles)
     if overtaken := {rank: attempt for rank, attempt in next_attempts.items() if rank not in begun}:
         by_others = _who_resumes(run, overtaken)
@@ -134,7 +139,9 @@ def _check_that_all_ended(run: Run, ranks: Sequence[int] | None) -> None:
         )
 
 
-def _begin_from_snapshot(run: Run, task: StoredTask, spec: RunSpec, limits: dict[str, Any]) -> Run:
+def _begin_from_snapshot(
+    run: Run, task: StoredTask, spec: RunSpec, limits: dict[str, Any], tell: Callable[[str], None]
+) -> Run:
     """Write and start a new run of the task, as `launch` does."""
     executor = run.executor
     assert isinstance(executor, NativeExecutor)
@@ -143,13 +150,13 @@ def _begin_from_snapshot(run: Run, task: StoredTask, spec: RunSpec, limits: dict
         options = executor.options_to_keep if isinstance(executor, KeepsOptions) else {}
         remember(spec.run_id, run.store.url, spec.task_digest, options, spec.secret_names)
         entrypoint = task.launched_with.entrypoint
-        handles = executor.launch_replicas(spec.world_size, entrypoint, {}, **limits, run=spec)
+        executor.launch_replicas(spec.world_size, entrypoint, {}, **limits, run=spec, tell=tell)
     except BaseException as error:
         with contextlib.suppress(StoreError):
             for rank in spec.ranks:
                 Attempt(run.store, spec.run_id, rank).abandon(error)
         raise
-    return Run(run.store, spec.run_id, executor=executor, handles=handles)
+    return Run(run.store, spec.run_id, executor=executor)
 
 
 def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tuple[str, ...]:
@@ -248,11 +255,11 @@ def vouched_task(run: Run, *, task_digest: str | None = None, trust_bucket: bool
         digest = kept
     else:
         raise UntrustedTaskError(
-            f"Run {run.run_id!r} was not launched from here, at least not under this address, so only its store says "
-            f"what it is. {_what_would_run(run)} To resume it, give the digest that `replicas status {run.run_id} "
+            f"Run {run.run_id!r} was not launched from here, at least not under this address, so only its rendezvous "
+            f"says what it is. {_what_would_run(run)} To resume it, give the digest that `replicas status {run.run_id} "
             "--json` says as task_digest on the machine that launched it: "
             f"replicas resume {shlex.quote(run.url)} --task-digest SHA256, or task_digest=. "
-            "Or trust whoever can write to that store: --trust-bucket, or trust_bucket=True."
+            "Or trust whoever can write to that rendezvous: --trust-bucket, or trust_bucket=True."
         )
     task = read_task(run.store, run.run_id, digest)
     launched_with = {**vars(task.launched_with), "task_digest": digest}
@@ -283,7 +290,7 @@ def _what_would_run(run: Run) -> str:
     entrypoint, by, digest = (_shown(value) for value in (record.entrypoint, record.created_by, record.task_digest))
     return (
         f"Resuming {run.url} runs code with the credentials of this machine: {entrypoint}, launched by {by}, with the "
-        f"task digest {digest}, as the store says."
+        f"task digest {digest}, as its rendezvous says."
     )
 
 

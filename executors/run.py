@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -18,12 +19,22 @@ from executors.errors import (
     UnknownHandleError,
     did_you_mean,
 )
-from executors.logs import follow_logs, last_lines
-from executors.observer import Observer, in_parallel
+from executors.observer import RECENT_S, Observer, in_parallel
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class, executor_of_record
-from executors.run_index import Note, folder_of_run, forget, known_run_ids, locate, noted_at_launch
-from executors.status import FAILED_EARLY, ReplicaState, RunStatus, raise_root_cause, wait_until
+from executors.root_cause import raise_root_cause
+from executors.run_index import (
+    Note,
+    find_preparation,
+    folder_of_run,
+    forget,
+    known_run_ids,
+    locate,
+    noted_at_launch,
+)
+from executors.run_logs import Note as LogNote
+from executors.run_logs import Ranks, RunLogs, Which
+from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
 from executors.store.records import exists
@@ -31,6 +42,7 @@ from executors.store.url import RUN_ID, address_of, check_run_id, existing_store
 from executors.task.record import RunRecord, find_run_record
 
 MAX_WHY = 2000  # characters
+log = logging.getLogger(__name__)
 
 
 class Run:
@@ -54,6 +66,8 @@ class Run:
         self.has_given_options = self._executor is not None
         """Whether a person made the executor, and so gave its options, too."""
         self._launched = handles
+        self.is_awaited = False
+        """Whether this process has waited for the run's end, or ended it."""
         self._watches_for_failures = True
 
     @cached_property
@@ -140,7 +154,8 @@ class Run:
                 self._watches_for_failures = False
             return all(state.status.is_terminal for state in states)
 
-        return wait_until(has_ended, timeout, self.pauses())
+        self.is_awaited = wait_until(has_ended, timeout, self.pauses())
+        return self.is_awaited
 
     def end_early(self, now: RunStatus, option: str) -> str | None:
         """End the run at a failure before anybody's first round, if it was launched so; return what to say, once.
@@ -166,13 +181,17 @@ class Run:
     def results(self) -> list[Any]:
         """Wait, and return what each replica's entrypoint returned, in rank order.
 
+        When as many as `min_replicas` gave a result, it is None for the others.
+
         Raises:
             ReplicaError: a replica gave no result. The error is the earliest failure, with the remote traceback as its
                 message; the other failures are its notes.
         """
         self.wait()
         outcomes = self.outcomes()
-        raise_root_cause(outcomes)
+        n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
+        if n_done < (self.record.min_replicas or self.world_size):
+            raise_root_cause(outcomes)
         return [outcome.result for outcome in outcomes]
 
     def outcomes(self) -> list[Outcome]:
@@ -191,39 +210,48 @@ class Run:
         """
         states = self._look()
         replicas = self._observer.with_reports(states) if reports else states
-        return RunStatus(self.run_id, self.backend, replicas, self._observer.count_joined())
+        return RunStatus(self.run_id, self.backend, replicas, self._observer.count_joined(), self.record.min_replicas)
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look at the run and the next: at a bucket, requests cost."""
         return self._observer.pauses()
 
     @overload
-    def logs(self, rank: int | Sequence[int] | None = None, tail: int = 200, follow: Literal[False] = False) -> str: ...
+    def logs(
+        self, rank: Ranks = None, tail: int = 200, follow: Literal[False] = False, *, attempt: Which = None
+    ) -> str: ...
     @overload
     def logs(
-        self, rank: int | Sequence[int] | None = None, tail: int = 200, *, follow: Literal[True]
+        self, rank: Ranks = None, tail: int = 200, *, follow: Literal[True], attempt: Which = None
     ) -> Iterator[str]: ...
     def logs(
-        self, rank: int | Sequence[int] | None = None, tail: int = 200, follow: bool = False
+        self, rank: Ranks = None, tail: int = 200, follow: bool = False, *, attempt: Which = None
     ) -> str | Iterator[str]:
         """Return the last lines of one replica's output, or of several or all, each line then led by `[rank]`.
 
         Args:
             rank: one, some, or None: all.
-            tail: how many lines of each replica.
-            follow: return an iterator over these and all later lines instead, which ends with the run.
+            tail: how many lines of each replica; with "all" of each attempt.
+            follow: return an iterator over these and all later lines instead, which ends with the run. Where a rank is
+                resumed meanwhile, it goes on with the new attempt.
+            attempt: the number of one, "all", or None: the newest of each rank.
         """
+        pieces = self.log_pieces(rank, tail, follow, attempt)
+        return pieces if follow else "".join(pieces)
+
+    def log_pieces(
+        self, rank: Ranks, tail: int, follow: bool, attempt: Which = None, note: LogNote = log.warning
+    ) -> Iterator[str]:
+        """Yield what `logs` returns, rank after rank; followed, line after line.
+
+        Args:
+            note: is given a line about each log that is not read where its replica writes to.
+        """
+        logs = RunLogs(self._observer, self.executor, attempt, note)
         is_one = isinstance(rank, int)
         chosen = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
         ranks = [self._check_rank(r) for r in chosen]
-        if follow:
-            handles = {r: self.handle(r) for r in ranks}
-            return follow_logs(self.executor, self._poll, handles, tail, prefix=not is_one, kept=self._kept)
-        texts = in_parallel(lambda r: self._tail(r, tail), ranks)
-        if is_one:
-            return str(texts[0])
-        of_ranks = zip(ranks, texts, strict=True)
-        return "".join(f"[{r}] {line}\n" for r, text in of_ranks for line in text.split("\n") if line)
+        return logs.followed(ranks, tail, is_one=is_one) if follow else logs.tails(ranks, tail, is_one=is_one)
 
     def artifacts(self, rank: int) -> list[Artifact]:
         """List the files that a replica kept with `save_artifact`.
@@ -257,6 +285,7 @@ class Run:
             attempt.request_cancel()  # its launcher died before its service had it; one that comes up late ends, too
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
         in_parallel(lambda r: self.executor.cancel(self.handle(r)), launched)
+        self.is_awaited = self.is_awaited or rank is None
 
     def remove(self) -> None:
         """Delete everything the run left, here and in its store.
@@ -279,15 +308,20 @@ class Run:
         forget(folder)
         if left:
             raise StoreError(
-                f"Run {self.run_id!r} is removed, but for {len(left)} objects under names that no store takes, such as "
-                f"{left[0][:200]!r}. Delete these with the tools of the store.",
+                f"Run {self.run_id!r} is removed, but for {len(left)} objects under names that no run has, such as "
+                f"{left[0][:200]!r}. Delete these with the tools of the rendezvous.",
                 url=self.store.url,
             )
 
     def newest_attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt: its number is 0 until it was resumed, or its process started twice."""
-        self._observer.update()
+        self._observer.update(RECENT_S)
         return self._observer.attempt(rank)
+
+    def launched(self, rank: int) -> list[Attempt]:
+        """Return a rank's attempts that were launched, oldest first: each has a log of its own."""
+        self._observer.update(RECENT_S)
+        return self._observer.launched(rank)
 
     @cached_property
     def _observer(self) -> Observer:
@@ -295,21 +329,6 @@ class Run:
 
     def _look(self) -> list[ReplicaState]:
         return self._observer.look(self._observer.ranks)
-
-    def _poll(self, rank: int) -> ReplicaStatus:
-        return self._observer.look_recently(rank)
-
-    def _tail(self, rank: int, n_lines: int) -> str:
-        text = last_lines(self.executor, self.handle(rank), n_lines, lambda: self._kept(rank))
-        if text:
-            return text
-        (state,) = self._observer.look([rank])
-        kept = (state.outcome and (state.outcome.output_tail or state.outcome.error)) or ""  # the backend has nothing
-        return "".join(kept.splitlines(keepends=True)[-n_lines:])
-
-    def _kept(self, rank: int) -> str:
-        outcome = self._observer.outcome(rank) or self.newest_attempt(rank).outcome()
-        return outcome.output_tail if outcome else ""
 
     def _check_rank(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
@@ -338,6 +357,8 @@ def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | Se
         run_id = run
         url = str(rendezvous) if rendezvous is not None else locate(check_run_id(run))
     if url is None:
+        if preparation := find_preparation(run_id):
+            raise RunNotFoundError(preparation.describe(run_id))
         raise RunNotFoundError(
             f"No run {run_id!r} is known on this machine.{did_you_mean(run_id, known_run_ids())} For a run that was "
             f"launched elsewhere give its address, as in 's3://BUCKET/PREFIX/{run_id}'."

@@ -5,6 +5,7 @@
                                       launched with; of one that was brought back here, only where it is
 <state>/<run_id>/replicas/…/output.log   what local replicas print, whatever the run's store
 <state>/<run_id>/supervisors.lock     locked by those who watch over local replicas
+<state>/.preparing/<run_id>.json      a launch that has written nothing else yet, or never did
 
 Two stores may both hold a run of one id. The folder of an id is of the one run that this machine launched: what it
 keeps there is neither shown nor deleted for another.
@@ -15,28 +16,37 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from executors.errors import RunExistsError, StoreError
+from executors.errors import CorruptObjectError, RunExistsError, StoreError
+from executors.process import is_alive, start_time
 from executors.store import Store, store_at
 from executors.store.records import (
+    FAR_AHEAD,
+    LONG_AGO,
+    MAX_TEXT,
     SHA256,
     Record,
     checked,
     find_record,
+    integer,
     is_json,
     json_object,
     list_of,
     nullable,
+    number,
     text,
     to_bytes,
 )
-from executors.store.url import directory_of
+from executors.store.url import check_run_id, directory_of
 
 NOTE = "launched.json"
+PREPARING = ".preparing"
+FORGOTTEN_S = 86_400  # after which a launch that came to nothing is not told of any more
 ADJECTIVES = (
     "able amber ample brave bright brisk calm candid clear clever cosy crisp daring eager early fair fleet fond "
     "frank fresh gentle glad golden grand happy hardy honest humble jolly keen kind lively lucid lucky mellow merry "
@@ -193,6 +203,65 @@ def known_run_ids() -> list[str]:
     found = [path for path in state_dir().iterdir() if path.is_dir() and not path.name.startswith(".")]
     runs = [path for path in found if (path / "run.json").is_file() or (path / NOTE).is_file()]
     return [path.name for path in sorted(runs, key=lambda path: path.stat().st_mtime)]
+
+
+@dataclass(frozen=True)
+class Preparation(Record):
+    """A launch that has written nothing of its run yet, or never did."""
+
+    at: float = checked(number(LONG_AGO, FAR_AHEAD))
+    pid: int = checked(integer(1, 2**31 - 1))
+    pid_started: int = checked(integer(0, 2**63))
+    error: str | None = checked(nullable(text()), None)
+
+    @property
+    def is_going_on(self) -> bool:
+        return self.error is None and is_alive(self.pid, self.pid_started)
+
+    def describe(self, run_id: str) -> str:
+        """Say how far it is, or why it came to nothing."""
+        if self.is_going_on:
+            return f"Run {run_id!r} is preparing, for {time.time() - self.at:.0f} s: process {self.pid} checks it."
+        why = self.error or f"process {self.pid}, which was about to, has ended."
+        return f"Run {run_id!r} was never started: {why}"
+
+
+@contextlib.contextmanager
+def preparing(run_id: str) -> Iterator[None]:
+    """Have this machine know of a launch within the block, and afterwards of its error, if it has one."""
+    pid = os.getpid()
+    note = Preparation(time.time(), pid, start_time(pid) or 0)
+    path = _write_preparation(run_id, note)
+    try:
+        yield
+    except BaseException as error:
+        said = "it was interrupted." if isinstance(error, KeyboardInterrupt) else str(error)[:MAX_TEXT] or repr(error)
+        _write_preparation(run_id, replace(note, error=said))
+        raise
+    if path is not None:
+        path.unlink(missing_ok=True)
+
+
+def find_preparation(run_id: str) -> Preparation | None:
+    """Return what this machine knows of a launch that has written nothing of its run."""
+    with contextlib.suppress(OSError, CorruptObjectError):
+        return Preparation.parse((state_path() / PREPARING / f"{check_run_id(run_id)}.json").read_bytes())
+    return None
+
+
+def _write_preparation(run_id: str, note: Preparation) -> Path | None:
+    """Write the note, and delete those that nobody asks for any more. Without a place for notes there is none."""
+    folder = state_path() / PREPARING
+    with contextlib.suppress(OSError, StoreError):
+        state_dir()
+        folder.mkdir(exist_ok=True)
+        for old in folder.iterdir():
+            if old.stat().st_mtime < note.at - FORGOTTEN_S:
+                old.unlink()
+        path = folder / f"{run_id}.json"
+        path.write_bytes(to_bytes(asdict(note)))
+        return path
+    return None
 
 
 def random_words() -> str:

@@ -10,26 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from executors.errors import (
-    ReplicaCancelledError,
-    ReplicaError,
-    ReplicaFailedError,
-    ReplicaLostError,
-    ReplicaTimeoutError,
-)
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, as_status
 
 FAILED_EARLY = "failed before the first round"
-COLUMNS = ("rank", "status", "round", "step", "loss", "round_s", "note")
+COLUMNS = ("rank", "attempt", "status", "round", "step", "loss", "round_s", "note")
+N_MORE = 3  # columns for other numbers, where nobody says which
+MAX_COLUMNS = 50  # in a notebook
 HEADINGS = {"round_s": "in rounds", "note": ""}
 FIRST_PAUSE_S = 0.01
 LONGEST_PAUSE_S = 0.5
 H = TypeVar("H")
-_ERRORS: dict[str | None, type[ReplicaError]] = {
-    **dict.fromkeys(("signal", "oom", "lost", "preempted"), ReplicaLostError),
-    "timeout": ReplicaTimeoutError,
-    "cancelled": ReplicaCancelledError,
-}
 
 
 @dataclass(frozen=True)
@@ -67,7 +57,7 @@ class ReplicaState:
 
     def cell(self, column: str) -> str:
         """Return the text of one column of the table."""
-        if column in ("rank", "status", "note"):
+        if column in ("rank", "attempt", "status", "note"):
             return str(getattr(self, column))
         value = self.reported.get(column)
         if value is None:
@@ -76,7 +66,8 @@ class ReplicaState:
             return f"{value:.1f} s"
         if not isinstance(value, float):
             return str(value)
-        return f"{value:.2e}" if 0 < abs(value) < 0.005 else f"{value:.4f}"  # else four decimals would show nothing
+        is_odd = 0 < abs(value) < 0.005 or abs(value) >= 1e6  # four decimals would show nothing, or too much
+        return f"{value:.2e}" if is_odd else f"{value:.4f}"
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the result as plain JSON."""
@@ -96,6 +87,8 @@ class RunStatus:
     replicas: Sequence[ReplicaState]
     joined: int = 0
     """How many more ranks joined while it ran; only their claims are known."""
+    min_replicas: int | None = None
+    """How many replicas are enough. None: all."""
     at: float = field(default_factory=time.time)
 
     @property
@@ -104,9 +97,20 @@ class RunStatus:
         return all(replica.status.is_terminal for replica in self.replicas)
 
     @property
+    def last_at(self) -> float:
+        """When its last replica ended; while one goes on, when it was looked at."""
+        ends = [replica.outcome.finished_at for replica in self.replicas if replica.outcome is not None]
+        return max(ends, default=0.0) or self.at if self.is_terminal else self.at
+
+    @property
     def failed_early(self) -> list[int]:
-        """The ranks that failed while others go on, as long as nobody has reported a round."""
+        """The ranks that failed while others go on, as long as nobody has reported a round.
+
+        With `min_replicas` not those that were never started.
+        """
+        reasons = {"start_failed"} if self.min_replicas is not None else set()
         failed = [r.rank for r in self.replicas if r.status is ReplicaStatus.FAILED and not r.is_replaced]
+        failed = [rank for rank in failed if getattr(self.replicas[rank].outcome, "reason", None) not in reasons]
         return [] if self.is_terminal or any("round" in r.reported for r in self.replicas) else failed
 
     @property
@@ -115,6 +119,9 @@ class RunStatus:
         found = {replica.status for replica in self.replicas}
         if not self.is_terminal:
             return ReplicaStatus.PENDING if found == {ReplicaStatus.PENDING} else ReplicaStatus.RUNNING
+        n_done = dict(self.numbers).get(ReplicaStatus.SUCCEEDED, 0)
+        if n_done >= (self.min_replicas or len(self.replicas)):
+            return ReplicaStatus.SUCCEEDED
         worst_first = (ReplicaStatus.FAILED, ReplicaStatus.CANCELLED)
         return next((status for status in worst_first if status in found), ReplicaStatus.SUCCEEDED)
 
@@ -130,28 +137,59 @@ class RunStatus:
         joined = [f"{self.joined} joined"] if self.joined else []
         return ", ".join([*(f"{count} {status}" for status, count in self.numbers), *joined])
 
+    @property
+    def prospects(self) -> str:
+        """With `min_replicas`: that some may still join, or that too few can still succeed. Else nothing."""
+        if self.min_replicas is None:
+            return ""
+        count, n = dict(self.numbers), len(self.replicas)
+        pending = count.get(ReplicaStatus.PENDING, 0)
+        can_succeed = n - count.get(ReplicaStatus.FAILED, 0) - count.get(ReplicaStatus.CANCELLED, 0)
+        if can_succeed < self.min_replicas:
+            which = "succeeded" if self.is_terminal else "can still succeed"
+            return f"only {can_succeed} of {n} {which}, at least {self.min_replicas} were asked for"
+        if pending and can_succeed - pending >= self.min_replicas:
+            return f"started with {can_succeed - pending} of {n}; {pending} may still join"
+        return ""
+
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain JSON."""
         return {
             "run_id": self.run_id,
             "backend": self.backend,
             "status": self.status,
+            "min_replicas": self.min_replicas,
+            "prospects": self.prospects,
             "joined": self.joined,
             "replicas": [replica.to_json() for replica in self.replicas],
         }
 
-    def used_columns(self) -> list[str]:
-        """Return the columns of the table that have something to show."""
-        always = ("rank", "status")
-        return [name for name in COLUMNS if name in always or any(replica.cell(name) for replica in self.replicas)]
+    def used_columns(self, more: Sequence[str] | None = None, n_more: int = N_MORE) -> list[str]:
+        """Return the columns of the table that have something to show.
+
+        Args:
+            more: which other numbers that replicas report to show. None: the first `n_more`.
+        """
+        *fixed, note = COLUMNS
+        reported = dict.fromkeys(name for replica in self.replicas for name in replica.reported)
+        others = [name for name in (more if more is not None else reported) if name not in COLUMNS]
+        others = others[: n_more if more is None else None]
+        columns = [*fixed, *dict.fromkeys(others), note]
+        return [name for name in columns if name in (more or ()) or self._has(name)]
+
+    def _has(self, column: str) -> bool:
+        if column == "attempt":
+            return any(replica.attempt > 0 for replica in self.replicas)
+        return any(replica.cell(column) for replica in self.replicas)
 
     def to_html(self) -> str:
         """Return the table for a notebook."""
-        columns = self.used_columns()
+        columns = self.used_columns(n_more=MAX_COLUMNS)
         head = "".join(f"<th>{html.escape(HEADINGS.get(name, name))}</th>" for name in columns)
         rows = ["".join(f"<td>{html.escape(row.cell(name))}</td>" for name in columns) for row in self.replicas]
         body = "".join(f"<tr>{row}</tr>" for row in rows)
-        title = f"{html.escape(self.run_id)} on {html.escape(self.backend)}: {html.escape(self.counts)}"
+        words = "; ".join(filter(None, [self.counts, self.prospects]))
+        title = html.escape(f"{self.run_id} on {self.backend}: {words}")
         return f"<p>{title}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
@@ -185,24 +223,3 @@ def wait_until(is_over: Callable[[], bool], timeout_s: float | None, pauses: Ite
             return False
         time.sleep(min(pause_s, left_s))
     raise AssertionError("pauses never end")
-
-
-def raise_root_cause(outcomes: Sequence[Outcome]) -> None:
-    """Raise the error of the earliest failure; do nothing if every replica succeeded.
-
-    A cancelled or fenced replica is the cause only if no other failed: it was asked to end.
-
-    Raises:
-        ReplicaError: of the kind that fits the reason, with the remote traceback as message, other failures as notes.
-    """
-    bad = [outcome for outcome in outcomes if outcome.status is not ReplicaStatus.SUCCEEDED]
-    if not bad:
-        return
-    cause, *others = sorted(bad, key=lambda outcome: (outcome.reason in ("cancelled", "fenced"), outcome.finished_at))
-    message = cause.error or f"Replica {cause.rank} is {cause.status}."
-    kind = _ERRORS.get(cause.reason, ReplicaFailedError)
-    error = kind(message, rank=cause.rank, attempt=cause.attempt, outcome=cause)
-    error.add_note(f"This is rank {cause.rank} of {len(outcomes)} (attempt {cause.attempt}), reason: {cause.reason}.")
-    for other in others:
-        error.add_note(f"Rank {other.rank} (attempt {other.attempt}) {other.status}, {other.reason}: {other.headline}")
-    raise error

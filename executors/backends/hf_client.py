@@ -6,6 +6,7 @@ Release 1 asks through httpx, release 2 through httpx2; both let that library's 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ else:
     hub, hub_errors = LazyModule("huggingface_hub", NEEDED), LazyModule("huggingface_hub.errors", NEEDED)
 utils: Any = LazyModule("huggingface_hub.utils", "")
 
-__all__ = ["ask", "check_version", "hub", "hub_errors", "list_jobs", "translated_errors", "volume_of"]
+__all__ = ["ask", "check_version", "hub", "hub_errors", "list_jobs", "log_stream", "translated_errors", "volume_of"]
 OLDEST = (1, 20)  # the first release whose jobs have all that is asked for here
 CALL_LIMIT_S = 60.0  # the SDK itself waits for an answer without end
 TOKEN_ADVICE = "Log in with: hf auth login (or set HF_TOKEN to a token that may write jobs)."
@@ -78,13 +79,42 @@ def volume_of(source: str, path: str) -> hub.Volume:
 
 
 @contextlib.contextmanager
+def log_stream(api: hub.HfApi, namespace: str, job_id: str, n_lines: int) -> Iterator[Any]:
+    """Open a stream of a job's log, from its last lines on; None when there is no such job.
+
+    The SDK's own reader ends after 5 s of silence, or cannot be stopped; and all streams share its 100 connections.
+    """
+    url, headers = f"{api.endpoint}/api/jobs/{namespace}/{job_id}/logs", utils.build_hf_headers(token=api.token)
+    with translated_errors():
+        try:
+            with _streams().stream("GET", url, params={"tail": n_lines}, headers=headers) as response:
+                utils.hf_raise_for_status(response)
+                yield response
+        except hub_errors.JobNotFoundError:
+            yield None
+
+
+@functools.cache
+def _streams() -> Any:
+    """Return a client for streams that stay open; the service sends something every 30 s."""
+    client = type(utils.get_session())
+    limits = _http().Limits(max_connections=None, max_keepalive_connections=0)
+    return client(limits=limits, timeout=CALL_LIMIT_S, follow_redirects=True)
+
+
+def _http() -> Any:
+    """Return the library that the SDK asks with: httpx or httpx2."""
+    return sys.modules[type(utils.get_session()).__module__.partition(".")[0]]
+
+
+@contextlib.contextmanager
 def translated_errors(may_have_acted: bool = False) -> Iterator[None]:
     """Turn what the SDK raises into JobServiceError. `JobNotFoundError` passes.
 
     Args:
         may_have_acted: whether the service may have done what was asked when its answer is lost.
     """
-    http: Any = sys.modules[type(utils.get_session()).__module__.partition(".")[0]]
+    http = _http()
     lost: Kind = "unknown" if may_have_acted else "unavailable"
     try:
         yield

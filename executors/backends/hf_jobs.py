@@ -12,14 +12,14 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from executors.backends.hf_client import ask, check_version, hub, hub_errors, list_jobs, translated_errors, volume_of
+from executors.backends.hf_client import ask, check_version, hub, hub_errors, list_jobs, log_stream, volume_of
 from executors.backends.hf_hardware import CPU_FLAVOR, flavor_of, price_per_hour
 from executors.backends.jobs.executor import JobExecutor, options_of
-from executors.backends.jobs.sdk import LogStreams
+from executors.backends.jobs.job_logs import StreamedLog
 from executors.backends.jobs.service import (
     ForeignJobError,
     Job,
@@ -63,7 +63,6 @@ class HFJobs(JobService):
         check_version()
         self.image = self.image or "python:{}.{}".format(*sys.version_info)
         self.labels = dict(self.labels or {})
-        self._streams = LogStreams()
         self._user: str | None = None
         self._asking_for_user = threading.Lock()
         self.api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))  # which the SDK reads at import alone
@@ -126,12 +125,12 @@ class HFJobs(JobService):
             and job_id == self._job_id(info.id, namespace)
         }
 
-    def logs(self, job_id: JobId, n_lines: int) -> str:  # a silent job holds the SDK for 5 s, but not `LogStreams`
-        def fetch() -> Iterator[str]:
-            with contextlib.suppress(hub_errors.JobNotFoundError), translated_errors():
-                yield from self.api.fetch_job_logs(job_id=job_id["id"], namespace=job_id["namespace"], tail=n_lines)
+    def logs(self, job_id: JobId, n_lines: int) -> str:
+        with contextlib.closing(self.open_log(job_id)) as log:
+            return log.tail(n_lines)
 
-        return "".join(f"{line}\n" for line in self._streams.read(job_id["id"], n_lines, fetch))
+    def open_log(self, job_id: JobId) -> StreamedLog:
+        return StreamedLog(functools.partial(log_stream, self.api, job_id["namespace"], job_id["id"]))
 
     def stop(self, job_id: JobId) -> None:
         try:

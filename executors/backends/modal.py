@@ -7,11 +7,13 @@ backend. With a GPU the SDK takes another of its back ends, where creating one w
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from executors.backends.jobs.executor import MARGIN_S, JobExecutor, options_of
@@ -26,8 +28,9 @@ from executors.backends.jobs.service import (
     option,
     shortened,
 )
-from executors.backends.modal_client import TOKEN_ADVICE, in_thread, modal, translated_errors
-from executors.backends.modal_image import built, described, image_of
+from executors.backends.jobs.timed_log import Entry, SharedLog, TimedLog
+from executors.backends.modal_client import TOKEN_ADVICE, WaitingCalls, in_thread, modal, translated_errors
+from executors.backends.modal_container import built, check_volumes, described, image_of, volume_of
 from executors.errors import BackendError
 from executors.task.record import OPTION_NAME
 
@@ -52,11 +55,13 @@ class ModalJobs(JobService):
     region: str | None = option(None, OPTION_NAME)
     cloud: str | None = option(None, OPTION_NAME)
     environment: str | None = option(None, OPTION_NAME)
+    volumes: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         modal.config  # noqa: B018 - a missing SDK is found out now, before anything is planned
         self.python_version = self.python_version or "{}.{}".format(*sys.version_info)
         self._lock = threading.Lock()
+        self._starts = WaitingCalls()
         self._app: modal.App | None = None
         self._images: dict[tuple[str, ...], Any] = {}
         self._keys: dict[str, JobKey] = {}  # by sandbox, as its tags say it
@@ -81,6 +86,7 @@ class ModalJobs(JobService):
                 raise BackendError(
                     f"Modal has no secret {name!r}. Make it with: modal secret create {name} KEY=VALUE"
                 ) from error
+        check_volumes(self.volumes or {}, self.environment)
 
     def start(self, job: Job) -> JobId:  # not `in_thread`: with a GPU this waits for a machine, up to 21 minutes
         secrets = [modal.Secret.from_name(name, environment_name=self.environment) for name in self._names(job)]
@@ -92,12 +98,22 @@ class ModalJobs(JobService):
                 if (image := self._images.get(job.requirements)) is None:
                     image = built(image_of(self.image, self.python_version, job.requirements), app)
                     self._images[job.requirements] = image
-            env: Any = dict(job.env)
-            sandbox = modal.Sandbox.create(
-                *job.command, app=app, image=image, env=env, secrets=secrets, **self._request(job)
-            )
+            inside: dict[str, Any] = {
+                "image": image,
+                "env": dict(job.env),
+                "secrets": secrets,
+                "volumes": {
+                    path: volume_of(source, self.environment, job.credentials)
+                    for path, source in (self.volumes or {}).items()
+                },
+            }
+            create = modal.Sandbox.create.aio
+            sandbox = self._starts.make(lambda: create(*job.command, app=app, **inside, **self._request(job)))
             self._keys[sandbox.object_id] = job.key
             return self._job_id(sandbox.object_id)
+
+    def interrupt_starts(self) -> None:
+        self._starts.interrupt()
 
     @in_thread
     def find(self, key: JobKey) -> list[JobId]:  # at most one: a name is unique among the running ones of an app
@@ -150,19 +166,36 @@ class ModalJobs(JobService):
             and self._is_of(sandbox, key)
         }
 
-    @in_thread
     def logs(self, job_id: JobId, n_lines: int) -> str:
-        if n_lines <= 0:
-            return ""
+        return self.open_log(job_id).tail(n_lines) if n_lines > 0 else ""
+
+    def open_log(self, job_id: JobId) -> TimedLog:
         name = job_id["sandbox_id"]
-        try:
-            logs = self._logs.get(name) or modal.Sandbox.from_id(name).logs
-            entries = list(logs.tail(min(MOST_LOG_ENTRIES, 2 * n_lines + 50)))  # an entry may be a part of a line
-        except (modal.exception.NotFoundError, modal.exception.ExecutionError):
-            return ""  # unknown, or with a GPU: it waits to be scheduled, or never was
-        self._logs[name] = logs
-        lines = "".join(entry.message for entry in entries).splitlines(keepends=True)
-        return "".join(lines[-n_lines:])
+
+        @in_thread
+        def fetch(since: datetime | None, n_entries: int) -> list[Entry]:
+            try:
+                logs = self._logs.get(name) or modal.Sandbox.from_id(name).logs
+                # With `tail` alone the SDK asks up to four times, of the last hour to the last month.
+                found = list(logs.fetch(since=since) if since else logs.tail(min(MOST_LOG_ENTRIES, n_entries)))
+            except modal.exception.LogsFetchError:  # more in a moment than it fetches at once
+                found = list(logs.tail(MOST_LOG_ENTRIES))
+            except (modal.exception.NotFoundError, modal.exception.ExecutionError):
+                return []  # unknown, or with a GPU: it waits to be scheduled, or never was
+            self._logs[name] = logs
+            return _entries(found)
+
+        return TimedLog(fetch, self._shared_log)
+
+    @functools.cached_property
+    def _shared_log(self) -> SharedLog:
+        """What all sandboxes of the app write: two requests, however many there are."""
+
+        @in_thread
+        def fetch(since: datetime) -> list[Entry]:
+            return _entries(self._look_up(create_if_missing=False).logs.fetch(since=since))
+
+        return SharedLog(fetch)
 
     @in_thread
     def stop(self, job_id: JobId) -> None:
@@ -177,6 +210,7 @@ class ModalJobs(JobService):
             "image": described(self.image, self.python_version, job.requirements),
             "env": masked(job.env),
             "secrets": [*self._names(job), dict.fromkeys(job.credentials, "***")],
+            "volumes": dict(self.volumes or {}),
             **self._request(job),
         }
 
@@ -215,6 +249,11 @@ class ModalJobs(JobService):
             return self._app
 
 
+def _entries(found: Iterable[Any]) -> list[Entry]:
+    """Return entries of the SDK; the last of their context is the container."""
+    return [Entry(each.timestamp, each.source, each.message, ["", *each.context_ids][-1]) for each in found]
+
+
 class ModalExecutor(JobExecutor):
     """Runs replicas as Modal Sandboxes.
 
@@ -230,6 +269,8 @@ class ModalExecutor(JobExecutor):
         region: where to run, as in "us-east".
         cloud: on whose machines, as in "aws".
         environment: the Modal environment. None: the default of the account.
+        volumes: what to mount where, as in {"/data": "NAME"} for a Modal Volume; "s3://BUCKET/PREFIX" is a bucket, with
+            the credentials of the rendezvous.
     """
 
     backend_name = "modal"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from executors.backends.jobs.sdk import LazyModule, call_with_timeout
 from executors.backends.jobs.service import JobServiceError, Kind
@@ -16,7 +17,7 @@ else:
     NEEDED = "Backend 'modal' needs the Modal SDK. Install it with: pip install 'serverless-replicas[modal]'"
     modal = LazyModule("modal", NEEDED)
 
-__all__ = ["TOKEN_ADVICE", "in_thread", "modal", "translated_errors"]
+__all__ = ["TOKEN_ADVICE", "WaitingCalls", "in_thread", "modal", "translated_errors"]
 
 CALL_LIMIT_S = 90.0  # the SDK itself gives up on a server that it cannot reach after 56 s
 TOKEN_ADVICE = "Run: modal token new (or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET)."
@@ -44,6 +45,41 @@ def translated_errors() -> Iterator[None]:
         raise JobServiceError(f"Modal: {_text(error)}.{advice}", kind) from error
     except (grpclib.GRPCError, grpclib.exceptions.StreamTerminatedError, OSError, TimeoutError) as error:
         raise JobServiceError(f"Modal cannot be reached: {_text(error)}.", "unknown") from error
+
+
+class WaitingCalls:
+    """Calls that may wait long, and can be interrupted: the SDK then ends for sure what they had begun."""
+
+    def __init__(self) -> None:
+        self._under_way: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = set()
+
+    def make(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Return what the call returns; it is made in an event loop of this thread's own.
+
+        Raises:
+            JobServiceError: it was interrupted, and may have been done.
+        """
+
+        async def wait() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            waiting = asyncio.get_running_loop(), task
+            self._under_way.add(waiting)
+            try:
+                return await call()
+            finally:
+                self._under_way.discard(waiting)
+
+        try:
+            return asyncio.run(wait())
+        except asyncio.CancelledError:
+            raise JobServiceError("Modal: the launch was given up while it waited for a machine.", "unknown") from None
+
+    def interrupt(self) -> None:
+        """Interrupt all that wait."""
+        for loop, task in list(self._under_way):
+            with contextlib.suppress(RuntimeError):  # it has ended meanwhile
+                loop.call_soon_threadsafe(task.cancel)
 
 
 def in_thread(call: Callable[P, T]) -> Callable[P, T]:

@@ -6,7 +6,6 @@ stays quick. Exit codes: 0, 1 a replica failed, 2 usage, 124 only timeouts, 130 
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -14,17 +13,61 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from executors.cli.backends import backends
+from executors.cli.collect import collect
 from executors.cli.doctor import doctor
 from executors.cli.launch import launch, resume
 from executors.cli.logs import logs
-from executors.cli.output import CANCELLED, FAILED, USAGE, inert
-from executors.cli.runs import cancel, collect, ls, rm, status, wait
-from executors.errors import LaunchError, ReplicasError
+from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, inert
+from executors.cli.runs import cancel, ls, rm, status, wait
+from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
+
+SYNONYMS = {
+    **dict.fromkeys(("run", "start", "submit", "exec"), "launch"),
+    **dict.fromkeys(("ps", "list", "runs"), "ls"),
+    **dict.fromkeys(("stop", "kill", "end"), "cancel"),
+    **dict.fromkeys(("tail", "log", "follow"), "logs"),
+    **dict.fromkeys(("show", "info", "inspect", "top"), "status"),
+    **dict.fromkeys(("attach", "watch"), "wait"),
+    **dict.fromkeys(("results", "fetch", "get"), "collect"),
+    **dict.fromkeys(("restart", "retry"), "resume"),
+    **dict.fromkeys(("remove", "delete", "del"), "rm"),
+}
+"""What other tools call our verbs."""
+HINTS = {
+    "-n": ". How many replicas is --n; -n is how many lines.",
+    "-o": ". An option of the backend is --option; -o is the folder of `replicas collect`.",
+}
+"""What is said of short forms that a verb does not have."""
+
+
+class _Verb(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types_of_flags(super().get_params(ctx))
+
+
+class _Verbs(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types_of_flags(super().get_params(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in SYNONYMS:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {SYNONYMS[args[0]]!r}?")
+        return super().resolve_command(ctx, args)
+
+
+def _without_types_of_flags(options: list[Any]) -> list[Any]:
+    for option in options:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""  # the help would show <bool>
+    return options
+
 
 app = typer.Typer(
     name="replicas",
+    cls=_Verbs,
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -33,7 +76,7 @@ app = typer.Typer(
     "\n\nreplicas logs RUN -f    replicas status RUN    replicas collect RUN --out results",
 )
 for verb in (launch, ls, status, logs, wait, collect, cancel, resume, rm, doctor, backends):
-    app.command(epilog=getattr(verb, "epilog", None))(verb)
+    app.command(cls=_Verb, epilog=getattr(verb, "epilog", None))(verb)
 
 
 def _print_version(wanted: bool) -> None:
@@ -55,18 +98,36 @@ def _options(
 
 def main() -> int:
     """Run the command line and return its exit code. A user's mistake is one line on stderr, never a traceback."""
-    if not sys.flags.safe_path:
-        with contextlib.suppress(FileNotFoundError):  # the directory was deleted
+    try:
+        if not sys.flags.safe_path:
             sys.path.insert(0, os.getcwd())  # as `python -m` does, so that `train:main` is found there
+        os.getcwd()
+    except FileNotFoundError:
+        return _fail(ReplicasError(NO_DIRECTORY))
     _show_warnings_as_lines()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a log may hold what this terminal cannot show
+    try:
+        code = _call()
+        sys.stdout.flush()
+    except (OSError, SystemExit) as error:  # a full disk under stdout is an error, a closed pipe is not a mistake
+        is_pipe = any(isinstance(each, BrokenPipeError) for each in (error, error.__context__))  # of click, or rich
+        if isinstance(error, SystemExit) and not is_pipe:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
+        if not is_pipe:
+            print(f"Error: {error}", file=sys.stderr)
+        return CLOSED_PIPE if is_pipe else FAILED
+    return code
+
+
+def _call() -> int:
+    """Call the verb that the command line names."""
     command: Any = typer.main.get_command(app)
     try:
         arguments, argv = _split_argv(sys.argv[1:])
         returned = command.main(arguments, prog_name="replicas", standalone_mode=False, obj=argv)
-        sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         return CANCELLED
     except ReplicasError as error:
@@ -74,15 +135,10 @@ def main() -> int:
         if isinstance(error, LaunchError):  # something was started
             code = CANCELLED if error.cancelled else FAILED
         return code
-    except OSError as error:  # a closed pipe is not a mistake; a full disk under stdout is an error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
-        if not isinstance(error, BrokenPipeError):
-            print(f"Error: {error}", file=sys.stderr)
-        return FAILED
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of typer's: a defect, shown with its traceback
             raise
-        return _fail(error, error.format_message())
+        return _fail(error, error.format_message() + HINTS.get(getattr(error, "option_name", ""), ""))
     return returned if isinstance(returned, int) else 0
 
 

@@ -23,7 +23,7 @@ LOW_DISK_BYTES = 1 << 30
 STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
 PROBE_LIMIT_S = 900.0
 WITHOUT_INOTIFY = (
-    "Replicas ask their store in short intervals instead, which is slower. On Linux raise "
+    "Replicas ask their rendezvous in short intervals instead, which is slower. On Linux raise "
     "fs.inotify.max_user_instances, or: pip install inotify_simple"
 )
 
@@ -41,11 +41,12 @@ class Finding:
 def doctor(
     backend: Annotated[str, Option("--backend", "-b", metavar="NAME", help="The backend to check.")] = "local",
     probe: Annotated[bool, Option("--probe", help="Also start a replica there, and show what it finds.")] = False,
+    gpu: Annotated[str | None, Option(metavar="GPU", help="Check for replicas with this GPU, as in H100.")] = None,
     option: BackendOptions = None,
     rendezvous: RendezvousOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Check this machine, a backend, and with --rendezvous a store.
+    """Check this machine, a backend, and a rendezvous.
 
     Exit code: 1 if something is wrong.
     """
@@ -61,7 +62,7 @@ def doctor(
         for name, value in facts.items():
             output.say(f"{'':5}  {name:<16}  {value}", "dim")
     for finding in itertools.chain(
-        _check_machine(is_local=backend == "local"), _check_backend(backend, options, rendezvous, probe)
+        _check_machine(is_local=backend == "local"), _check_backend(backend, options, rendezvous, gpu, probe)
     ):
         findings.append(finding)
         if not as_json:
@@ -101,7 +102,9 @@ def _check_inotify() -> Finding:
     return Finding("inotify", "ok", f"{limit} watches")
 
 
-def _check_backend(name: str, options: Mapping[str, Any], rendezvous: str | None, probe: bool) -> Iterator[Finding]:
+def _check_backend(
+    name: str, options: Mapping[str, Any], rendezvous: str | None, gpu: str | None, probe: bool
+) -> Iterator[Finding]:
     """Check a backend; stop where later checks could only repeat the first failure."""
     from executors.registry import get_executor
     from executors.store.url import shared_rendezvous
@@ -116,7 +119,7 @@ def _check_backend(name: str, options: Mapping[str, Any], rendezvous: str | None
 
         def check_launch() -> str:
             began = time.monotonic()
-            executor.check_launch(1, "platform:node", {})
+            executor.check_launch(1, "platform:node", {}, gpu=gpu)
             return f"the backend is ready; checked in {time.monotonic() - began:.1f} s"
 
         yield check("launch", check_launch, "Nothing can be launched there until this works.")
@@ -132,7 +135,7 @@ def _check_backend(name: str, options: Mapping[str, Any], rendezvous: str | None
         if url.startswith("s3:") and found.state != "wrong":
             yield from _check_bucket(url)
     if probe:
-        yield check("probe", lambda: _probe(executor, url), "Its logs say more, if it started: replicas ls")
+        yield check("probe", lambda: _probe(executor, url, gpu), "Its logs say more, if it started: replicas ls")
 
 
 def _check_store(url: str) -> str:
@@ -171,16 +174,22 @@ def _check_bucket(url: str) -> Iterator[Finding]:
             yield Finding(what, "note", problem, advice)
 
 
-def _probe(executor: ServerlessExecutor, rendezvous: str | None) -> str:
+def _probe(executor: ServerlessExecutor, rendezvous: str | None, gpu: str | None) -> str:
     from executors.launcher import launch
 
-    entrypoint = "executors.worker.probe:describe_environment"
-    run = launch(executor, entrypoint, 1, rendezvous=rendezvous, timeout=PROBE_LIMIT_S)
+    began = time.time()
+    probe, args = "executors.worker.probe:probe", {"gpu": gpu}
+    run = launch(executor, probe, 1, args=args, rendezvous=rendezvous, gpu=gpu, timeout=PROBE_LIMIT_S)
+    launched = time.time()
     try:
         (facts,) = run.results()
     except BaseException:
         run.cancel()
         raise
+    started = run.outcomes()[0].started_at or launched  # by the replica's clock
+    facts["launch"] = f"{launched - began:.1f} s"
+    facts["its worker ran after"] = f"{max(0.0, started - began):.1f} s"
+    facts["in all"] = f"{time.time() - began:.1f} s"
     run.remove()
     return ", ".join(f"{name} {value}" for name, value in facts.items())
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Context, Option
@@ -12,21 +14,23 @@ from executors.cli.backends import make_executor
 from executors.cli.options import (
     DURATIONS,
     BackendOptions,
+    ColumnsOption,
     EnvOption,
     ExecutorOption,
     RanksOption,
     RendezvousOption,
     RunArgument,
     SecretOption,
+    VolumeOption,
     find_run,
     note_python_words,
+    options_of,
     parse_duration,
     parse_texts,
-    parse_values,
 )
 from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, refuse, usage_errors
 from executors.errors import BackendError, LaunchError, StoreError
-from executors.protocol import NativeExecutor
+from executors.protocol import GATHER_S, NativeExecutor
 
 if TYPE_CHECKING:
     from executors.cli.live import Interrupts
@@ -40,16 +44,19 @@ ENTRYPOINT = (
 )
 ARG = "An argument of the entrypoint, as its annotation says; without one JSON, else a string. Repeatable."
 TIMEOUT = f"How long each replica may run ({DURATIONS}). Default: no limit locally, one hour elsewhere."
+MAX_COST = "What all replicas may cost together: a time limit, where the backend tells prices."
 CHAOS = (
     "A fault to inject, local backend only: kill:rank=1,round=3 (counted from 1; or at=POINT,count=N,when=after), "
     "or store:lost=0.02,error=0.01,delay=0.3. Repeatable."
 )
 FAIL_FAST = "End the run at the first failure before anybody's first round. Default: the others train on."
+MIN_REPLICAS = "Start with M when the others cannot be had; the run has succeeded when M have. Default: all."
+GATHER = f"How long --min-replicas waits for all ({DURATIONS}); what comes later joins. Default: 10m."
 TASK_DIGEST = (
     "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
     "task_digest."
 )
-TRUST_BUCKET = "Start whatever the run's store holds, with the credentials found here."
+TRUST_BUCKET = "Start whatever the run's rendezvous holds, with the credentials found here."
 
 FROM_SNAPSHOT = "Begin a new run instead, where this one's newest whole snapshot is: for one that has rotted."
 
@@ -58,7 +65,7 @@ def launch(
     context: Context,
     entrypoint: Annotated[str | None, Argument(metavar="ENTRYPOINT", help=ENTRYPOINT)] = None,
     *,
-    n: Annotated[int, Option("--n", "-n", metavar="N", help="How many replicas.")],
+    n: Annotated[int, Option("--n", metavar="N", help="How many replicas.")],
     backend: Annotated[str, Option("--backend", "-b", metavar="NAME", help="A backend's name, or pkg.mod:Class.")] = (
         "local"
     ),
@@ -70,10 +77,15 @@ def launch(
     env: EnvOption = None,
     secret: SecretOption = None,
     option: BackendOptions = None,
+    volume: VolumeOption = None,
+    max_cost: Annotated[float | None, Option(metavar="USD", help=MAX_COST)] = None,
     chaos: Annotated[list[str] | None, Option(metavar="SPEC", help=CHAOS)] = None,
     fail_fast: Annotated[bool, Option("--fail-fast", help=FAIL_FAST)] = False,
+    min_replicas: Annotated[int | None, Option(metavar="M", help=MIN_REPLICAS)] = None,
+    gather: Annotated[float, Option(metavar="DURATION", parser=parse_duration, help=GATHER)] = GATHER_S,
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
+    columns: ColumnsOption = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the request, start nothing.")] = False,
     as_json: JsonOption = False,
 ) -> int:
@@ -84,15 +96,16 @@ def launch(
     Exit code: 130 cancelled, 1 a replica failed, 124 only time limits were hit, 0 all succeeded, 2 usage.
     """
     from executors.cli.live import Interrupts
-    from executors.launcher import plan_launch
+    from executors.launcher import named, plan_launch
+    from executors.run_index import locate, preparing
     from executors.task.create import LaunchRequest
 
-    output = Output(as_json)
+    output, request = Output(as_json), None
     with Interrupts() as interrupts:
         try:
             with usage_errors():
-                with output.busy("Checking the launch"):  # importing torch takes a second
-                    request = LaunchRequest(
+                request = named(
+                    LaunchRequest(
                         entrypoint=entrypoint or default_task(),
                         n=n,
                         arg_texts=parse_texts("--arg", arg),
@@ -101,23 +114,34 @@ def launch(
                         run_id=run_id,
                         gpu=gpu,
                         timeout=timeout,
+                        max_cost=max_cost,
                         env=parse_texts("--env", env),
                         secrets=secret or (),
                         seed=seed,
                         detach=detach,
                         chaos=chaos or (),
                         fail_fast=fail_fast,
+                        min_replicas=min_replicas,
+                        gather_s=gather,
                     )
-                    plan = plan_launch(request, make_executor(backend, parse_values("--option", option)))
-                note_python_words("--arg", plan.request.args or {})
-                if dry_run:
-                    output.document(plan.dry_run())
-                    return 0
-                run = _start(plan, output)
+                )
+                known = contextlib.nullcontext() if dry_run else preparing(str(request.run_id))
+                with known:
+                    with output.busy(f"Preparing {request.run_id}"):  # importing torch takes a second
+                        plan = plan_launch(request, make_executor(backend, options_of(backend, option, volume)))
+                    note_python_words("--arg", plan.request.args or {})
+                    if dry_run:
+                        output.document(plan.dry_run())
+                        return 0
+                    if price := plan.usd_per_hour():
+                        at_most = price * (plan.request.timeout or math.inf) / 3600
+                        print(f"replicas: ${price:.2f} an hour, ${at_most:.2f} until the time limit", file=sys.stderr)
+                    run = _start(plan, output)
         except KeyboardInterrupt:
-            output.say("Cancelled.", "yellow")
+            has_begun = request is not None and locate(str(request.run_id)) is not None
+            output.say("Cancelled." if has_begun else "Cancelled before the run had started.", "yellow")
             return CANCELLED
-        return _finish(run, output, interrupts, detach=detach)
+        return _finish(run, output, interrupts, detach=detach, columns=columns)
 
 
 launch.epilog = (  # type: ignore[attr-defined]
@@ -135,8 +159,8 @@ def _start(plan: LaunchPlan, output: Output) -> Run:
         if plan.executor.backend_name == "inline":  # the screen is the entrypoint's
             with contextlib.redirect_stdout(sys.stderr) if output.as_json else contextlib.nullcontext():
                 return plan.start()
-        with output.busy(f"Starting {plan.request.n} replicas"):
-            return plan.start()
+        with output.busy(f"Starting {plan.request.n} replicas of {plan.run_id}") as tell:
+            return plan.start(tell)
     except LaunchError as error:
         message = f"{error} See: replicas status {plan.run_id}"
         raise LaunchError(message, rank=error.rank, cancelled=error.cancelled) from error
@@ -181,7 +205,7 @@ def resume(
     found = find_run(run, rendezvous, backend, option)
     with Interrupts() as interrupts:
         try:
-            with usage_errors():
+            with usage_errors(), output.busy(f"Starting replicas of {found.run_id} again") as tell:
                 resumed = start_again(
                     found,
                     ranks=rank or None,
@@ -193,6 +217,7 @@ def resume(
                     task_digest=task_digest,
                     trust_bucket=trust_bucket,
                     from_snapshot=from_snapshot,
+                    tell=tell,
                 )
         except KeyboardInterrupt:
             output.say("Cancelled before the replicas had started.", "yellow")
@@ -202,7 +227,9 @@ def resume(
         return _finish(resumed, output, interrupts, detach=detach)
 
 
-def _finish(run: Run, output: Output, interrupts: Interrupts, *, detach: bool) -> int:
+def _finish(
+    run: Run, output: Output, interrupts: Interrupts, *, detach: bool, columns: Sequence[str] | None = None
+) -> int:
     """Watch a run that this process started to its end, or leave it; return the exit code."""
     from executors.cli.live import watch
     from executors.cli.summary import Summary, heading, reference
@@ -219,7 +246,7 @@ def _finish(run: Run, output: Output, interrupts: Interrupts, *, detach: bool) -
     interrupts.count_on(run.run_id)
     output.say(heading(run), "bold")
     try:
-        watch(run, output, interrupts=interrupts)
+        watch(run, output, interrupts=interrupts, columns=columns)
         summary = Summary.of(run, interrupted=interrupts.count > 0)
     except (StoreError, BackendError) as error:
         output.say(f"The status of the run cannot be read any more: {error}", "red")

@@ -9,18 +9,17 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from executors.cli.output import CANCELLED, Output, inert, name_duration, name_ranks, one_line
+from executors.cli.output import CANCELLED, PROGRESS_EVERY_S, Output, inert, name_duration, name_ranks, one_line
 from executors.cli.summary import reference
 from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError
 from executors.protocol import ReplicaStatus
 from executors.run import Run
-from executors.status import RunStatus
+from executors.status import ReplicaState, RunStatus
 
-PROGRESS_EVERY_S = 10.0  # between two plain lines of progress
 PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
 SHOW_CURSOR = b"\x1b[?25h"
 
@@ -72,14 +71,22 @@ class Interrupts:
             os._exit(CANCELLED)
 
 
-def watch(run: Run, output: Output, *, interrupts: Interrupts | None = None, timeout_s: float | None = None) -> bool:
+def watch(
+    run: Run,
+    output: Output,
+    *,
+    interrupts: Interrupts | None = None,
+    timeout_s: float | None = None,
+    columns: Sequence[str] | None = None,
+) -> bool:
     """Show a run until every replica has ended; False if the time was over first. Raises what `follow` raises.
 
     Args:
+        columns: which numbers to show that replicas report besides the usual ones.
         interrupts: the first one cancels the run, whose end is then shown as well. None: Ctrl-C leaves the run alone.
     """
     hint = "Ctrl-C stops watching; the run continues." if interrupts is None else "Ctrl-C cancels the run."
-    view = LiveView(output, run, hint) if output.is_live else PlainView(output, run)
+    view = LiveView(output, run, hint, columns) if output.is_live else PlainView(output, run, columns=columns)
     note = ""
     try:
         if interrupts is not None:
@@ -106,15 +113,17 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
         except ReplicasError as error:
             view.say(f"Cancelling failed: {error} Press Ctrl-C again to exit now.", "red")
 
-    def check_interrupts() -> None:
+    def check_interrupts() -> bool:
         nonlocal canceller
-        if interrupts.count and canceller is None:
+        is_first = bool(interrupts.count) and canceller is None
+        if is_first:
             # Cancel markers first: if a second Ctrl-C ends us now, the replicas still count as cancelled.
             with contextlib.suppress(StoreError):
                 run.request_cancel()
             view.say("Cancelling; waiting for the replicas to end. Press Ctrl-C again to exit now.", "yellow")
             canceller = threading.Thread(target=cancel, name="replicas-cancel", daemon=True)
             canceller.start()
+        return is_first
 
     follow(run, view, sleep=interrupts.sleep, after_each=check_interrupts)
     if canceller is not None:
@@ -128,23 +137,27 @@ def follow(
     timeout_s: float | None = None,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
-    after_each: Callable[[], None] = lambda: None,
+    after_each: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Show a run until every replica has ended; False if the time was over first. Calls `after_each` in between.
+    """Show a run until every replica has ended; False if the time was over first.
+
+    Args:
+        after_each: called in between. True: something was begun, and the next look comes soon.
 
     Raises:
-        StoreError: the store could not be read for a minute.
+        StoreError: the rendezvous could not be read for a minute.
         BackendError: the backend could not be asked for a minute, or the first time.
     """
     end = math.inf if timeout_s is None else clock() + timeout_s
     was_read = False
     failing_since: dict[str, float] = {}
     failed_at = -math.inf
-    for pause_s in run.pauses():
+    pauses = run.pauses()
+    while True:
         try:
             status = run.status()
         except (StoreError, BackendError) as error:
-            what = "store" if isinstance(error, StoreError) else "backend"
+            what = "rendezvous" if isinstance(error, StoreError) else "backend"
             if not was_read and (what == "backend" or isinstance(error, CorruptObjectError)):
                 raise  # a missing SDK or account, or unreadable records: waiting does not help
             failed_at = clock()
@@ -155,7 +168,7 @@ def follow(
                 raise
         else:
             was_read = True
-            failing_since.pop("store", None)
+            failing_since.pop("rendezvous", None)
             if clock() - failed_at > PATIENCE_S:  # most readings of a status ask the store alone
                 failing_since.pop("backend", None)
             view.update(status)
@@ -163,39 +176,54 @@ def follow(
                 view.say(told[:1].upper() + told[1:], "yellow")
             if status.is_terminal:
                 return True
-        after_each()
+        if after_each():
+            pauses = run.pauses()
         left_s = end - clock()
         if left_s <= 0:
             return False
-        sleep(min(pause_s, left_s))
-    raise AssertionError("pauses never end")
+        sleep(min(next(pauses), left_s))
 
 
 class PlainView:
     """A line for each change of status, and every ten seconds one of progress."""
 
-    def __init__(self, output: Output, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        output: Output,
+        run: Run,
+        clock: Callable[[], float] = time.monotonic,
+        columns: Sequence[str] | None = None,
+    ) -> None:
         self._output = output
+        self._columns = columns
         self._clock = clock
         self._created_at = run.record.created_at
         self._seen: dict[int, ReplicaStatus] = {}
+        self._told: set[str] = set()
         self._progress = ""
         self._progress_at = clock()
 
     def update(self, status: RunStatus) -> None:
-        elapsed = f"[{name_duration(status.at - self._created_at):>6}]"
+        elapsed = f"[{name_duration(status.last_at - self._created_at):>6}]"
         changed: dict[tuple[ReplicaStatus, str], list[int]] = {}
         for replica in status.replicas:
             if self._seen.get(replica.rank) is not replica.status:
                 self._seen[replica.rank] = replica.status
-                changed.setdefault((replica.status, one_line(replica.note)), []).append(replica.rank)
+                changed.setdefault((replica.status, self._note(replica)), []).append(replica.rank)
         for (state, note), ranks in changed.items():
+            self._told.add(note)
             self.say(f"{elapsed} {name_ranks(ranks)} {state}" + (f" ({note})" if note else ""))
-        progress = progress_line(status)
+        progress = progress_line(status, self._columns or ())
         is_due = self._clock() - self._progress_at >= PROGRESS_EVERY_S
         if not changed and is_due and progress != self._progress:
             self._progress, self._progress_at = progress, self._clock()
             self.say(f"{elapsed} {progress}")
+
+    def _note(self, replica: ReplicaState) -> str:
+        """Return a failure's words, once."""
+        note = one_line(replica.note)
+        reason = replica.outcome and replica.outcome.reason
+        return reason if reason and replica.status is ReplicaStatus.FAILED and note in self._told else note
 
     def say(self, text: str, style: str | None = None) -> None:
         self._output.say(text, style)
@@ -208,10 +236,10 @@ class PlainView:
 class LiveView(PlainView):
     """A table that is redrawn in place."""
 
-    def __init__(self, output: Output, run: Run, hint: str) -> None:
+    def __init__(self, output: Output, run: Run, hint: str, columns: Sequence[str] | None = None) -> None:
         from rich.live import Live
 
-        super().__init__(output, run)
+        super().__init__(output, run, columns=columns)
         self._hint = hint
         self._live = Live(console=output.console, auto_refresh=False, vertical_overflow="crop")
         self._live.start()
@@ -224,8 +252,9 @@ class LiveView(PlainView):
 
         max_rows = None if status.is_terminal else self._output.console.height - LINES_AROUND
         hint = [Text(self._hint, style="dim")] if self._hint and not status.is_terminal else []
-        head = title(status, status.at - self._created_at)
-        self._live.update(Group(head, replica_table(status, max_rows), *hint), refresh=True)
+        head = title(status, status.last_at - self._created_at)
+        table = replica_table(status, max_rows, more=self._columns)
+        self._live.update(Group(head, table, *hint), refresh=True)
 
     def say(self, text: str, style: str | None = None) -> None:
         self._hint = ""
@@ -235,12 +264,14 @@ class LiveView(PlainView):
         self._live.stop()
 
 
-def progress_line(status: RunStatus) -> str:
+def progress_line(status: RunStatus, more: Sequence[str] = ()) -> str:
     """Return the progress of a run in one line: `3 running, 1 failed: round 4, step 120-130, loss 2.31`."""
     parts = []
-    for column in ("round", "step", "loss"):
+    for column in dict.fromkeys(("round", "step", "loss", *more)):
         having = [replica for replica in status.replicas if replica.reported.get(column) is not None]
         if having:
             ends = [choose(having, key=lambda r: float(r.reported[column])).cell(column) for choose in (min, max)]
             parts.append(f"{column} {'-'.join(dict.fromkeys(ends))}")
+    if status.prospects:
+        parts.append(status.prospects)
     return status.counts + (f": {', '.join(parts)}" if parts else "")

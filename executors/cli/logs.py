@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable
 from typing import Annotated, Any
 
 from typer import Option
@@ -16,8 +16,15 @@ from executors.cli.options import (
     RunArgument,
     find_run,
 )
-from executors.cli.output import refuse, usage_errors
+from executors.cli.output import inert, refuse, usage_errors
 from executors.logs import MAX_READ_BYTES
+
+ATTEMPT = "An earlier attempt, by its number, or `all`. Default: the newest of each rank."
+
+
+BAR = re.compile(r"^.*\r(?=[^\r\n])", re.MULTILINE)
+"""What a terminal shows no more of a line: a progress bar writes over it again and again."""
+BAR_OF_RANK = re.compile(rf"^(\[\d+\] ){BAR.pattern[1:]}", re.MULTILINE)
 
 
 def logs(
@@ -25,6 +32,8 @@ def logs(
     rank: RanksOption = None,
     follow: Annotated[bool, Option("--follow", "-f", help="Continue with new lines until the run ends.")] = False,
     lines: Annotated[int, Option("--lines", "-n", metavar="N", help="The last lines of each replica.")] = 200,
+    attempt: Annotated[str | None, Option("--attempt", metavar="K", help=ATTEMPT)] = None,
+    raw: Annotated[bool, Option("--raw", help="Show lines with all that was written over by progress bars.")] = False,
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,
     option: BackendOptions = None,
@@ -36,23 +45,24 @@ def logs(
     found = find_run(run, rendezvous, backend, option)
     if lines < 0:
         refuse(f"--lines must be at least 0, got {lines}.")
-    ranks: list[Any] = rank or list(range(found.world_size))
+    if attempt not in (None, "all") and not attempt.isdecimal():
+        refuse(f"--attempt is a number or 'all', got {attempt!r}.")
     is_one = rank is not None and len(rank) == 1
-    texts: Iterable[str]
     last = "\n"
     with usage_errors():
-        if follow:
-            texts = found.logs(ranks[0] if is_one else ranks, lines, follow=True)
-        else:  # one rank at a time: each text is bounded, all together need not be
-            texts = (found.logs(one if is_one else [one], lines) for one in ranks)
-        for text in texts:
+        which: Any = int(attempt) if attempt and attempt != "all" else attempt
+        for piece in found.log_pieces(rank[0] if rank and is_one else rank, lines, follow, which, _note):
+            text = piece if raw else BAR.sub("", piece) if is_one else BAR_OF_RANK.sub(r"\1", piece)
             sys.stdout.write(text)
             last = text[-1:] or last
             if follow:
                 sys.stdout.flush()
-            elif len(text) >= MAX_READ_BYTES:
-                most = f"{MAX_READ_BYTES >> 20} MiB"
-                print(f"Note: these are the last {most}; `replicas collect --out DIR` writes all.", file=sys.stderr)
+            elif len(piece) >= MAX_READ_BYTES:
+                _note(f"these are the last {MAX_READ_BYTES >> 20} MiB; `replicas collect --out DIR` writes all.")
     if last != "\n":
         sys.stdout.write("\n")
     return 0
+
+
+def _note(text: str) -> None:
+    print(inert(f"Note: {text}"), file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ RunArguments = Annotated[
     list[str], Argument(metavar="RUN…", help="Run ids, or URL/RUN_ID.", autocompletion=_complete_run)
 ]
 RanksOption = Annotated[list[int] | None, Option("--rank", "-r", metavar="R", help="Only this rank. Repeatable.")]
-RENDEZVOUS = "The store that holds the run: a directory, or a url. Default: this user's own."
+RENDEZVOUS = "Where the run is kept and its replicas meet: a directory, or a url. Default: this user's own."
 RendezvousOption = Annotated[str | None, Option("--rendezvous", metavar="URL", help=RENDEZVOUS)]
 ENV = "A variable for the replicas; never recorded. Repeatable."
 EnvOption = Annotated[list[str] | None, Option("--env", "-e", metavar="K=V", help=ENV)]
@@ -47,8 +48,14 @@ SecretOption = Annotated[
 ]
 EXECUTOR = "The backend the run was launched with, or pkg.mod:Class, which is never taken from a record."
 ExecutorOption = Annotated[str | None, Option("--backend", "-b", metavar="NAME", help=EXECUTOR)]
+VOLUME = "What to mount where: NAME:/path, or a url; see `replicas backends`. Repeatable."
+VolumeOption = Annotated[list[str] | None, Option("--volume", metavar="NAME:PATH", help=VOLUME)]
 OPTION = "An option of the backend; see `replicas backends`. Repeatable."
 BackendOptions = Annotated[list[str] | None, Option("--option", metavar="K=V", help=OPTION)]
+COLUMNS = "Numbers to show that replicas report, as in lr,gnorm. Default: the first three."
+ColumnsOption = Annotated[
+    Any, Option("--columns", metavar="NAME,…", help=COLUMNS, parser=lambda text: [*filter(None, text.split(","))])
+]
 
 
 def parse_duration(text: str) -> float:
@@ -62,6 +69,22 @@ def parse_duration(text: str) -> float:
 
 WAIT = f"Wait at most this long ({DURATIONS}); then exit with 124."
 WaitOption = Annotated[float | None, Option("--timeout", metavar="DURATION", parser=parse_duration, help=WAIT)]
+
+
+def options_of(backend: str, option: Sequence[str] | None, volume: Sequence[str] | None) -> dict[str, Any]:
+    """Return the values of --option, and of --volume as the backend's option `volumes`."""
+    values = parse_values("--option", option)
+    for text in volume or ():
+        source, _, path = text.rpartition(":")
+        if not source or not path.startswith("/"):
+            refuse(f"--volume {text!r}: the form is --volume NAME:/path, as in corpus:/data.")
+        values["volumes"] = {**values.get("volumes", {}), path: source}
+    if volume:
+        from executors.registry import executor_class
+
+        if "volumes" not in inspect.signature(executor_class(backend)).parameters:
+            refuse(f"Backend {backend!r} mounts no volumes: leave --volume away.")
+    return values
 
 
 def find_run(run: str, rendezvous: str | None, backend: str | None = None, options: Sequence[str] | None = None) -> Run:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from executors.errors import ReplicasError
+from executors.root_cause import name_ranks as name_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 FAILED, USAGE, TIMED_OUT, CANCELLED = 1, 2, 124, 130  # exit codes
+CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
 ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")  # colours, movements; titles, links
+UNUSUAL = re.compile(r"[^\n -~]")
+PROGRESS_EVERY_S = 10.0  # between two plain lines of progress
+QUIET_S = 2.0  # a launch that has begun by then needs no word before
 MAX_CHARACTERS = 300
 WIDE = 10_000  # columns: what another program reads is never cut
 
@@ -58,18 +64,82 @@ class Output:
         lines = captured.get().splitlines()  # without the blanks that fill a table's last column
         print(*(line.rstrip() for line in lines), sep="\n", file=self.console.file)
 
-    def busy(self, text: str) -> AbstractContextManager[object]:
-        """On a terminal, show that something is going on within the block."""
-        return self.console.status(text) if self.is_live else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def busy(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Show within the block that something is going on: a line that counts seconds, elsewhere one after a while.
+
+        Yields: what takes a few words on how far it is, which are shown, too.
+        """
+        if self.is_live:
+            from rich.progress import Progress, SpinnerColumn, TextColumn
+
+            column = TextColumn("{task.description} … {task.elapsed:.0f} s", markup=False)
+            with Progress(SpinnerColumn(), column, console=self.console, transient=True) as progress:
+                task = progress.add_task(text, total=None)
+                yield lambda words: progress.update(task, description=f"{text}: {words}")
+            return
+        latest, is_over = [text], threading.Event()
+
+        def print_now_and_then() -> None:
+            pause_s, printed = QUIET_S, ""
+            while not is_over.wait(pause_s):
+                if latest[0] != printed:
+                    printed = latest[0]
+                    print(f"{printed} …", file=sys.stderr, flush=True)
+                pause_s = PROGRESS_EVERY_S
+
+        threading.Thread(target=print_now_and_then, name="replicas-busy", daemon=True).start()
+        try:
+            yield lambda words: latest.__setitem__(0, f"{text}: {words}")
+        finally:
+            is_over.set()
 
     def document(self, value: Any) -> None:
         """Print the JSON document."""
-        print(strict_json(value))
+        if isinstance(value, dict):
+            value = finite(value)
+            self.tell_notes(value)
+        print(strict_json(value, encoding=sys.stdout.encoding))
+
+    def line(self, value: Any) -> str:
+        """Return a JSON value on one line, for this output."""
+        return strict_json(value, indent=None, encoding=self.console.encoding)
+
+    def tell_notes(self, document: Mapping[str, Any]) -> None:
+        """Say on stderr, in one line, what `finite` had to change in a document."""
+        if notes := document.get("notes"):
+            more = f" And {len(notes) - 1} more." if len(notes) > 1 else ""
+            print(inert(f"Note: {notes[0]}{more}"), file=sys.stderr)
 
 
-def strict_json(value: Any) -> str:
-    """Return JSON that any reader accepts: a number that is not finite becomes null, as in JavaScript."""
-    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None), indent=1)
+def finite(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a document with null for each number that JSON lacks; its `notes` say where, if there are any."""
+    notes = list(document.get("notes", ()))
+    copied = _finite(document, "", notes)
+    return {**copied, "notes": notes} if notes else copied
+
+
+def _finite(value: Any, place: str, notes: list[str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each, f"{place}.{key}" if place else str(key), notes) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each, f"{place}[{number}]", notes) for number, each in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        notes.append(f"{place} is null here: it is {value}, which JSON cannot hold.")
+        return None
+    return value
+
+
+def strict_json(value: Any, *, indent: int | None = 1, encoding: str | None = None) -> str:
+    """Return JSON that any reader accepts, and people read: letters are themselves where the encoding has them all."""
+    value = _finite(value, "", [])
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    text = UNUSUAL.sub(lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text)
+    try:
+        text.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(value, indent=indent)
+    return text
 
 
 def inert(text: str) -> str:
@@ -85,17 +155,6 @@ def one_line(text: str, max_characters: int = MAX_CHARACTERS) -> str:
     """Return the text as one line without control characters, cut when it is long."""
     plain = _printable(text).strip()
     return plain if len(plain) <= max_characters else f"{plain[: max_characters - 1]}…"
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks briefly: `rank 3`, `ranks 0-2, 5`."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, span)) for span in spans)
 
 
 def name_limit(timeout_s: float | None) -> str:

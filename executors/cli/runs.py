@@ -1,17 +1,17 @@
-"""The verbs for runs that were launched before: `ls`, `status`, `wait`, `collect`, `cancel`, `rm`."""
+"""The verbs for runs that were launched before: `ls`, `status`, `wait`, `cancel`, `rm`."""
 
 from __future__ import annotations
 
-import json
+import re
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import BadParameter, Option
 
 from executors.cli.options import (
     BackendOptions,
+    ColumnsOption,
     ExecutorOption,
     RanksOption,
     RendezvousOption,
@@ -28,18 +28,16 @@ from executors.cli.output import (
     name_age,
     name_ranks,
     one_line,
-    refuse,
-    strict_json,
     usage_errors,
 )
-from executors.errors import ReplicasError, StoreError
-from executors.protocol import OffsetReader, ReplicaStatus
+from executors.errors import ReplicasError, RunNotFoundError
+from executors.protocol import ReplicaHandle, ReplicaStatus
+from executors.run_index import find_preparation
 
 if TYPE_CHECKING:
     from executors.run import Run
 
-EVERY_LINE = 1 << 40
-OUT = "A folder for results.json, and for logs and artifacts by rank."
+PAGE = re.compile(r"https?://[!-~]{1,500}")
 
 
 def ls(
@@ -98,6 +96,8 @@ def status(
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,
     option: BackendOptions = None,
+    columns: ColumnsOption = None,
+    verbose: Annotated[bool, Option("--verbose", "-v", help="Name the service's page of each job, too.")] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Show the status of each replica of a run."""
@@ -105,24 +105,43 @@ def status(
     from executors.cli.table import replica_table, title
 
     output = Output(as_json)
-    found = find_run(run, rendezvous, backend, option)
+    try:
+        found = find_run(run, rendezvous, backend, option)
+    except RunNotFoundError:
+        if (preparation := find_preparation(run.rpartition("/")[2])) is None:
+            raise
+        text, state = preparation.describe(run), "preparing" if preparation.is_going_on else "never started"
+        output.document({"run_id": run, "status": state, "problem": text}) if as_json else output.say(text)
+        return 0
     now, record = found.status(), found.record
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]
-    summary = Summary(found, outcomes, exit_code(outcomes) if now.is_terminal else None)
+    summary = Summary(found, outcomes, exit_code(outcomes, enough=record.min_replicas) if now.is_terminal else None)
+    pages = list(map(_page_of, found.handles)) if as_json or verbose else []
     if as_json:
-        output.document({**summary.document(), **now.to_json()})
+        document = {**summary.document(), **now.to_json()}
+        rows = [{**row, "page": page} for row, page in zip(document["replicas"], pages, strict=True)]
+        output.document({**document, "replicas": rows})
         return 0
-    ended_at = max((outcome.finished_at for outcome in outcomes), default=now.at) if now.is_terminal else now.at
     output.say(heading(found), "bold")
     output.say(
         f"launched {name_age(time.time() - record.created_at)} ago by {one_line(record.created_by)}"
         f"{', detached' if record.detach else ''}, in {found.store.url}",
         "dim",
     )
-    output.say(title(now, ended_at - record.created_at))
-    output.say(replica_table(now))
+    output.say(title(now, now.last_at - record.created_at))
+    output.say(replica_table(now, more=columns, brief=True))
+    for rank, page in enumerate(pages):
+        if page is not None:
+            output.say(f"rank {rank}: {page}", "dim")
     summary.print_failures(output)
     return 0
+
+
+def _page_of(handle: Any) -> str | None:
+    """Return the page of a job at its service, which a record names."""
+    job = handle.metadata.get("job") if isinstance(handle, ReplicaHandle) else None
+    page = job.get("url") if isinstance(job, dict) else None
+    return page if isinstance(page, str) and PAGE.fullmatch(page) else None
 
 
 def wait(
@@ -131,6 +150,7 @@ def wait(
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,
     option: BackendOptions = None,
+    columns: ColumnsOption = None,
     as_json: JsonOption = False,
 ) -> int:
     """Wait for the end of a run, showing its status.
@@ -143,86 +163,8 @@ def wait(
     output = Output(as_json)
     found = find_run(run, rendezvous, backend, option)
     output.say(heading(found), "bold")
-    in_time = watch(found, output, timeout_s=timeout)
+    in_time = watch(found, output, timeout_s=timeout, columns=columns)
     return Summary.of(found, in_time=in_time).finish(output)
-
-
-def collect(
-    run: RunArgument,
-    out: Annotated[Path | None, Option("--out", "-o", metavar="DIR", help=OUT)] = None,
-    timeout: WaitOption = None,
-    rendezvous: RendezvousOption = None,
-    backend: ExecutorOption = None,
-    option: BackendOptions = None,
-    as_json: JsonOption = False,
-) -> int:
-    """Fetch the results of a run, its logs and artifacts.
-
-    Waits for its end. Without --out it prints a line of JSON for each replica.
-
-    Exit code: as `launch`; 124 also when --timeout was over first.
-    """
-    from executors.cli.live import watch
-    from executors.cli.summary import Summary
-
-    output = Output(as_json)
-    found = find_run(run, rendezvous, backend, option)
-    in_time = found.status().is_terminal or watch(found, output, timeout_s=timeout)
-    summary = Summary.of(found, in_time=in_time)
-    document = summary.document()
-    skipped: list[dict[str, Any]] = []
-    if out is not None:
-        try:
-            n_files, n_bytes, skipped = _write(found, document, out)
-        except StoreError:
-            raise
-        except OSError as error:
-            refuse(f"Cannot write to {str(out)!r}: {error.strerror}.")
-        output.say(f"Wrote {n_files} files, {n_bytes:,} bytes, to {out}")
-        for left in skipped:
-            name = one_line(repr(left["artifact"]))
-            output.say(f"Skipped the artifact {name} of rank {left['rank']}: {one_line(left['problem'])}", "yellow")
-    if as_json:
-        output.document({**document, "out": None if out is None else str(out.absolute()), "skipped": skipped})
-        return summary.code or 0
-    if out is None:
-        for row in document["replicas"]:
-            output.say(json.dumps(row))
-    summary.print_failures(output)
-    return summary.code or 0
-
-
-def _write(run: Run, document: dict[str, Any], folder: Path) -> tuple[int, int, list[dict[str, Any]]]:
-    """Write everything a run left into a folder; return how many files and bytes, and what was skipped."""
-    skipped = []
-    folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / "results.json"]
-    written[0].write_text(strict_json(document) + "\n")
-    for rank in range(run.world_size):
-        log = folder / str(rank) / "output.log"
-        log.parent.mkdir(exist_ok=True)
-        _copy_log(run, rank, log)
-        written.append(log)
-        for artifact in run.all_artifacts(rank):
-            try:
-                written.append(artifact.save_below(folder / str(rank) / "artifacts"))
-            except (OSError, StoreError, ValueError) as error:
-                problem = getattr(error, "strerror", None) or str(error)
-                skipped.append({"rank": rank, "artifact": artifact.name, "problem": problem})
-    return len(written), sum(path.stat().st_size for path in written), skipped
-
-
-def _copy_log(run: Run, rank: int, path: Path) -> None:
-    """Copy a whole log in pieces, if the executor can read it so; else what the executor keeps of it."""
-    handle = run.handle(rank)
-    with open(path, "wb") as file:
-        if handle is not None and isinstance(run.executor, OffsetReader):
-            offset, part = 0, b"-"
-            while part:
-                part, offset = run.executor.read_logs(handle, offset=offset)
-                file.write(part)
-        if file.tell() == 0:
-            file.write(run.logs(rank, EVERY_LINE).encode())
 
 
 def cancel(
@@ -238,11 +180,11 @@ def cancel(
     """
     output = Output()
     found = find_run(run, rendezvous, backend, option)
-    before = found.status()
+    before = found.status(reports=False)
     with usage_errors():
         for one in rank or (None,):
             found.cancel(one)
-    after = found.status()
+    after = found.status(reports=False)
     alive = {r.rank for r in before.replicas if not r.status.is_terminal and (not rank or r.rank in rank)}
     chosen = [replica for replica in after.replicas if replica.rank in alive]
     ended = [replica.rank for replica in chosen if replica.status is ReplicaStatus.CANCELLED]

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from executors.cli.output import CANCELLED, FAILED, TIMED_OUT, Output, name_limit, name_ranks, one_line
+from executors.cli.output import (
+    CANCELLED,
+    FAILED,
+    MAX_CHARACTERS,
+    TIMED_OUT,
+    Output,
+    finite,
+    name_limit,
+    one_line,
+)
 from executors.protocol import Outcome, ReplicaStatus
+from executors.root_cause import headline, last_frames, name_ranks
 from executors.run import Run
 from executors.run_index import locate
 from executors.status import FAILED_EARLY
 
 SUBJECT = re.compile(r"^Replica \d+( of \d+)?( \(attempt \d+\))? ")  # left out: the ranks are named once, before it
+K = TypeVar("K")
+V = TypeVar("V")
 MAX_LINES = 8  # of failures or results; the rest is counted
 
 
@@ -24,7 +35,8 @@ def heading(run: Run) -> str:
     replicas = "1 replica" if run.world_size == 1 else f"{run.world_size} replicas"
     limit = name_limit(run.record.timeout_s)
     chaos = "".join(f", chaos {one_line(spec)}" for spec in run.record.chaos)
-    return f"{run.run_id}: {replicas} of {one_line(run.record.entrypoint)} on {run.backend}, {limit}{chaos}"
+    what = one_line(run.record.entrypoint.removesuffix(":__main__"))  # a script
+    return f"{run.run_id}: {replicas} of {what} on {run.backend}, {limit}{chaos}"
 
 
 def reference(run: Run) -> str:
@@ -32,8 +44,15 @@ def reference(run: Run) -> str:
     return run.run_id if locate(run.run_id) == run.store.url else shlex.quote(run.url)
 
 
-def exit_code(outcomes: Sequence[Outcome], *, interrupted: bool = False) -> int:
-    """Return the command's exit code for a run that has ended: the first that applies of 130, 1, 124 and 0."""
+def exit_code(outcomes: Sequence[Outcome], *, interrupted: bool = False, enough: int | None = None) -> int:
+    """Return the command's exit code for a run that has ended: the first that applies of 130, 1, 124 and 0.
+
+    Args:
+        enough: how many that succeed make it 0. None: all.
+    """
+    n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
+    if enough is not None and n_done >= enough and not interrupted:
+        return 0
     cancelled = [outcome for outcome in outcomes if outcome.status is ReplicaStatus.CANCELLED]
     if interrupted or not all(FAILED_EARLY in (outcome.error or "") for outcome in cancelled):
         return CANCELLED
@@ -65,7 +84,8 @@ class Summary:
     def of(cls, run: Run, *, in_time: bool = True, interrupted: bool = False) -> Summary:
         """Summarise a run that was watched to its end, or until the time was over."""
         outcomes = run.outcomes()
-        return cls(run, outcomes, exit_code(outcomes, interrupted=interrupted) if in_time else TIMED_OUT)
+        code = exit_code(outcomes, interrupted=interrupted, enough=run.record.min_replicas) if in_time else TIMED_OUT
+        return cls(run, outcomes, code)
 
     def document(self) -> dict[str, Any]:
         """Return the summary as JSON."""
@@ -86,23 +106,32 @@ class Summary:
 
     def finish(self, output: Output) -> int:
         """Print how a run ended, if it has, and the JSON document if asked for; return the exit code."""
+        document = finite(self.document())
         if all(outcome.status.is_terminal for outcome in self.outcomes):
             summary = find_summary(self.outcomes)
             if summary is not None:
                 output.say()
                 output.say(summary, wrap=True)
             else:
-                self._print_results(output)
+                self._print_results(output, document)
             self.print_failures(output)
+            n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in self.outcomes)
+            enough = self.run.record.min_replicas
+            if enough is not None and n_done < self.run.world_size:
+                output.say()
+                asked = f"at least {enough} were asked for"
+                output.say(f"{n_done} of {self.run.world_size} replicas succeeded; {asked}.", "yellow")
             output.say()
             output.say(f"More: replicas status {reference(self.run)} (or: logs, collect)", "dim")
         if output.as_json:
-            output.document(self.document())
+            output.document(document)
         return self.code or 0
 
-    def _print_results(self, output: Output) -> None:
-        done = (o for o in self.outcomes if o.status is ReplicaStatus.SUCCEEDED and o.result is not None)
-        groups = _by_text((json.dumps(outcome.result), outcome.rank) for outcome in done)
+    def _print_results(self, output: Output, document: dict[str, Any]) -> None:
+        done = (row for row in document["replicas"] if row["status"] == "succeeded" and row["result"] is not None)
+        groups = _by_key((output.line(row["result"]), row["rank"]) for row in done)
+        if groups and not output.as_json:
+            output.tell_notes(document)
         if groups:
             output.say()
         for text, ranks in groups[:MAX_LINES]:
@@ -111,23 +140,34 @@ class Summary:
             output.say(f"… and {len(groups) - MAX_LINES} more: replicas collect {reference(self.run)}", "dim")
 
     def print_failures(self, output: Output) -> None:
-        """Print which ranks failed, why, and where their logs are; the earliest failure first."""
+        """Print each distinct failure once: what happened, in which ranks, where their logs are; the earliest first."""
         failures = sorted(_failures(self.outcomes), key=lambda outcome: outcome.finished_at)
-        groups = _by_text((f"({o.reason}): {one_line(SUBJECT.sub('', o.headline))}", o.rank) for o in failures)
-        if groups:
+        groups = _by_key(((outcome.reason, _words(outcome)), outcome) for outcome in failures)
+        shown: list[list[str]] = []
+        for (reason, words), outcomes in groups[:MAX_LINES]:
+            ranks, frames = [outcome.rank for outcome in outcomes], last_frames(outcomes[0])
             output.say()
-        for text, ranks in groups[:MAX_LINES]:
-            output.say(f"{name_ranks(ranks).capitalize()} failed {text}", "red")
-            output.say(f"    replicas logs {reference(self.run)} --rank {min(ranks)}")
+            if outcomes[0].error_line is not None:
+                output.say(headline(outcomes[0], ranks, self.run.world_size), "red")
+            else:
+                output.say(f"{name_ranks(ranks).capitalize()} failed ({reason}): {words}", "red")
+            for line in frames if frames not in shown else ():
+                output.say(line[:MAX_CHARACTERS])
+            shown.append(frames)
+            output.say(f"  Log: replicas logs {reference(self.run)} --rank {min(ranks)}")
         if len(groups) > MAX_LINES:
             output.say(f"… and {len(groups) - MAX_LINES} more: replicas status {reference(self.run)}", "dim")
 
 
-def _by_text(pairs: Iterable[tuple[str, int]]) -> list[tuple[str, list[int]]]:
-    """Group ranks by their text, so that each text is printed once."""
-    groups: dict[str, list[int]] = {}
-    for text, rank in pairs:
-        groups.setdefault(text, []).append(rank)
+def _words(outcome: Outcome) -> str:
+    return one_line(SUBJECT.sub("", headline(outcome, [], 0)))
+
+
+def _by_key(pairs: Iterable[tuple[K, V]]) -> list[tuple[K, list[V]]]:
+    """Group what has the same key, so that it is printed once."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
     return list(groups.items())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -20,6 +20,7 @@ STYLES = {  # in the order in which they matter to somebody who watches
     ReplicaStatus.SUCCEEDED: "green",
 }
 WIDTHS = {"rank": 4, "status": 9, "round": 5, "step": 6, "loss": 8, "round_s": 9}  # so that columns stay where they are
+MAX_HEADING = 20  # characters of a number's name
 LINES_AROUND = 5  # title, head, what is left out, hint, and the prompt that follows
 
 
@@ -28,7 +29,7 @@ def plain_table(*columns: str, right: Collection[str], gives_way: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in columns:
         table.add_column(
-            HEADINGS.get(name, name),
+            Text(HEADINGS.get(name) or one_line(name, MAX_HEADING)) if name != "note" else "",
             justify="right" if name in right else "left",
             min_width=WIDTHS.get(name),
             no_wrap=name != gives_way,
@@ -46,25 +47,42 @@ def title(status: RunStatus, elapsed_s: float) -> Text:
     text = Text(", ").join(Text(f"{count} {state}", style=STYLES[state]) for state, count in status.numbers)
     if status.joined:
         text.append(f", {status.joined} joined")
+    if status.prospects:
+        text.append(f"; {status.prospects}", style="yellow")
     return text.append(f"  {name_duration(elapsed_s)}", style="dim")
 
 
-def replica_table(status: RunStatus, max_rows: int | None = None) -> RenderableType:
-    """Return the table of a run's replicas: at most `max_rows`, first those that failed or run; others are counted."""
-    columns = status.used_columns()
+def replica_table(
+    status: RunStatus, max_rows: int | None = None, *, more: Sequence[str] | None = None, brief: bool = False
+) -> RenderableType:
+    """Return the table of a run's replicas.
+
+    Args:
+        max_rows: show at most so many, first those that failed or run; the others are counted.
+        more: which numbers to show that replicas report besides the usual ones. None: the first three.
+        brief: name only the reasons of failures, which are told elsewhere. Else the words of several are shown once.
+    """
+    columns = status.used_columns(more)
     table = plain_table(*columns, right={*columns} - {"status", "note"}, gives_way="note")
     shown = status.replicas
     if max_rows is not None:
         by_interest = sorted(shown, key=lambda replica: (list(STYLES).index(replica.status), replica.rank))
         shown = sorted(by_interest[: max(1, max_rows)], key=lambda replica: replica.rank)
+    told: set[str] = set()
     for replica in shown:
-        table.add_row(*(_cell(replica, name) for name in columns))
+        is_told = brief or replica.note in told
+        told.add(replica.note)
+        table.add_row(*(_cell(replica, name, is_told) for name in columns))
     hidden = len(status.replicas) - len(shown)
     return Group(table, Text(f"… and {hidden} more", style="dim")) if hidden else table
 
 
-def _cell(replica: ReplicaState, column: str) -> Text:
-    text = cut(replica.cell(column)) if column == "note" else Text(replica.cell(column))
+def _cell(replica: ReplicaState, column: str, is_told: bool) -> Text:
+    outcome = replica.outcome
+    if column == "note" and is_told and outcome is not None and outcome.status is ReplicaStatus.FAILED:
+        text = Text(outcome.reason or "")
+    else:
+        text = cut(replica.cell(column)) if column == "note" else Text(replica.cell(column))
     if column == "status":
         text.stylize(STYLES[replica.status])
     elif column == "note":

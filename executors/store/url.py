@@ -83,7 +83,7 @@ def directory_of(url: str | Path) -> Path | None:
     """
     text = str(url)
     if not text:
-        raise ValueError("The url of a store is empty. Give a directory, or a url such as 'file:///data/runs'.")
+        raise ValueError("The url of a rendezvous is empty. Give a directory, or a url such as 'file:///data/runs'.")
     if isinstance(url, Path) or "://" not in text:
         return Path(text)
     parts = urlsplit(text)

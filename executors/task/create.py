@@ -25,9 +25,9 @@ from typing import Any
 
 from executors.entrypoint import check_call, describe, split_rank_env
 from executors.errors import CorruptObjectError, EntrypointArgumentsError, EntrypointError, RunExistsError, kind_of
-from executors.protocol import Package, RunSpec
+from executors.protocol import GATHER_S, Package, RunSpec
 from executors.store import Store
-from executors.store.records import MAX_DEPTH, is_deeper_than, to_bytes
+from executors.store.records import FAR_AHEAD, MAX_DEPTH, is_deeper_than, to_bytes
 from executors.store.url import address_of, check_run_id
 from executors.task.record import MAX_WORLD_SIZE, LaunchedWith, RunRecord
 from executors.task.sources import sources_of
@@ -56,11 +56,14 @@ class LaunchRequest:
     run_id: str | None = None
     gpu: str | None = None
     timeout: float | None = None
+    max_cost: float | None = None
     env: Mapping[str, str] | None = None
     secrets: Sequence[str] = ()
     seed: int | None = None
     detach: bool = False
     chaos: Sequence[str] = ()
+    min_replicas: int | None = None
+    gather_s: float = GATHER_S
     fail_fast: bool = False
 
     def __post_init__(self) -> None:
@@ -80,6 +83,8 @@ class LaunchRequest:
             self._check_script()
         if self.timeout is not None and not isinstance(self.timeout, int | float):
             raise TypeError(f"timeout is a number of seconds, got {self.timeout!r}.")
+        if self.max_cost is not None and not (isinstance(self.max_cost, int | float) and self.max_cost > 0):
+            raise ValueError(f"max_cost is a number of US dollars, more than 0, got {self.max_cost!r}.")
         if str(self.rendezvous).startswith("memory:"):
             raise ValueError(
                 f"rendezvous={str(self.rendezvous)!r} lives in this process alone; replicas could not see it."
@@ -87,6 +92,10 @@ class LaunchRequest:
         for name, value in (self.env or {}).items():
             if not isinstance(value, str) or not name or "=" in name or "\0" in name + value:
                 raise ValueError(f"env maps names to strings, got {name!r}: {type(value).__name__}.")
+        if self.min_replicas is not None and not (type(self.min_replicas) is int and 1 <= self.min_replicas <= self.n):
+            raise ValueError(f"min_replicas is from 1 to n={self.n}, got min_replicas={self.min_replicas!r}.")
+        if not isinstance(self.gather_s, int | float) or not 0 <= self.gather_s < FAR_AHEAD:
+            raise ValueError(f"gather_s is a number of seconds, got gather_s={self.gather_s!r}.")
         if isinstance(self.chaos, str):
             raise TypeError(f"chaos is a list of specs, as in [{self.chaos!r}], got a string.")
         if self.run_id is not None:
@@ -138,6 +147,7 @@ def plan_run(
         chaos=tuple(request.chaos),
         gpu=request.gpu,
         timeout_s=request.timeout,
+        min_replicas=request.min_replicas,
         fail_fast=request.fail_fast,
     )
     task, pickled = _pack_task(request, launched_with, package)
@@ -165,6 +175,8 @@ def plan_run(
         secret_names=tuple(request.secrets),
         detach=request.detach,
         chaos=tuple(request.chaos),
+        min_replicas=request.min_replicas,
+        gather_s=request.gather_s,
         fail_fast=request.fail_fast,
     )
     return NewRun(spec, written, task, pickled, None if package is None else package.archive)

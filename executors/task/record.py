@@ -58,6 +58,8 @@ class LaunchedWith(Record):
     chaos: tuple[str, ...] = checked(NAMES, ())
     gpu: str | None = checked(nullable(text(100)), None)
     timeout_s: float | None = checked(nullable(number(0.0, FAR_AHEAD)), None)
+    min_replicas: int | None = checked(nullable(integer(1, MAX_WORLD_SIZE)), None)
+    """How many replicas are enough, to start with and to succeed. None: all."""
     fail_fast: bool = checked(flag, False)
     continues: str | None = checked(nullable(text(40, RUN_ID)), None)
     """The run, in the same store, from whose newest snapshot this one goes on."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
-from executors.attempt import Attempt, Beat
+from executors.attempt import Attempt
+from executors.inventory import Inventory
 from executors.protocol import Outcome, ReplicaStatus
-from executors.store.records import find_record
+from executors.status import FAILED_EARLY
 
-OBJECT = re.compile(r"(\d{4,6})/(\d{1,5})/([a-z]+)\.json")
 MAX_WHY = 2000  # characters
 
 
@@ -20,25 +18,12 @@ def end_others(failed: Attempt, outcome: Outcome, world_size: int) -> None:
     """
     if outcome.status is not ReplicaStatus.FAILED:
         return
-    prefix = f"{failed.run_id}/replicas/"
-    newest: dict[int, int] = dict.fromkeys(range(world_size), 0)
-    heartbeats = []
-    ended: set[tuple[int, int]] = set()
-    for entry in failed.store.list(prefix):
-        parts = OBJECT.fullmatch(entry.key.removeprefix(prefix))
-        if parts is None or int(parts[1]) not in newest:
-            continue
-        rank, number, name = int(parts[1]), int(parts[2]), parts[3]
-        newest[rank] = max(newest[rank], number)
-        if name == "heartbeat":
-            heartbeats.append(entry.key)
-        if name in ("outcome", "cancel"):
-            ended.add((rank, number))
-    for key in heartbeats:
-        beat = find_record(failed.store, key, Beat.parse)
-        if beat is not None and "round" in beat.reported:
-            return
-    why = f"rank {failed.rank} failed before the first round: {outcome.headline[:MAX_WHY]}"
-    for peer in newest.items():
-        if peer[0] != failed.rank and peer not in ended:
-            Attempt(failed.store, failed.run_id, *peer).request_cancel(why)
+    found = Inventory.of(failed.store, failed.run_id)
+    living = [Attempt(failed.store, failed.run_id, *each[:2]) for each in found.records if each[2] == "heartbeat"]
+    if any("round" in beat.reported for beat in (attempt.beat() for attempt in living) if beat is not None):
+        return
+    why = f"rank {failed.rank} {FAILED_EARLY}: {outcome.headline[:MAX_WHY]}"
+    for rank in range(world_size):
+        peer = Attempt(failed.store, failed.run_id, rank, found.newest(rank))
+        if rank != failed.rank and not found.has(rank, peer.number, "outcome"):
+            peer.request_cancel(why)

@@ -194,8 +194,10 @@ class _Worker:
                 outcome = self._out_of_time(TERMINATED)
             else:
                 outcome = self._terminated_from_outside() if sigterm_arrived() else self.raised(error)
+            _flush()
+            half_a_line = assignment.output_tail().rpartition("\n")[2]
             with contextlib.suppress(OSError, ValueError, AttributeError):  # the user may have closed or unset it
-                sys.stderr.write(f"{outcome.error}\n")
+                sys.stderr.write("\n" * bool(half_a_line) + f"{outcome.error}\n")
         if deadline is not None:
             deadline.stop()
         self.heartbeat.stop()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import platform
 import re
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
 from executors.process import usable_cores
+from executors.replica import BOOTSTRAP_S
 
 DRIVER = "/proc/driver/nvidia/version"
 PACKAGES = ("torch", "numpy", "boto3", "modal", "huggingface_hub")
@@ -26,6 +29,24 @@ def describe_environment() -> dict[str, str]:
         "packages": ", ".join(map(_version, PACKAGES)),
         "cores": str(cores),
         "gpus": _gpus(),
+    }
+
+
+def probe(gpu: str | None = None) -> dict[str, str]:
+    """Return the facts about a replica; where a GPU was asked for, also what torch sees, and how long that took."""
+    facts = describe_environment()
+    if gpu is None:
+        return facts
+    began = time.monotonic()
+    torch = importlib.import_module("torch")
+    imported_s = time.monotonic() - began
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        **facts,
+        "driver": driver_version() or "none",
+        "torch": f"{torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}, sees {seen} GPUs",
+        "fetching and installing": f"{float(os.environ.get(BOOTSTRAP_S) or 0.0):.1f} s",
+        "importing torch": f"{imported_s:.1f} s",
     }
 
 

@@ -31,7 +31,10 @@ def main() -> NoReturn:
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         getattr(sys, name).flush()
         writer = _KeptWriter(descriptor, tail)
-        stream = io.TextIOWrapper(writer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        # Written through: also half a line is kept at once, though the service gets it with the rest.
+        stream = io.TextIOWrapper(
+            writer, encoding="utf-8", errors="backslashreplace", line_buffering=True, write_through=True
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     try:

@@ -97,6 +97,7 @@ class Supervisor:
         self._ranks = ranks
         self._world_size = spec.world_size
         self._fail_fast = spec.fail_fast
+        self._n_spare = len(spec.ranks) - (spec.min_replicas or len(spec.ranks))
         self._timeout_s = timeout_s
         self._term_grace_s = term_grace_s
         self._launcher_pidfd = launcher_pidfd
@@ -122,17 +123,30 @@ class Supervisor:
         signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, signal.SIGUSR1):
             signal.signal(number, lambda *_: None)
-        attempt = self._asked[0]
+        attempt, begun = self._asked[0], []
         try:
             # Before the first fork, whatever can be: after each, every page that this process touches is copied.
             for attempt in self._asked:
-                self._ranks.prepare(attempt.rank)
-                if self._ranks.begin(attempt.rank):
+                problem = None
+                try:
+                    self._ranks.prepare(attempt.rank)
+                except OSError as error:
+                    if self._n_spare < 1:
+                        raise
+                    problem = error
+                if not self._ranks.begin(attempt.rank):
+                    continue
+                begun.append(attempt.rank)
+                if problem is None:
                     self._waiting.append(attempt)
-            begun = [attempt.rank for attempt in self._waiting]
+                else:
+                    self._leave_out(attempt, problem)
             while self._waiting and self._free_places:
                 attempt = self._waiting[0]
-                self._start(attempt)
+                try:
+                    self._start(attempt)
+                except OSError as error:
+                    self._leave_out(attempt, error)
                 self._waiting.popleft()
         except (OSError, StoreError) as error:
             self._undo_start(attempt, error)
@@ -175,6 +189,13 @@ class Supervisor:
         self._free_places.popleft()
         deadline = NEVER if self._timeout_s is None else time.monotonic() + self._timeout_s
         self._running[pid] = _Running(pid, attempt, place, time.time(), deadline)
+
+    def _leave_out(self, attempt: Attempt, error: OSError) -> None:
+        """Go on without a rank that cannot be started, as long as enough others are left."""
+        if self._n_spare < 1:
+            raise error
+        self._n_spare -= 1
+        _record(attempt, "start_failed", f"Rank {attempt.rank} could not be started: {error}", retry_s=0)
 
     def _undo_start(self, failed: Attempt, error: Exception) -> None:
         """End what was started before one rank failed."""

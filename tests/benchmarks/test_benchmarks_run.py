@@ -21,6 +21,10 @@ PEERS = {
     "S10": "reading one object after the other",
     "O1": "floor: read and write two buffers, read one",
     "O2": None,
+    "Q1": None,
+    "Q2": None,
+    "Q3": None,
+    "Q4": None,
     "C1": None,
 }
 Found = dict[str, list[dict[str, Any]]]

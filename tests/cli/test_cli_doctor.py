@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from servers.isolation.gpu import write_torch
 from support.cli import Folder, HereInstead
 
 from executors.errors import StoreError
@@ -55,6 +57,24 @@ def test_doctor_starts_a_replica_with_probe_and_leaves_nothing(here: HereInstead
     assert result.code == 0, result
     assert "cores " in result.json["findings"][-1]["found"]
     assert here.replicas("ls", "--json").json == []
+
+
+def test_doctor_with_a_gpu_shows_the_driver_torch_and_the_time_of_each_step(
+    here: HereInstead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(write_torch(tmp_path / "gpu", sees_gpu=True))
+    probe = ("doctor", "--probe", "--gpu", "H100", "--option", "preload=[]", "--option", 'gpus=["0"]', "--json")
+    result = here.replicas(*probe)
+    assert result.code == 0, result
+    found = result.json["findings"][-1]["found"]
+    assert "driver " in found
+    assert "torch 2.13.0, built for CUDA 13.0, sees 1 GPUs" in found
+    for step in ("launch", "its worker ran after", "fetching and installing", "importing torch", "in all"):
+        assert re.search(rf"{step} [\d.]+ s", found), step
+    write_torch(tmp_path / "gpu", sees_gpu=False)
+    result = here.replicas(*probe)
+    assert result.code == 1
+    assert "torch sees no GPU: torch 2.13.0 is built for CUDA 13.0." in result.json["findings"][-1]["found"]
 
 
 def test_backends_shows_the_type_default_and_meaning_of_every_option(here: HereInstead) -> None:

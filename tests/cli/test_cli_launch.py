@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from support.cli import FAST, Folder, HereInstead
@@ -89,7 +90,11 @@ def test_failed_ranks_make_exit_code_1_and_the_command_says_why_and_where_their_
     )
     result = here.launch("mixed.py", "--run-id", "mine", n=4)
     assert result.code == 1
-    assert "Rank 1 failed (exception): RuntimeError: it went wrong\n    replicas logs mine --rank 1" in result.stdout
+    assert re.search(
+        r"\nRuntimeError: it went wrong \(rank 1 of 4, job.py:\d+\)\n(  File .*\n    .*\n)+"
+        r"  Log: replicas logs mine --rank 1\n",
+        result.stdout,
+    )
     assert "Rank 2 failed (signal): was ended by signal 9 (SIGKILL)." in result.stdout
     assert 'ranks 0, 3: "fine"' in result.stdout
     assert "last words" in here.replicas("logs", "mine", "--rank", 1).stdout

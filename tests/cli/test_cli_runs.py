@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import resource
 import subprocess
 import time
@@ -15,6 +17,7 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import claim
 from diloco.rendezvous.patient_store import PatientStore
 from executors import LocalProcessExecutor, ReplicaHandle, ReplicaStatus, Run, attach, launch
+from executors.resume import resume
 from executors.testing import eventually
 
 
@@ -63,7 +66,8 @@ def test_status_shows_what_each_rank_reported_and_why_it_failed(here: HereInstea
     result = here.replicas("status", "bad")
     assert result.code == 0
     assert "1 succeeded, 1 failed" in result.stdout
-    assert "Rank 1 failed (exception): RuntimeError: it went wrong" in result.stdout
+    assert "\nRuntimeError: it went wrong (rank 1 of 2" in result.stdout
+    assert result.stdout.count("it went wrong") == 1
     document = here.replicas("status", "bad", "--json").json
     assert (document["status"], document["replicas"][1]["reason"]) == ("failed", "exception")
 
@@ -126,6 +130,10 @@ def test_a_closed_pipe_is_silent_and_a_full_disk_under_the_output_is_one_error(
 
     ended(local, "main", 1, times=20_000)
     assert in_shell("logs mine -n 20000 | head -n 1") == (0, "[0] hello 0 of rank 0\n", "")
+    for verb in ("ls", "ls --json", "status mine", "collect mine --json", "wait mine"):
+        assert in_shell(f"{verb} | true; exit ${{PIPESTATUS[0]}}") == (141, "", ""), verb
+    code, _, error = in_shell("status never-was --json | true; exit ${PIPESTATUS[0]}")
+    assert (code, error.count("\n"), error.startswith("Error: No run 'never-was'")) == (141, 1, True)
     for verb in ("ls", "logs mine", "collect mine --json"):
         assert in_shell(f"{verb} >/dev/full") == (1, "", "Error: [Errno 28] No space left on device\n"), verb
 
@@ -149,7 +157,7 @@ def test_a_huge_log_is_printed_in_bounded_memory(folder: Folder, local: LocalPro
 def test_wait_ends_with_the_run_and_its_exit_code(here: HereInstead, local: LocalProcessExecutor) -> None:
     ended(local, "fail", 2, "bad", ranks=[1])
     result = here.replicas("wait", "bad")
-    assert (result.code, "Rank 1 failed" in result.stdout) == (1, True)
+    assert (result.code, "RuntimeError: it went wrong (rank 1 of 2" in result.stdout) == (1, True)
     ended(local, "report", 2, "fine")
     result = here.replicas("wait", "fine", "--json")
     assert (result.code, result.json["summary"]) == (0, "Summary of rank 0.")
@@ -174,7 +182,7 @@ def test_collect_prints_a_row_for_each_replica(here: HereInstead, local: LocalPr
     assert result.code == 1
     rows = [json.loads(line) for line in result.stdout.splitlines()[:2]]
     assert [(row["status"], row["result"]) for row in rows] == [("succeeded", "fine"), ("failed", None)]
-    assert "Rank 1 failed" in result.stdout
+    assert "RuntimeError: it went wrong (rank 1 of 2" in result.stdout
 
 
 def test_collect_writes_results_logs_and_artifacts_into_a_folder(
@@ -190,6 +198,126 @@ def test_collect_writes_results_logs_and_artifacts_into_a_folder(
     for rank in ("0", "1"):
         assert (out / rank / "artifacts" / "model" / "weights.txt").read_text() == "kept"
         assert (out / rank / "output.log").read_text() == "saved\n"
+
+
+def test_collect_leaves_what_is_in_the_folder_and_brings_all_or_nothing(
+    folder: Folder, local: LocalProcessExecutor
+) -> None:
+    ended(local, "keep", 2)
+    out = folder.path / "out"
+    (out / "0").mkdir(parents=True)
+    (out / "0" / "notes.txt").write_text("mine")
+
+    def too_small() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+    command = [*COMMAND, "collect", "mine", "--out", "out"]
+    done = subprocess.run(command, cwd=folder.path, capture_output=True, text=True, check=False, preexec_fn=too_small)
+    assert done.returncode == 1
+    assert done.stderr == f"Error: Cannot write '{out}/results.json': File too large. Nothing was brought.\n"
+    assert [path.name for path in out.rglob("*")] == ["0", "notes.txt"]
+    assert folder.replicas("collect", "mine", "--out", "out").code == 0
+    assert (out / "0" / "notes.txt").read_text() == "mine"
+    assert sorted(path.name for path in out.iterdir()) == ["0", "1", "results.json"]
+
+
+def test_what_is_in_the_way_of_collect_is_named_and_stays(here: HereInstead, local: LocalProcessExecutor) -> None:
+    ended(local, "keep", 1)
+    out = here.folder.path / "out"
+    (out / "0" / "output.log").mkdir(parents=True)
+    told = here.replicas("collect", "mine", "--out", out)
+    assert told.code == 1
+    assert f"Cannot write '{out}/0/output.log': something else is in the way. Nothing was brought." in told.stderr
+    assert [path.name for path in out.rglob("*")] == ["0", "output.log"]
+
+
+def test_collect_names_a_log_that_cannot_be_read_and_says_so_by_its_exit_code(
+    here: HereInstead, local: LocalProcessExecutor, state_home: Path
+) -> None:
+    ended(local, "keep", 2)
+    (log, *_) = sorted(state_home.rglob("output.log"))
+    log.unlink()
+    log.mkdir()  # as unreadable to everybody as another user's file is to us
+    told = here.replicas("collect", "mine", "--out", here.folder.path / "out")
+    assert told.code == 1
+    assert f"Skipped the log 'output.log' of rank 0: {log}: Is a directory (only its end was found)" in told.stdout
+    assert (here.folder.path / "out" / "1" / "output.log").read_text() == "saved\n"
+
+
+def test_collect_brings_the_logs_of_all_attempts(here: HereInstead, local: LocalProcessExecutor) -> None:
+    run = ended(local, "fail", 2, ranks=[1])
+    resume(run).wait(60)
+    here.replicas("collect", "mine", "--out", "out")
+    logs = sorted(path for path in (here.folder.path / "out").rglob("*.log"))
+    assert [str(log.relative_to(here.folder.path / "out")) for log in logs] == [
+        "0/output.log",
+        "1/output-attempt-0.log",
+        "1/output.log",
+    ]
+    assert all("last words" in log.read_text() for log in logs[1:])
+
+
+def test_numbers_that_json_lacks_are_null_with_a_note_wherever_json_is_printed(
+    here: HereInstead, local: LocalProcessExecutor
+) -> None:
+    run = ended(local, "keep", 1)
+    assert math.isnan(run.results()[0]["loss"])
+    where = "replicas[0].result.loss is null here: it is nan, which JSON cannot hold."
+    for arguments in (["collect", "mine", "--json"], ["wait", "mine", "--json"]):
+        told = here.replicas(*arguments)
+        assert told.json["replicas"][0]["result"] == {"loss": None}
+        assert told.json["notes"] == [where]
+        assert told.stderr.count("null here") == 1
+    told = here.replicas("collect", "mine")
+    assert json.loads(told.stdout)["result"] == {"loss": None}
+    assert told.stderr == f"Note: {where}\n"
+    assert here.replicas("collect", "mine", "--out", "out").code == 0
+    assert json.loads((here.folder.path / "out" / "results.json").read_text())["notes"] == [where]
+
+
+def test_letters_are_shown_as_they_are_where_the_terminal_has_them(folder: Folder, local: LocalProcessExecutor) -> None:
+    ended(local, "main", 1, result="schön \x9b31m")
+    for encoding, text in (("utf-8", "schön"), ("ascii", "sch\\u00f6n")):
+        for arguments in (["collect", "mine"], ["collect", "mine", "--json"], ["wait", "mine"]):
+            told = folder.replicas(*arguments, environ={"PYTHONIOENCODING": encoding})
+            assert f'"{text} \\u009b31m"' in told.stdout, (encoding, told)
+
+
+def test_other_numbers_that_replicas_report_have_columns(here: HereInstead, local: LocalProcessExecutor) -> None:
+    ended(local, "report_more", 1)
+    for arguments, columns in (
+        ([], "lr gnorm mfu"),
+        (["--columns", "tokens,lr"], "tokens lr"),
+        (["--columns", "nothing"], "nothing"),
+        (["--columns", ""], ""),
+    ):
+        (head,) = [line for line in here.replicas("status", "mine", *arguments).stdout.splitlines() if "rank " in line]
+        assert head.split() == ["rank", "status", "step", *columns.split()], arguments
+    row = here.replicas("status", "mine", "--json").json["replicas"][0]
+    assert row["reported"] == {"step": 1, "lr": 0.0001, "gnorm": None, "mfu": 0.5, "tokens": 3e6}
+    assert "<th>tokens</th>" in attach("mine")._repr_html_()
+
+
+def test_the_attempt_is_shown_as_soon_as_one_rank_has_a_second(here: HereInstead, local: LocalProcessExecutor) -> None:
+    run = ended(local, "fail", 2, ranks=[1])
+    assert "rank  status\n" in here.replicas("status", "mine").stdout
+    resume(run).wait(60)
+    lines = [line.split() for line in here.replicas("status", "mine").stdout.splitlines()]
+    assert lines[3:6] == [["rank", "attempt", "status"], ["0", "0", "succeeded"], ["1", "1", "failed", "exception"]]
+
+
+def test_each_distinct_failure_is_told_once_with_the_users_last_frames(
+    here: HereInstead, local: LocalProcessExecutor
+) -> None:
+    told = here.launch("job:fail", "--arg", "ranks=[0, 1, 2]", n=4)
+    assert told.code == 1
+    lines = told.stdout.splitlines()
+    (at,) = [number for number, line in enumerate(lines) if line.startswith("RuntimeError: it went wrong (ranks 0-2")]
+    assert re.fullmatch(r'  File ".*/job.py", line \d+, in fail', lines[at + 1])
+    assert lines[at + 2].strip() == "raise RuntimeError(message)"
+    assert lines[at + 3].startswith("  Log: replicas logs ")
+    assert told.stdout.count("raise RuntimeError") == 1
+    assert told.stdout.count("it went wrong") <= 2, "when it happened, and at the end"
 
 
 def test_collect_writes_a_whole_log_however_long(here: HereInstead, local: LocalProcessExecutor) -> None:

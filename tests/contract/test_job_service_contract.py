@@ -27,7 +27,7 @@ class TestFakeJobs(JobServiceContract):
         return self.service_class(service.machines)
 
     def unknown(self, service: JobService) -> JobId:
-        return {"id": "never-was"}
+        return {"id": "never-was", "url": "https://fake.example/never-was"}
 
 
 class TestListingFakeJobs(TestFakeJobs):

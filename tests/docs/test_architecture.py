@@ -18,13 +18,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("protocol", "process"),
+    ("replica_log", "process"),
+    ("protocol",),
     ("errors", "logs"),
-    ("store", "entrypoint", "arguments", "status"),
-    ("attempt", "inventory", "task", "run_index", "registry", "chaos"),
+    ("store", "entrypoint", "arguments", "status", "root_cause"),
+    ("attempt", "inventory", "task", "run_index", "registry", "chaos", "prices"),
     ("observer", "replica"),
+    ("run_logs",),
     ("run",),
-    ("resume", "worker", "shipping"),
+    ("resume", "launch_checks", "worker", "shipping"),
     ("launcher", "backends"),
     ("cli", "testing", ""),
 )

@@ -12,13 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support.fake_jobs import FakeExecutor, Machines, attached, start
+from support.fake_jobs import FakeExecutor, FakeJobs, Machines, attached, start
 
 from executors import Run, launch
 from executors.backends.jobs.gang_start import LOOKS
+from executors.backends.jobs.sdk import TokenBucket
 from executors.backends.jobs.service import Kind
 from executors.errors import AlreadyResumedError, BackendError, LaunchError, RunNotFoundError
+from executors.launcher import plan_launch
 from executors.resume import resume
+from executors.run_index import local_store
+from executors.task.create import LaunchRequest
 from executors.testing import eventually
 
 N = 8
@@ -125,17 +129,11 @@ def test_a_rank_that_cannot_be_started_ends_all_and_is_named(machines: Machines)
         assert caught.value.rank == 3
         assert str(caught.value).endswith("as the test asked. Those already started were ended.")
         assert machines.living() == []
-        outcomes = Run(launch_store(), run_id, executor=FakeExecutor()).outcomes()
+        outcomes = Run(local_store(), run_id, executor=FakeExecutor()).outcomes()
         reasons = [outcome.reason for outcome in outcomes]
         assert reasons == ["cancelled"] * 3 + ["start_failed"] + ["cancelled"] * 4, kind
         assert "Fake: " in (outcomes[3].error or "")
         machines.forgive()
-
-
-def launch_store() -> Any:
-    from executors.run_index import local_store
-
-    return local_store()
 
 
 def test_a_job_created_behind_the_last_lost_answer_is_ended_with_the_others(machines: Machines) -> None:
@@ -214,6 +212,42 @@ def test_a_rank_that_waits_for_its_machine_is_seen_and_cancelled_by_another(mach
         start()
     assert caught.value.cancelled
     assert [outcome.status for outcome in attached().outcomes()] == ["cancelled"]
+
+
+def test_starts_that_wait_are_interrupted_by_the_undo(machines: Machines) -> None:
+    decides = machines.hold(0)
+    machines.fail("start", "rejected", rank=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeJobs, "interrupt_starts", lambda _: decides.set())
+        with pytest.raises(LaunchError, match="replica 1 of 2"):
+            start(2)
+    assert machines.living() == []
+    assert [outcome.reason for outcome in attached().outcomes()] == ["cancelled", "start_failed"]
+
+
+def test_a_launch_says_how_far_it_is(machines: Machines) -> None:
+    told: list[str] = []
+    plan_launch(LaunchRequest(entrypoint="job.py:main", n=3, run_id="otter"), FakeExecutor()).start(told.append)
+    assert told == [f"{n} of 3 started" for n in range(4)]
+    attached().cancel()
+
+
+def test_no_more_starts_are_asked_for_than_the_service_takes(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = []
+
+    class Bucket(TokenBucket):
+        def reserve(self) -> float:
+            pauses.append(super().reserve())
+            return pauses[-1]
+
+    monkeypatch.setattr("executors.backends.jobs.gang_start.TokenBucket", Bucket)
+    monkeypatch.setattr(FakeJobs, "starts_at_once", 2)
+    monkeypatch.setattr(FakeJobs, "starts_per_s", 20.0)
+    run = start(8)
+    assert sum(pause > 0 for pause in pauses) == 6
+    run.cancel()
 
 
 # Launchers that died

@@ -107,6 +107,32 @@ def test_options_reach_the_request_and_wrong_ones_are_named(hf: HubServer, here:
     assert hf.count("create") == 0
 
 
+def test_the_price_is_told_before_the_launch_and_becomes_the_time_limit(hf: HubServer, here: HereInstead) -> None:
+    # Two T4 at 40 cents an hour each.
+    told = here.replicas(*LAUNCH, "--n", 2, "--gpu", "T4", "--max-cost", "0.20", "--dry-run")
+    assert (round(told.json["usd_per_hour"], 2), round(told.json["timeout_s"])) == (0.80, 900)
+    told = here.replicas(*LAUNCH, "--n", 2, "--gpu", "T4", "--max-cost", "80", "--timeout", "90", "--dry-run")
+    assert told.json["timeout_s"] == 90
+    told = here.replicas(*LAUNCH, "--n", 2, "--max-cost", "1", "--option", "flavor=of-tomorrow")
+    assert (told.code, "tells no price for this, so it cannot keep max_cost=1." in told.stderr) == (2, True)
+    told = here.replicas("launch", "job.py:main", "--n", 2, "--max-cost", "1")
+    assert (told.code, "Backend 'local' tells no price" in told.stderr) == (2, True)
+    assert hf.count("create") == 0
+    told = here.replicas("launch", "job.py:main", "--backend", "hf", "--n", 2, "--detach", "--timeout", "1h")
+    assert "replicas: $0.02 an hour, $0.02 until the time limit\n" in told.stderr
+    here.replicas("cancel", told.stdout.splitlines()[0])
+
+
+def test_volumes_reach_the_request_and_a_backend_without_them_says_so(hf: HubServer, here: HereInstead) -> None:
+    more = ("--volume", "hf://datasets/org/corpus:/data", "--volume", "hf://buckets/ada/out:/out", "--dry-run")
+    (request, *_) = here.replicas(*LAUNCH, *more).json["request"]["jobs"]
+    assert request["volumes"] == {"/data": "hf://datasets/org/corpus", "/out": "hf://buckets/ada/out"}
+    told = here.replicas("launch", "job.py:main", "--n", 1, "--volume", "corpus:/data")
+    assert (told.code, "Backend 'local' mounts no volumes: leave --volume away." in told.stderr) == (2, True)
+    told = here.replicas(*LAUNCH, "--volume", "corpus")
+    assert (told.code, "the form is --volume NAME:/path" in told.stderr) == (2, True)
+
+
 def test_what_another_machine_is_told_to_type_finds_the_run_from_there(
     hf: HubServer, here: HereInstead, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -330,7 +330,7 @@ def test_what_failed_is_resumed_from_elsewhere_with_the_recorded_options(
     assert [str(row.status) for row in run.outcomes()] == ["succeeded", "failed", "failed"]
     command = ["-m", "executors.cli", "resume", run.url]
     refused = elsewhere(*command)
-    assert (refused.returncode, "only its store says what it is" in refused.stderr) == (2, True), refused.stderr
+    assert (refused.returncode, "only its rendezvous says what it is" in refused.stderr) == (2, True), refused.stderr
     command += ["--task-digest", str(run.task_digest)]
     refused = elsewhere(*command)
     assert (refused.returncode, "Name it again: --secret wandb" in refused.stderr) == (2, True), refused.stderr

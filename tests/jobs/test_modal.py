@@ -12,11 +12,10 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import modal
 import pytest
 from grpclib import Status
 from servers.modal.server import TOKEN_SECRET, ModalServer
@@ -28,7 +27,6 @@ from executors import ModalExecutor, attach, launch, open_store
 from executors.backends.jobs.service import Job, JobKey, JobService, JobServiceError, JobState
 from executors.errors import BackendError, LaunchError, MissingDependencyError
 from executors.launcher import plan_launch
-from executors.resume import resume
 from executors.task.create import LaunchRequest
 from executors.testing import eventually
 from executors.testing.executor_contract import task
@@ -47,11 +45,6 @@ def service(modal_runs: ModalServer) -> JobService:
 @pytest.fixture
 def job(gpu: str | None) -> Job:
     return Job(KEY, HANG, (), {}, {}, gpu=gpu)
-
-
-def images(server: ModalServer) -> list[str]:
-    """The commands of every image that was asked for, in one text each."""
-    return ["\n".join(call.request.image.dockerfile_commands) for call in server.calls_of("ImageGetOrCreate")]
 
 
 # What is asked for
@@ -75,7 +68,7 @@ def test_all_options_reach_the_request(modal_runs: ModalServer, gpu: str | None)
     assert (asked.resources.milli_cpu, asked.resources.memory_mb) == (500, 512)
     assert list(asked.scheduler_placement.regions) == ["us-east"]
     assert "aws" in str(asked).lower()
-    assert asked.timeout_secs == 220
+    assert asked.timeout_secs == 1000
     assert (asked.resources.gpu_config.gpu_type, asked.resources.gpu_config.count) == (("H100", 2) if gpu else ("", 0))
     assert asked.name.startswith("otter-")
     assert {tag.tag_name: tag.tag_value for tag in call.request.tags}.items() >= {
@@ -83,53 +76,16 @@ def test_all_options_reach_the_request(modal_runs: ModalServer, gpu: str | None)
         ("replicas-rank", "0"),
         ("replicas-attempt", "0"),
     }
-    assert images(modal_runs)[-1].startswith("FROM python:3.11")
-
-
-def test_the_default_image_has_the_requirements_installed_and_the_users_is_taken_as_it_is(
-    modal_runs: ModalServer,
-) -> None:
-    Path("requirements.txt").write_text("einops==0.8.1\n./mine\n")
-    launch(ModalExecutor(python_version="3.12"), task("echo"), 1, timeout=1).cancel()
-    text = "\n".join(images(modal_runs))
-    assert "einops==0.8.1" in text
-    assert "torch==" in text
-    assert "./mine" not in text, "a folder of the workspace is not there yet when the image is built"
-    n_images = len(images(modal_runs))
-    Path("requirements.txt").unlink()
-    image = modal.Image.debian_slim("3.11").run_commands("echo made-by-the-user")
-    run = launch(ModalExecutor(image=image), task("echo"), 2)
-    assert [result["rank"] for result in run.results()] == [0, 1]
-    assert any("made-by-the-user" in text for text in images(modal_runs)[n_images:])
-    assert not any("torch==" in text for text in images(modal_runs)[n_images:])
-
-
-def test_the_default_image_has_git_where_a_requirement_comes_from_there_and_knows_the_users_indexes(
-    modal_runs: ModalServer,
-) -> None:
-    Path("requirements.txt").write_text(
-        "--extra-index-url https://download.pytorch.org/whl/cpu\ntorch==2.13.0+cpu\n"
-        "mine @ git+https://example.com/mine.git\n"
+    assert "\n".join(modal_runs.calls_of("ImageGetOrCreate")[-1].request.image.dockerfile_commands).startswith(
+        "FROM python:3.11"
     )
-    launch(ModalExecutor(), task("echo"), 1, timeout=1).cancel()
-    text = "\n".join(images(modal_runs))
-    assert "apt-get install -y git" in text
-    options = "--index-strategy=unsafe-best-match --extra-index-url=https://download.pytorch.org/whl/cpu"
-    assert options in text
-    assert "torch==2.13.0+cpu" in text
-    Path("requirements.txt").write_text("einops\n")
-    n_images = len(images(modal_runs))
-    launch(ModalExecutor(), task("echo"), 1, timeout=1).cancel()
-    text = "\n".join(images(modal_runs)[n_images:])
-    assert "git" not in text
-    assert "--index-strategy" not in text
 
 
 def test_all_sandboxes_are_asked_for_at_the_same_time(modal_runs: ModalServer, gpu: str | None) -> None:
-    modal_runs.answer_together(create_of(gpu), 8)
-    run = launch("modal", task("hang"), 8, gpu=gpu)
-    assert [handle.rank for handle in run.handles] == list(range(8))
-    assert len({handle.metadata["job"]["sandbox_id"] for handle in run.handles}) == 8
+    modal_runs.answer_together(create_of(gpu), 3)
+    run = launch("modal", task("hang"), 3, gpu=gpu)
+    assert [handle.rank for handle in run.handles] == list(range(3))
+    assert len({handle.metadata["job"]["sandbox_id"] for handle in run.handles}) == 3
     run.cancel()
 
 
@@ -138,20 +94,6 @@ def test_an_executor_in_another_process_is_made_with_the_options_to_keep(modal_r
     again = ModalExecutor(**json.loads(json.dumps(executor.options_to_keep)))
     assert again.options_to_keep == executor.options_to_keep
     assert again.options_to_keep["image"] == "python:3.11"
-
-
-def test_a_run_with_an_image_object_is_resumed_only_with_an_image_that_is_given_again(modal_runs: ModalServer) -> None:
-    image = modal.Image.debian_slim("3.11").run_commands("echo made-by-the-user")
-    run = launch(ModalExecutor(image=image), task("fail"), 1, args={"message": "no"}, run_id="otter")
-    assert run.wait(60)
-    assert run.record.unrecorded_options == ("image",)
-    asked_again = r"with the option 'image' of backend 'modal'.*--backend modal --option image=…"
-    for found in (attach("otter"), attach("otter", executor="modal"), attach("otter", executor=ModalExecutor())):
-        with pytest.raises(ValueError, match=asked_again):
-            resume(found)
-    for given in (run, attach("otter", executor=ModalExecutor(image="python:3.11"))):
-        assert resume(given).wait(60)
-    assert [outcome.attempt for outcome in attach("otter").outcomes()] == [2]
 
 
 def test_no_secret_is_seen_outside_secret_objects(
@@ -295,6 +237,20 @@ def test_the_states_of_those_that_run_are_one_list(modal_runs: ModalServer, serv
         service.stop(each)
 
 
+def test_a_look_at_a_sandbox_is_one_call_and_its_log_asks_for_nothing_else(
+    modal_runs: ModalServer, service: JobService, job: Job
+) -> None:
+    job_id = service.start(job)
+    eventually(lambda: service.logs(job_id, 9) == "hanging\n")
+    n_calls = len(modal_runs.calls_of())
+    assert not service.state(job_id).has_ended
+    assert service.logs(job_id, 9) == "hanging\n"
+    look = of_backend("SandboxWait", job.gpu)
+    first, *others = (call.rpc for call in modal_runs.calls_of()[n_calls:])
+    assert (first, set(others)) == (look, {"AppFetchLogs"})
+    service.stop(job_id)
+
+
 def test_each_job_has_its_page(service: JobService, job: Job) -> None:
     job_id = service.start(job)
     assert job_id["url"] == f"https://modal.com/id/{job_id['sandbox_id']}"
@@ -371,9 +327,29 @@ def test_a_gpu_that_never_comes_ends_the_launch_and_names_the_rank(
     assert alive(modal_runs) == []
 
 
+def test_a_start_that_waits_for_a_gpu_can_be_interrupted_and_leaves_nothing(
+    modal_runs: ModalServer, service: JobService
+) -> None:
+    modal_runs.capacity = 0
+    modal_runs.fail("SandboxGetFromName", Status.NOT_FOUND, times=99)  # the vendor promises to find those that run
+    with ThreadPoolExecutor(2) as pool:
+        starting = [
+            pool.submit(service.start, Job(replace(KEY, rank=rank), HANG, (), {}, {}, gpu="H100")) for rank in (0, 1)
+        ]
+        modal_runs.wait_for("SandboxGetTaskId", 2)
+        service.interrupt_starts()
+        for each in starting:
+            with pytest.raises(JobServiceError, match="given up while it waited for a machine") as caught:
+                each.result(timeout=30)
+            assert caught.value.kind == "unknown"
+    assert len(modal_runs.sandboxes) == 2
+    assert alive(modal_runs) == []
+
+
 @pytest.mark.slow
 def test_ctrl_c_during_the_wait_for_a_gpu_ends_everything(modal_runs: ModalServer) -> None:
     modal_runs.capacity = 2
+    modal_runs.fail("SandboxGetFromName", Status.NOT_FOUND, times=999)  # of those that wait
 
     def interrupt() -> None:
         modal_runs.wait_for("SandboxCreate", 4, within_s=90.0)

@@ -116,8 +116,8 @@ def test_from_python_a_run_that_cannot_be_read_is_one_kind_of_error(directory: O
         python_api(directory)
 
 
-def test_what_has_no_run_id_is_not_a_run(victim: Victim, s3: S3Server) -> None:
-    owner = OwnsBucket(s3)
+def test_what_has_no_run_id_is_not_a_run(victim: Victim, moto: S3Server) -> None:
+    owner = OwnsBucket(moto)
     write_good_run(owner)
     for key in ("Bad Name/run.json", "..../run.json", "-x/run.json", "run.json", "\x1b[31m/run.json"):
         owner.write(key, json.dumps(run_json()).encode())
@@ -134,7 +134,7 @@ def test_ten_thousand_replicas_are_looked_at_in_time(victim: Victim, directory: 
 
 
 def test_no_code_comes_from_a_record(victim: Victim, owner: Owner) -> None:
-    for name in each_case(owner, hostile.ASKS):
+    for name in each_case(owner, hostile.ASKS if isinstance(owner, OwnsDirectory) else ["an option that imports"]):
         write_run(owner, **hostile.ASKS[name])
         handle = {**hostile.local_handle(), "backend_name": hostile.ASKS[name].get("backend", "local")}
         owner.write("bad/replicas/0000/0/handle.json", json.dumps(handle).encode())
@@ -308,9 +308,9 @@ def test_links_in_a_shared_directory_lead_nowhere(victim: Victim, directory: Own
 
 
 def test_artifacts_under_odd_names_are_skipped_and_named_and_the_rest_is_collected(
-    victim: Victim, s3: S3Server, tmp_path: Path
+    victim: Victim, moto: S3Server, tmp_path: Path
 ) -> None:
-    owner = OwnsBucket(s3)
+    owner = OwnsBucket(moto)
     write_run(owner, world_size=1)
     owner.write("bad/replicas/0000/0/outcome.json", json.dumps(outcome_json(0)).encode())
     for name in [*hostile.ODD_ARTIFACTS, "taken/below", "model/weights.bin"]:
@@ -330,7 +330,7 @@ def test_artifacts_under_odd_names_are_skipped_and_named_and_the_rest_is_collect
     }
     names = [artifact.name for artifact in attach("bad", rendezvous=owner.url).artifacts(0)]
     assert names == ["model/weights.bin", "taken", "taken/below"]
-    is_refused(victim.uses("rm", owner), "under names that no store takes")
+    is_refused(victim.uses("rm", owner), "under names that no run has")
     assert victim.lists(owner) == []
 
 
@@ -341,7 +341,7 @@ def test_a_file_whose_name_is_no_text_is_skipped_and_named(victim: Victim, direc
     folder.mkdir()
     Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe")).write_bytes(b"data")
     assert "Skipped the artifact" in victim.uses("collect --out", directory).stdout
-    is_refused(victim.uses("rm", directory), "under names that no store takes")
+    is_refused(victim.uses("rm", directory), "under names that no run has")
 
 
 def test_a_result_may_be_as_deep_as_a_replica_may_return(victim: Victim, owner: Owner) -> None:

@@ -17,6 +17,8 @@ from executors.errors import ReplicaFailedError
 from executors.replica import CONTRACT, set_current_replica
 from executors.testing import eventually
 
+BUSY = "    while True:\n        time.sleep(0.05)\n"
+
 
 def test_the_entrypoint_runs_in_this_process_as_rank_0_of_a_run_that_is_on_record(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -86,7 +88,7 @@ def test_what_it_cannot_do_is_refused_by_name(state_home: Path) -> None:
         with pytest.raises(ValueError) as caught:
             launch("inline", "job:main", **changed)
         assert message in str(caught.value)
-    assert not [path for path in state_home.rglob("*") if path.is_file()]
+    assert {path.parent.name for path in state_home.rglob("*") if path.is_file()} <= {".preparing"}
 
 
 def test_the_command_shows_a_debugger_and_goes_on(folder: Folder) -> None:
@@ -117,8 +119,10 @@ def test_a_replica_whose_process_was_killed_is_lost(folder: Folder) -> None:
 
 
 def test_ctrl_c_in_the_command_cancels_it(folder: Folder) -> None:
-    with folder.started("launch", "job:hang", "--n", "1", "--backend", "inline", "--run-id", "mine") as command:
-        command.prints("hanging")
+    # Short sleeps: a signal that comes just before the call of a long one is seen at its end.
+    (folder.path / "busy.py").write_text("import time\ndef main():\n    print('busy', flush=True)\n" + BUSY)
+    with folder.started("launch", "busy.py", "--n", "1", "--backend", "inline", "--run-id", "mine") as command:
+        command.prints("busy\n")
         command.interrupt()
         assert command.ends() == 130
         assert "Cancelled." in command.output

@@ -262,6 +262,7 @@ def test_the_keys_of_a_run_are_those_of_the_documentation(local: LocalProcessExe
         "replicas/0000/0/handle.json",
         "replicas/0000/0/heartbeat.json",
         "replicas/0000/0/outcome.json",
+        "replicas/0000/0/output.log",
         "replicas/0000/0/started.json",
         "run.json",
         "task/callable.pkl",

@@ -90,6 +90,22 @@ def test_a_start_that_fails_at_one_rank_leaves_no_orphan(
     assert not list(state_home.glob("replicas/doomed/replicas/0003/0/started.json"))
 
 
+def test_a_rank_that_cannot_be_started_is_left_out_when_enough_others_can(
+    local: LocalProcessExecutor, state_home: Path
+) -> None:
+    for run_id, n_broken in (("spared", 1), ("doomed", 2)):
+        for rank in range(n_broken):
+            (state_home / f"replicas/{run_id}/replicas/{rank + 1:04d}/0/output.log").mkdir(parents=True)
+    run = launch(local, tasks.rank, 4, min_replicas=3, run_id="spared")
+    results = run.results()
+    assert [result is None for result in results] == [False, True, False, False]
+    assert [str(outcome.status) for outcome in run.outcomes()] == ["succeeded", "failed", "succeeded", "succeeded"]
+    assert run.outcomes()[1].reason == "start_failed"
+    assert attach("spared").status().status == "succeeded"
+    with pytest.raises(LaunchError, match="replica 2 of 4"):
+        launch(local, tasks.hang, 4, args={"path": "r"}, min_replicas=3, run_id="doomed")
+
+
 def test_a_working_directory_that_is_gone_is_a_failure_and_not_a_hang(
     local: LocalProcessExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

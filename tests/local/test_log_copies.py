@@ -7,7 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from servers.s3.server import S3Server
 from support import tasks
+from support.processes import is_alive
 from support.runs import log_of, pid_of
 
 from executors import LocalProcessExecutor, Run, launch
@@ -59,6 +61,34 @@ def test_the_whole_log_is_in_the_rendezvous_when_the_outcome_is(
         assert said.startswith(b"the first words\n" + b"x" * 10 + b"the last words")
     run.remove()
     assert not list((tmp_path / "shared").glob("*/replicas"))
+
+
+def test_the_logs_of_replicas_that_leave_no_outcome_are_copied_into_a_bucket(
+    local: LocalProcessExecutor, s3: S3Server
+) -> None:
+    run = launch(local, say_and_end, 3, args={"how": "leaves"}, rendezvous=s3.url("runs"))
+    assert run.wait(60)
+    assert [copy_of(run, rank) for rank in range(3)] == [b"the first words\n" + b"x" * 10 + b"the last words"] * 3
+
+
+def test_a_copy_that_takes_too_long_is_given_up_and_delays_no_other_ranks_end(
+    local: LocalProcessExecutor, s3: S3Server
+) -> None:
+    def entrypoint() -> None:
+        if tasks.rank() == 0:
+            say_and_end("large")
+            os._exit(3)
+        tasks.hang()
+
+    run = launch(local, entrypoint, 2, rendezvous=s3.url("runs"))
+    pids = [pid_of(handle) for handle in run.handles]
+    s3.misbehave(bytes_per_s=1_000_000)
+    eventually(lambda: not is_alive(pids[0]))
+    os.kill(pids[1], signal.SIGKILL)
+    assert run.wait(60)
+    first, second = run.outcomes()
+    assert (first.reason, second.reason) == ("no_result", "signal")
+    assert second.finished_at < first.finished_at
 
 
 def test_of_a_long_log_the_last_16_mebibytes_are_copied(local: LocalProcessExecutor, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ class CountingExecutor(LocalProcessExecutor):
 
     def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
         self.asked.append([(each.handle.rank, each.attempt) for each in replicas])
-        return [Observation(doing="installing") for _ in replicas]
+        return [Observation(doing="scheduling") for _ in replicas]
 
 
 def test_the_backend_is_asked_once_a_look_about_all_that_have_not_ended() -> None:
@@ -127,9 +127,12 @@ def test_what_a_replica_waits_for_is_shown() -> None:
     store = MemoryStore.named("doing")
     write_run(store, 1)
     store.delete("wide/replicas/0000/0/started.json")
-    status = Run(store, "wide", executor=CountingExecutor()).status()
-    assert (status.replicas[0].status, status.replicas[0].note) == ("pending", "installing")
-    assert status.to_json()["replicas"][0]["doing"] == "installing"
+    run = Run(store, "wide", executor=CountingExecutor())
+    assert (run.status().replicas[0].status, run.status().replicas[0].note) == ("pending", "scheduling")
+    write(store, 0, "boot", {"at": time.time(), "doing": "installing"})
+    assert run.status().to_json()["replicas"][0]["doing"] == "installing"
+    write(store, 0, "started", {"nonce": "it runs"})
+    assert run.status().replicas[0].note != "installing"
 
 
 def test_a_newer_attempt_is_seen_with_its_own_handle() -> None:

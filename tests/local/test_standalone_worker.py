@@ -69,6 +69,13 @@ def ignores():
     print("ignoring", flush=True)
     threading.Event().wait()
 
+def half_a_line(ignores_sigterm):
+    if ignores_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("a line")
+    print("half a line", end="")
+    threading.Event().wait()
+
 def talks():
     sys.stdout.write("x" * 100_000 + "\\n")
     sys.stdout.buffer.write(b"as bytes\\n")
@@ -291,6 +298,21 @@ def test_a_replica_that_ignores_sigterm_is_ended_with_all_it_started(site: Site)
     assert outcome.error == f"Replica 0 of 1 ran into its time limit of {timeout_s} s."
     assert outcome.output_tail == out == "ignoring\n"
     assert not is_alive(int(helper.read_text()))
+
+
+@pytest.mark.parametrize("ignores_sigterm", [False, True])
+def test_the_outcome_of_a_replica_out_of_time_has_all_that_it_printed_and_how_it_ended_last(
+    site: Site, ignores_sigterm: bool
+) -> None:
+    args = {"ignores_sigterm": ignores_sigterm}
+    spec = ship(site.shared, site.workspace, "tasks_of_user:half_a_line", args)
+    _, out, _ = ended(site.cloud.start(spec, timeout_s=3))
+    outcome, how = outcome_of(spec), "Replica 0 of 1 ran into its time limit of 3 s."
+    assert outcome.error == how
+    if ignores_sigterm:
+        assert outcome.output_tail == "a line\nhalf a line"
+    else:
+        assert outcome.output_tail == out == f"a line\nhalf a line\n{how}\n"
 
 
 def test_the_time_limit_counts_from_the_start_of_the_entrypoint(site: Site) -> None:

@@ -16,15 +16,19 @@ import termios
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from executors.cli import main
 from executors.testing import eventually
 
 COMMAND = [sys.executable, "-m", "executors.cli"]
+COMMAND_OF = cache(typer.main.get_command)
+"""Typer reads the signatures of all verbs: longer than what most of them do."""
 SIZES = ("COLUMNS", "LINES")  # set by the test runner; they would win over the size of the terminal
 FAST = ("--option", "preload=[]", "--option", "term_grace_s=0.5")  # without torch, and patient for half a second
 
@@ -47,6 +51,9 @@ def variable(name):
 def report():
     current_replica().report(step=7, loss=0.5, round=3, round_s=1.25)
     return {"summary": f"Summary of rank {current_replica().rank}."}
+
+def report_more():
+    current_replica().report(step=1, lr=1e-4, gnorm=float("nan"), mfu=0.5, tokens=3e6)
 
 def fail(ranks, message="it went wrong"):
     if current_replica().rank in ranks:
@@ -226,6 +233,7 @@ class HereInstead:
     def replicas(self, *arguments: object) -> Result:
         """Call the command."""
         with self._monkeypatch.context() as patch:
+            patch.setattr("typer.main.get_command", COMMAND_OF)
             patch.setattr(sys, "argv", ["replicas", *map(str, arguments)])
             patch.setattr(sys, "path", [*sys.path])
             patch.setattr(warnings, "showwarning", warnings.showwarning)

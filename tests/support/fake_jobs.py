@@ -107,6 +107,13 @@ class Machines:
         assert call in CALLS
         self._faults.setdefault(call, []).append(Fault(kind, times, after_applying, rank, when))
 
+    def hold(self, *ranks: int) -> threading.Event:
+        """Let the calls that start some ranks wait until the event is set."""
+        decides = threading.Event()
+        for rank in ranks:
+            self.fail("start", when=lambda: not decides.wait(60), rank=rank, times=None)
+        return decides
+
     def forgive(self) -> None:
         self._faults.clear()
 
@@ -194,6 +201,10 @@ class Machines:
             self.end(each)
 
 
+def _job_id(name: str) -> JobId:
+    return {"id": name, "url": f"https://fake.example/{name}"}
+
+
 class FakeJobs(JobService):
     """The calls to a service, over `Machines`; one that does not list its jobs."""
 
@@ -214,11 +225,11 @@ class FakeJobs(JobService):
         self._call("check_account", None, check)
 
     def start(self, job: Job) -> JobId:
-        return self._call("start", job.key.rank, lambda: {"id": self.machines.add(job).id})
+        return self._call("start", job.key.rank, lambda: _job_id(self.machines.add(job).id))
 
     def find(self, key: JobKey) -> list[JobId]:
         def find() -> list[JobId]:
-            found = [{"id": each.id} for each in self.machines.jobs if each.job.key == key and not each.is_forgotten]
+            found = [_job_id(each.id) for each in self.machines.jobs if each.job.key == key and not each.is_forgotten]
             return found[: max(0, len(found) - self.machines.hides(key))]
 
         return self._call("find", key.rank, find)
@@ -229,7 +240,7 @@ class FakeJobs(JobService):
             is_ours = made is None or made.job.key == key
             if not isinstance(name, str) or not OPTION_NAME.fullmatch(name) or not is_ours:
                 raise ForeignJobError(self.name, key)
-            return {"id": name}
+            return _job_id(name)
 
         return self._call("verify", key.rank, verify)
 
@@ -284,7 +295,7 @@ class ListingFakeJobs(FakeJobs):
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
         def look() -> dict[JobKey, JobState]:
             living = [each for each in self.machines.jobs if not each.is_forgotten and not each.state().has_ended]
-            return {each.job.key: each.state() for each in living if jobs.get(each.job.key) == {"id": each.id}}
+            return {each.job.key: each.state() for each in living if jobs.get(each.job.key) == _job_id(each.id)}
 
         return self._call("states", None, look)
 

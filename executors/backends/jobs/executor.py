@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from executors.attempt import MAX_ATTEMPTS, OUTPUT_TAIL_BYTES, Attempt, Intent, collect_rows
 from executors.backends.jobs.gang_start import GangStart
+from executors.backends.jobs.job_logs import PatientLog
 from executors.backends.jobs.job_states import MAX_THREADS, SIGNALS, JobStates, explain
 from executors.backends.jobs.service import (
     LONGEST_PATIENCE_S,
@@ -31,6 +32,7 @@ from executors.backends.jobs.service import (
 )
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import StoreError
+from executors.logs.readers import TailedLog
 from executors.protocol import (
     Observation,
     Outcome,
@@ -44,6 +46,7 @@ from executors.protocol import (
 )
 from executors.registry import describe_executor
 from executors.replica import RENDEZVOUS
+from executors.replica_log import Log
 from executors.run_index import local_store, new_run_id, remember
 from executors.shipping.package import bootstrap_command, make_package, replica_environment
 from executors.store import open_store, store_at
@@ -146,6 +149,10 @@ class JobExecutor:
             check_entrypoint(entrypoint, split_rank_env(entrypoint_args)[0])
         self.service.check_account(gpu, timeout_s, secrets)
 
+    def price_per_hour(self, gpu: str | None) -> float | None:
+        """Return what an hour of one replica costs in US dollars; None: the service does not tell."""
+        return self.service.price_per_hour(gpu)
+
     def package(self, entrypoint: str | Callable[..., Any]) -> Package:
         """Pack what replicas need of this side: the code under the working directory, and what to install."""
         return make_package(entrypoint, pip=self.service.pip)
@@ -240,6 +247,14 @@ class JobExecutor:
         """Return the last lines of the replica's output, as far as the service keeps it."""
         job_id = retrying()(self._job_of, self._find(handle))
         return "" if job_id is None else retrying()(self.service.logs, job_id, n_lines)
+
+    def open_log(self, handle: ReplicaHandle) -> Log:
+        """Return the log of the job that runs one attempt; see `NativeExecutor.open_log`."""
+        attempt = Attempt.named_by(handle, self.backend_name)
+        job_id = retrying()(self._job_of, _Replica.of(attempt, handle))
+        if job_id is None:  # the service never had it
+            return TailedLog(lambda n_lines: "")
+        return PatientLog(self.service.open_log(job_id), f"rank {attempt.rank}")
 
     def cancel(self, handle: ReplicaHandle) -> None:
         """End a replica. Returns when the service has accepted it."""

@@ -41,6 +41,7 @@ LONGEST_SWEEP_S = 10.0
 SWEEP_THREADS = 16
 LOOKS = 5  # for a job that an unknown answer may have left, before the service is asked for it again
 LOOK_PAUSE_S = 1.0
+CLOSE_S = 5.0  # how long the end of the process waits for calls that were interrupted
 TEND_S = 5.0  # between two looks at a run that replicas may still join
 
 
@@ -133,6 +134,7 @@ class GangStart:
     def _wait_for_enough(self, starts: Mapping[Future[None], _Start]) -> None:
         """Wait until all have come, or as many have failed as makes it useless to wait, or the time is over."""
         n_came = n_failed = 0
+        self._tell(f"0 of {len(starts)} started")
         with contextlib.suppress(TimeoutError):
             for future in as_completed(starts, None if self._run.min_replicas is None else self._run.gather_s):
                 if (error := starts[future].error) is None:
@@ -214,10 +216,14 @@ class GangStart:
 
     def _close(self, late: Sequence[_Start]) -> None:
         """Leave word that nobody starts these any more; one that comes up all the same ends."""
+        for start in late:
+            start.given_up.set()
         with contextlib.suppress(Exception):
+            self._service.interrupt_starts()
             for start in late:
                 if not start.has_come:
                     start.attempt.abandon(JobServiceError("its launcher has ended before it came", "rejected"))
+        self._wait_for(late, CLOSE_S)
 
     # Starting one
 
@@ -328,12 +334,16 @@ class GangStart:
             for start, problem in zip(starts, [future.result() for future in ended], strict=True):
                 if problem and start.may_exist and start not in going:
                     problems.setdefault(problem, []).append(start.job.key.name)
-            deadline = time.monotonic() + pause_s
-            while any(start.is_going for start in going) and time.monotonic() < deadline:
-                time.sleep(0.02)
+            self._wait_for(going, pause_s)
             pause_s = min(2 * pause_s, LONGEST_SWEEP_S)
             starts = going
         return problems
+
+    def _wait_for(self, starts: Sequence[_Start], limit_s: float) -> None:
+        """Wait until no thread starts any of these, or the time is over."""
+        deadline = time.monotonic() + limit_s
+        while any(start.is_going for start in starts) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _end(self, start: _Start) -> str:
         """End a job, and all that the service lists of it; the list may lack the one that was started just now."""

@@ -1,4 +1,4 @@
-"""Calling an SDK: imported late, with time limits, how often to poll, and log streams that stay open."""
+"""Calling an SDK: imported late, with time limits, how often to poll."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
@@ -19,9 +19,6 @@ T = TypeVar("T")
 FIRST_PAUSE_S = 0.25
 GROWTH = 1.5
 LONGEST_PAUSE_S = 5.0
-QUIET_S = 0.5  # a stream that is silent for so long has sent what there is
-FIRST_LINE_S = 2.0  # how long the first line may take
-LONGEST_S = 30.0
 MAX_UNANSWERED = 64
 
 
@@ -152,76 +149,3 @@ class PollThrottle(Generic[K]):
         """Make something due: something happened to it, or it has ended."""
         with self._lock:
             self._next.pop(key, None)
-
-
-class _Stream:
-    """One log stream, read by a thread of its own."""
-
-    def __init__(self, n_lines: int, fetch: Callable[[], Iterator[str]]) -> None:
-        self.n_lines = n_lines
-        self.error: Exception | None = None
-        self.has_ended = False
-        self._lines: deque[str] = deque(maxlen=n_lines)
-        self._last_line_at = time.monotonic()
-        self._changed = threading.Condition()
-        threading.Thread(target=self._read, args=(fetch,), name="replicas-logs", daemon=True).start()
-
-    def _read(self, fetch: Callable[[], Iterator[str]]) -> None:
-        try:
-            for line in fetch():
-                with self._changed:
-                    self._lines.append(line)
-                    self._last_line_at = time.monotonic()
-                    self._changed.notify_all()
-        except Exception as error:  # noqa: BLE001 - raised in the reader's thread
-            self.error = error
-        with self._changed:
-            self.has_ended = True
-            self._changed.notify_all()
-
-    def wait(self) -> list[str]:
-        """Return the lines once the stream has ended or is silent: at once where it has been for a while."""
-        deadline = time.monotonic() + LONGEST_S
-        with self._changed:
-            while not self.has_ended and (now := time.monotonic()) < deadline:
-                left_s = self._last_line_at + (QUIET_S if self._lines else FIRST_LINE_S) - now
-                if left_s <= 0:
-                    break
-                self._changed.wait(left_s)
-            return list(self._lines)
-
-
-class LogStreams:
-    """Reads logs of jobs that still run: a stream that stays open serves the next reader, too."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, _Stream] = {}
-        self._lock = threading.Lock()
-
-    def read(self, job: str, n_lines: int, fetch: Callable[[], Iterator[str]]) -> list[str]:
-        """Return the last `n_lines` lines of a job.
-
-        Args:
-            fetch: opens the stream. One that breaks off is opened once more.
-
-        Raises:
-            Exception: what the stream raised, when it brought no line.
-        """
-        if n_lines < 1:
-            return []
-        lines: list[str] = []
-        for is_last in (False, True):
-            stream = self._stream(job, n_lines, fetch)
-            lines = stream.wait() or lines
-            if stream.error is None:
-                break
-            if is_last and not lines:
-                raise stream.error
-        return lines[-n_lines:]
-
-    def _stream(self, job: str, n_lines: int, fetch: Callable[[], Iterator[str]]) -> _Stream:
-        with self._lock:
-            stream = self._open.get(job)
-            if stream is None or stream.has_ended or stream.n_lines < n_lines:
-                stream = self._open[job] = _Stream(n_lines, fetch)
-            return stream

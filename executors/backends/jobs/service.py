@@ -21,7 +21,9 @@ import tenacity
 
 from executors.attempt import Attempt
 from executors.errors import BackendError
+from executors.logs.readers import TailedLog
 from executors.protocol import Reason, Recordable
+from executors.replica_log import Log
 from executors.task.create import MASK
 
 JobId = dict[str, Any]
@@ -216,6 +218,10 @@ class JobService(abc.ABC):
     @abc.abstractmethod
     def logs(self, job_id: JobId, n_lines: int) -> str:
         """Return the last lines that a job wrote, without waiting for more. Empty for a job that is unknown."""
+
+    def open_log(self, job_id: JobId) -> Log:
+        """Return a job's log, to be followed; where the service has no better way, by its last lines."""
+        return TailedLog(lambda n_lines: self.logs(job_id, n_lines))
 
     @abc.abstractmethod
     def stop(self, job_id: JobId) -> None:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from executors.attempt import PID, TICKS, Attempt, Claim, collect_rows
+from executors.backends.local.local_log import open_local_log
 from executors.backends.local.request import LocalLaunch, log_file, surroundings
 from executors.backends.local.zygote_client import zygote
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError, StoreError
-from executors.logs import read_from, tail_lines
+from executors.logs import last_of, read_from, tail_lines
 from executors.process import is_alive, this_machine
 from executors.protocol import (
     Observation,
@@ -31,6 +32,7 @@ from executors.protocol import (
     Unfinished,
 )
 from executors.registry import describe_executor
+from executors.replica_log import Log
 from executors.run_index import folder_of_run, local_store, new_run_id, remember, settle, state_dir, state_path
 from executors.status import wait_until_terminal
 from executors.store.records import Record, checked, number, text
@@ -237,13 +239,18 @@ class LocalProcessExecutor:
         return attempt.outcome() or attempt.record_lost("its supervisor is gone")
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
-        """Return the last lines of the replica's output, at most 4 MiB; from another machine, what its outcome kept."""
+        """Return the last lines of the replica's output, at most 4 MiB; elsewhere, what is in its rendezvous."""
         attempt, handle = Attempt.of_handle(handle, self.backend_name)
-        log = _log_file(attempt, handle)
-        if log is not None and log.is_file():
-            return tail_lines(log, n_lines)[0].decode(errors="replace")
+        if text := self.open_log(handle).tail(n_lines):
+            return text
         outcome = attempt.outcome()
-        return "".join(outcome.output_tail.splitlines(keepends=True)[-n_lines:]) if outcome else ""
+        return last_of(outcome.output_tail, n_lines) if outcome else ""
+
+    def open_log(self, handle: ReplicaHandle) -> Log:
+        """Return the log of one attempt; see `NativeExecutor.open_log`."""
+        attempt = Attempt.named_by(handle, self.backend_name)
+        runs_here = handle.metadata.get("machine") == this_machine()
+        return open_local_log(attempt, _log_file(attempt, handle), runs_here)
 
     def read_logs(self, handle: ReplicaHandle, *, offset: int | None = None, n_lines: int = 200) -> tuple[bytes, int]:
         """Return at most 4 MiB of output, and the offset behind it; see `OffsetReader`."""

@@ -8,6 +8,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -83,6 +84,7 @@ class Handler(BaseHTTPRequestHandler):
         request = Request(self.command, unquote(path), query, headers, self.rfile.read(length))
         parts = hub.route_of(request)
         hub.requests.append(request)
+        time.sleep(hub.latency_s)
         if parts is None:
             self.refuse(request, 404, "Sorry, we can't find the page you are looking for.")
             return

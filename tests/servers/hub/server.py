@@ -59,7 +59,7 @@ class HubServer:
     """The server, as tests see it.
 
     `requests` has every request so far, `complaints` what the client asked for and this server does not have. Set
-    `jobs.term_grace_s` at any time.
+    `jobs.term_grace_s`, and `latency_s` that every answer waits, at any time.
     """
 
     def __init__(self, namespace: str) -> None:
@@ -67,6 +67,7 @@ class HubServer:
         self.token = f"hf_{secrets.token_hex(17)}"
         self.requests: list[Request] = []
         self.complaints: list[str] = []
+        self.latency_s = 0.0
         self.may_speak = threading.Event()
         self.may_speak.set()
         self.page_size: int | None = None

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 __version__ = "2.13.0"
 version = SimpleNamespace(cuda={cuda!r}, hip=None)
-cuda = SimpleNamespace(is_available=lambda: {sees_gpu}, manual_seed_all=lambda number: None)
+cuda = SimpleNamespace(is_available=lambda: {sees_gpu}, manual_seed_all=lambda number: None, device_count=lambda: 1)
 default_generator = SimpleNamespace(manual_seed=lambda number: None)
 def set_num_threads(number): ...
 """

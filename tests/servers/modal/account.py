@@ -15,6 +15,7 @@ from modal_proto import api_pb2
 
 ENVIRONMENT = "main"
 IMAGE_BUILDER_VERSION = "2025.06"
+SUCCESS = api_pb2.GenericResult.GENERIC_STATUS_SUCCESS
 BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
@@ -37,6 +38,10 @@ class Account:
     def __init__(self) -> None:
         self.secrets: dict[str, dict[str, str]] = {}
         """Named secrets, as made in the vendor's dashboard: name -> variables."""
+        self.builder_says: list[str] = []
+        """What the builder of images writes; without anything, every image exists."""
+        self.volumes: set[str] = set()
+        """Names of volumes."""
         self.auth_tokens: set[str] = set()
         self.apps: dict[str, tuple[str, str]] = {}
         """App id -> environment and name."""
@@ -83,12 +88,33 @@ class Account:
         )
 
     async def ImageGetOrCreate(self, request: Any, metadata: Any) -> api_pb2.ImageGetOrCreateResponse:
-        """Every image has been built already. Which one it is makes no difference: there is one interpreter."""
-        image_id = self._images.setdefault(request.image.SerializeToString(deterministic=True), new_id("im"))
+        """Every image has been built already, unless the builder says something. There is one interpreter for all."""
+        definition = request.image.SerializeToString(deterministic=True)
+        is_built = definition in self._images or not self.builder_says
+        image_id = self._images.setdefault(definition, new_id("im"))
         return api_pb2.ImageGetOrCreateResponse(
             image_id=image_id,
-            result=api_pb2.GenericResult(status=api_pb2.GenericResult.GENERIC_STATUS_SUCCESS),
+            result=api_pb2.GenericResult(status=SUCCESS) if is_built else None,
             metadata=api_pb2.ImageMetadata(image_builder_version=request.builder_version),
+        )
+
+    async def VolumeGetOrCreate(self, request: Any, metadata: Any) -> api_pb2.VolumeGetOrCreateResponse:
+        """Look a volume up; one is made by the test: `server.account.volumes.add(name)`."""
+        name = request.deployment_name
+        environment = self._environment(request.environment_name)
+        if name not in self.volumes:
+            raise GRPCError(Status.NOT_FOUND, f"Volume {name!r} not found in environment {environment!r}")
+        return api_pb2.VolumeGetOrCreateResponse(
+            volume_id=f"vo-{name:0>22}", metadata=api_pb2.VolumeMetadata(name=name)
+        )
+
+    async def ImageJoinStreaming(self, request: Any, metadata: Any) -> api_pb2.ImageJoinStreamingResponse:
+        """Tell what the builder said, and that it is done, in one message of a stream."""
+        return api_pb2.ImageJoinStreamingResponse(
+            result=api_pb2.GenericResult(status=SUCCESS),
+            task_logs=[api_pb2.TaskLogs(data=f"{line}\n") for line in self.builder_says],
+            entry_id="1",
+            eof=True,
         )
 
     async def SecretGetOrCreate(self, request: Any, metadata: Any) -> api_pb2.SecretGetOrCreateResponse:

@@ -19,8 +19,8 @@ from servers.modal.account import Account, new_id
 from servers.modal.sandboxes import TERMINATED, Sandbox
 
 PAGE = 3  # sandboxes that a list gives at once; the vendor's is larger
-UNSUPPORTED = ("volume_mounts", "cloud_bucket_mounts", "nfs_mounts", "s3_mounts", "proxy_id", "enable_snapshot")
-"""What the definition of a sandbox may ask for and local processes cannot give."""
+UNSUPPORTED = ("nfs_mounts", "s3_mounts", "proxy_id", "enable_snapshot")
+"""What the definition of a sandbox may ask for and local processes cannot give. Volumes are written down alone."""
 
 
 class SandboxCalls:

@@ -42,6 +42,7 @@ from servers.modal.sandboxes import KERNEL_OOM_KILL, TERMINATED, Sandbox
 
 TOKEN_ID = "ak-oftheteststestst"
 TOKEN_SECRET = "as-never-to-be-seen-outside"
+SECRET_FIELDS = ["secret_sources", "ephemeral_secrets", "cloud_bucket_mount_credentials"]
 T = TypeVar("T")
 
 
@@ -171,8 +172,8 @@ class ModalServer:
         return list(self.calls.sandboxes.values())
 
     def calls_of(self, *rpcs: str) -> list[Call]:
-        """The calls so far of these names."""
-        return [call for call in list(self._dispatcher.calls) if call.rpc in rpcs]
+        """The calls so far of these names, or all."""
+        return [call for call in list(self._dispatcher.calls) if not rpcs or call.rpc in rpcs]
 
     def wait_for(self, rpc: str, n_calls: int = 1, within_s: float = 30.0) -> None:
         """Wait until there have been so many calls of a name."""
@@ -240,9 +241,7 @@ class ModalServer:
 def without_secrets(call: Call) -> Call:
     """Return a call without those parts of its request that make secrets."""
     request = type(call.request).FromString(call.request.SerializeToString())
-    for field in {"SecretGetOrCreate": ["env_dict"], "SandboxCreateV2": ["secret_sources", "ephemeral_secrets"]}.get(
-        call.rpc, []
-    ):
+    for field in {"SecretGetOrCreate": ["env_dict"], "SandboxCreateV2": SECRET_FIELDS}.get(call.rpc, []):
         request.ClearField(field)
     return dataclasses.replace(call, request=request)
 

@@ -109,7 +109,7 @@ def test_watching_ends_when_its_time_is_over() -> None:
     assert clock.now == 3.2
 
 
-@pytest.mark.parametrize(("kind", "name"), [(StoreError, "store"), (BackendError, "backend")])
+@pytest.mark.parametrize(("kind", "name"), [(StoreError, "rendezvous"), (BackendError, "backend")])
 def test_a_failure_that_passes_is_reported_once(
     capsys: pytest.CaptureFixture[str], kind: type[ReplicasError], name: str
 ) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executors.logs import MAX_READ_BYTES, completed, follow_logs, last_lines, read_from, tail_lines, tail_text
-from executors.protocol import ReplicaStatus, ServerlessExecutor
+from executors.logs import MAX_READ_BYTES, last_of, read_from, tail_lines, tail_text
+from executors.logs.follower import Sight, follow_logs
+from executors.logs.gaps import completed
+from executors.logs.readers import TailedLog
+from executors.replica_log import Log
 
 LINES = [f"line {i} of é\n" for i in range(12)]
 ALL = "".join(LINES)
@@ -69,27 +72,28 @@ def test_reading_from_an_offset_gives_every_byte_once_and_a_missing_log_is_empty
 
 
 class Scripted:
-    """An executor that gives one answer after the other, and then the last one each time."""
+    """A run of one rank, whose log gives one answer after the other, and then the last one each time."""
 
-    def __init__(self, *answers: str) -> None:
+    def __init__(self, answers: tuple[str, ...], kept: str) -> None:
         self.answers = list(answers)
+        self.tail = kept
 
-    def stream_logs(self, handle: Any, *, n_lines: int = 200) -> str:
-        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+    def look(self, ranks: Sequence[int]) -> dict[int, Sight]:
+        return {0: Sight(0, has_ended=len(self.answers) == 1)}
+
+    def open(self, rank: int, attempt: int) -> Log:
+        log = TailedLog(lambda n_lines: self.answers.pop(0) if len(self.answers) > 1 else self.answers[0])
+        log.pause_s = 0.0
+        return log
+
+    def kept(self, rank: int, attempt: int) -> str:
+        return self.tail
 
 
 def followed(*answers: str, kept: str = "", tail: int = 200) -> str:
     """Follow a replica that ends when one answer is left."""
-    executor = Scripted(*answers)
-
-    def poll(rank: int) -> ReplicaStatus:
-        return ReplicaStatus.RUNNING if len(executor.answers) > 1 else ReplicaStatus.SUCCEEDED
-
-    lines = follow_logs(
-        cast(ServerlessExecutor, executor), poll, {0: "a handle"}, tail,
-        prefix=False, kept=lambda rank: kept, sleep=lambda seconds: None,
-    )  # fmt: skip
-    return "".join(lines)
+    scripted = Scripted(answers, kept)
+    return "".join(line for _, line in follow_logs(scripted, [0], tail, look_s=0.001))
 
 
 def test_a_log_that_lags_behind_the_end_is_completed_from_the_outcome() -> None:
@@ -97,12 +101,11 @@ def test_a_log_that_lags_behind_the_end_is_completed_from_the_outcome() -> None:
         given = "".join(LINES[:n])
         assert completed(given, ALL) == ALL, n
         assert followed(*dict.fromkeys(("".join(LINES[: n // 2]), given)), kept=ALL) == ALL, n
-        last = last_lines(cast(ServerlessExecutor, Scripted(given)), "a handle", 3, lambda: ALL)
-        assert last in ("".join(LINES[-3:]), ""), n
+        assert last_of(completed(given, ALL), 3) == "".join(LINES[-3:]), n
 
 
 def test_a_response_that_is_cut_off_costs_no_line_and_doubles_none() -> None:
-    for cut in range(len(ALL)):
+    for cut in range(0, len(ALL), 3):
         assert followed(ALL[:cut], ALL) == ALL, cut
         assert followed(ALL[:80], ALL[:cut], ALL) == ALL, cut
         assert followed(ALL[:80], ALL[:cut], kept=ALL) == ALL, cut

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ def test_a_failure_is_named_by_the_line_that_begins_its_exception() -> None:
     run = launch(PLAIN, raise_three_lines, 2)
     with pytest.raises(ReplicaFailedError) as caught:
         run.results()
-    assert any(note.endswith("exception: ValueError: line one") for note in caught.value.__notes__)
+    assert str(caught.value).startswith("ValueError: line one (rank ")
+    assert re.search(r"The same happened to rank [01]\.", "\n".join(caught.value.__notes__))
     assert run.status().replicas[0].note == "exception: ValueError: line one"
 
 

@@ -50,7 +50,7 @@ REFUSED = {
     "fiel:///tmp/x": "No store serves 'fiel'",
     "http://localhost/x": "No store serves 'http'",
     "https://somebody:hush@server/runs": "No store serves 'https'. Known schemes",
-    "": "The url of a store is empty",
+    "": "The url of a rendezvous is empty",
     "s3://": "needs a bucket",
     "s3:///x": "needs a bucket",
     "s3://b/../x": "'..'",

@@ -1,0 +1,203 @@
+"""Logs of jobs: patient with a service that fails, and as an event stream that stays open."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from executors.backends.jobs.service import JobServiceError, retrying
+from executors.replica_log import Log
+
+QUIET_S = 0.5  # a stream that is silent for so long has sent what there is
+FIRST_LINE_S = 2.0  # how long the first line may take
+LONGEST_S = 30.0
+AGAIN_LINES = 10_000  # what is asked for where a stream broke off
+LONGEST_PAUSE_S = 30.0  # before a stream is opened again
+BREAK = "=== here the log broke off; lines may be missing ==="
+JOB_STARTED = "===== Job started"  # a line of the service's, not of the job's
+
+log = logging.getLogger(__name__)
+
+
+class PatientLog:
+    """A log of a service that may fail for a while: then there is nothing new, and it is asked again.
+
+    Args:
+        who: whose log it is, for people.
+    """
+
+    def __init__(self, inner: Log, who: str) -> None:
+        self._inner = inner
+        self._who = who
+        self._has_failed = False
+        self.note, self.may_lag = inner.note, inner.may_lag
+
+    @property
+    def pause_s(self) -> float:
+        return self._inner.pause_s
+
+    def tail(self, n_lines: int) -> str:
+        return retrying()(self._inner.tail, n_lines)
+
+    def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
+        try:
+            yield from self._inner.lines(n_first, has_ended=has_ended)
+            self._has_failed = False
+        except JobServiceError as error:
+            if error.kind == "rejected":
+                raise
+            if not self._has_failed:
+                log.warning("%s: its log cannot be read at the moment: %s", self._who, error)
+            self._has_failed = True
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class StreamedLog:
+    """A log that comes as server-sent events through a connection that stays open, read by a thread of its own.
+
+    Where the stream breaks off it is opened again, and goes on after the last line that came.
+
+    Args:
+        connect: opens a stream that begins with so many last lines, a response of httpx; None for a job that is
+            unknown. Raises JobServiceError.
+    """
+
+    note = ""
+    may_lag = True
+    pause_s = 0.2
+
+    def __init__(self, connect: Callable[[int], AbstractContextManager[Any]]) -> None:
+        self._connect = connect
+        self._lines: deque[str] = deque()
+        self._n_lines: int | None = None
+        """How many lines were asked for first."""
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._is_over = False
+        """Whether the stream has ended, and not by a failure."""
+        self._has_all = False
+        """Whether all came that there was when the stream was opened."""
+        self._error: JobServiceError | None = None
+        self._heard_at = 0.0
+        self._last: tuple[float, int] | None = None
+        """The time of the last line, and how many lines of that time came."""
+        self._response: Any = None
+
+    def tail(self, n_lines: int) -> str:
+        lines = self._take(n_lines, waits=True) if n_lines > 0 else []
+        return "".join(f"{line}\n" for line in lines[-n_lines:])
+
+    def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
+        yield [f"{line}\n" for line in self._take(n_first, waits=has_ended)]
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        with contextlib.suppress(Exception):  # there is none, or it is gone
+            self._response.extensions["network_stream"].get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+
+    def _take(self, n_lines: int, *, waits: bool) -> list[str]:
+        """Return the lines that came; the first time, or if it `waits`, once the stream has said what there is."""
+        with self._changed:
+            if self._n_lines is None:
+                self._n_lines, waits = n_lines, True
+                self._heard_at = time.monotonic()
+                threading.Thread(target=self._read, args=(n_lines,), name="replicas-log", daemon=True).start()
+            if waits:
+                self._wait()
+            lines = list(self._lines)
+            self._lines.clear()
+            self._changed.notify_all()
+            if self._error is not None and not lines:
+                raise self._error
+            return lines
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + LONGEST_S
+        self._has_all = self._is_over
+        while not self._has_all and self._error is None and (now := time.monotonic()) < deadline:
+            left_s = self._heard_at + (QUIET_S if self._last else FIRST_LINE_S) - now
+            if left_s <= 0:
+                return
+            self._changed.wait(left_s)
+
+    def _read(self, n_lines: int) -> None:
+        failures, pause_s = 0, 0.0
+        while not self._is_closed:
+            last, error = self._last, None
+            try:
+                with self._connect(n_lines) as response:
+                    self._response = response
+                    self._read_stream(response)
+                failures = 0
+            except JobServiceError as raised:
+                error = raised
+                failures += 1
+            except Exception as raised:  # noqa: BLE001 - a connection that was closed may end in anything
+                error = JobServiceError(f"The stream of the log broke off: {raised!r}", "unavailable")
+                failures += 1
+            longer_s = max(1.0, 2 * pause_s) if last == self._last else 1.0
+            pause_s = 0.0 if failures == 1 else min(longer_s, LONGEST_PAUSE_S)  # one that breaks off is opened at once
+            is_refused = error is not None and error.kind == "rejected"
+            with self._changed:
+                self._error = error if failures > 1 or is_refused else None
+                self._is_over = self._has_all = error is None
+                self._heard_at = time.monotonic()
+                self._changed.notify_all()
+                if is_refused:
+                    return
+                self._changed.wait_for(lambda: self._is_closed, pause_s)
+                self._is_over = False
+            n_lines = AGAIN_LINES
+
+    def _read_stream(self, response: Any) -> None:
+        if response is None:  # the service knows no such job
+            return
+        began_at = parsedate_to_datetime(response.headers["date"]).timestamp() if "date" in response.headers else None
+        known, n_known, is_new = self._last, 0, self._last is None
+        for line in response.iter_lines():
+            if self._is_closed:
+                return
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            text, at = str(event["data"]), _seconds(event.get("timestamp"))
+            if text.startswith(JOB_STARTED):
+                continue
+            if known is not None and not is_new:
+                if at < known[0] or (at == known[0] and n_known < known[1]):
+                    n_known += at == known[0]
+                    continue
+                is_new = True
+                if n_known == 0:
+                    self._add(BREAK, at)
+            self._add(text, at, has_all=began_at is not None and at > began_at + 1)
+
+    def _add(self, line: str, at: float, has_all: bool = False) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or len(self._lines) < max(AGAIN_LINES, self._n_lines or 0))
+            self._lines.append(line)
+            self._last = (at, self._last[1] + 1 if self._last is not None and self._last[0] == at else 1)
+            self._heard_at = time.monotonic()
+            self._has_all = self._has_all or has_all
+            self._changed.notify_all()
+
+
+def _seconds(stamp: Any) -> float:
+    try:
+        return datetime.fromisoformat(stamp).timestamp()
+    except (TypeError, ValueError):
+        return 0.0

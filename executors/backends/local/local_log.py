@@ -1,0 +1,85 @@
+"""The log of a local replica: the file on the machine that runs it, or what its supervisor put into the rendezvous."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from executors.attempt import Attempt
+from executors.errors import StoreError
+from executors.logs import MAX_READ_BYTES, last_of, read_from, tail_lines
+from executors.logs.readers import OffsetLog, TailedLog
+from executors.replica_log import Log
+from executors.store.protocol import Entry
+
+PART_BYTES = 256 * 1024
+PAUSE_S = 15.0  # a supervisor puts its object every 60 s
+
+
+def open_local_log(attempt: Attempt, path: Path | None, runs_here: bool) -> Log:
+    """Return the log of an attempt: this machine's file where it can be read, else what is in the rendezvous.
+
+    Args:
+        path: where the file is, if this machine launched the run.
+        runs_here: whether the attempt was launched by this machine, so that its file may still come.
+    """
+    if path is not None:
+        try:
+            with open(path, "rb"):
+                return file_log(path)
+        except FileNotFoundError:
+            if runs_here:
+                return file_log(path)
+        except OSError as error:
+            return StoredLog(attempt, f"{path} cannot be read ({error.strerror}); ")
+    return StoredLog(attempt)
+
+
+def file_log(path: Path) -> OffsetLog:
+    """Return a log that is a file of this machine; empty while there is none."""
+
+    def read(offset: int | None, n_lines: int) -> tuple[bytes, int]:
+        return tail_lines(path, n_lines) if offset is None else read_from(path, offset, PART_BYTES)
+
+    return OffsetLog(read)
+
+
+class StoredLog(TailedLog):
+    """The end of a log, as the supervisor put it into the rendezvous a while ago."""
+
+    pause_s = PAUSE_S
+
+    def __init__(self, attempt: Attempt, why: str = "") -> None:
+        super().__init__(self._read_object)
+        self._store = attempt.store
+        self._key = attempt.key("output.log")
+        self._why = why
+        self._entry: Entry | None = None
+        self._text = ""
+
+    @property
+    def note(self) -> str:
+        """Where the log is read and how old that is."""
+        where = f"{self._why}read from {self._key!r} in {self._store.url}"
+        if (entry := self._entry or self._look()) is None:
+            return f"{where}, where nothing is yet."
+        return f"{where}, {max(0.0, time.time() - entry.modified_at):.0f} s old."
+
+    def _read_object(self, n_lines: int) -> str:
+        entry = self._look()
+        if entry is not None and entry != self._entry:
+            try:
+                self._text = self._end_of(entry)
+            except StoreError:  # replaced by a shorter one since
+                entry = self._look()
+                self._text = "" if entry is None else self._end_of(entry)
+            self._entry = entry
+        return last_of(self._text, n_lines)
+
+    def _look(self) -> Entry | None:
+        return next((entry for entry in self._store.list(self._key) if entry.key == self._key), None)
+
+    def _end_of(self, entry: Entry) -> str:
+        start = max(0, entry.size_bytes - MAX_READ_BYTES)
+        data = self._store.get(self._key, start=start, size=entry.size_bytes - start)
+        return bytes(data).decode(errors="replace")

@@ -1,0 +1,215 @@
+"""`replicas collect`: all that a run left, brought into a folder; as a whole, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from executors.cli.options import (
+    BackendOptions,
+    ExecutorOption,
+    RendezvousOption,
+    RunArgument,
+    WaitOption,
+    find_run,
+)
+from executors.cli.output import FAILED, JsonOption, Output, finite, inert, one_line, refuse, strict_json
+from executors.errors import KeyNotFoundError, ReplicasError, StoreError
+from executors.protocol import OffsetReader
+
+if TYPE_CHECKING:
+    from executors.attempt import Attempt
+    from executors.run import Run
+    from executors.store.artifacts import Artifact
+
+EVERY_LINE = 1 << 40
+OUT = "A folder for results.json, and for logs (of all attempts) and artifacts by rank."
+RESULTS = "results.json"
+OF_ITS_NAME = (None, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ)
+
+
+class _UnreadableError(Exception):
+    """A log cannot be read; the message says why, and which file."""
+
+
+def collect(
+    run: RunArgument,
+    out: Annotated[Path | None, Option("--out", "-o", metavar="DIR", help=OUT)] = None,
+    timeout: WaitOption = None,
+    rendezvous: RendezvousOption = None,
+    backend: ExecutorOption = None,
+    option: BackendOptions = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Fetch the results of a run, its logs and artifacts.
+
+    Waits for its end. Without --out it prints a line of JSON for each replica.
+
+    Exit code: as `launch`; 124 also when --timeout was over first; 1 also when a log or the folder failed.
+    """
+    from executors.cli.live import watch
+    from executors.cli.summary import Summary
+
+    output = Output(as_json)
+    found = find_run(run, rendezvous, backend, option)
+    in_time = found.status(reports=False).is_terminal or watch(found, output, timeout_s=timeout)
+    summary = Summary.of(found, in_time=in_time)
+    document, code = finite(summary.document()), summary.code or 0
+    skipped: list[dict[str, Any]] = []
+    if out is not None:
+        try:
+            with _whole_folder(out) as folder:
+                skipped = _write(found, document, folder)
+                sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+        except OSError as error:
+            if isinstance(error, ReplicasError):
+                raise
+            why = f"Cannot write {str(error.filename)!r}: {error.strerror}."
+            print(inert(f"Error: {why} Nothing was brought."), file=sys.stderr)
+            return FAILED
+        output.say(f"Wrote {len(sizes)} files, {sum(sizes):,} bytes, to {out}")
+        for left in skipped:
+            what = f"the artifact {left['artifact']!r}" if "artifact" in left else f"the log {left['log']!r}"
+            output.say(one_line(f"Skipped {what} of rank {left['rank']}: {left['problem']}"), "yellow")
+            code = code or (FAILED if "log" in left else 0)
+    if as_json:
+        output.document({**document, "out": None if out is None else str(out.absolute()), "skipped": skipped})
+        return code
+    output.tell_notes(document)
+    if out is None:
+        for row in document["replicas"]:
+            output.say(output.line(row))
+    summary.print_failures(output)
+    return code
+
+
+@contextlib.contextmanager
+def _whole_folder(out: Path) -> Iterator[Path]:
+    """Give a temporary folder. What it holds when the block ends is moved to `out`; after an error nothing is."""
+    named, out = out, out.absolute()
+    try:
+        if out.exists() and not out.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # In the folder if there is one: it may be another disk than the folder above it.
+        scratch = tempfile.mkdtemp(prefix=".replicas-collect-", dir=out if out.exists() else out.parent)
+    except OSError as error:
+        refuse(f"Cannot write to {str(named)!r}: {error.strerror}.")
+    try:
+        new = Path(scratch, "new")
+        new.mkdir()
+        try:
+            yield new
+        except OSError as error:  # named by where it would have been
+            if isinstance(error.filename, str):
+                error.filename = error.filename.replace(str(new), str(out))
+            raise
+        if out.exists():
+            _move_into(out, new)
+        else:
+            new.rename(out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _move_into(out: Path, new: Path) -> None:
+    """Move files into a folder that exists, over those of the same names; every name is checked before."""
+    moves = [(path, out / path.relative_to(new)) for path in sorted(new.rglob("*")) if path.is_file()]
+    for _, target in moves:
+        folders = [folder for folder in target.parents if folder.is_relative_to(out) and os.path.lexists(folder)]
+        if target.is_dir() or not all(folder.is_dir() for folder in folders):
+            raise OSError(errno.EEXIST, "something else is in the way", str(target))
+        if not target.parent.resolve().is_relative_to(out.resolve()):
+            raise OSError(errno.ELOOP, "a symbolic link on the way leads out of the folder", str(target))
+    for path, target in moves:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(target)
+
+
+def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Write everything a run left into an empty folder; return what was skipped, and why."""
+    skipped: list[dict[str, Any]] = []
+    for rank in range(run.world_size):
+        (folder / str(rank)).mkdir()
+        attempts = run.launched(rank)
+        for attempt in attempts:
+            is_newest = attempt == attempts[-1]
+            log = folder / str(rank) / ("output.log" if is_newest else f"output-attempt-{attempt.number}.log")
+            if problem := _copy_log(run, attempt, log, is_newest=is_newest):
+                skipped.append({"rank": rank, "log": log.name, "problem": problem})
+        for artifact in run.all_artifacts(rank):
+            if problem := _save(artifact, folder / str(rank) / "artifacts"):
+                skipped.append({"rank": rank, "artifact": artifact.name, "problem": problem})
+    with _named(folder / RESULTS):
+        (folder / RESULTS).write_text(strict_json(document) + "\n", encoding="utf-8")
+    return skipped
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Have an error of writing name its file: only those of opening do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:  # else it is no system's error, and has no place for a name
+            error.filename = error.filename or str(path)
+        raise
+
+
+def _save(artifact: Artifact, folder: Path) -> str | None:
+    """Write an artifact below a folder; return why not, where its name or its content is at fault."""
+    try:
+        with _named(folder / artifact.name):
+            artifact.save_below(folder)
+    except (StoreError, ValueError) as error:
+        return str(error)
+    except OSError as error:
+        if error.errno not in OF_ITS_NAME:
+            raise
+        return error.strerror or str(error)
+    return None
+
+
+def _copy_log(run: Run, attempt: Attempt, path: Path, *, is_newest: bool) -> str | None:
+    """Write the log of an attempt, all of it where it can be read so; return what cannot be read, and why."""
+    problem = None
+    with _named(path), open(path, "wb") as file:
+        if is_newest:
+            try:
+                for piece in _pieces(run, attempt.rank):
+                    file.write(piece)
+            except _UnreadableError as error:
+                problem = str(error)
+        if file.tell() == 0:
+            with contextlib.suppress(KeyNotFoundError):
+                file.write(attempt.store.get(attempt.key("output.log")))
+                return None
+            try:
+                file.write(run.logs(attempt.rank, EVERY_LINE, attempt=attempt.number).encode())
+            except ReplicasError as error:
+                problem = problem or str(error)
+        is_cut = problem is not None and file.tell() > 0
+    if problem is not None and not is_cut:
+        path.unlink()
+    return f"{problem} (only its end was found)" if is_cut else problem
+
+
+def _pieces(run: Run, rank: int) -> Iterator[bytes]:
+    """Read the log of a rank's newest attempt in pieces, if the executor can read it so."""
+    handle, piece, offset = run.handle(rank), b"-", 0
+    try:
+        while piece and handle is not None and isinstance(run.executor, OffsetReader):
+            piece, offset = run.executor.read_logs(handle, offset=offset)
+            yield piece
+    except (ReplicasError, OSError) as error:
+        file, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
+        raise _UnreadableError(f"{file}: {reason}" if file and reason else str(error)) from error

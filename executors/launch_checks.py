@@ -1,0 +1,108 @@
+"""What is checked of a launch before anything is written or started, on every backend."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from executors.arguments import annotations_in, from_texts, to_json
+from executors.entrypoint import SCRIPT, describe, find_definition, is_script, signature_in, split_rank_env
+from executors.errors import NO_DIRECTORY, ReplicasError, StoreError
+from executors.protocol import NativeExecutor, ServerlessExecutor
+from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED
+from executors.store import open_store
+from executors.task.create import LaunchRequest
+from executors.task.stored import StoredTask
+
+
+def check_working_directory() -> None:
+    """Raises: ReplicasError: this process's working directory was deleted."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ReplicasError(NO_DIRECTORY) from None
+
+
+def resolved(request: LaunchRequest) -> LaunchRequest:
+    """Return the request with its script as a function of `argv`, and its texts as the values that they mean.
+
+    Raises:
+        EntrypointImportError: no such file or module.
+        EntrypointArgumentsError: a text is not what the entrypoint's annotations say.
+    """
+    entrypoint, argv = request.entrypoint, request.argv
+    if not isinstance(entrypoint, str):
+        return request
+    if argv is None and is_script(entrypoint):
+        argv = []
+    if argv is not None:
+        args = {"argv": list(argv), **(request.args or {}), **(request.arg_texts or {})}
+        return replace(request, entrypoint=f"{entrypoint}:{SCRIPT}", args=args, arg_texts=None, argv=None)
+    if not request.arg_texts:
+        return request
+    found = find_definition(entrypoint)
+    taken = None if found is None else signature_in(*found)
+    annotations = {} if found is None or taken is None else annotations_in(found[0], taken)
+    values = from_texts(request.arg_texts, annotations, found[1] if found else entrypoint)
+    args = {**(request.args or {}), **{name: to_json(value) for name, value in values.items()}}
+    return replace(request, args=args)
+
+
+def check_same(request: LaunchRequest, task: StoredTask) -> None:
+    """Refuse to go on with something else than what is asked for now; what was pickled is not looked into."""
+    n, entrypoint = task.launched_with.world_size, task.launched_with.entrypoint
+    if request.n != n or describe(request.entrypoint) != entrypoint:
+        raise ValueError(
+            f"Run {task.run_id!r} has {n} replicas of {entrypoint}; it cannot be resumed as {request.n} of "
+            f"{describe(request.entrypoint)}."
+        )
+    differing = [] if request.seed in (None, task.record.seed) else ["seed"]
+    if request.args is not None and isinstance(request.entrypoint, str):
+        launched = task.record.args or {}
+        given = json.loads(json.dumps(split_rank_env(request.args)[0]))
+        differing += [name for name in {**launched, **given} if launched.get(name) != given.get(name)]
+    if differing:
+        raise ValueError(
+            f"Run {task.run_id!r} goes on with what it was launched with, and {differing[0]!r} is another now. "
+            "Leave args= and seed= away, or launch a new run."
+        )
+
+
+def check_environment(executor: ServerlessExecutor, request: LaunchRequest) -> None:
+    """Raises: ValueError: the environment or the secrets cannot be had, or are not to be set."""
+    if not isinstance(executor, NativeExecutor) and (request.env or request.secrets):
+        raise ValueError(
+            f"Backend {executor.backend_name!r} takes no env= and no secrets=: values are never recorded, and its five "
+            "verbs carry none. Set them where its replicas run."
+        )
+    for name in request.env or {}:
+        if name in (*TORCH_DISTRIBUTED, *CONTRACT, *FOR_THE_WORKER):
+            raise ValueError(f"env cannot set {name!r}: replicas get or lose it themselves, see the README.")
+
+
+def check_chaos(executor: ServerlessExecutor, request: LaunchRequest) -> Sequence[str]:
+    """Return the specs, checked. Raises: ValueError: a bad one, or the backend takes none."""
+    from executors import chaos
+
+    if executor.backend_name != "local":
+        raise ValueError(
+            f"Backend {executor.backend_name!r} takes no chaos: faults are injected into local replicas only. "
+            "Try it with --backend local."
+        )
+    return chaos.check_chaos(request.chaos, request.n)
+
+
+def check_directory(directory: Path) -> None:
+    """Prove in a folder beside, gone afterwards, that a store could be made here and creates exclusively."""
+    nearest = next(path for path in (directory, *directory.parents) if path.exists())
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=nearest, prefix=".replicas-dry-run-"))
+        except OSError as error:
+            raise StoreError(f"Cannot use {directory.as_uri()}: {error.strerror}.", url=directory.as_uri()) from error
+        open_store(Path(folder))

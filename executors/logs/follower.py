@@ -1,0 +1,227 @@
+"""Following the logs of many ranks at once, into further attempts, until all have ended."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from queue import Queue
+from typing import NamedTuple, Protocol
+
+from executors.logs.gaps import completed
+from executors.replica_log import Log
+
+MAX_THREADS = 64
+MAX_PARTS = 64  # that wait to be taken, besides one in each thread
+LOOK_S = 1.0
+LONGEST_PAUSE_S = 2.0  # between two reads of one rank, unless its log needs a longer one
+PAUSED_RANKS = 16  # with more ranks the pauses grow, so that requests a second do not
+KEPT_CHARACTERS = 128 * 1024  # of what was shown, to find in it what an outcome kept: twice as much as outcomes keep
+WINDOW_LINES = 200  # of what was there before, for the same reason
+WHOLE = 20_000  # lines of an attempt that began while it was followed
+
+
+class Sight(NamedTuple):
+    """What a look saw of a rank."""
+
+    attempt: int
+    """Its newest attempt that has a log."""
+    has_ended: bool
+
+
+class Logs(Protocol):
+    """The logs of a run, as a follower needs them. `open` and `kept` are called from many threads."""
+
+    def look(self, ranks: Sequence[int]) -> Mapping[int, Sight]:
+        """Return the newest attempt of each rank."""
+
+    def open(self, rank: int, attempt: int) -> Log | None:
+        """Return the log of an attempt; None while it has none."""
+
+    def kept(self, rank: int, attempt: int) -> str:
+        """Return the end of what an attempt printed, as its outcome keeps it."""
+
+
+def begins(attempt: int) -> str:
+    """Return the line before the lines of an attempt, where there are several."""
+    return f"=== attempt {attempt} ===\n"
+
+
+def follow_logs(
+    logs: Logs, ranks: Sequence[int], tail: int, *, look_s: float = LOOK_S, longest_pause_s: float = LONGEST_PAUSE_S
+) -> Iterator[tuple[int, str]]:
+    """Yield ranks and whole lines with their newline, until all have ended and are read to the end.
+
+    Each rank is read in a thread of its own, so that none waits for another.
+
+    Args:
+        tail: how many lines of each rank come first, of those that were there before.
+        look_s: how long to wait between two looks at the run.
+    """
+    follower = _Follower(logs, ranks, tail, longest_pause_s)
+    try:
+        yield from follower.lines(look_s)
+    finally:
+        follower.stop()
+
+
+class _Follower:
+    def __init__(self, logs: Logs, ranks: Sequence[int], tail: int, longest_pause_s: float) -> None:
+        self._logs = logs
+        self._ranks = {rank: _Rank(logs, rank, tail) for rank in ranks}
+        self._longest_pause_s = longest_pause_s
+        self._sights: Mapping[int, Sight] = {}
+        self._parts: Queue[tuple[int, list[str]] | BaseException | None] = Queue()
+        self._room = threading.Semaphore(MAX_PARTS)
+        self._changed = threading.Condition()
+        self._is_stopped = False
+
+    def lines(self, look_s: float) -> Iterator[tuple[int, str]]:
+        self._sights = self._logs.look(list(self._ranks))
+        each = list(self._ranks.values())
+        for place in range(min(MAX_THREADS, len(each))):
+            self._start(lambda mine=each[place::MAX_THREADS]: self._read(mine))  # type: ignore[misc]
+        self._start(lambda: self._look(look_s))
+        while self._ranks:
+            part = self._parts.get()
+            if isinstance(part, BaseException):
+                raise part
+            if part is not None:
+                self._room.release()
+                rank, lines = part
+                yield from ((rank, line) for line in lines)
+            elif self._parts.empty() and all(each.is_done(self._sights[rank]) for rank, each in self._ranks.items()):
+                return
+
+    def stop(self) -> None:
+        """End the threads, without waiting for what they are at."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+        self._room.release(MAX_THREADS)
+        for each in self._ranks.values():
+            each.close()
+
+    def _start(self, act: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                act()
+            except BaseException as error:  # noqa: BLE001 - raised in the reader's thread
+                self._parts.put(error)
+
+        threading.Thread(target=run, name="replicas-logs", daemon=True).start()
+
+    def _look(self, look_s: float) -> None:
+        while not self._waited(look_s):
+            sights = self._logs.look(list(self._ranks))
+            with self._changed:
+                self._sights = sights
+                self._changed.notify_all()
+
+    def _read(self, ranks: Sequence[_Rank]) -> None:
+        while not self._is_stopped:
+            sights = self._sights  # taken before reading: what was written before an end is read after it
+            for each in ranks:
+                was_done = each.is_done(sights[each.rank])
+                for lines in each.read(sights[each.rank]):
+                    self._room.acquire()
+                    if self._is_stopped:
+                        return
+                    self._parts.put((each.rank, lines))
+                if not was_done and each.is_done(sights[each.rank]):
+                    self._parts.put(None)
+            pause_s = max(each.pause_s for each in ranks)
+            pause_s = max(pause_s, min(self._longest_pause_s, pause_s * len(self._ranks) / PAUSED_RANKS))
+            news = [(each.rank, sights[each.rank]) for each in ranks]
+            self._waited(pause_s, lambda: any(self._sights[rank] != sight for rank, sight in news))  # noqa: B023
+
+    def _waited(self, pause_s: float, has_news: Callable[[], bool] = lambda: False) -> bool:
+        """Wait; return whether this is the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or has_news(), pause_s)
+            return self._is_stopped
+
+
+class _Rank:
+    """One rank, as it is read; by one thread."""
+
+    def __init__(self, logs: Logs, rank: int, tail: int) -> None:
+        self.rank = rank
+        self._logs = logs
+        self._tail = tail
+        self._log: Log | None = None
+        self._attempt: int | None = None
+        self._has_ended = False
+
+    @property
+    def pause_s(self) -> float:
+        return self._log.pause_s if self._log is not None else LOOK_S
+
+    def is_done(self, sight: Sight) -> bool:
+        """Whether all of it was read, as far as is known."""
+        return self._has_ended and sight.has_ended and sight.attempt == self._attempt
+
+    def read(self, sight: Sight) -> Iterator[list[str]]:
+        """Yield the lines since the last call."""
+        if sight.attempt != self._attempt:
+            if self._attempt is not None:
+                if not self._has_ended:
+                    yield from self._fresh(True)
+                self.close()
+                yield [begins(sight.attempt)]
+                self._tail = WHOLE
+            self._begin(sight.attempt)
+        if self._has_ended:
+            return
+        yield from self._fresh(sight.has_ended)
+        if sight.has_ended:
+            self._has_ended = True
+            self.close()
+
+    def close(self) -> None:
+        if (log := self._log) is not None:
+            log.close()
+
+    def _begin(self, attempt: int) -> None:
+        self._attempt, self._has_ended = attempt, False
+        self._log = None
+        self._shown: deque[str] = deque()
+        self._partial = ""
+        self._n_shown = 0
+
+    def _fresh(self, has_ended: bool) -> Iterator[list[str]]:
+        """Yield what is new; of an attempt that has ended to its last line."""
+        assert self._attempt is not None
+        is_first = self._log is None
+        self._log = self._log or self._logs.open(self.rank, self._attempt)
+        if self._log is None or (is_first and self._log.may_lag):
+            # More than is shown: what an outcome keeps is looked for in it.
+            parts = () if self._log is None else self._log.lines(max(self._tail, WINDOW_LINES), has_ended=has_ended)
+            before = [line for part in parts for line in self._remembered(part)]
+            before += self._missing() if has_ended else []
+            yield before[max(0, len(before) - self._tail) :]
+            return
+        for lines in self._log.lines(self._tail, has_ended=has_ended):
+            yield self._remembered(lines)
+        if has_ended:
+            yield self._missing()
+
+    def _remembered(self, lines: list[str]) -> list[str]:
+        """Keep what an outcome may keep, too, and the beginning of a line that is not whole."""
+        if lines and not lines[-1].endswith("\n"):
+            *lines, self._partial = lines
+        self._shown.extend(lines)
+        self._n_shown += sum(map(len, lines))
+        while self._n_shown > KEPT_CHARACTERS and len(self._shown) > 1:
+            self._n_shown -= len(self._shown.popleft())
+        return lines
+
+    def _missing(self) -> list[str]:
+        """Return the lines that an ended attempt printed and its log does not show."""
+        assert self._attempt is not None
+        missing = self._partial
+        if self._log is None or self._log.may_lag:
+            shown = "".join(self._shown)
+            kept = self._logs.kept(self.rank, self._attempt)
+            missing = completed(f"{shown}{self._partial}", kept)[len(shown) :]
+        return [f"{line}\n" for line in missing.removesuffix("\n").split("\n")] if missing else []

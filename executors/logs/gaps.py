@@ -1,0 +1,53 @@
+"""Finding where one piece of a log goes on in another, of logs that come late, are cut off, or seen in a window."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Sequence
+
+
+def completed(log: str, kept: str) -> str:
+    """Return a log with the lines that its replica kept and printed after the last one that both hold.
+
+    Services deliver lines seconds late, and responses get cut off. The log may also hold lines of other processes. A
+    line that is printed over and over may show twice.
+
+    Args:
+        log: the last lines, as the service gives them.
+        kept: the end of what the replica printed, from its outcome.
+    """
+    whole, newline, partial = log.rpartition("\n")
+    lines = kept.removesuffix("\n").split("\n")
+    numbers = [number for number, line in enumerate(lines) if _key(line)]
+    place = place_after(list(map(_key, whole.split("\n"))), [_key(lines[number]) for number in numbers])
+    missing = lines[numbers[place - 1] + 1 if place else 0 :]
+    if not any(map(_key, missing)):
+        return log
+    if partial and not _key(missing[0]).startswith(_key(partial)):
+        partial += "\n"
+    else:
+        partial = ""  # the beginning of the first missing line
+    return f"{whole}{newline}{partial}" + "\n".join(missing) + "\n"
+
+
+def place_after(seen: Sequence[str], lines: Sequence[str]) -> int:
+    """Return the number of `lines` up to the last ones that were seen.
+
+    Of the seen lines that occur in `lines` at all, as many of the last ones count as lie together there; of several
+    such places the first one.
+    """
+    known = set(lines)
+    common = [line for line in seen if line in known]
+    text = "\n".join(["", *lines, ""])
+
+    def ending(n: int) -> str:
+        return "\n".join(["", *common[len(common) - n :], ""])
+
+    n = bisect(range(1, len(common) + 1), False, key=lambda n: ending(n) not in text)
+    return text[: text.index(ending(n))].count("\n") + n if n else 0
+
+
+def _key(line: str) -> str:
+    """Return what of a line comes through: a service may cut within a character, or a progress bar at each `\\r`."""
+    last = line.rstrip("\r").rpartition("\r")[2].strip()
+    return last.encode("ascii", "ignore").decode() or last

@@ -1,0 +1,119 @@
+"""The log of one attempt, read by offset in a file, or by its last lines where an executor offers nothing else."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from executors.logs.gaps import place_after
+from executors.protocol import NativeExecutor, OffsetReader, ServerlessExecutor
+from executors.replica_log import Log
+
+LONGEST_LINE = 4 << 20  # characters; a text without a newline is cut there
+WINDOW_LINES = 2000  # what is asked of an executor that can only give the last lines
+
+
+def open_log(executor: ServerlessExecutor, handle: Any) -> Log:
+    """Return the log of the attempt that a handle names; with the five verbs alone, that of its replica."""
+    if isinstance(executor, NativeExecutor):
+        return executor.open_log(handle)
+    if isinstance(executor, OffsetReader):
+        return OffsetLog(lambda offset, n_lines: executor.read_logs(handle, offset=offset, n_lines=n_lines))
+    return TailedLog(lambda n_lines: executor.stream_logs(handle, n_lines=n_lines))
+
+
+class LineBuffer:
+    """Makes whole lines of pieces of text."""
+
+    def __init__(self) -> None:
+        self.rest = ""
+        """The beginning of a line whose end has not come yet."""
+
+    def add(self, text: str) -> list[str]:
+        """Return the lines that are whole now, with their newlines."""
+        *lines, self.rest = (self.rest + text).split("\n")
+        if len(self.rest) > LONGEST_LINE:
+            lines.append(self.rest)
+            self.rest = ""
+        return [f"{line}\n" for line in lines]
+
+    def last(self) -> list[str]:
+        """Return the line that was never ended, if there is one."""
+        rest, self.rest = self.rest, ""
+        return [rest] if rest else []
+
+
+class OffsetLog:
+    """A file, or what can be read like one: continues where the last read ended, so that no line is missed.
+
+    Args:
+        read: returns bytes, and the offset behind them: from an offset on, or of the last lines.
+    """
+
+    note = ""
+    may_lag = False
+    pause_s = 0.3
+
+    def __init__(self, read: Callable[[int | None, int], tuple[bytes, int]]) -> None:
+        self._read = read
+        self._offset: int | None = None
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may lie across two reads
+        self._lines = LineBuffer()
+
+    def tail(self, n_lines: int) -> str:
+        return self._read(None, n_lines)[0].decode(errors="replace")
+
+    def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
+        while True:
+            part, offset = self._read(self._offset, n_first)
+            if offset == self._offset or not (part or self._offset is None):
+                break
+            self._offset = offset
+            yield self._lines.add(self._decoder.decode(part))
+        if has_ended:
+            yield self._lines.last()
+
+    def close(self) -> None:
+        """Do nothing: it holds nothing open."""
+
+
+class TailedLog:
+    """Compares the last lines with those seen before.
+
+    Exact while the log is shorter than the window. Beyond it, some lines of a program that prints the same ones over
+    and over may be left out.
+    """
+
+    may_lag = True
+    pause_s = 0.5
+
+    def __init__(self, read: Callable[[int], str]) -> None:
+        self._read = read
+        self._seen: list[str] | None = None
+
+    @property
+    def note(self) -> str:
+        return ""
+
+    def tail(self, n_lines: int) -> str:
+        return self._read(n_lines)
+
+    def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
+        *lines, rest = self._read(WINDOW_LINES).split("\n")
+        is_stale = False
+        if self._seen is None:
+            fresh = lines[max(0, len(lines) - n_first) :]
+            self._seen = lines
+        elif self._seen and "\n".join(["", *lines, ""]) in "\n".join(["", *self._seen, ""]):  # cut off, or nothing new
+            fresh = []
+            is_stale = not lines or lines[-1] != self._seen[-1]
+        else:
+            fresh = lines[place_after(self._seen, lines) :]
+            self._seen = [*self._seen, *fresh][-WINDOW_LINES:]
+        yield [f"{line}\n" for line in fresh]
+        if has_ended and rest and not is_stale:
+            yield [rest]
+
+    def close(self) -> None:
+        """Do nothing: it holds nothing open."""

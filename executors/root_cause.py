@@ -1,0 +1,92 @@
+"""The root cause of several failures, and how one is told: its headline, and the user's part of its traceback."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from executors.errors import (
+    ReplicaCancelledError,
+    ReplicaError,
+    ReplicaFailedError,
+    ReplicaLostError,
+    ReplicaTimeoutError,
+)
+from executors.protocol import Outcome, ReplicaStatus
+
+MAX_CHARACTERS = 300  # of a headline
+MAX_FRAME_LINES = 12
+FRAME = re.compile(r'^  File "([^"\n]+)", line \d+.*\n(?:    .*\n?)*', re.MULTILINE)
+INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen ")
+_ERRORS: dict[str | None, type[ReplicaError]] = {
+    **dict.fromkeys(("signal", "oom", "lost", "preempted"), ReplicaLostError),
+    "timeout": ReplicaTimeoutError,
+    "cancelled": ReplicaCancelledError,
+}
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Name ranks briefly: `rank 3`, `ranks 0-2, 5`."""
+    spans: list[list[int]] = []
+    ranks = sorted(ranks)
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, span)) for span in spans)
+
+
+def headline(outcome: Outcome, ranks: Sequence[int], world_size: int) -> str:
+    """Return what the entrypoint raised, in which ranks, and where: `ValueError: boom (rank 0 of 2, train.py:12)`.
+
+    A failure that is no exception is a sentence already, as in `Replica 3 of 8 ran into its time limit of 60 s.`
+    """
+    if outcome.error_line is None:
+        return outcome.headline
+    line = outcome.error_line
+    line = line if len(line) <= MAX_CHARACTERS else f"{line[: MAX_CHARACTERS - 1]}…"
+    place = outcome.error_place
+    return f"{line} ({name_ranks(ranks)} of {world_size}{f', {place}' if place else ''})"
+
+
+def last_frames(outcome: Outcome) -> list[str]:
+    """Return the lines of the last of the user's frames in the traceback, or of all where none is theirs."""
+    frames = list(FRAME.finditer(outcome.error or "")) if outcome.error_line is not None else []
+    theirs = [frame for frame in frames if not INSTALLED.search(frame[1])]
+    lines: list[str] = []
+    for frame in reversed(theirs or frames):
+        of_frame = frame[0].splitlines()
+        if lines and len(lines) + len(of_frame) > MAX_FRAME_LINES:
+            break
+        lines = [*of_frame, *lines]
+    return lines[:MAX_FRAME_LINES]
+
+
+def raise_root_cause(outcomes: Sequence[Outcome]) -> None:
+    """Raise the error of the earliest failure; do nothing if every replica succeeded.
+
+    A cancelled or fenced replica is the cause only if no other failed: it was asked to end.
+
+    Raises:
+        ReplicaError: of the kind that fits the reason. Its message is the headline and the remote traceback; other
+            failures are its notes.
+    """
+    bad = [outcome for outcome in outcomes if outcome.status is not ReplicaStatus.SUCCEEDED]
+    if not bad:
+        return
+    cause, *others = sorted(bad, key=lambda outcome: (outcome.reason in ("cancelled", "fenced"), outcome.finished_at))
+    text = cause.error or f"Replica {cause.rank} is {cause.status}."
+    if cause.error_line is not None:
+        text = f"{headline(cause, [cause.rank], len(outcomes))}\n\n{text}"
+    kind = _ERRORS.get(cause.reason, ReplicaFailedError)
+    error = kind(text, rank=cause.rank, attempt=cause.attempt, outcome=cause)
+    error.add_note(f"This is rank {cause.rank} of {len(outcomes)} (attempt {cause.attempt}), reason: {cause.reason}.")
+    alike = [other.rank for other in others if (other.reason, other.error) == (cause.reason, cause.error)]
+    if alike:
+        error.add_note(f"The same happened to {name_ranks(alike)}.")
+    for other in others:
+        if other.rank not in alike:
+            text = f"Rank {other.rank} (attempt {other.attempt}) {other.status}, {other.reason}: {other.headline}"
+            error.add_note(text)
+    raise error

@@ -1,0 +1,52 @@
+"""Scripts and arguments of the command line in replicas on other machines, where the launcher's files are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.fake_jobs import FakeExecutor, Machines
+
+from executors import launch
+from executors.errors import EntrypointArgumentsError, EntrypointError
+from executors.launcher import plan_launch
+from executors.task.create import LaunchRequest
+
+ANNOTATED = """
+import enum
+from pathlib import Path
+
+class Mode(enum.Enum):
+    FAST = "f"
+
+def main(out: Path, mode: Mode, on: bool = True):
+    return [type(out).__name__, mode.name, on]
+
+async def fetch(): ...
+"""
+SCRIPT = "import sys\nfrom executors import current_replica\nprint('ran', sys.argv, current_replica().rank)\n"
+
+
+@pytest.mark.usefixtures("machines")
+def test_texts_become_what_the_annotations_say_in_a_job() -> None:
+    Path("annotated.py").write_text(ANNOTATED)
+    texts = {"out": "a/b", "mode": "FAST", "on": "no"}
+    request = LaunchRequest(entrypoint="annotated.py", n=1, arg_texts=texts)
+    assert plan_launch(request, FakeExecutor()).start().results() == [["PosixPath", "FAST", False]]
+
+
+def test_a_script_runs_in_a_job_with_its_argv(machines: Machines) -> None:
+    Path("script.py").write_text(SCRIPT)
+    run = launch(FakeExecutor(), "script.py", 2, argv=["--lr", "1e-3"])
+    assert run.results() == [None, None]
+    for rank in range(2):
+        assert f"ran ['script.py', '--lr', '1e-3'] {rank}" in run.logs(rank=rank)
+
+
+def test_what_cannot_work_is_refused_before_a_job_is_asked_for(machines: Machines) -> None:
+    Path("annotated.py").write_text(ANNOTATED)
+    request = LaunchRequest(entrypoint="annotated.py", n=1, arg_texts={"out": "a", "mode": "SLOW"})
+    with pytest.raises(EntrypointArgumentsError, match=r"--arg mode=SLOW: main\(\) takes mode as one of FAST"):
+        plan_launch(request, FakeExecutor())
+    with pytest.raises(EntrypointError, match=r"fetch\(\) is async"):
+        launch(FakeExecutor(), "annotated.py:fetch", 1)

@@ -1,0 +1,116 @@
+"""Logs of jobs are followed with few requests, each line once, through breaks and into further attempts."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from servers.hub.server import HubServer
+from servers.modal.server import ModalServer
+from support.fake_jobs import Machines, start, wait_until_hanging
+
+from executors import HFJobsExecutor, ModalExecutor
+from executors.backends.jobs.service import Job, JobKey
+from executors.replica_log import Log
+from executors.resume import resume
+from executors.testing import eventually
+
+JOB = Job(JobKey("s3://bucket/runs", "otter", 0, 0), ("python", "-c", "for n in range(5): print(n)"), (), {}, {})
+N = 4
+
+
+def new_lines(log: Log) -> list[str]:
+    return [line for part in log.lines(200) for line in part]
+
+
+def of_ranks(job: Job) -> list[Job]:
+    return [replace(job, key=replace(job.key, rank=rank)) for rank in range(N)]
+
+
+def test_a_stream_that_breaks_off_goes_on_after_its_last_line(hf: HubServer) -> None:
+    service = HFJobsExecutor().service
+    job_id = service.start(JOB)
+    eventually(lambda: service.state(job_id).has_ended)
+    for answer in ("cut", "reset", "closed"):
+        hf.fail("logs", answer, after_lines=2)
+        log = service.open_log(job_id)
+        found: list[str] = []
+        eventually(lambda log=log, found=found: found.extend(new_lines(log)) or len(found) >= 5)  # type: ignore[misc]
+        found += [line for part in log.lines(200, has_ended=True) for line in part]
+        assert "".join(found).split() == list("01234"), answer
+        log.close()
+
+
+def test_streams_stay_open_until_they_are_closed_and_then_end_at_once(hf: HubServer) -> None:
+    service = HFJobsExecutor().service
+    hang = replace(JOB, command=("python", "-c", "import time; print('hanging', flush=True); time.sleep(600)"))
+    ids = [service.start(each) for each in of_ranks(hang)]
+    logs = [service.open_log(job_id) for job_id in ids]
+    for log in logs:
+        eventually(lambda log=log: new_lines(log) == ["hanging\n"])  # type: ignore[misc]
+        assert new_lines(log) == []
+    assert hf.count("logs") == N
+    readers = [thread for thread in threading.enumerate() if thread.name == "replicas-log"]
+    assert len(readers) == N
+    for log in logs:
+        log.close()
+    eventually(lambda: not any(reader.is_alive() for reader in readers), "no stream is held", within_s=20.0)
+    for job_id in ids:
+        service.stop(job_id)
+
+
+def test_many_sandboxes_are_asked_for_at_once(
+    modal_cloud: ModalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executors.backends.jobs.timed_log.SHARED_EVERY_S", 0.0)
+    monkeypatch.setattr("executors.backends.jobs.timed_log.CHECK_EVERY_S", 1000.0)
+    service = ModalExecutor(image="python:3.11").service
+    go = tmp_path / "go"
+    waits = f"echo hello; while [ ! -e {go} ]; do sleep 0.1; done; echo again; sleep 600"
+    ids = [service.start(each) for each in of_ranks(replace(JOB, command=("sh", "-c", waits)))]
+    logs = [service.open_log(job_id) for job_id in ids]
+    for log in logs:
+        eventually(lambda log=log: new_lines(log) == ["hello\n"])  # type: ignore[misc]
+    for log in logs:
+        assert new_lines(log) == []
+    before = len(modal_cloud.calls_of("AppFetchLogs", "AppCountLogs"))
+    go.touch()
+    for log in logs:
+        eventually(lambda log=log: new_lines(log) == ["again\n"])  # type: ignore[misc]
+    calls = modal_cloud.calls_of("AppFetchLogs", "AppCountLogs")[before:]
+    assert {call.request.task_id for call in calls} == {""}, "no request is about one sandbox"
+    for job_id in ids:
+        service.stop(job_id)
+
+
+def test_a_service_that_fails_for_a_while_costs_no_line(machines: Machines, caplog: pytest.LogCaptureFixture) -> None:
+    run = start(2, "hang")
+    wait_until_hanging(run)
+    machines.fail("logs", "unavailable", times=3)
+    lines = run.logs(follow=True)
+    assert sorted([next(lines), next(lines)]) == ["[0] hanging\n", "[1] hanging\n"]
+    assert 1 <= sum("its log cannot be read at the moment: Fake" in text for text in caplog.messages) <= 2
+    run.cancel()
+    assert "hanging" not in "".join(lines)
+
+
+def test_each_attempt_has_the_log_of_its_own_job_and_a_new_one_is_followed_on(machines: Machines) -> None:
+    run = start(2, "hang")
+    wait_until_hanging(run)
+    lines = run.logs(0, follow=True)
+    assert next(lines) == "hanging\n"
+    run.cancel(1)
+    resume(run, ranks=[1])
+    eventually(lambda: run.logs(1) == "hanging\n", "the second attempt hangs")
+    again = run.logs(1, follow=True, attempt="all")
+    shown = [next(again)]
+    while shown[-1] != "=== attempt 1 ===\n":
+        shown.append(next(again))
+    assert shown[:2] == ["=== attempt 0 ===\n", "hanging\n"]
+    assert next(again) == "hanging\n"
+    assert run.logs(1, attempt=0).startswith("hanging\n")
+    machines.job_of(run, 1)
+    run.cancel()
+    assert "=== attempt" not in "".join(lines)

@@ -1,0 +1,126 @@
+"""A launch that starts with fewer replicas than it asks for: at a service that refuses some, or lets them wait."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from support.fake_jobs import FakeExecutor, FakeJobs, Machines, start
+
+from executors import Run, attach, launch
+from executors.errors import LaunchError
+from executors.run_index import local_store
+from executors.store.records import exists
+from executors.testing import eventually
+
+pytestmark = pytest.mark.usefixtures("quick_tries")
+
+
+@pytest.fixture(autouse=True)
+def _no_machines(machines: Machines) -> None:
+    """Jobs are taken and do not start: what is reported of them is enough here."""
+    machines.is_held = True
+
+
+def reasons(run: Run) -> list[str | None]:
+    return [outcome.reason for outcome in run.outcomes()]
+
+
+def test_a_rank_that_is_refused_is_left_out_when_enough_others_are_started(
+    machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines.fail("start", "rejected", rank=2)
+    run = start(4, min_replicas=3)
+    assert [handle and handle.rank for handle in run.handles] == [0, 1, None, 3]
+    assert machines.living() == [(0, 0), (1, 0), (3, 0)]
+    assert "replicas: Rank 2 could not be started: Fake: rejected, as the test asked." in capsys.readouterr().err
+    assert reasons(run) == [None, None, "start_failed", None]
+    assert run.record.min_replicas == 3
+    run.cancel()
+
+
+def test_a_launch_that_gets_too_few_ends_them_and_says_how_many_were_asked_for(machines: Machines) -> None:
+    for rank in (1, 2):
+        machines.fail("start", "rejected", rank=rank)
+    with pytest.raises(LaunchError, match=r"replica 1 of 4: .*; at least 3 of 4 were asked for\. Those already"):
+        start(4, min_replicas=3)
+    assert machines.living() == []
+    decides = machines.hold(1, 2)
+    with ThreadPoolExecutor(1) as pool:
+        launching = pool.submit(launch, FakeExecutor(), "job.py:main", 4, run_id="owl", min_replicas=3, gather_s=0.2)
+        eventually(lambda: exists(local_store(), "owl/replicas/0001/0/cancel.json"), "it is given up")
+        decides.set()
+        with pytest.raises(LaunchError, match=r"started 2 of 4 replicas within 0.2 s; at least 3 of 4 were asked for"):
+            launching.result()
+    assert machines.living() == []
+    assert set(reasons(attach("owl", executor=FakeExecutor()))) == {"cancelled"}
+
+
+def test_the_rest_joins_when_it_comes(machines: Machines, capsys: pytest.CaptureFixture[str]) -> None:
+    decides = machines.hold(1, 3)
+    run = start(4, min_replicas=2, gather_s=0.2)
+    assert "replicas: started with 2 of 4 replicas; 2 may still join." in capsys.readouterr().err
+    assert machines.living() == [(0, 0), (2, 0)]
+    assert run.handles[1] is None
+    assert machines.count("find") == 0, "this process knows that it is on its way"
+    decides.set()
+    eventually(lambda: machines.living() == [(rank, 0) for rank in range(4)])
+    eventually(lambda: None not in run.handles)
+    assert [machines.job_of(run, rank).job.key.rank for rank in range(4)] == [0, 1, 2, 3]
+    run.cancel()
+    assert machines.living() == []
+
+
+@pytest.fixture
+def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executors.backends.jobs.gang_start.TEND_S", 0.05)
+
+
+@pytest.mark.usefixtures("_quick_looks")
+def test_the_rest_is_given_up_when_the_others_have_ended(machines: Machines) -> None:
+    decides = machines.hold(1)
+    run = start(3, min_replicas=2, gather_s=0.2)
+    for rank in (0, 2):
+        machines.end(machines.job_of(run, rank), "preempted")
+    eventually(lambda: reasons(run) == ["preempted", "start_failed", "preempted"])
+    decides.set()
+    assert "the others have ended before it came" in str(run.outcomes()[1].error)
+    eventually(lambda: machines.living() == [])
+
+
+@pytest.mark.usefixtures("_quick_looks")
+def test_a_rank_that_is_refused_after_the_launch_is_told(machines: Machines) -> None:
+    decides = threading.Event()
+    machines.fail("start", "rejected", when=lambda: decides.wait(60), rank=1)
+    run = start(3, min_replicas=2, gather_s=0.2)
+    decides.set()
+    eventually(lambda: reasons(run) == [None, "start_failed", None])
+    run.cancel()
+
+
+def test_a_launcher_that_ends_leaves_word_that_the_rest_does_not_come(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("executors.backends.jobs.gang_start.atexit.register", lambda *call: at_exit.append(call))
+    decides = machines.hold(1)
+    monkeypatch.setattr(FakeJobs, "interrupt_starts", lambda _: decides.set())
+    run = start(3, min_replicas=2, gather_s=0.2)
+    close, late = next(call for call in at_exit if "_close" in call[0].__name__)
+    close(late)
+    assert reasons(run) == [None, "start_failed", None]
+    assert "its launcher has ended before it came" in str(run.outcomes()[1].error)
+    run.cancel()
+
+
+def test_a_detached_launch_gives_up_what_has_not_come(machines: Machines, capsys: pytest.CaptureFixture[str]) -> None:
+    decides = machines.hold(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeJobs, "interrupt_starts", lambda _: decides.set())
+        run = start(3, min_replicas=2, gather_s=0.2, detach=True)
+    assert "replicas: started with 2 of 3 replicas; 1 did not come within 0.2 s" in capsys.readouterr().err
+    assert reasons(run) == [None, "start_failed", None]
+    assert machines.living() == [(0, 0), (2, 0)]
+    run.cancel()

@@ -1,0 +1,76 @@
+"""A rank that fails before anybody's first round: said aloud, or with fail_fast the end of the run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import HereInstead
+from support.third_party import PopenExecutor
+
+from executors import LocalProcessExecutor, attach, launch
+from executors.errors import ReplicaFailedError
+
+MIXED = (
+    "import job\nfrom executors import current_replica\n"
+    "def main():\n    return job.fail([1]) if current_replica().rank == 1 else job.hang()\n"
+)
+
+
+@pytest.fixture
+def third_party(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[PopenExecutor]:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    started: list[Any] = []
+    launch_replicas = PopenExecutor.launch_replicas
+
+    @functools.wraps(launch_replicas)
+    def remember(*args: Any, **kwargs: Any) -> Any:
+        started.extend(tickets := launch_replicas(*args, **kwargs))
+        return tickets
+
+    monkeypatch.setattr(PopenExecutor, "launch_replicas", remember)
+    yield PopenExecutor()
+    for ticket in started:
+        ticket.process.kill()
+        ticket.process.wait()
+
+
+def test_where_nobody_else_does_it_the_one_who_waits_ends_the_run(
+    third_party: PopenExecutor, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = launch(third_party, "support.tasks:fail_or_hang", 3, args={"rank": 1}, fail_fast=True)
+    with pytest.raises(ReplicaFailedError, match="rank 1"):
+        run.results()
+    assert [row.status for row in run.outcomes()] == ["cancelled", "failed", "cancelled"]
+    assert "rank 1 failed before the first round: RuntimeError: " in (run.outcomes()[0].error or "")
+    assert "rank 1 failed before the first round, which ends the run.\n" in capfd.readouterr().err
+    assert attach(run.run_id).record.fail_fast
+
+
+def test_who_waits_is_told_of_it_once(local: LocalProcessExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+    with launch(local, "support.tasks:fail_or_hang", 2, args={"rank": 1}) as run:
+        for _ in range(3):
+            assert not run.wait(1)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"replicas: {run.run_id}: rank 1 failed before the first round; the others train on without it. "
+        "fail_fast=True ends the run instead."
+    )
+
+
+def test_a_failure_after_a_round_ends_nothing(local: LocalProcessExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+    run = launch(local, "support.tasks:fail_after_a_round", 2, fail_fast=True)
+    assert run.wait(60)
+    assert [row.status for row in run.outcomes()] == ["succeeded", "failed"]
+    assert capsys.readouterr().err == ""
+
+
+def test_the_command_ends_the_run_with_exit_code_1(here: HereInstead) -> None:
+    (here.folder.path / "mixed.py").write_text(MIXED)
+    result = here.launch("mixed.py", "--fail-fast", n=3)
+    assert result.code == 1, result
+    assert "RuntimeError: it went wrong (rank 1 of 3, job.py:" in result.stdout
+    assert "ranks 0, 2 cancelled (rank 1 failed before the first round: RuntimeError: it went wrong" in result.stdout

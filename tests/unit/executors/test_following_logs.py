@@ -1,0 +1,228 @@
+"""Many ranks are followed at the same time, each line once and in order, whatever one of them does."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from executors.backends.jobs.service import JobServiceError
+from executors.backends.jobs.timed_log import Entry, SharedLog, TimedLog
+from executors.logs.follower import MAX_PARTS, MAX_THREADS, Sight, follow_logs
+from executors.logs.readers import OffsetLog
+from executors.replica_log import Log
+from executors.testing import eventually
+
+N = 64
+PATIENCE_S = 60.0
+
+
+class Scripted:
+    """A log whose every reading is a call; whole as soon as it was written."""
+
+    note = ""
+    may_lag = False
+    pause_s = 0.0
+
+    def __init__(self, read: Callable[[], list[str]], close: Callable[[], None] = lambda: None) -> None:
+        self.read = read
+        self._close = close
+
+    def tail(self, n_lines: int) -> str:
+        return ""
+
+    def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
+        yield self.read()
+
+    def close(self) -> None:
+        self._close()
+
+
+class Scene:
+    """A run of some ranks; a test says how it goes on."""
+
+    def __init__(self, open_log: Callable[[int, int], Log | None], *, has_ended: bool = False) -> None:
+        self._open_log = open_log
+        self.looks: list[Sequence[int]] = []
+        self.sights: dict[int, Sight] = {}
+        self.has_ended = has_ended
+
+    def look(self, ranks: Sequence[int]) -> dict[int, Sight]:
+        self.looks.append(ranks)
+        return {rank: self.sights.get(rank, Sight(0, self.has_ended)) for rank in ranks}
+
+    def open(self, rank: int, attempt: int) -> Log | None:
+        return self._open_log(rank, attempt)
+
+    def kept(self, rank: int, attempt: int) -> str:
+        return ""
+
+
+def test_all_ranks_are_read_at_the_same_time_and_one_look_is_of_all() -> None:
+    together = threading.Barrier(N, timeout=PATIENCE_S)  # broken where one rank waits for another
+
+    def open_log(rank: int, attempt: int) -> Log:
+        def read() -> list[str]:
+            together.wait()
+            return [f"{rank}\n"]
+
+        return Scripted(read)
+
+    scene = Scene(open_log, has_ended=True)
+    assert sorted(follow_logs(scene, range(N), 5)) == [(rank, f"{rank}\n") for rank in range(N)]
+    assert scene.looks[0] == list(range(N))
+    assert len(scene.looks) <= 2
+
+
+def test_a_rank_whose_log_does_not_answer_holds_up_no_other_and_not_the_end_of_following() -> None:
+    never, was_closed = threading.Event(), threading.Event()
+
+    def hang() -> list[str]:
+        assert never.wait(PATIENCE_S)
+        return []
+
+    def open_log(rank: int, attempt: int) -> Log:
+        return Scripted(hang, was_closed.set) if rank == 0 else Scripted(lambda: [f"{rank}\n"])
+
+    lines = follow_logs(Scene(open_log), range(3), 5)
+    seen: set[int] = set()
+    while seen != {1, 2}:
+        seen.add(next(lines)[0])
+    lines.close()  # type: ignore[attr-defined]
+    assert was_closed.is_set()
+    never.set()
+
+
+def test_a_reader_that_is_slow_makes_the_logs_wait() -> None:
+    numbers = itertools.count()
+    lines = follow_logs(Scene(lambda rank, attempt: Scripted(lambda: [f"{next(numbers)}\n"])), range(N + 9), 5)
+    for _ in range(100):
+        next(lines)
+    threads = [thread for thread in threading.enumerate() if thread.name == "replicas-logs"]
+    assert len(threads) <= MAX_THREADS + 1
+    assert next(numbers) <= 100 + MAX_PARTS + MAX_THREADS + 1
+    lines.close()  # type: ignore[attr-defined]
+    eventually(lambda: not any(thread.is_alive() for thread in threads), "the threads end")
+
+
+def test_a_rank_that_is_begun_again_is_followed_on() -> None:
+    texts = {0: b"first\nunfinished", 1: b"second\n"}
+    opened = []
+
+    def open_log(rank: int, attempt: int) -> Log:
+        opened.append(attempt)
+        text = texts[attempt]
+        return OffsetLog(lambda offset, n: (text[offset or 0 :], len(text)))
+
+    scene = Scene(open_log)
+    lines = follow_logs(scene, [3], 5, look_s=0.01)
+    assert next(lines) == (3, "first\n")
+    scene.sights[3] = Sight(1, False)
+    assert [next(lines) for _ in range(3)] == [(3, "unfinished\n"), (3, "=== attempt 1 ===\n"), (3, "second\n")]
+    scene.sights[3] = Sight(1, True)
+    assert list(lines) == []
+    assert opened == [0, 1]
+
+
+def test_what_goes_wrong_in_a_thread_is_raised_where_the_lines_are_read() -> None:
+    def fail() -> list[str]:
+        raise ValueError("not ours")
+
+    with pytest.raises(ValueError, match="not ours"):
+        list(follow_logs(Scene(lambda rank, attempt: Scripted(fail)), range(4), 5))
+
+
+# Entries by time
+
+
+class Service:
+    """Keeps the entries of containers, and counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.start = datetime.now(UTC)
+        self.entries: list[Entry] = []
+        self.asked: list[tuple[str, datetime | None]] = []
+        self.hides_all = False
+
+    def write(self, text: str, at_s: float, container: str = "a") -> None:
+        self.entries.append(Entry(self.start + timedelta(seconds=at_s), "stdout", text, container))
+
+    def of(self, container: str) -> Callable[[datetime | None, int], list[Entry]]:
+        def fetch(since: datetime | None, n: int) -> list[Entry]:
+            self.asked.append((container, since))
+            found = [e for e in self.entries if e.container == container and (since is None or e.at >= since)]
+            return sorted(found)[-n:] if since is None else sorted(found)
+
+        return fetch
+
+    def of_all(self, since: datetime) -> list[Entry]:
+        self.asked.append(("all", since))
+        return [] if self.hides_all else sorted(entry for entry in self.entries if entry.at >= since)
+
+
+def new_lines(log: TimedLog) -> list[str]:
+    return [line for part in log.lines(5) for line in part]
+
+
+def test_entries_that_come_late_or_are_alike_are_given_once_each_and_a_turn_is_one_request() -> None:
+    service = Service()
+    log = TimedLog(service.of("a"), None)
+    service.write("one\n", 0)
+    assert new_lines(log) == ["one\n"]
+    service.write("x\n", 3)
+    service.write("x\n", 3)
+    assert new_lines(log) == ["x\n", "x\n"]
+    service.write("late\n", 1)
+    service.write("a par", 4)
+    assert new_lines(log) == ["late\n"]
+    service.write("t\n", 4.1)
+    assert new_lines(log) == ["a part\n"]
+    assert new_lines(log) == []
+    assert len(service.asked) == 5
+    assert all(since is not None for _, since in service.asked[1:]), "only the first request is for the last entries"
+
+
+def test_a_log_of_more_than_was_asked_for_begins_with_its_last_lines() -> None:
+    service = Service()
+    for number in range(500):
+        service.write(f"{number}\n", number / 1000)
+    log = TimedLog(service.of("a"), None)
+    assert new_lines(log)[-1] == "499\n"
+    assert new_lines(log) == []
+
+
+def test_all_jobs_are_asked_for_at_once_where_that_shows_them_and_each_for_itself_where_it_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("executors.backends.jobs.timed_log.SHARED_EVERY_S", 0.0)
+    for hides_all in (False, True):
+        service = Service()
+        service.hides_all = hides_all
+        shared = SharedLog(service.of_all)
+        names = [f"c{number}" for number in range(N)]
+        for name in names:
+            service.write("hello\n", 0, name)
+        logs = [TimedLog(service.of(name), shared) for name in names]
+        assert [new_lines(log) for log in logs] == [["hello\n"]] * N
+        for turn in range(3):
+            service.asked.clear()
+            for name in names:
+                service.write(f"{turn}\n", turn + 1, name)
+            assert [new_lines(log) for log in logs] == [[f"{turn}\n"]] * N
+            assert {container for container, _ in service.asked} == {"all"} | (set(names) if hides_all else set())
+
+
+def test_a_request_for_all_jobs_that_fails_makes_each_asked_for_itself() -> None:
+    service = Service()
+
+    def refuse(since: datetime) -> list[Entry]:
+        raise JobServiceError("no", "rejected")
+
+    log = TimedLog(service.of("a"), SharedLog(refuse))
+    service.write("one\n", 0)
+    assert new_lines(log) == ["one\n"]
+    service.write("two\n", 1)
+    assert new_lines(log) == ["two\n"]
