@@ -44,8 +44,8 @@ def resume(
     detach: bool = False,
     task_digest: str | None = None,
     trust_bucket: bool = False,
-    tell: Callable[[str], None] = lambda words: None,
     from_snapshot: bool = False,
+    tell: Callable[[str], None] = lambda words: None,
 ) -> Run:
     """Start a new attempt of every rank that ended without succeeding.
 
@@ -57,12 +57,12 @@ def resume(
         detach: go on when this process ends.
         task_digest: the sha256 of the task, for a run that another machine launched: `Run.task_digest` there.
         trust_bucket: start instead whatever the run's store holds, with the credentials of this machine.
-        tell: gets a few words on how far the start is, where it takes long.
         from_snapshot: begin a new run of the same task instead, under a new id and with all ranks, where the newest
             whole snapshot of this run is: for one that cannot go on, because something in its store has rotted. Lost
             are the rounds after that snapshot and all work that was in none, artifacts stay with the old run, and ranks
             that joined do not come along. What `DiLoCo.attach_state` kept until that snapshot does. The old run's
             store is needed until the new run has had its first round. An entrypoint without `DiLoCo` begins anew.
+        tell: gets a few words on how far the start is, where it takes long.
 
     Returns: the run, with the handles of the new attempts; from a snapshot, the new run.
 
@@ -116,8 +116,8 @@ def resume(
     begun: set[int] = set()
     goes_on = run.world_size - len(next_attempts)
     for attempt, group in sorted(by_attempt.items()):
-        enough = launched.min_replicas and max(1, min(launched.min_replicas - goes_on, len(group)))
-        spec = replace(all_ranks, ranks=tuple(group), attempt=attempt, min_replicas=enough)
+        needed = launched.min_replicas and max(1, min(launched.min_replicas - goes_on, len(group)))
+        spec = replace(all_ranks, ranks=tuple(group), attempt=attempt, min_replicas=needed)
         handles = executor.launch_replicas(len(group), launched.entrypoint, {}, **limits, run=spec, tell=tell)
         begun.update(handle.rank for handle in handles)
     if overtaken := {rank: attempt for rank, attempt in next_attempts.items() if rank not in begun}:
@@ -150,13 +150,13 @@ def _begin_from_snapshot(
         options = executor.options_to_keep if isinstance(executor, KeepsOptions) else {}
         remember(spec.run_id, run.store.url, spec.task_digest, options, spec.secret_names)
         entrypoint = task.launched_with.entrypoint
-        handles = executor.launch_replicas(spec.world_size, entrypoint, {}, **limits, run=spec, tell=tell)
+        executor.launch_replicas(spec.world_size, entrypoint, {}, **limits, run=spec, tell=tell)
     except BaseException as error:
         with contextlib.suppress(StoreError):
             for rank in spec.ranks:
                 Attempt(run.store, spec.run_id, rank).abandon(error)
         raise
-    return Run(run.store, spec.run_id, executor=executor, handles=handles)
+    return Run(run.store, spec.run_id, executor=executor)
 
 
 def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tuple[str, ...]:

@@ -216,8 +216,8 @@ def resume(
                     detach=detach,
                     task_digest=task_digest,
                     trust_bucket=trust_bucket,
-                    tell=tell,
                     from_snapshot=from_snapshot,
+                    tell=tell,
                 )
         except KeyboardInterrupt:
             output.say("Cancelled before the replicas had started.", "yellow")

@@ -116,7 +116,7 @@ def test_an_error_shows_no_secret(hf: HubServer, secrets: dict[str, str]) -> Non
 def test_a_secret_that_is_not_set_is_refused_by_its_name(hf: HubServer) -> None:
     with pytest.raises(ReplicasError, match="The secret 'NOT_THERE' is not set"):
         launch("hf", "job.py:main", 1, secrets=["NOT_THERE"], run_id="otter")
-    with pytest.raises(ReplicasError, match="was never started: .*NOT_THERE"):
+    with pytest.raises(ReplicasError, match=r"was never started: .*NOT_THERE"):
         attach("otter")
     assert hf.count("create") == 0
 

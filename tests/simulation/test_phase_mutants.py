@@ -205,7 +205,7 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
         replaced(Phase, "seconds", property(lambda self: self._trained_s if self._steps else self._known_s)),
         scenes.three_of_ten_steps_tell_how_long_ten_take,
     ),
-    "a learned grace is short": (learn_a_short_grace, schedule(33)),
+    "a learned grace is short": (learn_a_short_grace, schedule(565)),
     "a replica that leaves out of phase waits": (
         replaced(Participant, "leave", wait_before_leaving),
         scenes.a_replica_that_leaves_out_of_phase_waits_for_nobody,
