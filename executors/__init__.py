@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from executors.backends.local.executor import LocalProcessExecutor
     from executors.backends.modal import ModalExecutor
     from executors.launcher import launch
-    from executors.run import Run, attach, list_runs
+    from executors.run.run import Run, attach, list_runs
 
 __all__ = [
     "HFJobsExecutor",
@@ -46,10 +46,10 @@ _LAZY = {
     "InlineExecutor": "executors.backends.inline",
     "LocalProcessExecutor": "executors.backends.local.executor",
     "ModalExecutor": "executors.backends.modal",
-    "Run": "executors.run",
-    "attach": "executors.run",
+    "Run": "executors.run.run",
+    "attach": "executors.run.run",
     "launch": "executors.launcher",
-    "list_runs": "executors.run",
+    "list_runs": "executors.run.run",
 }
 
 

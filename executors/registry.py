@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from executors.errors import BackendError, ReplicasError, UnknownBackendError, did_you_mean, unknown_name
-from executors.protocol import KeepsOptions, Recordable, ServerlessExecutor
+from executors.native import KeepsOptions, Recordable
+from executors.protocol import ServerlessExecutor
 from executors.store.records import is_plain_number
 
 ENTRY_POINTS = "replicas.backends"

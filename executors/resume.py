@@ -21,9 +21,10 @@ from executors.errors import (
     StoreError,
     UntrustedTaskError,
 )
-from executors.protocol import KeepsOptions, NativeExecutor, ReplicaStatus, RunSpec
+from executors.native import KeepsOptions, NativeExecutor, RunSpec
+from executors.protocol import ReplicaStatus
 from executors.registry import is_given
-from executors.run import Run
+from executors.run.run import Run
 from executors.run_index import new_run_id, remember
 from executors.store.records import SHA256, exists
 from executors.task.create import continue_run

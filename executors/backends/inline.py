@@ -16,11 +16,11 @@ from executors.attempt import PID, TICKS, Attempt, collect_rows
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import BackendError
 from executors.logs.readers import TailedLog
+from executors.native import Log, Observation, Recordable, RunSpec, Unfinished
 from executors.process import is_alive, start_time, this_machine
-from executors.protocol import Observation, Outcome, Recordable, ReplicaHandle, ReplicaStatus, RunSpec, Unfinished
+from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.replica import RANK, find_replica, set_current_replica
-from executors.replica_log import Log
 from executors.run_index import local_store, new_run_id, remember
 from executors.store import store_at
 from executors.store.records import Record, checked, text

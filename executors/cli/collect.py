@@ -24,11 +24,11 @@ from executors.cli.options import (
 )
 from executors.cli.output import FAILED, JsonOption, Output, finite, inert, one_line, refuse, strict_json
 from executors.errors import KeyNotFoundError, ReplicasError, StoreError
-from executors.protocol import OffsetReader
+from executors.native import OffsetReader
 
 if TYPE_CHECKING:
     from executors.attempt import Attempt
-    from executors.run import Run
+    from executors.run.run import Run
     from executors.store.artifacts import Artifact
 
 EVERY_LINE = 1 << 40

@@ -17,7 +17,8 @@ from typer import Option
 from executors.cli.options import BackendOptions, RendezvousOption, parse_values
 from executors.cli.output import FAILED, JsonOption, Output
 from executors.errors import BackendError, ReplicasError, StoreError
-from executors.protocol import NativeExecutor, ServerlessExecutor
+from executors.native import NativeExecutor
+from executors.protocol import ServerlessExecutor
 
 LOW_DISK_BYTES = 1 << 30
 STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}

@@ -30,12 +30,12 @@ from executors.cli.options import (
 )
 from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, refuse, usage_errors
 from executors.errors import BackendError, LaunchError, StoreError
-from executors.protocol import GATHER_S, NativeExecutor
+from executors.native import GATHER_S, NativeExecutor
 
 if TYPE_CHECKING:
     from executors.cli.live import Interrupts
     from executors.launcher import LaunchPlan
-    from executors.run import Run
+    from executors.run.run import Run
 
 TASKS = "replicas.tasks"  # the group of entry points that names the default task
 ENTRYPOINT = (

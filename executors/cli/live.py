@@ -17,7 +17,7 @@ from executors.cli.output import CANCELLED, PROGRESS_EVERY_S, Output, inert, nam
 from executors.cli.summary import reference
 from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError
 from executors.protocol import ReplicaStatus
-from executors.run import Run
+from executors.run.run import Run
 from executors.status import LONGEST_PAUSE_S, ReplicaState, RunStatus, pauses
 
 PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run

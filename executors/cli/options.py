@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from executors.arguments import json_or_text
 from executors.cli.backends import make_executor
 from executors.cli.output import UsageProblem, refuse, usage_errors
+from executors.task.arguments import json_or_text
 
 if TYPE_CHECKING:
-    from executors.run import Run
+    from executors.run.run import Run
 
 EXAMPLES = {
     "--arg": "--arg steps=500 or --arg 'sizes=[64, 128]'",
@@ -89,7 +89,7 @@ def options_of(backend: str, option: Sequence[str] | None, volume: Sequence[str]
 
 def find_run(run: str, rendezvous: str | None, backend: str | None = None, options: Sequence[str] | None = None) -> Run:
     """Return the run a user names, with the executor that the user names, if any."""
-    from executors.run import attach
+    from executors.run.run import attach
 
     if options and backend is None:
         refuse("--option belongs to a backend: give --backend, too.")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from executors.errors import ReplicasError
-from executors.root_cause import name_ranks as name_ranks
+from executors.run.root_cause import name_ranks as name_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -35,7 +35,7 @@ from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.run_index import find_preparation
 
 if TYPE_CHECKING:
-    from executors.run import Run
+    from executors.run.run import Run
 
 PAGE = re.compile(r"https?://[!-~]{1,500}")
 
@@ -46,7 +46,7 @@ def ls(
     as_json: JsonOption = False,
 ) -> int:
     """List runs, the newest last."""
-    from executors.run import list_runs
+    from executors.run.run import list_runs
 
     output = Output(as_json)
     with usage_errors():

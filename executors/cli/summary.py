@@ -19,8 +19,8 @@ from executors.cli.output import (
     one_line,
 )
 from executors.protocol import Outcome, ReplicaStatus
-from executors.root_cause import headline, last_frames, name_ranks
-from executors.run import Run
+from executors.run.root_cause import headline, last_frames, name_ranks
+from executors.run.run import Run
 from executors.run_index import locate
 from executors.status import FAILED_EARLY
 

@@ -9,7 +9,7 @@ from queue import Queue
 from typing import NamedTuple, Protocol
 
 from executors.logs.gaps import completed
-from executors.replica_log import Log
+from executors.native import Log
 
 MAX_THREADS = 64
 MAX_PARTS = 64  # that wait to be taken, besides one in each thread

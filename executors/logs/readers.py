@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from executors.logs.gaps import place_after
-from executors.protocol import NativeExecutor, OffsetReader, ServerlessExecutor
-from executors.replica_log import Log
+from executors.native import Log, NativeExecutor, OffsetReader
+from executors.protocol import ServerlessExecutor
 
 LONGEST_LINE = 4 << 20  # characters; a text without a newline is cut there
 WINDOW_LINES = 2000  # what is asked of an executor that can only give the last lines

@@ -17,7 +17,7 @@ from typing import Any
 from executors import replica as environment
 from executors.entrypoint import describe, parse_entrypoint
 from executors.errors import EntrypointError
-from executors.protocol import Package, RunSpec
+from executors.native import Package, RunSpec
 from executors.shipping.requirements import requirements_of
 from executors.shipping.workspace import LIMIT_BYTES, OURS, snapshot_workspace
 

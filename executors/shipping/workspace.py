@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from executors.errors import EntrypointError
-from executors.protocol import Package
+from executors.native import Package
 
 WORKSPACE, PACKAGES = "workspace", "packages"  # the archive's two folders
 LIMIT_BYTES = 64 << 20

@@ -25,7 +25,7 @@ from typing import Any
 
 from executors.entrypoint import check_call, describe, split_rank_env
 from executors.errors import CorruptObjectError, EntrypointArgumentsError, EntrypointError, RunExistsError, kind_of
-from executors.protocol import GATHER_S, Package, RunSpec
+from executors.native import GATHER_S, Package, RunSpec
 from executors.store import Store
 from executors.store.records import FAR_AHEAD, MAX_DEPTH, is_deeper_than, to_bytes
 from executors.store.url import address_of, check_run_id

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from executors.arguments import annotations_of, from_texts
 from executors.entrypoint import check_call, load_entrypoint, prepare_entrypoint
 from executors.errors import CorruptObjectError, EntrypointError, StoreError
 from executors.store import Store
 from executors.store.records import get_at_most, retry
+from executors.task.arguments import annotations_of, from_texts
 from executors.task.record import LaunchedWith, TaskRecord
 from executors.task.sources import show_sources
 

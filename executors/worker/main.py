@@ -24,8 +24,9 @@ from typing import Any, NoReturn
 from executors import replica as environment
 from executors.attempt import Attempt, Claim, describe_end
 from executors.errors import ReplicasError, ResultError, StoreError
+from executors.native import RunSpec
 from executors.process import children, flush_c_streams, kill_descendants, start_time
-from executors.protocol import Outcome, Reason, ReplicaStatus, RunSpec
+from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
 from executors.store import store_at
 from executors.store.records import RETRY_S, read_record, retry, to_bytes

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from executors import replica as environment
 from executors.attempt import OUTPUT_TAIL_BYTES
 from executors.errors import ReplicasError
+from executors.native import RunSpec
 from executors.process import become_subreaper, usable_cores
-from executors.protocol import RunSpec
 from executors.worker.main import Assignment
 from executors.worker.main import main as run_replica
 

@@ -19,8 +19,9 @@ from typing import Any, Protocol
 
 from executors.attempt import Attempt, Claim, describe_end
 from executors.errors import LaunchError, StoreError
+from executors.native import RunSpec
 from executors.process import children, kill_descendants, oom_kills
-from executors.protocol import Outcome, Reason, ReplicaStatus, RunSpec
+from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.store import store_at
 from executors.store.records import RETRY_S
 from executors.worker.fail_fast import end_others

@@ -6,7 +6,7 @@ import pytest
 from support.fake_jobs import FakeExecutor, Machines
 
 from executors import ReplicaHandle, ServerlessExecutor
-from executors.protocol import NativeExecutor
+from executors.native import NativeExecutor
 from executors.testing import ExecutorContract
 
 

@@ -9,7 +9,7 @@ from support.fake_jobs import FakeExecutor, Machines, attached, ends, start, wai
 
 from executors import launch
 from executors.errors import BackendError, ReplicaLostError
-from executors.protocol import Observation, Unfinished
+from executors.native import Observation, Unfinished
 from executors.testing import eventually
 
 

@@ -13,7 +13,7 @@ from support.fake_jobs import Machines, start, wait_until_hanging
 
 from executors import HFJobsExecutor, ModalExecutor
 from executors.backends.jobs.service import Job, JobKey
-from executors.replica_log import Log
+from executors.native import Log
 from executors.resume import resume
 from executors.testing import eventually
 

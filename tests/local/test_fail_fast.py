@@ -11,7 +11,7 @@ from support.new_runs import create_run
 from support.standalone_replicas import Cloud, ended, outcome_of, running_cloud, ship, wait_for_line, write_files
 
 from executors import LocalProcessExecutor, Run, current_replica, open_store
-from executors.protocol import RunSpec
+from executors.native import RunSpec
 from executors.testing import eventually
 
 TASKS = """

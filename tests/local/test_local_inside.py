@@ -14,7 +14,7 @@ from support.runs import record_of
 
 from executors import LocalProcessExecutor, attach, current_replica, launch
 from executors.backends.local.request import LocalLaunch
-from executors.protocol import RunSpec
+from executors.native import RunSpec
 from executors.resume import resume
 
 CONTRACT = ["REPLICA_RANK", "REPLICA_WORLD_SIZE", "REPLICA_RUN_ID", "REPLICA_ATTEMPT", "REPLICA_RENDEZVOUS"]

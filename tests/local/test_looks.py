@@ -14,8 +14,8 @@ from support.hostile_records import local_handle, outcome_json, run_json
 
 from executors import LocalProcessExecutor, Run, attach
 from executors.attempt import replica_key
-from executors.inventory import Inventory
-from executors.protocol import Observation, Unfinished
+from executors.native import Observation, Unfinished
+from executors.run.inventory import Inventory
 from executors.store import Store, open_store
 from executors.store.memory import MemoryStore
 from executors.store.protocol import Entry

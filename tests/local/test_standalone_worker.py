@@ -28,7 +28,7 @@ from support.standalone_replicas import (
 
 from executors import attach, open_store
 from executors.attempt import Attempt
-from executors.protocol import RunSpec
+from executors.native import RunSpec
 from executors.shipping.package import replica_environment
 from executors.store.url import address_of
 

@@ -28,7 +28,8 @@ from executors.backends.jobs.service import (
     shortened,
 )
 from executors.errors import BackendError
-from executors.protocol import Reason, Recordable
+from executors.native import Recordable
+from executors.protocol import Reason
 from executors.task.record import OPTION_NAME
 from executors.testing import eventually
 from support.processes import MARK

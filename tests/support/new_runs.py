@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from executors.protocol import Package, RunSpec
+from executors.native import Package, RunSpec
 from executors.store import Store
 from executors.task import create
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from executors import LocalProcessExecutor, Run, attach
-from executors.protocol import Observation, Unfinished
+from executors.native import Observation, Unfinished
 from executors.resume import resume
 
 

@@ -15,7 +15,8 @@ from servers.s3.server import CREDENTIALS
 
 from executors import open_store
 from executors.attempt import Attempt
-from executors.protocol import Outcome, Package, RunSpec
+from executors.native import Package, RunSpec
+from executors.protocol import Outcome
 from executors.shipping.package import bootstrap_command, make_package, replica_environment
 from support.new_runs import create_run
 from support.processes import MARK

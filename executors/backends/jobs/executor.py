@@ -33,20 +33,10 @@ from executors.backends.jobs.service import (
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import StoreError
 from executors.logs.readers import TailedLog
-from executors.protocol import (
-    Observation,
-    Outcome,
-    Package,
-    Reason,
-    Recordable,
-    ReplicaHandle,
-    ReplicaStatus,
-    RunSpec,
-    Unfinished,
-)
+from executors.native import Log, Observation, Package, Recordable, RunSpec, Unfinished
+from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.replica import RENDEZVOUS
-from executors.replica_log import Log
 from executors.run_index import local_store, new_run_id, remember
 from executors.shipping.package import bootstrap_command, make_package, replica_environment
 from executors.store import open_store, store_at

@@ -32,7 +32,8 @@ from executors.backends.jobs.service import (
     stop_others,
 )
 from executors.errors import LaunchError, ReplicasError, StoreError
-from executors.protocol import ReplicaHandle, ReplicaStatus, RunSpec
+from executors.native import RunSpec
+from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.store.records import read_record, to_bytes
 
 MAX_THREADS = 256  # a call may block until its job is scheduled, so each rank has its own

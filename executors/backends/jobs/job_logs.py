@@ -16,7 +16,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from executors.backends.jobs.service import JobServiceError, retrying
-from executors.replica_log import Log
+from executors.native import Log
 
 QUIET_S = 0.5  # a stream that is silent for so long has sent what there is
 FIRST_LINE_S = 2.0  # how long the first line may take

@@ -22,8 +22,8 @@ import tenacity
 from executors.attempt import Attempt
 from executors.errors import BackendError
 from executors.logs.readers import TailedLog
-from executors.protocol import Reason, Recordable
-from executors.replica_log import Log
+from executors.native import Log, Recordable
+from executors.protocol import Reason
 from executors.task.create import MASK
 
 JobId = dict[str, Any]

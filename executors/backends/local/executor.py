@@ -21,18 +21,10 @@ from executors.backends.local.zygote_client import zygote
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError, StoreError
 from executors.logs import last_of, read_from, tail_lines
+from executors.native import Log, Observation, Recordable, RunSpec, Unfinished
 from executors.process import is_alive, this_machine
-from executors.protocol import (
-    Observation,
-    Outcome,
-    Recordable,
-    ReplicaHandle,
-    ReplicaStatus,
-    RunSpec,
-    Unfinished,
-)
+from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
-from executors.replica_log import Log
 from executors.run_index import folder_of_run, local_store, new_run_id, remember, settle, state_dir, state_path
 from executors.status import wait_until_terminal
 from executors.store.records import Record, checked, number, text

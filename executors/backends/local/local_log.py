@@ -9,7 +9,7 @@ from executors.attempt import Attempt
 from executors.errors import StoreError
 from executors.logs import MAX_READ_BYTES, last_of, read_from, tail_lines
 from executors.logs.readers import OffsetLog, TailedLog
-from executors.replica_log import Log
+from executors.native import Log
 from executors.store.protocol import Entry
 
 PART_BYTES = 256 * 1024

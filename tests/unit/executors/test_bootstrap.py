@@ -21,7 +21,7 @@ from support.standalone_replicas import Cloud, ended, outcome_of, running_cloud,
 
 from executors import open_store
 from executors.attempt import Attempt, Boot
-from executors.protocol import Package, RunSpec
+from executors.native import Package, RunSpec
 from executors.shipping.package import bootstrap_command, make_package
 from executors.store.records import to_bytes
 from executors.testing import eventually

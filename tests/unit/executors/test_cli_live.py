@@ -14,7 +14,7 @@ from executors.cli.output import Output
 from executors.cli.table import replica_table
 from executors.errors import BackendError, ReplicasError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
-from executors.run import Run
+from executors.run.run import Run
 from executors.status import ReplicaState, RunStatus, pauses
 from executors.task.record import RunRecord
 

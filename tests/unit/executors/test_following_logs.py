@@ -13,7 +13,7 @@ from executors.backends.jobs.service import JobServiceError
 from executors.backends.jobs.timed_log import Entry, SharedLog, TimedLog
 from executors.logs.follower import MAX_PARTS, MAX_THREADS, Sight, follow_logs
 from executors.logs.readers import OffsetLog
-from executors.replica_log import Log
+from executors.native import Log
 from executors.testing import eventually
 
 N = 64

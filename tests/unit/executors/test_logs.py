@@ -14,7 +14,7 @@ from executors.logs import MAX_READ_BYTES, last_of, read_from, tail_lines, tail_
 from executors.logs.follower import Sight, follow_logs
 from executors.logs.gaps import completed
 from executors.logs.readers import TailedLog
-from executors.replica_log import Log
+from executors.native import Log
 
 LINES = [f"line {i} of é\n" for i in range(12)]
 ALL = "".join(LINES)

@@ -11,7 +11,7 @@ from support.third_party import PopenExecutor
 
 from executors import LocalProcessExecutor, launch
 from executors.errors import BackendError, UnknownBackendError
-from executors.protocol import NativeExecutor
+from executors.native import NativeExecutor
 from executors.registry import (
     BUILT_IN,
     check_executor,

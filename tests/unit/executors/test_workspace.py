@@ -14,7 +14,7 @@ from support.new_runs import create_run
 from support.records import read_json
 
 from executors.errors import EntrypointError
-from executors.protocol import Package
+from executors.native import Package
 from executors.shipping.package import make_package
 from executors.shipping.workspace import snapshot_workspace
 from executors.store import MemoryStore

@@ -14,9 +14,9 @@ from executors.logs import last_of
 from executors.logs.follower import Sight, begins, follow_logs
 from executors.logs.gaps import completed
 from executors.logs.readers import open_log
-from executors.observer import Observer
+from executors.native import Log
 from executors.protocol import Outcome, ServerlessExecutor
-from executors.replica_log import Log
+from executors.run.observer import Observer
 
 LOOK_S, FAR_LOOK_S = 1.0, 4.0  # between two looks at a run in a directory, and in a bucket
 Which = int | Literal["all"] | None

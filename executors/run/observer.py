@@ -10,17 +10,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from executors.attempt import Attempt, Beat
-from executors.inventory import Inventory
-from executors.protocol import (
-    REASONS,
-    NativeExecutor,
-    Observation,
-    Outcome,
-    ReplicaStatus,
-    ServerlessExecutor,
-    Unfinished,
-    as_status,
-)
+from executors.native import NativeExecutor, Observation, Unfinished
+from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
+from executors.run.inventory import Inventory
 from executors.status import ReplicaState, pauses
 from executors.store import Store
 from executors.store.url import directory_of

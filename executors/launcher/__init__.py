@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from executors.attempt import Attempt
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import BackendError, ReplicasError, RunExistsError, StoreError
-from executors.launch_checks import (
+from executors.launcher.checks import (
     check_chaos,
     check_directory,
     check_environment,
@@ -24,8 +24,9 @@ from executors.launch_checks import (
     check_working_directory,
     resolved,
 )
-from executors.prices import affordable_s, usd_per_hour
-from executors.protocol import GATHER_S, KeepsOptions, NativeExecutor, Package, ReplicaHandle, ServerlessExecutor
+from executors.launcher.prices import affordable_s, usd_per_hour
+from executors.native import GATHER_S, KeepsOptions, NativeExecutor, Package
+from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
 from executors.run_index import NOTE, local_store, locate, new_run_id, preparing, remember, state_path
 from executors.store import Store, open_store
@@ -34,11 +35,11 @@ from executors.store.url import address_of, directory_of, shared_rendezvous
 from executors.task.create import LaunchRequest, create_run, plan_run
 
 if TYPE_CHECKING:
-    from executors.run import Run
+    from executors.run.run import Run
 
 PLAIN_TIMEOUT_S = 3600  # the protocol's default, for executors that cannot be told "no limit"
 PLAIN_ENTRYPOINT = "executors.worker.call"  # what an executor that has the five verbs alone is given to call
-NEEDED_SOON = ("executors.run", "executors.store.file", "platformdirs")
+NEEDED_SOON = ("executors.run.run", "executors.store.file", "platformdirs")
 
 
 def launch(
@@ -173,7 +174,7 @@ class LaunchPlan:
         Args:
             tell: gets a few words on how far the start is, where it takes long.
         """
-        from executors.run import Run
+        from executors.run.run import Run
 
         request, executor = self.request, self.executor
         store = local_store() if request.rendezvous is None else open_store(request.rendezvous)
@@ -321,7 +322,7 @@ def _bring_back(
     if request.run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
     from executors.resume import resume, vouched_task
-    from executors.run import attach
+    from executors.run.run import attach
 
     run = attach(request.run_id, rendezvous=request.rendezvous, executor=executor)
     task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)

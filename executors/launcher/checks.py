@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from executors.arguments import annotations_in, from_texts, to_json
 from executors.entrypoint import SCRIPT, describe, find_definition, is_script, signature_in, split_rank_env
 from executors.errors import NO_DIRECTORY, ReplicasError, StoreError
-from executors.protocol import NativeExecutor, ServerlessExecutor
+from executors.native import NativeExecutor
+from executors.protocol import ServerlessExecutor
 from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED
 from executors.store import open_store
+from executors.task.arguments import annotations_in, from_texts, to_json
 from executors.task.create import LaunchRequest
 from executors.task.stored import StoredTask
 

@@ -19,10 +19,12 @@ from executors.errors import (
     UnknownHandleError,
     did_you_mean,
 )
-from executors.observer import RECENT_S, Observer, in_parallel
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class, executor_of_record
-from executors.root_cause import raise_root_cause
+from executors.run.observer import RECENT_S, Observer, in_parallel
+from executors.run.root_cause import raise_root_cause
+from executors.run.run_logs import Note as LogNote
+from executors.run.run_logs import Ranks, RunLogs, Which
 from executors.run_index import (
     Note,
     find_preparation,
@@ -32,8 +34,6 @@ from executors.run_index import (
     locate,
     noted_at_launch,
 )
-from executors.run_logs import Note as LogNote
-from executors.run_logs import Ranks, RunLogs, Which
 from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts

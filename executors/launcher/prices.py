@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from executors.errors import BackendError
-from executors.protocol import KnowsPrices, ServerlessExecutor
+from executors.native import KnowsPrices
+from executors.protocol import ServerlessExecutor
 
 
 def usd_per_hour(executor: ServerlessExecutor, n: int, gpu: str | None) -> float | None:

@@ -1,0 +1,234 @@
+"""What the executors of this package add to the five verbs, and what they are given for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from executors.protocol import Outcome, ReplicaHandle, ServerlessExecutor
+
+GATHER_S = 600.0
+
+Recordable = Mapping[str, type | re.Pattern[str]]
+"""The options of a backend that readers take from a record, each with its type, or the pattern of its string.
+
+They say where replicas are and how large. What decides what runs, and what it gets to know, is not among them.
+"""
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What a native executor needs to know of the run its replicas belong to. JSON; never stored."""
+
+    run_id: str
+    store_url: str
+    task_digest: str
+    world_size: int
+    ranks: tuple[int, ...]
+    attempt: int = 0
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Additional environment of the replicas: reaches them and is never recorded."""
+    secret_names: tuple[str, ...] = ()
+    detach: bool = False
+    chaos: tuple[str, ...] = ()
+    """Faults that the replicas are to suffer; see `chaos.py`."""
+    min_replicas: int | None = None
+    """How many of `ranks` are enough when the others cannot be started. None: all."""
+    gather_s: float = GATHER_S
+    """How long the others are waited for."""
+    fail_fast: bool = False
+    """Whether the first failure ends the run, as long as nobody has had a round."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """What a replica on another machine gets: the user's code and this package's, and what to install."""
+
+    archive: bytes = field(repr=False)
+    """A tar.gz with the folders `workspace` and `packages`."""
+    sha256: str
+    """Of the archive."""
+    n_files: int
+    """How many of them are the user's."""
+    size_bytes: int
+    """The size of the user's files together, unpacked."""
+    commit: str | None = None
+    """What is checked out; None outside a git repository."""
+    dirty: bool | None = None
+    """Whether the files differ from that commit."""
+    files: tuple[str, ...] = field(default=(), repr=False)
+    """The user's files, by their paths in the workspace."""
+    left_out: tuple[str, ...] = ()
+    """What git would take and the archive lacks, with the reason in brackets."""
+    requirements: tuple[str, ...] = ()
+    """What to install."""
+    pins: tuple[str, ...] = ()
+    """Those of them that are ours: an image that has a later version keeps it."""
+    paths: tuple[str, ...] = ()
+    """Folders of the workspace from which the launcher imports, such as `src`: its `sys.path`, made relative."""
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What `run.json` says of the code."""
+        return {name: getattr(self, name) for name in ("sha256", "size_bytes", "n_files", "commit", "dirty")}
+
+
+@runtime_checkable
+class KeepsOptions(Protocol):
+    """An executor that is made again with the same options when its run is followed or resumed later."""
+
+    recordable_options: Recordable
+
+    @property
+    def options_to_keep(self) -> Mapping[str, Any]:
+        """The options with which the executor was made: what this machine notes of a launch, as far as it is JSON."""
+
+
+@runtime_checkable
+class KnowsPrices(Protocol):
+    """An executor that can say what its machines cost."""
+
+    def price_per_hour(self, gpu: str | None) -> float | None:
+        """Return what an hour of one replica costs in US dollars; None: its service does not tell."""
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A replica that has left no outcome, as the records of its run show it."""
+
+    handle: ReplicaHandle
+    """The newest that it has."""
+    attempt: int
+    """Its newest attempt: the handle's, or a later one that was claimed since."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a backend sees of a replica that has left no outcome."""
+
+    outcome: Outcome | None = None
+    """How it ended: its process or job was found gone, and this is on record now."""
+    doing: str = ""
+    """In a few words for people, what it does or waits for before its entrypoint runs, as in "installing"."""
+
+
+@runtime_checkable
+class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
+    """What the executors of this package add to the five verbs.
+
+    `launch`, `resume` and `Run` use it where an executor has all of it. One that has the five verbs alone (a
+    third-party executor) is given a task that finds the run by its address, and starts all ranks or none.
+    """
+
+    needs_shared_rendezvous: bool
+    """Whether its replicas see no directory of this machine."""
+    default_timeout_s: float | None
+    """The time limit of a launch that names none, in seconds. None: no limit."""
+
+    def warm_up(self) -> None:
+        """Begin what takes long and costs nothing, without waiting for it: a launch comes soon."""
+
+    def check_launch(
+        self,
+        n_replicas: int,
+        entrypoint: str | Callable[..., Any],
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: float | None = None,
+        secrets: Sequence[str] = (),
+    ) -> None:
+        """Refuse what cannot work, before anything is written, started or paid for.
+
+        Raises:
+            ValueError: a bad argument.
+            BackendError: the backend cannot be used.
+            EntrypointError: the entrypoint cannot be found, or called with these arguments.
+        """
+
+    def package(self, entrypoint: str | Callable[..., Any]) -> Package | None:
+        """Return what replicas need of this machine's code; None where they run on this machine."""
+
+    def launch_replicas(
+        self,
+        n_replicas: int,
+        entrypoint: str | Callable[..., Any],
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: float | None = None,
+        run: RunSpec | None = None,
+        tell: Callable[[str], None] = lambda words: None,
+    ) -> list[ReplicaHandle]:
+        """Start replicas as `ServerlessExecutor.launch_replicas` does.
+
+        Args:
+            run: the run these replicas belong to, and which of its ranks they are; it is written already. None: a new
+                run.
+
+        Returns: the handles. Those of attempts that another process began first are left out, and left alone.
+        """
+
+    def describe_launch(
+        self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Return what `launch_replicas` would ask for, as JSON, values of secrets and of the environment masked."""
+
+    def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
+        """Look at several replicas at once, in their order; the first to find one gone records its outcome.
+
+        The caller has looked at the store: nothing is asked of it here, but about a replica that is gone.
+
+        Raises:
+            CorruptObjectError: a handle is not one of this backend.
+            BackendError: the backend refuses the credentials.
+        """
+
+    def open_log(self, handle: ReplicaHandle) -> Log:
+        """Return the log of the attempt that a handle names, and of no later one."""
+
+    def find_handle(self, handle: ReplicaHandle) -> ReplicaHandle | None:
+        """Find a replica whose launcher announced it, and died before it wrote the whole handle.
+
+        Args:
+            handle: one that has nothing but `store_url`, `run_id` and `attempt`.
+        """
+
+
+@runtime_checkable
+class OffsetReader(Protocol):
+    """An executor whose replicas' logs are files on this machine, which can be followed without gaps."""
+
+    def read_logs(self, handle: ReplicaHandle, *, offset: int | None = None, n_lines: int = 200) -> tuple[bytes, int]:
+        """Return output, and the offset behind it: from byte `offset` on, or the last `n_lines` when it is None."""
+
+
+class Log(Protocol):
+    """What one attempt of one rank writes, as it can be read from here. For one reader; any thread may close it."""
+
+    @property
+    def note(self) -> str:
+        """Where it is read and how old that is, if it is not what the replica writes to; else empty."""
+
+    @property
+    def may_lag(self) -> bool:
+        """Whether lines come late, so that the last may be missing when the replica has ended."""
+
+    @property
+    def pause_s(self) -> float:
+        """The least time between two reads."""
+
+    def tail(self, n_lines: int) -> str:
+        """Return the last lines so far."""
+
+    def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
+        """Yield whole lines in parts of bounded size: the last `n_first` in the first call, then what is new.
+
+        Args:
+            has_ended: the replica writes no more; the very last line may come without a newline.
+        """
+
+    def close(self) -> None:
+        """Let go of connections, at once."""

@@ -1,0 +1,1 @@
+"""A run from outside: looked at, followed, cancelled, collected."""
