@@ -78,13 +78,12 @@ class Beat:
     def parse(cls, data: Any, key: str = "heartbeat.json", url: str = "") -> Beat:
         fields = Fields(data, key, url)
         at = fields.take("at", number(LONG_AGO, FAR_AHEAD))
-        # Reports are for people only: one that is not a number to show is left out.
-        reported = {
-            name: value
-            for name, value in fields.values.items()
-            if name != "at" and (is_plain_number(value) or value in (math.inf, -math.inf))
-        }
-        return cls(at, reported)
+        return cls(at, _reports({name: value for name, value in fields.values.items() if name != "at"}))
+
+
+def _reports(found: Mapping[str, Any]) -> dict[str, float]:
+    """Leave out what is not a number to show: reports are for people only."""
+    return {name: value for name, value in found.items() if is_plain_number(value) or value in (math.inf, -math.inf)}
 
 
 @dataclass(frozen=True)
@@ -124,6 +123,7 @@ def parse_outcome(data: Any, key: str = "outcome.json", url: str = "") -> Outcom
     """
     fields = Fields(data, key, url)
     reason: Any = fields.take("reason", nullable(one_of(*REASONS)), None)
+    reported = fields.take("reported", nullable(json_object), None)
     return Outcome(
         rank=fields.take("rank", integer(0, MAX_RANK)),
         attempt=fields.take("attempt", integer(0, MAX_ATTEMPTS)),
@@ -140,6 +140,7 @@ def parse_outcome(data: Any, key: str = "outcome.json", url: str = "") -> Outcom
         started_at=fields.take("started_at", nullable(number(LONG_AGO, FAR_AHEAD)), None),
         finished_at=fields.take("finished_at", number(LONG_AGO, FAR_AHEAD), 0.0),
         output_tail=fields.take("output_tail", text(MAX_ERROR), ""),
+        reported=None if reported is None else _reports(reported),
     )
 
 

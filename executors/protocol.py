@@ -158,6 +158,8 @@ class Outcome:
     finished_at: float = 0.0
     """Seconds since the epoch, by the clock of whoever recorded the outcome."""
     output_tail: str = ""
+    reported: Mapping[str, float] | None = None
+    """What the replica reported last. None: its last heartbeat says it."""
 
     @classmethod
     def of_row(cls, rank: int, attempt: int, row: Mapping[str, Any]) -> Outcome:

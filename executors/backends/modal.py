@@ -7,13 +7,11 @@ backend. With a GPU the SDK takes another of its back ends, where creating one w
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from executors.backends.jobs.executor import MARGIN_S, JobExecutor, options_of
@@ -28,15 +26,15 @@ from executors.backends.jobs.service import (
     option,
     shortened,
 )
-from executors.backends.jobs.timed_log import Entry, SharedLog, TimedLog
+from executors.backends.jobs.timed_log import TimedLog
 from executors.backends.modal_client import TOKEN_ADVICE, WaitingCalls, in_thread, modal, translated_errors
 from executors.backends.modal_container import Images, check_secret, check_volumes, described, image_of, volume_of
+from executors.backends.modal_logs import ModalLogs
 from executors.errors import BackendError
 from executors.task.record import OPTION_NAME
 
 LONGEST_S = 24 * 3600 - MARGIN_S  # Modal ends every sandbox after a day
 KILLED = 128 + 9
-MOST_LOG_ENTRIES = 20_000  # as many as the SDK returns at once
 PYTHON_VERSION = re.compile(r"3\.\d{1,2}")
 
 
@@ -65,7 +63,7 @@ class ModalJobs(JobService):
         self._app: modal.App | None = None
         self._images = Images(self._starts)
         self._keys: dict[str, JobKey] = {}  # by sandbox, as its tags say it
-        self._logs: dict[str, Any] = {}  # by sandbox; each remembers what the SDK would else ask for every time
+        self._logs = ModalLogs(lambda: self._look_up(create_if_missing=False))
 
     @in_thread
     def check_account(self, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:
@@ -162,32 +160,7 @@ class ModalJobs(JobService):
         return self.open_log(job_id).tail(n_lines) if n_lines > 0 else ""
 
     def open_log(self, job_id: JobId) -> TimedLog:
-        name = job_id["sandbox_id"]
-
-        @in_thread
-        def fetch(since: datetime | None, n_entries: int) -> list[Entry]:
-            try:
-                logs = self._logs.get(name) or modal.Sandbox.from_id(name).logs
-                # With `tail` alone the SDK asks up to four times, of the last hour to the last month.
-                found = list(logs.fetch(since=since) if since else logs.tail(min(MOST_LOG_ENTRIES, n_entries)))
-            except modal.exception.LogsFetchError:  # more in a moment than it fetches at once
-                found = list(logs.tail(MOST_LOG_ENTRIES))
-            except (modal.exception.NotFoundError, modal.exception.ExecutionError):
-                return []  # unknown, or with a GPU: it waits to be scheduled, or never was
-            self._logs[name] = logs
-            return _entries(found)
-
-        return TimedLog(fetch, self._shared_log)
-
-    @functools.cached_property
-    def _shared_log(self) -> SharedLog:
-        """What all sandboxes of the app write: two requests, however many there are."""
-
-        @in_thread
-        def fetch(since: datetime) -> list[Entry]:
-            return _entries(self._look_up(create_if_missing=False).logs.fetch(since=since))
-
-        return SharedLog(fetch)
+        return self._logs.open(job_id["sandbox_id"])
 
     @in_thread
     def stop(self, job_id: JobId) -> None:
@@ -239,11 +212,6 @@ class ModalJobs(JobService):
                     self.app_name, environment_name=self.environment, create_if_missing=create_if_missing
                 )
             return self._app
-
-
-def _entries(found: Iterable[Any]) -> list[Entry]:
-    """Return entries of the SDK; the last of their context is the container."""
-    return [Entry(each.timestamp, each.source, each.message, ["", *each.context_ids][-1]) for each in found]
 
 
 class ModalExecutor(JobExecutor):

@@ -215,6 +215,8 @@ class Observer:
         return ReplicaState(rank, number, status, doing=doing)
 
     def _with_report(self, state: ReplicaState) -> ReplicaState:
+        if state.outcome is not None and state.outcome.reported is not None:
+            return replace(state, reported=dict(state.outcome.reported))
         attempt = self.attempt(state.rank).at(state.attempt)
         number, beat = self._beats.get(state.rank, (None, None))
         if number != state.attempt:

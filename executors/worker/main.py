@@ -244,7 +244,8 @@ class _Worker:
         return self._ended(ReplicaStatus.FAILED, reason, error=error, exit_code=exit_code, **more)
 
     def _ended(self, status: ReplicaStatus, reason: Reason | None, **more: Any) -> Outcome:
-        return self.attempt.ended(status, reason, pid=os.getpid(), started_at=self._started_at, **more)
+        more |= {"pid": os.getpid(), "started_at": self._started_at, "reported": dict(self.replica.reported)}
+        return self.attempt.ended(status, reason, **more)
 
     def _sentence(self, ending: str, **values: Any) -> str:
         return describe_end(ending, self.replica.rank, self.replica.world_size, **values)
