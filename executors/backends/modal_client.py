@@ -20,6 +20,7 @@ else:
 __all__ = ["TOKEN_ADVICE", "WaitingCalls", "in_thread", "modal", "translated_errors"]
 
 CALL_LIMIT_S = 90.0  # the SDK itself gives up on a server that it cannot reach after 56 s
+ON_ITS_WAY_S = 3.0  # until then a request may be under way whose answer tells the SDK what it would have to end
 TOKEN_ADVICE = "Run: modal token new (or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET)."
 
 P = ParamSpec("P")
@@ -51,7 +52,7 @@ class WaitingCalls:
     """Calls that may wait long, and can be interrupted: the SDK then ends for sure what they had begun."""
 
     def __init__(self) -> None:
-        self._under_way: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = set()
+        self._under_way: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any], float]] = set()
 
     def make(self, call: Callable[[], Awaitable[T]]) -> T:
         """Return what the call returns; it is made in an event loop of this thread's own.
@@ -63,7 +64,8 @@ class WaitingCalls:
         async def wait() -> T:
             task = asyncio.current_task()
             assert task is not None
-            waiting = asyncio.get_running_loop(), task
+            loop = asyncio.get_running_loop()
+            waiting = loop, task, loop.time() + ON_ITS_WAY_S
             self._under_way.add(waiting)
             try:
                 return await call()
@@ -76,10 +78,10 @@ class WaitingCalls:
             raise JobServiceError("Modal: the launch was given up while it waited for a machine.", "unknown") from None
 
     def interrupt(self) -> None:
-        """Interrupt all that wait."""
-        for loop, task in list(self._under_way):
+        """Interrupt all that wait, those that began just now a moment later."""
+        for loop, task, due_at in list(self._under_way):
             with contextlib.suppress(RuntimeError):  # it has ended meanwhile
-                loop.call_soon_threadsafe(task.cancel)
+                loop.call_soon_threadsafe(functools.partial(loop.call_at, due_at, task.cancel))
 
 
 def in_thread(call: Callable[P, T]) -> Callable[P, T]:
