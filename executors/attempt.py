@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from executors.errors import CorruptObjectError, UnknownHandleError
+from executors.process import this_process
 from executors.protocol import BY_USER, ENDED, REASONS, Outcome, Reason, ReplicaHandle, ReplicaStatus
 from executors.status import wait_until_terminal
 from executors.store import Store, store_at
@@ -321,7 +321,7 @@ class Attempt:
 
     def request_cancel(self, why: str = BY_USER) -> None:
         """Leave its cancel marker, so that whatever ends it now is a cancellation. Idempotent."""
-        marker = {"by": f"{socket.gethostname()}:{os.getpid()}", "why": why, "at": time.time()}
+        marker = {"by": this_process(), "why": why, "at": time.time()}
         self.store.put_if_absent(self.key("cancel.json"), to_bytes(marker))
 
     def abandon(self, error: BaseException) -> None:

@@ -30,6 +30,11 @@ def this_machine() -> str:
     return f"{socket.gethostname()} {boot} {space}"
 
 
+def this_process() -> str:
+    """Name this process for people: its host and pid."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
 def start_time(pid: int) -> int | None:
     """Return when a process started, in clock ticks since the boot; None when it has ended, or is a zombie."""
     fields = _stat(pid)

@@ -22,6 +22,7 @@ from executors.errors import (
     UntrustedTaskError,
 )
 from executors.native import KeepsOptions, NativeExecutor, RunSpec
+from executors.process import this_process
 from executors.protocol import ReplicaStatus
 from executors.registry import is_given
 from executors.run.run import Run
@@ -122,10 +123,12 @@ def resume(
         handles = executor.launch_replicas(len(group), launched.entrypoint, {}, **limits, run=spec, tell=tell)
         begun.update(handle.rank for handle in handles)
     if overtaken := {rank: attempt for rank, attempt in next_attempts.items() if rank not in begun}:
-        by_others = _who_resumes(run, overtaken)
         if not begun:
+            by_others = _who_resumes(run, overtaken)
             raise AlreadyResumedError(f"{by_others} Follow it: `replicas wait {shlex.quote(run.url)}`.")
-        print(f"replicas: {by_others}", file=sys.stderr)
+        # With `min_replicas` some may be missing that this process itself could not start, or not yet.
+        if by_others := _who_resumes(run, overtaken, but=this_process()):
+            print(f"replicas: {by_others}", file=sys.stderr)
     return Run(run.store, run.run_id, executor=executor)
 
 
@@ -204,13 +207,13 @@ def _next_attempts(run: Run, ranks: Sequence[int] | None) -> dict[int, int]:
     return {rank: states[rank].attempt + 1 for rank in ranks}
 
 
-def _who_resumes(run: Run, overtaken: Mapping[int, int]) -> str:
+def _who_resumes(run: Run, overtaken: Mapping[int, int], but: str | None = None) -> str:
     """Say by whom attempts were begun that this process was to begin."""
     by_whom: dict[tuple[int, str], list[str]] = {}
     for rank, attempt in overtaken.items():
-        by_whom.setdefault((attempt, _begun_by(run, Attempt(run.store, run.run_id, rank, attempt))), []).append(
-            str(rank)
-        )
+        who = _begun_by(run, Attempt(run.store, run.run_id, rank, attempt))
+        if who != but:
+            by_whom.setdefault((attempt, who), []).append(str(rank))
     sentences = []
     for (attempt, who), ranks in by_whom.items():
         subject = f"Rank {ranks[0]} of run {run.run_id!r} is"

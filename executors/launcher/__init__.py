@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -289,7 +288,8 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     if native is not None and native.needs_shared_rendezvous:
         rendezvous = shared_rendezvous(native.backend_name, rendezvous, request.entrypoint, request.n)
     if request.max_cost is not None:
-        timeout = min(timeout or math.inf, affordable_s(executor, request.n, request.gpu, request.max_cost))
+        affordable = affordable_s(executor, request.n, request.gpu, request.max_cost)
+        timeout = affordable if timeout is None else min(timeout, affordable)
     if timeout is None:
         timeout = PLAIN_TIMEOUT_S if native is None else native.default_timeout_s
     check_environment(executor, request)
@@ -314,11 +314,11 @@ def _bring_back(
     request: LaunchRequest, executor: str | ServerlessExecutor, task_digest: str | None, trust_bucket: bool
 ) -> Run:
     """Resume a run as `launch(resume=True)` does."""
-    request = resolved(request)
-    if request.chaos:
-        raise ValueError("A resumed run keeps the chaos it was launched with: leave chaos= away.")
-    if request.min_replicas is not None:
-        raise ValueError("A resumed run keeps the min_replicas it was launched with: leave min_replicas= away.")
+    given = request.args if request.argv is None else request.argv
+    request = resolved(request) if given is not None else replace(resolved(request), args=None)
+    for name in ("chaos", "min_replicas", "fail_fast", "max_cost"):
+        if getattr(request, name):
+            raise ValueError(f"A resumed run keeps the {name} it was launched with: leave {name}= away.")
     if request.run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
     from executors.resume import resume, vouched_task

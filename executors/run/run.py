@@ -148,7 +148,8 @@ class Run:
         def has_ended() -> bool:
             states = self._look()
             if self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states):
-                now = RunStatus(self.run_id, self.backend, self._observer.with_reports(states))
+                reported = self._observer.with_reports(states)
+                now = RunStatus(self.run_id, self.backend, reported, min_replicas=self.record.min_replicas)
                 if told := self.end_early(now, "fail_fast=True"):
                     print(f"replicas: {self.run_id}: {told}", file=sys.stderr)
                 self._watches_for_failures = False

@@ -11,6 +11,7 @@ from support.fake_jobs import FakeExecutor, FakeJobs, Machines, start
 
 from executors import Run, attach, launch
 from executors.errors import LaunchError
+from executors.resume import resume
 from executors.run_index import local_store
 from executors.store.records import exists
 from executors.testing import eventually
@@ -123,4 +124,26 @@ def test_a_detached_launch_gives_up_what_has_not_come(machines: Machines, capsys
     assert "replicas: started with 2 of 3 replicas; 1 did not come within 0.2 s" in capsys.readouterr().err
     assert reasons(run) == [None, "start_failed", None]
     assert machines.living() == [(0, 0), (2, 0)]
+    run.cancel()
+
+
+def test_a_rank_that_is_refused_is_no_failure_that_ends_the_run(machines: Machines) -> None:
+    machines.fail("start", "rejected", rank=2)
+    run = start(4, min_replicas=3, fail_fast=True)
+    assert not run.wait(0)
+    assert machines.living() == [(0, 0), (1, 0), (3, 0)]
+    run.cancel()
+
+
+def test_a_rank_that_is_refused_when_the_run_is_resumed_is_not_said_to_be_anothers(
+    machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = start(3, min_replicas=2)
+    for rank in range(3):
+        machines.end(machines.job_of(run, rank), "preempted")
+    machines.fail("start", "rejected", rank=1)
+    capsys.readouterr()
+    resume(run)
+    assert capsys.readouterr().err == "replicas: Rank 1 could not be started: Fake: rejected, as the test asked.\n"
+    assert machines.living() == [(0, 1), (2, 1)]
     run.cancel()

@@ -102,6 +102,22 @@ def test_launch_with_resume_refuses_other_arguments() -> None:
     assert again.status().replicas[0].attempt == 2
 
 
+def test_launch_with_resume_refuses_what_it_would_leave_out() -> None:
+    for name, value in {"min_replicas": 1, "fail_fast": True, "max_cost": 2.5}.items():
+        with pytest.raises(ValueError, match=f"A resumed run keeps the {name} it was launched with"):
+            launch(PLAIN, print, 1, run_id="any", resume=True, **{name: value})  # type: ignore[arg-type]
+
+
+def test_launch_with_resume_brings_a_script_back_with_the_arguments_it_had(tmp_path: Path) -> None:
+    (script := tmp_path / "script.py").write_text("import sys\nassert sys.argv[1:] == ['--lr', '1']\nsys.exit(3)\n")
+    launch(PLAIN, str(script), 1, argv=["--lr", "1"], run_id="a-script").wait(30)
+    again = launch(PLAIN, str(script), 1, run_id="a-script", resume=True)
+    again.wait(30)
+    assert (again.outcomes()[0].attempt, again.outcomes()[0].exit_code) == (1, 3)
+    with pytest.raises(ValueError, match="'argv' is another now"):
+        launch(PLAIN, str(script), 1, argv=[], run_id="a-script", resume=True)
+
+
 def test_a_task_that_is_not_the_launched_one_is_not_brought_back(half_dead: Run) -> None:
     key = "half-dead/task/task.json"
     task = bytes(half_dead.store.get(key))

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import secrets
-import socket
 import sys
 import threading
 import time
@@ -33,6 +31,7 @@ from executors.backends.jobs.service import (
 )
 from executors.errors import LaunchError, ReplicasError, StoreError
 from executors.native import RunSpec
+from executors.process import this_process
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.store.records import read_record, to_bytes
 
@@ -246,8 +245,7 @@ class GangStart:
         """Begin an attempt by creating its intent; False if another launcher has begun it."""
         if start.is_begun is None:
             store, key = start.attempt.store, start.attempt.key("intent.json")
-            by = f"{socket.gethostname()}:{os.getpid()}"
-            intent = {"nonce": self._nonce, "by": by, "job": start.job.key.name, "at": time.time()}
+            intent = {"nonce": self._nonce, "by": this_process(), "job": start.job.key.name, "at": time.time()}
             created = store.put_if_absent(key, to_bytes(intent))
             # Perhaps the one that exists is ours, by a create whose answer was lost: the nonce says it.
             start.is_begun = created or read_record(store, key, Intent.parse).nonce == self._nonce

@@ -13,7 +13,7 @@ from typing import Any
 
 from executors.attempt import Attempt, parse_handle
 from executors.native import RunSpec
-from executors.process import this_machine
+from executors.process import this_machine, this_process
 from executors.protocol import ReplicaHandle
 from executors.store import store_at
 from executors.store.records import read_record
@@ -59,7 +59,7 @@ class LocalLaunch:
     """`CUDA_VISIBLE_DEVICES` of each place that a replica can run in; None leaves it alone."""
     nonce: str = field(default_factory=lambda: os.urandom(16).hex())
     """Tells this launch from any other that asks for the same attempts."""
-    by: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
+    by: str = field(default_factory=this_process)
     """The launcher, for people."""
 
     def to_json(self) -> dict[str, Any]:
