@@ -113,10 +113,12 @@ class _Follower:
 
     def _look(self, look_s: float) -> None:
         while not self._waited(look_s):
-            sights = self._logs.look(list(self._ranks))
+            sights, before = self._logs.look(list(self._ranks)), self._sights
             with self._changed:
                 self._sights = sights
                 self._changed.notify_all()
+            if sights != before:
+                self._parts.put(None)  # all may be done: a rank that went on under its old log is not read again
 
     def _read(self, ranks: Sequence[_Rank]) -> None:
         while not self._is_stopped:

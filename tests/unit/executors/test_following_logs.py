@@ -108,6 +108,27 @@ def test_a_reader_that_is_slow_makes_the_logs_wait() -> None:
     eventually(lambda: not any(thread.is_alive() for thread in threads), "the threads end")
 
 
+def test_following_ends_also_where_a_rank_that_had_ended_went_on_for_a_while_under_its_old_log() -> None:
+    phases = [{0: True}, {0: False}, {0: False, 1: True}, {0: True, 1: True}]
+    phase, seen, has_come_to_end = 0, threading.Event(), threading.Event()
+
+    class Flickering(Scene):
+        def look(self, ranks: Sequence[int]) -> dict[int, Sight]:
+            seen.set()
+            return {rank: Sight(0, phases[phase].get(rank, False)) for rank in ranks}
+
+    def follow() -> None:
+        list(follow_logs(Flickering(lambda rank, attempt: Scripted(lambda: [])), range(2), 5, look_s=0.01))
+        has_come_to_end.set()
+
+    threading.Thread(target=follow, daemon=True).start()
+    for phase in range(len(phases)):  # noqa: B007 - `look` reads it
+        for _ in range(5 if phase < 3 else 0):
+            seen.clear()
+            assert seen.wait(PATIENCE_S)
+    assert has_come_to_end.wait(PATIENCE_S)
+
+
 def test_a_rank_that_is_begun_again_is_followed_on() -> None:
     texts = {0: b"first\nunfinished", 1: b"second\n"}
     opened = []
