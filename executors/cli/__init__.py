@@ -158,7 +158,7 @@ def _fail(error: Exception, message: str | None = None) -> int:
     print(inert(f"Error: {text}"), file=sys.stderr)
     if (context := getattr(error, "ctx", None)) is not None:
         print(f"Try: {context.command_path} --help", file=sys.stderr)
-    if "--json" in sys.argv:
+    if "--json" in _split_argv(sys.argv[1:])[0]:
         print(json.dumps({"error": text, "kind": type(error).__name__}))
     return USAGE
 

@@ -235,7 +235,7 @@ def _finish(
     from executors.cli.summary import Summary, heading, reference
 
     name = reference(run)
-    if detach:
+    if detach and run.backend != "inline":  # which has ended
         if output.as_json:
             output.document(Summary(run, run.outcomes(), None).document())
             return 0

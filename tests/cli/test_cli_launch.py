@@ -62,6 +62,7 @@ def test_a_script_runs_with_what_follows_two_hyphens(here: HereInstead) -> None:
     (here.folder.path / "flat.py").write_text("import sys\nprint('flat', sys.argv[1:])\n")
     assert here.launch("flat.py", "--run-id", "flat", n=1).code == 0, "a file without a main is a script"
     assert here.replicas("logs", "flat").stdout == "[0] flat []\n"
+    assert here.launch("missing.py", "--", "--json").stdout == "", "its --json is not ours"
 
 
 def test_the_summary_of_the_lowest_rank_is_shown_in_place_of_the_results(here: HereInstead) -> None:

@@ -139,3 +139,11 @@ def test_its_json_is_one_document_though_the_entrypoint_prints(here: HereInstead
         assert name not in os.environ
     set_current_replica(None)
     assert json.loads(result.stdout)["exit_code"] == 0
+
+
+def test_the_command_says_how_it_ended_also_where_it_was_to_be_detached(here: HereInstead) -> None:
+    (here.folder.path / "broken.py").write_text("def main():\n    raise ValueError('x')\n")
+    result = here.replicas("launch", "broken.py", "--n", 1, "--backend", "inline", "--detach")
+    assert result.code == 1, result
+    assert "detached" not in result.stdout
+    assert "ValueError: x (rank 0 of 1, broken.py:2)" in result.stdout
