@@ -176,7 +176,8 @@ class Run:
         alive = [state.rank for state in now.replicas if not state.status.is_terminal]
         why = f"{first}: {failed.headline[:MAX_WHY]}" if failed else first
         self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), alive)
-        self.cancel()
+        with contextlib.suppress(RunNotFoundError):  # only the process that launched it has its handles
+            self.cancel()
         return f"{first}, which ends the run."
 
     def results(self) -> list[Any]:

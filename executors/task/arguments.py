@@ -175,7 +175,7 @@ def annotations_in(module: ast.Module, taken: ast.arguments) -> dict[str, Any]:
         if arg.annotation is not None:
             try:
                 found[arg.arg] = _read(arg.annotation, named)
-            except (_Unknown, ValueError, TypeError, SyntaxError, RecursionError):
+            except (_Unknown, ValueError, TypeError, LookupError, SyntaxError, RecursionError):
                 continue
     return found
 
