@@ -44,7 +44,7 @@ def from_texts(texts: Mapping[str, str], annotations: Mapping[str, Any], functio
         annotation = annotations.get(name, annotations.get(REST, Any))
         try:
             values[name] = _convert_or_keep(text, annotation)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise EntrypointArgumentsError(
                 f"--arg {name}={text}: {function}() takes {name} as {describe(annotation)}."
             ) from None
@@ -55,7 +55,7 @@ def json_or_text(text: str) -> Any:
     """Return the value of a text: JSON where it parses as JSON, else the text itself."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -123,3 +123,13 @@ def test_the_annotation_of_the_rest_is_that_of_each(source: Path) -> None:
         assert from_texts({"anything": "5"}, known, "rest") == {"anything": 5}
         with pytest.raises(EntrypointArgumentsError, match="takes anything as an int"):
             from_texts({"anything": "five"}, known, "rest")
+
+
+def test_annotations_that_no_type_checker_takes_and_texts_of_any_depth_are_no_traceback(tmp_path: Path) -> None:
+    (odd := tmp_path / "odd.py").write_text("def main(a: list[()], b: Literal[[1]], c: 'int |', d: Optional[()]): ...\n")
+    known = of_source(odd, "main")
+    assert from_texts({"a": "1", "c": "1", "d": "1"}, known, "main") == {"a": 1, "c": 1, "d": 1}
+    deep = "[" * 100_000
+    assert from_texts({"a": deep}, known, "main") == {"a": deep}
+    with pytest.raises(EntrypointArgumentsError, match="takes sizes as a list, each item an int"):
+        from_texts({"sizes": deep}, annotations_of(main), "main")
