@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Context, Option
@@ -154,12 +154,21 @@ launch.epilog = (  # type: ignore[attr-defined]
 )
 
 
+@contextlib.contextmanager
+def _starting(backend: str, text: str, output: Output) -> Iterator[Callable[[str], None]]:
+    """Show within the block how far the start is, but where the screen is the entrypoint's."""
+    if backend != "inline":
+        with output.busy(text) as tell:
+            yield tell
+        return
+    with contextlib.redirect_stdout(sys.stderr) if output.as_json else contextlib.nullcontext():
+        yield lambda words: None
+
+
 def _start(plan: LaunchPlan, output: Output) -> Run:
+    text = f"Starting {plan.request.n} replicas of {plan.run_id}"
     try:
-        if plan.executor.backend_name == "inline":  # the screen is the entrypoint's
-            with contextlib.redirect_stdout(sys.stderr) if output.as_json else contextlib.nullcontext():
-                return plan.start()
-        with output.busy(f"Starting {plan.request.n} replicas of {plan.run_id}") as tell:
+        with _starting(plan.executor.backend_name, text, output) as tell:
             return plan.start(tell)
     except LaunchError as error:
         message = f"{error} See: replicas status {plan.run_id}"
@@ -205,7 +214,8 @@ def resume(
     found = find_run(run, rendezvous, backend, option)
     with Interrupts() as interrupts:
         try:
-            with usage_errors(), output.busy(f"Starting replicas of {found.run_id} again") as tell:
+            text = f"Starting replicas of {found.run_id} again"
+            with usage_errors(), _starting(found.backend, text, output) as tell:
                 resumed = start_again(
                     found,
                     ranks=rank or None,

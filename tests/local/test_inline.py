@@ -139,6 +139,11 @@ def test_its_json_is_one_document_though_the_entrypoint_prints(here: HereInstead
         assert name not in os.environ
     set_current_replica(None)
     assert json.loads(result.stdout)["exit_code"] == 0
+    (file := here.folder.path / "twice.py").write_text("def main():\n    raise ValueError('not yet')\n")
+    here.replicas("launch", "twice.py", "--n", "1", "--backend", "inline", "--run-id", "again")
+    file.write_text("def main():\n    print('printed')\n")
+    result = here.replicas("resume", "again", "--json")
+    assert (result.json["exit_code"], "printed" in result.stderr) == (0, True)
 
 
 def test_the_command_says_how_it_ended_also_where_it_was_to_be_detached(here: HereInstead) -> None:

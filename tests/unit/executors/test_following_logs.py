@@ -118,11 +118,11 @@ def test_following_ends_also_where_a_rank_that_had_ended_went_on_for_a_while_und
             return {rank: Sight(0, phases[phase].get(rank, False)) for rank in ranks}
 
     def follow() -> None:
-        list(follow_logs(Flickering(lambda rank, attempt: Scripted(lambda: [])), range(2), 5, look_s=0.01))
+        list(follow_logs(Flickering(lambda rank, attempt: Scripted(list)), range(2), 5, look_s=0.01))
         has_come_to_end.set()
 
     threading.Thread(target=follow, daemon=True).start()
-    for phase in range(len(phases)):  # noqa: B007 - `look` reads it
+    for phase in range(len(phases)):
         for _ in range(5 if phase < 3 else 0):
             seen.clear()
             assert seen.wait(PATIENCE_S)
