@@ -59,14 +59,6 @@ class Claim(Record):
     host: str = checked(text(1000), "")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Boot(Record):
-    """`boot.json`: what a replica elsewhere does before its worker runs."""
-
-    at: float = checked(number(LONG_AGO, FAR_AHEAD))
-    doing: str = checked(text(100))
-
-
 @dataclass(frozen=True)
 class Beat:
     """`heartbeat.json`: that a replica lived at a time, and what it reported last."""

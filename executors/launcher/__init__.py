@@ -143,10 +143,12 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
         return run
 
     def tell() -> None:
-        attempts = (Attempt(run.store, run.run_id, rank) for rank in range(run.world_size))
-        with contextlib.suppress(ReplicasError):
+        if pid != os.getpid() or run.is_awaited:
+            return
+        with contextlib.suppress(ReplicasError):  # the run may be deleted
+            attempts = (Attempt(run.store, run.run_id, rank) for rank in range(run.world_size))
             # One by one: at the exit no thread can be started any more.
-            if pid == os.getpid() and not run.is_awaited and any(each.newest().outcome() is None for each in attempts):
+            if any(each.newest().outcome() is None for each in attempts):
                 print(
                     f"replicas: run {run.run_id} ends with this process. Wait for it with run.wait(), or let it go on "
                     "with launch(…, detach=True).",

@@ -141,6 +141,24 @@ def test_a_run_that_ends_with_its_script_says_so(how: str, is_told: bool, tmp_pa
     attach("mine").cancel()
 
 
+DELETED = """
+from executors import LocalProcessExecutor, attach, launch
+from support.tasks import rank
+
+run = launch(LocalProcessExecutor(preload=()), rank, 1)
+other = attach(run.run_id)
+other.wait()
+other.remove()
+"""
+
+
+def test_a_run_that_was_deleted_meanwhile_is_no_traceback_at_the_end_of_its_script(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(DELETED)
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("verb", [("launch", "job:main", "--n", "1"), ("ls",), ("status", "mine"), ("backends",)])
 def test_a_deleted_working_directory_is_one_sentence(verb: tuple[str, ...], tmp_path: Path, state_home: Path) -> None:
     gone = tmp_path / "gone"
