@@ -41,15 +41,6 @@ def test_what_an_entrypoint_returns_comes_back_or_is_refused(local: LocalProcess
     }
 
 
-def test_a_coroutine_function_is_not_silently_a_success(local: LocalProcessExecutor) -> None:
-    async def entrypoint() -> int:
-        return 1
-
-    run = launch(local, entrypoint, 1)
-    assert run.wait(timeout=60)
-    assert run.outcomes()[0].reason == "result_not_serializable"
-
-
 def test_methods_partials_and_callable_objects_are_entrypoints(local: LocalProcessExecutor) -> None:
     class Trainer:
         def __init__(self, width: int) -> None:

@@ -72,17 +72,19 @@ def test_the_logs_of_replicas_that_leave_no_outcome_are_copied_into_a_bucket(
 
 
 def test_a_copy_that_takes_too_long_is_given_up_and_delays_no_other_ranks_end(
-    local: LocalProcessExecutor, s3: S3Server
+    local: LocalProcessExecutor, s3: S3Server, tmp_path: Path
 ) -> None:
-    def entrypoint() -> None:
+    def entrypoint(go: str) -> None:
         if tasks.rank() == 0:
+            eventually(Path(go).exists)
             say_and_end("large")
             os._exit(3)
         tasks.hang()
 
-    run = launch(local, entrypoint, 2, rendezvous=s3.url("runs"))
+    run = launch(local, entrypoint, 2, args={"go": str(tmp_path / "go")}, rendezvous=s3.url("runs"))
     pids = [pid_of(handle) for handle in run.handles]
     s3.misbehave(bytes_per_s=1_000_000)
+    (tmp_path / "go").touch()
     eventually(lambda: not is_alive(pids[0]))
     os.kill(pids[1], signal.SIGKILL)
     assert run.wait(60)

@@ -219,10 +219,11 @@ class GangStart:
         for start in late:
             start.given_up.set()
         with contextlib.suppress(Exception):
-            self._service.interrupt_starts()
             for start in late:
                 if not start.has_come:
                     start.attempt.abandon(JobServiceError("its launcher has ended before it came", "rejected"))
+        with contextlib.suppress(Exception):  # after it: a start that succeeds all the same finds the marker
+            self._service.interrupt_starts()
         self._wait_for(late, CLOSE_S)
 
     # Starting one
