@@ -127,7 +127,7 @@ def resume(
             by_others = _who_resumes(run, overtaken)
             raise AlreadyResumedError(f"{by_others} Follow it: `replicas wait {shlex.quote(run.url)}`.")
         # With `min_replicas` some may be missing that this process itself could not start, or not yet.
-        if by_others := _who_resumes(run, overtaken, but=this_process()):
+        if by_others := _who_resumes(run, overtaken, but=this_process() if launched.min_replicas else None):
             print(f"replicas: {by_others}", file=sys.stderr)
     return Run(run.store, run.run_id, executor=executor)
 
