@@ -80,7 +80,7 @@ def collect(
         for left in skipped:
             what = f"the artifact {left['artifact']!r}" if "artifact" in left else f"the log {left['log']!r}"
             output.say(one_line(f"Skipped {what} of rank {left['rank']}: {left['problem']}"), "yellow")
-            code = code or (FAILED if "log" in left else 0)
+            code = code or (FAILED if left["is_unreadable"] else 0)
     if as_json:
         output.document({**document, "out": None if out is None else str(out.absolute()), "skipped": skipped})
         return code
@@ -145,10 +145,13 @@ def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, A
             is_newest = attempt == attempts[-1]
             log = folder / str(rank) / ("output.log" if is_newest else f"output-attempt-{attempt.number}.log")
             if problem := _copy_log(run, attempt, log, is_newest=is_newest):
-                skipped.append({"rank": rank, "log": log.name, "problem": problem})
+                skipped.append({"rank": rank, "log": log.name, "problem": problem, "is_unreadable": True})
         for artifact in run.all_artifacts(rank):
-            if problem := _save(artifact, folder / str(rank) / "artifacts"):
-                skipped.append({"rank": rank, "artifact": artifact.name, "problem": problem})
+            if error := _save(artifact, folder / str(rank) / "artifacts"):
+                problem = (isinstance(error, OSError) and error.strerror) or str(error)
+                is_unreadable = isinstance(error, StoreError)  # else its name is at fault, which others may choose
+                left = {"rank": rank, "artifact": artifact.name, "problem": problem, "is_unreadable": is_unreadable}
+                skipped.append(left)
     with _named(folder / RESULTS):
         (folder / RESULTS).write_text(strict_json(document) + "\n", encoding="utf-8")
     return skipped
@@ -165,17 +168,17 @@ def _named(path: Path) -> Iterator[None]:
         raise
 
 
-def _save(artifact: Artifact, folder: Path) -> str | None:
-    """Write an artifact below a folder; return why not, where its name or its content is at fault."""
+def _save(artifact: Artifact, folder: Path) -> Exception | None:
+    """Write an artifact below a folder; return the error, where its name or its content is at fault."""
     try:
         with _named(folder / artifact.name):
             artifact.save_below(folder)
     except (StoreError, ValueError) as error:
-        return str(error)
+        return error
     except OSError as error:
         if error.errno not in OF_ITS_NAME:
             raise
-        return error.strerror or str(error)
+        return error
     return None
 
 

@@ -244,6 +244,18 @@ def test_collect_names_a_log_that_cannot_be_read_and_says_so_by_its_exit_code(
     assert (here.folder.path / "out" / "1" / "output.log").read_text() == "saved\n"
 
 
+def test_collect_says_by_its_exit_code_that_an_artifact_cannot_be_read(
+    here: HereInstead, local: LocalProcessExecutor, state_home: Path
+) -> None:
+    ended(local, "keep", 2)
+    (kept, *_) = sorted(path for path in state_home.rglob("artifacts/**/*") if path.is_file())
+    kept.unlink()
+    kept.symlink_to("gone")
+    told = here.replicas("collect", "mine", "--out", here.folder.path / "out")
+    assert told.code == 1
+    assert "Skipped the artifact" in told.stdout
+
+
 def test_collect_brings_the_logs_of_all_attempts(here: HereInstead, local: LocalProcessExecutor) -> None:
     run = ended(local, "fail", 2, ranks=[1])
     resume(run).wait(60)
