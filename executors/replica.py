@@ -18,6 +18,7 @@ from typing import Any
 from executors.attempt import Claim, replica_key
 from executors.errors import KeyNotFoundError, ReplicasError
 from executors.store import Store, store_at
+from executors.store.artifacts import problem_of
 from executors.store.records import read_record, retry
 
 RANK = "REPLICA_RANK"
@@ -105,7 +106,10 @@ class Replica:
 
         Raises:
             FileNotFoundError: there is nothing at `path`.
+            ValueError: the name could not be written to a folder when it is collected.
         """
+        if problem := problem_of(name):
+            raise ValueError(f"save_artifact({name!r}, …): {problem}.")
         source = Path(path)
         if self.is_alone:
             source.stat()

@@ -14,6 +14,21 @@ from pathlib import Path
 from executors.store.protocol import MAX_KEY_BYTES, MAX_SEGMENT_BYTES, Store
 
 
+def problem_of(name: str) -> str | None:
+    """Say why a name cannot be a path below a folder; None if it can."""
+    segments = name.split("/")
+    encoded = [segment.encode(errors="surrogatepass") for segment in segments]
+    if not name:
+        return "it has no name"
+    if any(segment in ("", ".", "..") for segment in segments):
+        return "its name has an empty, '.' or '..' part"
+    if not name.isprintable():
+        return "its name has characters that cannot be shown"
+    if max(map(len, encoded)) > MAX_SEGMENT_BYTES or sum(map(len, encoded)) > MAX_KEY_BYTES:
+        return "its name is too long"
+    return None
+
+
 @dataclass(frozen=True)
 class Artifact:
     """A file that a replica kept with `save_artifact`."""
@@ -27,17 +42,7 @@ class Artifact:
     @cached_property
     def problem(self) -> str | None:
         """Why the name cannot be a path below a folder; None if it can."""
-        segments = self.name.split("/")
-        encoded = [segment.encode(errors="surrogatepass") for segment in segments]
-        if not self.name:
-            return "it has no name"
-        if any(segment in ("", ".", "..") for segment in segments):
-            return "its name has an empty, '.' or '..' part"
-        if not self.name.isprintable():
-            return "its name has characters that cannot be shown"
-        if max(map(len, encoded)) > MAX_SEGMENT_BYTES or sum(map(len, encoded)) > MAX_KEY_BYTES:
-            return "its name is too long"
-        return None
+        return problem_of(self.name)
 
     def read(self) -> memoryview:
         """Return the file's content."""

@@ -23,9 +23,17 @@ from executors.errors import EntrypointArgumentsError
 REST = "**"  # the name under which the annotation of **kwargs is kept
 BOOLS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
 NONES = ("none", "null")
-NAMES = {bool: "true or false", int: "an int", float: "a float", str: "a string", Path: "a path", type(None): "none"}
+NAMES = {
+    bool: "true or false",
+    int: "an int",
+    float: "a float",
+    str: "a string",
+    Path: "a path",
+    type(None): "none",
+    dict: "a JSON object",
+}
 SEQUENCES = (list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
-BY_NAME: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, Path, list)}
+BY_NAME: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, Path, list, dict)}
 ENUMS = ("Enum", "IntEnum", "StrEnum", "Flag", "IntFlag")
 
 
@@ -91,12 +99,20 @@ def convert(text: str, annotation: Any) -> Any:
     if kind in (Union, types.UnionType):
         return _convert_to_any(text, sorted(parts, key=lambda part: (part is str) - (part is type(None))))
     if kind in SEQUENCES:
-        items = json.loads(text) if text.startswith("[") else text.split(",") if text else []
+        items = json.loads(text) if text.startswith("[") else [item.strip() for item in text.split(",")] if text else []
         each = parts[0] if parts else Any
         return [_convert_or_keep(item if isinstance(item, str) else json.dumps(item), each) for item in items]
+    if kind is dict:
+        return _refuse_others(json.loads(text, parse_constant=_refuse_constant), dict)
     if kind is typing.Annotated:
         return convert(text, parts[0])
     raise _Unknown
+
+
+def _refuse_others(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError
+    return value
 
 
 def _convert_or_keep(text: str, annotation: Any) -> Any:
@@ -138,6 +154,8 @@ def describe(annotation: Any) -> str:
         return " or ".join(map(describe, parts))
     if kind in SEQUENCES:
         return f"a list, each item {describe(parts[0])}" if parts else "a list"
+    if kind is dict:
+        return NAMES[dict]
     return describe(parts[0]) if kind is typing.Annotated else NAMES.get(annotation, str(annotation))
 
 
@@ -197,6 +215,8 @@ def _read(node: ast.AST, named: Mapping[str, ast.AST]) -> Any:
             items = inner.elts if isinstance(inner, ast.Tuple) else [inner]
             if kind == "Literal":
                 return Literal[tuple(ast.literal_eval(item) for item in items)]
+            if kind in ("dict", "Dict"):
+                return dict
             parts = [_read(item, named) for item in (items[:1] if kind == "Annotated" else items)]
             if kind in ("list", "List", "Sequence"):
                 return list[parts[0]]  # type: ignore[valid-type]

@@ -55,7 +55,7 @@ def main(  # type: ignore[no-untyped-def]
     size: Literal["small", "large"] = "small", depth: Literal[1, 2] = 1, mode: Mode = Mode.FAST,
     level: Level = Level.LOW, tag: Optional[str] = None, limit: int | None = None, either: str | int = 0,  # noqa: UP045
     sizes: list[int] = [], paths: list[Path] = [], rate: Annotated[float, "per step"] = 0, plain=None,  # noqa: B006
-    elsewhere: Elsewhere = None, table: dict[str, Any] | None = None,  # type: ignore[name-defined] # noqa: F821
+    elsewhere: Elsewhere = None, table: dict[str, Any] = {},  # type: ignore[name-defined] # noqa: B006, F821
 ) -> None: ...  # fmt: skip
 
 
@@ -84,7 +84,7 @@ MEANT = [
     ("depth", "2", 2), ("mode", "SLOW", Mode.SLOW), ("mode", "s", Mode.SLOW), ("level", "HIGH", Level.HIGH),
     ("level", "2", Level.HIGH), ("tag", "none", None), ("tag", "x", "x"), ("limit", "null", None), ("limit", "4", 4),
     ("either", "4", 4), ("either", "four", "four"), ("sizes", "[1, 2]", [1, 2]), ("sizes", "64,128", [64, 128]),
-    ("sizes", "", []), ("paths", "a,b", [Path("a"), Path("b")]), ("rate", "3", 3.0), ("plain", "[1]", [1]),
+    ("sizes", "", []), ("paths", "a, b", [Path("a"), Path("b")]), ("rate", "3", 3.0), ("plain", "[1]", [1]),
     ("plain", "word", "word"), ("plain", "1e3", 1000.0), ("elsewhere", "5", 5), ("table", '{"a": 1}', {"a": 1}),
 ]  # fmt: skip
 
@@ -104,7 +104,7 @@ REFUSED = [
     ("lr", "abc", "a float"), ("size", "medium", "one of 'small', 'large'"), ("depth", "3", "one of 1, 2"),
     ("mode", "fast", "one of FAST, SLOW"), ("level", "3", "one of LOW, HIGH"), ("limit", "x", "an int or none"),
     ("sizes", "1,x", "a list, each item an int"), ("sizes", "[1, 2", "a list, each item an int"),
-    ("rate", "x", "a float"),
+    ("rate", "x", "a float"), ("table", "1", "a JSON object"), ("table", "x", "a JSON object"),
 ]  # fmt: skip
 
 

@@ -34,6 +34,8 @@ def test_a_process_that_nobody_launched_is_rank_0_of_1_and_one_line_says_so(
     assert list(me.store.list("")) == []
     with pytest.raises(FileNotFoundError):
         me.save_artifact("weights", tmp_path / "no such file")
+    with pytest.raises(ValueError, match="characters that cannot be shown"):
+        me.save_artifact("a\nb", tmp_path / "weights")
     (line,) = capsys.readouterr().err.splitlines()
     assert "not a replica, so it is alone: world size 1, in memory, and nothing is kept. With others: " in line
     assert find_replica() is None, "code that wants to know can tell the difference"
