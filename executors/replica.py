@@ -18,7 +18,6 @@ from typing import Any
 from executors.attempt import Claim, replica_key
 from executors.errors import KeyNotFoundError, ReplicasError
 from executors.store import Store, store_at
-from executors.store.artifacts import problem_of
 from executors.store.records import read_record, retry
 
 RANK = "REPLICA_RANK"
@@ -108,6 +107,8 @@ class Replica:
             FileNotFoundError: there is nothing at `path`.
             ValueError: the name could not be written to a folder when it is collected.
         """
+        from executors.store.artifacts import problem_of
+
         if problem := problem_of(name):
             raise ValueError(f"save_artifact({name!r}, …): {problem}.")
         source = Path(path)
