@@ -54,6 +54,7 @@ def test_who_waits_elsewhere_and_cannot_end_the_run_has_no_error(third_party: Po
     run = launch(third_party, "support.tasks:fail_or_hang", 2, args={"rank": 1}, fail_fast=True)
     attach(run.run_id, executor=third_party).wait(4)  # the other's marker may have ended it by then
     assert run.wait(60)
+    assert [row.status for row in run.outcomes()] == ["cancelled", "failed"]
 
 
 def test_who_waits_is_told_of_it_once(local: LocalProcessExecutor, capsys: pytest.CaptureFixture[str]) -> None:
