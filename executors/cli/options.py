@@ -89,7 +89,7 @@ def options_of(backend: str, option: Sequence[str] | None, volume: Sequence[str]
 
 def find_run(run: str, rendezvous: str | None, backend: str | None = None, options: Sequence[str] | None = None) -> Run:
     """Return the run a user names, with the executor that the user names, if any."""
-    from executors.run.run import attach
+    from executors.run.lookup import attach
 
     if options and backend is None:
         refuse("--option belongs to a backend: give --backend, too.")
