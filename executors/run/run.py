@@ -120,13 +120,24 @@ class Run:
     def __exit__(self, *error: object) -> None:
         self.cancel()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until every replica has ended; False if `timeout` seconds were over first.
+    def wait(self, timeout: float | None = None, *, n: int | None = None) -> bool:
+        """Wait until every replica has ended, or `n` of them; False if `timeout` seconds were over first.
 
         Ctrl-C leaves the run alone.
         """
-        self.is_awaited = self._waiter.wait(timeout)
-        return self.is_awaited
+        if n is not None and not 1 <= n <= self.world_size:
+            raise ValueError(f"Run {self.run_id!r} has {self.world_size} replicas, got n={n}.")
+        is_over = self._waiter.wait(n or self.world_size, timeout)
+        self.is_awaited = self.is_awaited or (is_over and n in (None, self.world_size))
+        return is_over
+
+    def as_completed(self) -> Iterator[Outcome]:
+        """Yield how each replica ended as soon as it has, whose `rank` it says; ends with the run.
+
+        A rank that is resumed meanwhile comes once more when its new attempt ends.
+        """
+        yield from self._waiter.as_completed()
+        self.is_awaited = True
 
     def end_early(self, now: RunStatus, option: str) -> str | None:
         """End the run at a failure before anybody's first round, if it was launched so; return what to say, once.
@@ -156,7 +167,7 @@ class Run:
         """Return how each replica ended, in rank order, without waiting; those that have not are pending or running."""
         states = self._look()
         if all(state.status.is_terminal for state in states):
-            self._observer.collect_missing()
+            self._observer.collect_missing(self._observer.ranks)
         observer = self._observer
         return [observer.outcome(s.rank) or observer.attempt(s.rank).ended(s.status) for s in states]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 from executors.errors import RunNotFoundError
-from executors.protocol import ReplicaStatus
+from executors.protocol import Outcome, ReplicaStatus
 from executors.run.observer import Observer
-from executors.status import FAILED_EARLY, RunStatus, wait_until
+from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
 from executors.task.record import RunRecord
 
 MAX_WHY = 2000  # characters
@@ -29,9 +30,23 @@ class Waiter:
         self._cancel = cancel
         self._watches_for_failures = True
 
-    def wait(self, timeout_s: float | None) -> bool:
-        """Wait until every replica has ended; False if the time was over first."""
-        return wait_until(self._have_ended, timeout_s, self._observer.pauses())
+    def wait(self, n: int, timeout_s: float | None) -> bool:
+        """Wait until `n` replicas have ended; False if the time was over first."""
+        return wait_until(lambda: len(self._ended()) >= n, timeout_s, self._observer.pauses())
+
+    def as_completed(self) -> Iterator[Outcome]:
+        """Yield how each replica ended when it has, until all have; once more where one was resumed meanwhile."""
+        observer, told = self._observer, set[tuple[int, int]]()
+        for pause_s in observer.pauses():
+            ended = self._ended()
+            observer.collect_missing([state.rank for state in ended])
+            outcomes = [observer.outcome(s.rank) or observer.attempt(s.rank).ended(s.status) for s in ended]
+            new = [outcome for outcome in outcomes if (outcome.rank, outcome.attempt) not in told]
+            told.update((outcome.rank, outcome.attempt) for outcome in new)
+            yield from sorted(new, key=lambda outcome: outcome.finished_at)
+            if len(ended) == self._record.world_size:
+                return
+            time.sleep(pause_s)
 
     def end_early(self, now: RunStatus, option: str) -> str | None:
         """End the run at a failure before anybody's first round, if it was launched so; return what to say, once.
@@ -52,7 +67,8 @@ class Waiter:
             self._cancel()
         return f"{first}, which ends the run."
 
-    def _have_ended(self) -> bool:
+    def _ended(self) -> list[ReplicaState]:
+        """Look at the run once, and return the replicas that have ended."""
         states = self._observer.look(self._observer.ranks)
         if self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states):
             reported = self._observer.with_reports(states)
@@ -60,4 +76,4 @@ class Waiter:
             if told := self.end_early(now, "fail_fast=True"):
                 print(f"replicas: {self._run_id}: {told}", file=sys.stderr)
             self._watches_for_failures = False
-        return all(state.status.is_terminal for state in states)
+        return [state for state in states if state.status.is_terminal]
