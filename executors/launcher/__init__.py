@@ -175,6 +175,7 @@ class LaunchPlan:
         Args:
             tell: gets a few words on how far the start is, where it takes long.
         """
+        from executors.run.handles import keep_handles
         from executors.run.run import Run
 
         request, executor = self.request, self.executor
@@ -201,6 +202,7 @@ class LaunchPlan:
                 for rank in range(request.n):
                     Attempt(store, self.run_id, rank).abandon(error)
             raise
+        keep_handles(store, self.run_id, 0, handles)
         return Run(store, self.run_id, executor=executor, handles=handles)
 
     def usd_per_hour(self) -> float | None:
