@@ -286,6 +286,8 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     """Check everything about a launch but its store. Raises what `launch` does."""
     check_working_directory()
     executor = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
+    if request.min_replicas is None and request.gather_s != GATHER_S:
+        raise ValueError("gather_s= (--gather) waits for what min_replicas= can do without: give both.")
     request = resolved(request)
     native = executor if isinstance(executor, NativeExecutor) else None
     rendezvous, timeout = request.rendezvous, request.timeout
@@ -336,6 +338,7 @@ def _bring_back(
         run,
         gpu=request.gpu,
         timeout=request.timeout,
+        gather_s=None if request.gather_s == GATHER_S else request.gather_s,
         env=request.env,
         secrets=request.secrets,
         detach=request.detach,
