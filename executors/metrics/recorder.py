@@ -22,7 +22,8 @@ from executors.store.records import exists
 from executors.store.url import directory_of
 
 SEGMENT_BYTES = 1 << 20
-NEAR_S, FAR_S = 5.0, 60.0  # how long lines wait for others at most; far, each segment costs
+NEAR_S, FAR_S = 5.0, 60.0  # how long lines wait for others; at a bucket each segment costs
+NEAR_SHARE = 0.01  # of the attempt's age, once that is more: else a day were 17,000 files for each replica
 RETRY_S = 5.0
 WAITING_BYTES = 8 << 20
 LINE_S = 1.0  # the least time between two lines of reported numbers, but for the first after a round
@@ -135,7 +136,8 @@ class Recorder:
             named = fields if is_own else {f"{k}_" if k in RESERVED else k: v for k, v in fields.items()}
             self._keep({"t": round(at - self._began, 3), **named})
         if self._lines and self._close_at is None:
-            self._close_at = now + (NEAR_S if self._is_near or not self._n_segments else FAR_S)
+            near_s = min(FAR_S, max(NEAR_S, NEAR_SHARE * (now - self._began)))
+            self._close_at = now + (near_s if self._is_near or not self._n_segments else FAR_S)
         while self._n_bytes > WAITING_BYTES:
             self._left_out += len(self._lines) // 2
             self._lines = self._lines[::2]

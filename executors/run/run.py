@@ -12,7 +12,7 @@ from executors.attempt import Attempt
 from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, StoreError, UnknownHandleError
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import executor_of_record
-from executors.run.observer import RECENT_S, Observer, in_parallel
+from executors.run.observer import RECENT_S, Observer
 from executors.run.root_cause import raise_root_cause
 from executors.run.run_logs import Note as LogNote
 from executors.run.run_logs import Ranks, RunLogs, Which
@@ -21,6 +21,7 @@ from executors.run_index import Note, folder_of_run, forget, noted_at_launch
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
+from executors.store.parallel import in_parallel
 from executors.store.url import address_of
 from executors.task.record import RunRecord, find_run_record
 
