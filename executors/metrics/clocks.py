@@ -1,13 +1,16 @@
 """When the attempts of a run lived, by clocks that differ, and how these are put on one time line.
 
 Every replica sees the same seals. So by how much one clock is ahead of another shows in the moments at which both saw a
-seal; the smallest difference has the least of what either was late. Where no seal tells, a host's clock is believed.
+seal. Hosts' clocks are mostly right: the smallest difference has the least of what either of two was late. Where even
+that is more than clocks differ that are kept right, the median of the differences is taken: either may have been late now
+and then. Where no seal tells, a host's clock is believed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from executors.attempt import Attempt, Claim
 from executors.errors import StoreError
@@ -15,6 +18,7 @@ from executors.metrics.rows import Round, Row
 from executors.metrics.segments import AttemptKey
 from executors.protocol import Outcome
 
+WRONG_S = 2.0  # a clock that is kept right by NTP differs less
 Seal = tuple[str, int]
 """The name of a DiLoCo, and an entry of its log."""
 
@@ -73,7 +77,9 @@ def clocks_ahead(
         both = seen[key].keys() & placed.keys()
         if placed and not both:
             continue
-        ahead[key] = by = min((seen[key][seal] - placed[seal] for seal in both), key=abs, default=0.0)
+        differences = [seen[key][seal] - placed[seal] for seal in both]
+        by = min(differences, key=abs, default=0.0)
+        ahead[key] = by = by if abs(by) < WRONG_S else median(differences)
         by_host.setdefault(hosts[key], by)
         for seal, at in seen[key].items():
             placed[seal] = min(placed.get(seal, at - by), at - by)

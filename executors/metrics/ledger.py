@@ -23,6 +23,7 @@ they are.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,8 @@ class Life:
 
     rank: int
     attempt: int
+    started_s: float
+    """When it was claimed, on the run's time line."""
     alive_s: float
     """From its claim to its end, or to the last that is known of it."""
     has_failed: bool
@@ -107,12 +110,12 @@ class _Book:
         rounds = [row for life in lives for row in life.rounds]
         self._n_fragments = 1 + max((row.fragment for row in rounds), default=0)
         self._most_ranks = max((len(row.ranks) for row in rounds), default=0)
-        self._missing = self._find_missing(rounds)
         paces = [pace for life in lives if (pace := self._pace(life.rounds))]
         self._usual_pace = median(paces) if paces else 0.0
-        self._usual_work = _usual_work(rounds)
+        self._usual_work = _usual_work(lives)
         begun = [_began(life.rounds[0]) for life in lives if life.rounds]
         self._usual_start = median(begun) if begun else 0.0
+        self._missing = self._find_missing(rounds)
 
     def work_of(self, life: Life) -> Work:
         """Return what became of the work of an attempt."""
@@ -121,17 +124,14 @@ class _Book:
             if row.verdict != "carried":
                 fates[row.verdict] += row.weight / self._n_fragments
         missing = self._missing.get((life.rank, life.attempt), [])
-        usual = _usual_work(life.rounds) or self._usual_work
-        if life.left is None:
-            undecided = [self._undecided(life, f, usual, missing) for f in range(self._n_fragments)]
-        else:
-            undecided = [life.left] * self._n_fragments
-        for entry in missing:  # in the seal, and not told by the replica
-            fragment = entry % self._n_fragments
-            part = min(undecided[fragment], usual)
-            undecided[fragment] -= part
-            fates["counted"] += part / self._n_fragments
-        rest = sum(undecided) / self._n_fragments
+        usual, rest = self._usual_work, 0.0
+        for fragment in range(self._n_fragments):
+            n_missing = sum(entry % self._n_fragments == fragment for entry in missing)
+            carried, made = self._undecided(life, fragment)
+            undecided = carried + min(made, usual * (1 + n_missing)) if life.left is None else life.left
+            sent = min(undecided, carried + usual * n_missing) if n_missing else 0.0
+            fates["counted"] += sent / self._n_fragments
+            rest += (undecided - sent) / self._n_fragments
         return Work(**fates, **({"lost": rest} if life.has_failed else {"carried": rest}))
 
     def longest_s(self) -> float:
@@ -149,32 +149,38 @@ class _Book:
 
     def _find_missing(self, rounds: Sequence[Round]) -> dict[tuple[int, int], list[int]]:
         """Return the entries that name a rank which left no line about them, by the attempt that has sent its work."""
+        sealed_s = dict[int, float]()
+        for life in self._lives:
+            for row in life.rounds:
+                sealed_s[row.entry] = min(sealed_s.get(row.entry, math.inf), life.started_s + row.t)
         named = {(rank, row.entry) for row in rounds for rank in row.ranks}
         found = dict[tuple[int, int], list[int]]()
         for rank, entry in sorted(named - {(row.rank, row.entry) for row in rounds}):
             lives = sorted((life for life in self._lives if life.rank == rank), key=lambda life: life.attempt)
-            before = [life for life in lives if life.rounds and life.rounds[0].entry < entry]
-            if lives:
-                found.setdefault((rank, (before or lives[:1])[-1].attempt), []).append(entry)
+            trained = [life for life in lives if life.started_s + self._usual_start < sealed_s[entry]] or lives[:1]
+            if trained:
+                found.setdefault((rank, trained[-1].attempt), []).append(entry)
         return found
 
     def _pace(self, rounds: Sequence[Round]) -> float:
         """Return units of work in a second of training; 0: not known."""
-        trained_s = sum(row.train_s for row in rounds)
-        decided = sum(row.weight for row in rounds if row.verdict != "carried") / self._n_fragments
-        return decided / trained_s if trained_s else 0.0
+        trained_s, decided, until_last = 0.0, 0.0, dict[int, float]()
+        for row in rounds:
+            trained_s += row.train_s
+            if row.verdict != "carried":
+                decided += row.weight
+                until_last[row.fragment] = trained_s
+        return decided / sum(until_last.values()) if any(until_last.values()) else 0.0
 
-    def _undecided(self, life: Life, fragment: int, usual: float, missing: Sequence[int]) -> float:
-        """Estimate how much work for a fragment was in no round at the end of an attempt that did not say so."""
+    def _undecided(self, life: Life, fragment: int) -> tuple[float, float]:
+        """Return how much work for a fragment the last round carried, and an estimate of what was made since."""
         own = [row for row in life.rounds if row.fragment == fragment]
         if own:
             since, carried = own[-1].t, own[-1].weight if own[-1].verdict == "carried" else 0.0
         else:
             since, carried = (_began(life.rounds[0]) if life.rounds else self._usual_start), 0.0
         trained_s = life.alive_s - since - sum(row.round_s for row in life.rounds if row.t > since)
-        made = max(0.0, trained_s) * (self._pace(life.rounds) or self._usual_pace)
-        most = usual * (1 + sum(entry % self._n_fragments == fragment for entry in missing))
-        return carried + min(made, most)
+        return carried, max(0.0, trained_s) * (self._pace(life.rounds) or self._usual_pace)
 
     def _undisturbed(self, life: Life) -> Iterator[tuple[list[float], list[float]]]:
         """Yield stretches of undisturbed rounds: the start and each end, and the work that was counted until then."""
@@ -199,10 +205,17 @@ def _began(row: Round) -> float:
     return row.t - row.train_s - row.round_s
 
 
-def _usual_work(rounds: Iterable[Round]) -> float:
-    """Return how much work a contribution has that is counted, or dropped."""
-    found = [row.weight for row in rounds if row.verdict != "carried" and row.weight]
-    return median(found) if found else 0.0
+def _usual_work(lives: Iterable[Life]) -> float:
+    """Return how much work a contribution usually has: a fragment's first has less, one after a carried one more."""
+    all_, steady = list[float](), list[float]()
+    for life in lives:
+        before = dict[int, str]()
+        for row in life.rounds:
+            if row.verdict != "carried" and row.weight:
+                all_.append(row.weight)
+                steady += [row.weight] if before.get(row.fragment) == "counted" else []
+            before[row.fragment] = row.verdict
+    return median(steady or all_) if all_ else 0.0
 
 
 def _speeds(stretch: tuple[list[float], list[float]]) -> Iterator[float]:

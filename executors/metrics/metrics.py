@@ -90,6 +90,7 @@ class Metrics:
             return Life(
                 rank=span.rank,
                 attempt=span.attempt,
+                started_s=span.started_s,
                 alive_s=last.get(key, 0.0) if span.ended_s is None else span.ended_s - span.started_s,
                 has_failed=is_over and span.outcome.status is not ReplicaStatus.SUCCEEDED,  # type: ignore[union-attr]
                 left=left.get((name, *key)),

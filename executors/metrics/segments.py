@@ -101,7 +101,8 @@ class Lines:
     def _named(self, row: Numbers) -> Numbers:
         """Note the names of a row's numbers; leave those out that are too many."""
         for name in row.values:
-            (self._names if len(self._names) < MAX_NAMES else self._too_many).add(name)
+            if name not in self._names:
+                (self._names if len(self._names) < MAX_NAMES else self._too_many).add(name)
         if not self._too_many:
             return row
         kept = {name: value for name, value in row.values.items() if name in self._names}

@@ -10,6 +10,7 @@ from typing import Any, Literal, overload
 
 from executors.attempt import Attempt
 from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, StoreError, UnknownHandleError
+from executors.metrics.metrics import Metrics, read_metrics
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import executor_of_record
 from executors.run.observer import RECENT_S, Observer
@@ -222,6 +223,10 @@ class Run:
         chosen = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
         ranks = [self._check_rank(r) for r in chosen]
         return logs.followed(ranks, tail, is_one=is_one) if follow else logs.tails(ranks, tail, is_one=is_one)
+
+    def metrics(self) -> Metrics:
+        """Return what the replicas measured over time, on one time line, and what became of their work."""
+        return read_metrics(self.store, self.run_id, self.record)
 
     def artifacts(self, rank: int) -> list[Artifact]:
         """List the files that a replica kept with `save_artifact`.
