@@ -13,6 +13,7 @@ from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundErro
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import executor_of_record
 from executors.run.observer import RECENT_S, Observer, in_parallel
+from executors.run.progress import View, open_view
 from executors.run.root_cause import raise_root_cause
 from executors.run.run_logs import Note as LogNote
 from executors.run.run_logs import Ranks, RunLogs, Which
@@ -50,6 +51,8 @@ class Run:
         self._launched = handles
         self.is_awaited = False
         """Whether this process has waited for the run's end, or ended it."""
+        self.shows_progress = False
+        """Whether waiting for it draws how far it is."""
 
     @cached_property
     def record(self) -> RunRecord:
@@ -127,7 +130,7 @@ class Run:
         """
         if n is not None and not 1 <= n <= self.world_size:
             raise ValueError(f"Run {self.run_id!r} has {self.world_size} replicas, got n={n}.")
-        is_over = self._waiter.wait(n or self.world_size, timeout)
+        is_over = self._waiter.wait(n or self.world_size, timeout, self._view())
         self.is_awaited = self.is_awaited or (is_over and n in (None, self.world_size))
         return is_over
 
@@ -136,7 +139,7 @@ class Run:
 
         A rank that is resumed meanwhile comes once more when its new attempt ends.
         """
-        yield from self._waiter.as_completed()
+        yield from self._waiter.as_completed(self._view())
         self.is_awaited = True
 
     def end_early(self, now: RunStatus, option: str) -> str | None:
@@ -299,6 +302,9 @@ class Run:
     @cached_property
     def _waiter(self) -> Waiter:
         return Waiter(self.run_id, self.record, self._observer, self.cancel)
+
+    def _view(self) -> View | None:
+        return open_view(self.run_id) if self.shows_progress else None
 
     def _look(self) -> list[ReplicaState]:
         return self._observer.look(self._observer.ranks)
