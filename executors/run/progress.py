@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from executors.run.notebook import NotebookView, in_notebook
 from executors.status import Progress, RunStatus
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ class View(Protocol):
 
 
 def open_view(run_id: str) -> View:
-    """Return the view that fits where this process's stderr goes."""
+    """Return the view that fits this process."""
+    if in_notebook():
+        return NotebookView()
     from rich.console import Console
 
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
