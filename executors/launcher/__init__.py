@@ -180,6 +180,7 @@ class LaunchPlan:
         Args:
             tell: gets a few words on how far the start is, where it takes long.
         """
+        from executors.run.handles import keep_handles
         from executors.run.run import Run
 
         request, executor = self.request, self.executor
@@ -206,6 +207,7 @@ class LaunchPlan:
                 for rank in range(request.n):
                     Attempt(store, self.run_id, rank).abandon(error)
             raise
+        keep_handles(store, self.run_id, 0, handles)
         return Run(store, self.run_id, executor=executor, handles=handles)
 
     def usd_per_hour(self) -> float | None:
@@ -289,6 +291,8 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     """Check everything about a launch but its store. Raises what `launch` does."""
     check_working_directory()
     executor = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
+    if request.min_replicas is None and request.gather_s != GATHER_S:
+        raise ValueError("gather_s= (--gather) waits for what min_replicas= can do without: give both.")
     request = resolved(request)
     native = executor if isinstance(executor, NativeExecutor) else None
     rendezvous, timeout = request.rendezvous, request.timeout
@@ -339,6 +343,7 @@ def _bring_back(
         run,
         gpu=request.gpu,
         timeout=request.timeout,
+        gather_s=None if request.gather_s == GATHER_S else request.gather_s,
         env=request.env,
         secrets=request.secrets,
         detach=request.detach,
