@@ -84,6 +84,12 @@ def test_a_replica_shows_its_first_round_at_once_and_nothing_before(replica: Rep
         report = diloco.step()
         assert report is not None
         assert report.round == diloco.rounds == replica.reported["round"] == 1
+        assert "total_steps" not in replica.reported
+
+
+def test_a_replica_shows_of_how_many_steps_it_trains(replica: Replica) -> None:
+    with DiLoCo(nn.Linear(1, 1), inner_steps=2, total_steps=80, allow_no_rounds=True):
+        assert replica.reported == {"total_steps": 80}
 
 
 def test_who_comes_back_shows_at_once_where_the_run_is(replica: Replica) -> None:
