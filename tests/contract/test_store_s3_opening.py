@@ -131,7 +131,7 @@ def test_a_bucket_that_cannot_be_used_says_why(s3: S3Server, clock: Clock, monke
 def test_without_boto3_the_error_says_how_to_install_it(s3: S3Server) -> None:
     code = f"""
 import sys
-sys.modules["boto3"] = None
+sys.modules["botocore"] = None
 from executors import open_store
 try:
     open_store({s3.url()!r})
