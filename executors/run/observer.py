@@ -137,9 +137,13 @@ class Observer:
         number, known = self._handles.get(attempt.rank, (None, None))
         return known if number == attempt.number else attempt.handle(self._record.backend)
 
-    def collect_missing(self) -> None:
-        """Take from the backend what the store does not have: replicas that succeeded without reaching the store."""
-        missing = [rank for rank in self.ranks if self.outcome(rank) is None]
+    def collect_missing(self, ranks: Sequence[int]) -> None:
+        """Take from the backend what the store does not have: replicas that succeeded without reaching the store.
+
+        Args:
+            ranks: those that have ended.
+        """
+        missing = [rank for rank in ranks if self.outcome(rank) is None]
         rows = self._executor().collect([self.handle(rank) for rank in missing]) if missing else []
         for rank, row in zip(missing, rows, strict=True):
             if as_status(row.get("status")).is_terminal:
