@@ -16,7 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from executors.backends.hf_client import ask, check_version, constants, hub, hub_errors, list_jobs, log_stream, volume_of
+from executors.backends.hf_client import (
+    ask,
+    check_version,
+    constants,
+    hub,
+    hub_errors,
+    list_jobs,
+    log_stream,
+    volume_of,
+)
 from executors.backends.hf_hardware import CPU_FLAVOR, flavor_of, price_per_hour
 from executors.backends.jobs.executor import JobExecutor, options_of
 from executors.backends.jobs.job_logs import StreamedLog
