@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ from executors.errors import (
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class, executor_of_record
 from executors.run.observer import RECENT_S, Observer, in_parallel
-from executors.run.root_cause import raise_root_cause
+from executors.run.root_cause import name_ranks, raise_root_cause
 from executors.run.run_logs import Note as LogNote
 from executors.run.run_logs import Ranks, RunLogs, Which
 from executors.run_index import (
@@ -42,6 +43,7 @@ from executors.store.url import RUN_ID, address_of, check_run_id, existing_store
 from executors.task.record import RunRecord, find_run_record
 
 MAX_WHY = 2000  # characters
+OTHERS_FAIL_S = 2.0  # what fails everywhere does so within this: then nobody trains on
 log = logging.getLogger(__name__)
 
 
@@ -69,6 +71,7 @@ class Run:
         self.is_awaited = False
         """Whether this process has waited for the run's end, or ended it."""
         self._watches_for_failures = True
+        self._failing_since: float | None = None
 
     @cached_property
     def record(self) -> RunRecord:
@@ -152,7 +155,7 @@ class Run:
                 now = RunStatus(self.run_id, self.backend, reported, min_replicas=self.record.min_replicas)
                 if told := self.end_early(now, "fail_fast=True"):
                     print(f"replicas: {self.run_id}: {told}", file=sys.stderr)
-                self._watches_for_failures = False
+                self._watches_for_failures = self._watches_for_failures and bool(now.failed_early)
             return all(state.status.is_terminal for state in states)
 
         self.is_awaited = wait_until(has_ended, timeout, self.pauses())
@@ -168,10 +171,16 @@ class Run:
         """
         if not now.failed_early or not self._watches_for_failures:
             return None
+        if self._failing_since is None:
+            self._failing_since = time.monotonic()
+        if not self.record.fail_fast and time.monotonic() - self._failing_since < OTHERS_FAIL_S:
+            return None
         self._watches_for_failures = False
-        first = f"rank {now.failed_early[0]} {FAILED_EARLY}"
         if not self.record.fail_fast:
-            return f"{first}; the others train on without it. {option} ends the run instead."
+            them = "them" if len(now.failed_early) > 1 else "it"
+            ranks = f"{name_ranks(now.failed_early)} {FAILED_EARLY}"
+            return f"{ranks}; the others train on without {them}. {option} ends the run instead."
+        first = f"rank {now.failed_early[0]} {FAILED_EARLY}"
         failed = now.replicas[now.failed_early[0]].outcome
         alive = [state.rank for state in now.replicas if not state.status.is_terminal]
         why = f"{first}: {failed.headline[:MAX_WHY]}" if failed else first
