@@ -25,6 +25,7 @@ from executors.native import KeepsOptions, NativeExecutor, RunSpec
 from executors.process import this_process
 from executors.protocol import ReplicaStatus
 from executors.registry import is_given
+from executors.run.handles import keep_handles
 from executors.run.run import Run
 from executors.run_index import new_run_id, remember
 from executors.store.records import SHA256, exists
@@ -126,6 +127,7 @@ def resume(
         spec = replace(all_ranks, ranks=tuple(group), attempt=attempt, min_replicas=needed)
         handles = executor.launch_replicas(len(group), launched.entrypoint, {}, **limits, run=spec, tell=tell)
         begun.update(handle.rank for handle in handles)
+        keep_handles(run.store, run.run_id, attempt, handles)
     if overtaken := {rank: attempt for rank, attempt in next_attempts.items() if rank not in begun}:
         if not begun:
             by_others = _who_resumes(run, overtaken)
@@ -158,12 +160,13 @@ def _begin_from_snapshot(
         options = executor.options_to_keep if isinstance(executor, KeepsOptions) else {}
         remember(spec.run_id, run.store.url, spec.task_digest, options, spec.secret_names)
         entrypoint = task.launched_with.entrypoint
-        executor.launch_replicas(spec.world_size, entrypoint, {}, **limits, run=spec, tell=tell)
+        handles = executor.launch_replicas(spec.world_size, entrypoint, {}, **limits, run=spec, tell=tell)
     except BaseException as error:
         with contextlib.suppress(StoreError):
             for rank in spec.ranks:
                 Attempt(run.store, spec.run_id, rank).abandon(error)
         raise
+    keep_handles(run.store, spec.run_id, 0, handles)
     return Run(run.store, spec.run_id, executor=executor)
 
 

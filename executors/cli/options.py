@@ -102,7 +102,7 @@ def find_run(
     Options are added to those of the launch, as far as this machine noted them or takes them from a record.
     """
     from executors.registry import executor_class, get_executor
-    from executors.run.run import attach
+    from executors.run.lookup import attach
 
     if (option or volume) and backend is None:
         refuse("--option and --volume belong to a backend: give --backend, too.")

@@ -177,6 +177,7 @@ class LaunchPlan:
         Args:
             tell: gets a few words on how far the start is, where it takes long.
         """
+        from executors.run.handles import keep_handles
         from executors.run.run import Run
 
         request, executor = self.request, self.executor
@@ -203,6 +204,7 @@ class LaunchPlan:
                 for rank in range(request.n):
                     Attempt(store, self.run_id, rank).abandon(error)
             raise
+        keep_handles(store, self.run_id, 0, handles)
         return Run(store, self.run_id, executor=executor, handles=handles)
 
     def usd_per_hour(self) -> float | None:
@@ -328,7 +330,7 @@ def _bring_back(
     if request.run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
     from executors.resume import resume, vouched_task
-    from executors.run.run import attach
+    from executors.run.lookup import attach
 
     run = attach(request.run_id, rendezvous=request.rendezvous, executor=executor)
     task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)

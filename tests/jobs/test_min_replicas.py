@@ -85,7 +85,9 @@ def test_the_rest_is_given_up_when_the_others_have_ended(machines: Machines) -> 
     run = start(3, min_replicas=2, gather_s=0.2)
     for rank in (0, 2):
         machines.end(machines.job_of(run, rank), "preempted")
-    eventually(lambda: reasons(run) == ["preempted", "start_failed", "preempted"])
+    assert run.wait(30, n=2)
+    assert [outcome.rank for outcome in run.as_completed()][2:] == [1]
+    assert reasons(run) == ["preempted", "start_failed", "preempted"]
     decides.set()
     assert "the others have ended before it came" in str(run.outcomes()[1].error)
     eventually(lambda: machines.living() == [])

@@ -91,7 +91,7 @@ def test_nobody_is_said_to_train_on_where_all_fail_one_after_the_other() -> None
     )
     assert run.end_early(now, "--fail-fast") is None, "the others may be about to fail, too"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("executors.run.run.OTHERS_FAIL_S", 0.0)
+        patch.setattr("executors.run.waiter.OTHERS_FAIL_S", 0.0)
         told = "ranks 0-1 failed before the first round; the others train on without them. --fail-fast ends"
         assert str(run.end_early(now, "--fail-fast")).startswith(told)
         assert run.end_early(now, "--fail-fast") is None, "it is said once"
