@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-MAX_THREADS = 32  # no store's connections are fewer
+MAX_THREADS = 64  # no store's connections are fewer
 T = TypeVar("T")
 R = TypeVar("R")
 
