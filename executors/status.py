@@ -135,6 +135,12 @@ class ReplicaState:
         return {**row, "reason": outcome and outcome.reason, "exit_code": outcome and outcome.exit_code}
 
 
+def is_failure(outcome: Outcome, min_replicas: int | None) -> bool:
+    """Return whether a replica failed, and not only was replaced, or not to be had where fewer are enough."""
+    without = ("fenced",) if min_replicas is None else ("fenced", "start_failed")
+    return outcome.status is ReplicaStatus.FAILED and outcome.reason not in without
+
+
 @dataclass(frozen=True)
 class RunStatus:
     """A run at one moment."""
@@ -161,13 +167,9 @@ class RunStatus:
 
     @property
     def failed_early(self) -> list[int]:
-        """The ranks that failed while others go on, as long as nobody has reported a round.
-
-        With `min_replicas` not those that were never started.
-        """
-        reasons = {"start_failed"} if self.min_replicas is not None else set()
-        failed = [r.rank for r in self.replicas if r.status is ReplicaStatus.FAILED and not r.is_replaced]
-        failed = [rank for rank in failed if getattr(self.replicas[rank].outcome, "reason", None) not in reasons]
+        """The ranks that failed while others go on, as long as nobody has reported a round."""
+        ended = [r for r in self.replicas if r.status is ReplicaStatus.FAILED]
+        failed = [r.rank for r in ended if r.outcome is None or is_failure(r.outcome, self.min_replicas)]
         return [] if self.is_terminal or any("round" in r.reported for r in self.replicas) else failed
 
     @property

@@ -144,13 +144,15 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
     import atexit
 
     executor, pid = run.executor, os.getpid()
-    if detach or not isinstance(executor, NativeExecutor) or executor.needs_shared_rendezvous:
+    if detach or not isinstance(executor, NativeExecutor) or not executor.ends_with_launcher:
         return run
 
     def tell() -> None:
         if pid != os.getpid() or run.is_awaited:
             return
-        with contextlib.suppress(ReplicasError):  # the run may be deleted
+        with contextlib.suppress(ReplicasError):
+            if not exists(run.store, f"{run.run_id}/run.json"):
+                return  # it was deleted
             attempts = (Attempt(run.store, run.run_id, rank) for rank in range(run.world_size))
             # One by one: at the exit no thread can be started any more.
             if any(each.newest().outcome() is None for each in attempts):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 from executors.errors import RunNotFoundError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.observer import Observer
 from executors.run.progress import View
+from executors.run.root_cause import name_ranks
 from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
 from executors.task.record import RunRecord
 
 MAX_WHY = 2000  # characters
+OTHERS_FAIL_S = 2.0  # what fails everywhere does so within this: then nobody trains on
 
 
 class Waiter:
@@ -29,6 +32,7 @@ class Waiter:
         self._observer = observer
         self._cancel = cancel
         self._watches_for_failures = True
+        self._failing_since: float | None = None
 
     def wait(self, n: int, timeout_s: float | None, view: View | None) -> bool:
         """Wait until `n` replicas have ended; False if the time was over first."""
@@ -63,10 +67,16 @@ class Waiter:
         """
         if not now.failed_early or not self._watches_for_failures:
             return None
+        if self._failing_since is None:
+            self._failing_since = time.monotonic()
+        if not self._record.fail_fast and time.monotonic() - self._failing_since < OTHERS_FAIL_S:
+            return None
         self._watches_for_failures = False
-        first = f"rank {now.failed_early[0]} {FAILED_EARLY}"
         if not self._record.fail_fast:
-            return f"{first}; the others train on without it. {option} ends the run instead."
+            them = "them" if len(now.failed_early) > 1 else "it"
+            ranks = f"{name_ranks(now.failed_early)} {FAILED_EARLY}"
+            return f"{ranks}; the others train on without {them}. {option} ends the run instead."
+        first = f"rank {now.failed_early[0]} {FAILED_EARLY}"
         failed = now.replicas[now.failed_early[0]].outcome
         alive = [state.rank for state in now.replicas if not state.status.is_terminal]
         why = f"{first}: {failed.headline[:MAX_WHY]}" if failed else first
@@ -87,7 +97,8 @@ class Waiter:
                 view.update(now)
             if has_failed and (told := self.end_early(now, "fail_fast=True")):
                 print(f"replicas: {self._run_id}: {told}", file=sys.stderr)
-            self._watches_for_failures = self._watches_for_failures and not has_failed
+            if has_failed:
+                self._watches_for_failures = self._watches_for_failures and bool(now.failed_early)
         return [state for state in states if state.status.is_terminal]
 
 

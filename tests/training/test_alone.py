@@ -42,6 +42,15 @@ def test_a_script_with_a_diloco_runs_by_itself_and_says_once_that_it_is_alone(tm
     assert line.endswith("replicas launch train.py --n 4")
 
 
+def test_who_is_alone_and_has_no_round_is_told(recwarn: pytest.WarningsRecorder) -> None:
+    for is_on_purpose in (False, True):
+        with DiLoCo(nn.Linear(1, 1), allow_no_rounds=is_on_purpose) as diloco:
+            diloco.step()
+    (warning,) = recwarn
+    told = "1 step and no round: inner_steps is 500. With other replicas this is an error."
+    assert str(warning.message) == told
+
+
 def test_who_is_alone_keeps_no_more_for_more_rounds() -> None:
     def stored(rounds: int) -> int:
         with DiLoCo(nn.Linear(1000, 1), inner_steps=1, **PLAIN) as diloco:
