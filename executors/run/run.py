@@ -11,10 +11,11 @@ from typing import Any, Literal, overload
 
 from executors.attempt import Attempt
 from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, StoreError, UnknownHandleError
+from executors.metrics.metrics import Metrics, read_metrics
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import executor_of_record
 from executors.run.notebook import Display, in_notebook
-from executors.run.observer import RECENT_S, Observer, in_parallel
+from executors.run.observer import RECENT_S, Observer
 from executors.run.progress import View, open_view
 from executors.run.root_cause import raise_root_cause
 from executors.run.run_logs import Note as LogNote
@@ -24,6 +25,7 @@ from executors.run_index import Note, folder_of_run, forget, noted_at_launch
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
+from executors.store.parallel import in_parallel
 from executors.store.url import address_of
 from executors.task.record import RunRecord, find_run_record
 
@@ -241,6 +243,10 @@ class Run:
         chosen = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
         ranks = [self._check_rank(r) for r in chosen]
         return logs.followed(ranks, tail, is_one=is_one) if follow else logs.tails(ranks, tail, is_one=is_one)
+
+    def metrics(self) -> Metrics:
+        """Return what the replicas measured over time, on one time line, and what became of their work."""
+        return read_metrics(self.store, self.run_id, self.record)
 
     def artifacts(self, rank: int) -> list[Artifact]:
         """List the files that a replica kept with `save_artifact`.

@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process"),
     ("native", "errors"),
     ("logs", "store", "entrypoint", "status"),
-    ("attempt", "task", "run_index", "registry", "chaos"),
+    ("attempt", "task", "run_index", "registry", "chaos", "inventory"),
     ("metrics",),
     ("run", "replica"),
     ("resume", "worker", "shipping"),
