@@ -7,11 +7,12 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from executors.errors import ReplicasError
+from executors.metrics.metrics import Metrics
 from executors.status import MAX_STEPS, RunStatus
 
 EVERY_S = 1.0  # between two looks; at a bucket they are rarer
@@ -35,6 +36,10 @@ class NotebookView:
         self._cells: list[Any] = []
         self._curves = Curves()
         self._fragment = ""
+
+    def begin(self, metrics: Metrics) -> None:
+        """Begin the curves with what was measured so far."""
+        self._curves.begin(metrics)
 
     def open(self, status: RunStatus) -> None:
         """Show the run in the present cell, too."""
@@ -78,13 +83,19 @@ class Display:
     Args:
         look: returns the run's status.
         pauses: yields the least seconds from one look to the next.
+        measured: returns what was measured so far; asked once, as it takes many requests of a long run.
     """
 
     def __init__(
-        self, look: Callable[[], RunStatus], pauses: Callable[[], Iterator[float]], view: NotebookView | None = None
+        self,
+        look: Callable[[], RunStatus],
+        pauses: Callable[[], Iterator[float]],
+        measured: Callable[[], Metrics],
+        view: NotebookView | None = None,
     ) -> None:
         self._look = look
         self._pauses = pauses
+        self._measured: Callable[[], Metrics] | None = measured
         self._view = view or NotebookView()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -94,6 +105,9 @@ class Display:
         """Show the run in the present cell, and go on to."""
         status = self._look()
         with self._lock:
+            if self._measured is not None:
+                self._view.begin(self._measured())
+                self._measured = None
             self._view.open(status)
             if self._thread is None and not status.is_terminal:
                 self._thread = threading.Thread(target=self._renew, name="replicas-show", daemon=True)
@@ -130,7 +144,7 @@ class Display:
 
 
 class Curves:
-    """The loss by step of each attempt, as far as looks have seen it."""
+    """The loss by step of each attempt."""
 
     def __init__(self) -> None:
         self._points: dict[tuple[int, int], list[tuple[float, float]]] = {}
@@ -138,12 +152,20 @@ class Curves:
     def add(self, status: RunStatus) -> None:
         """Take down what each replica reported last."""
         for replica in status.replicas:
-            step, loss = (replica.reported.get(name, math.nan) for name in ("step", "loss"))
-            points = self._points.setdefault((replica.rank, replica.attempt), [])
-            if abs(step) < MAX_STEPS and math.isfinite(loss) and (not points or points[-1][0] != step):
-                points.append((step, loss))
-            if len(points) > MAX_POINTS:
-                del points[1::2]
+            self._add(replica.rank, replica.attempt, replica.reported)
+
+    def begin(self, metrics: Metrics) -> None:
+        """Take down what each replica reported so far."""
+        for row in metrics.numbers:
+            self._add(row.rank, row.attempt, row.values)
+
+    def _add(self, rank: int, attempt: int, reported: Mapping[str, float]) -> None:
+        step, loss = (reported.get(name, math.nan) for name in ("step", "loss"))
+        points = self._points.setdefault((rank, attempt), [])
+        if abs(step) < MAX_STEPS and math.isfinite(loss) and (not points or points[-1][0] != step):
+            points.append((step, loss))
+        if len(points) > MAX_POINTS:
+            del points[1::2]
 
     def to_svg(self) -> str:
         """Return the curves; nothing where there is no line yet."""

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from executors.errors import StoreError
+from executors.metrics.metrics import Metrics
+from executors.metrics.rows import Numbers
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run import notebook
 from executors.run.notebook import MAX_POINTS, Curves, Display, NotebookView, bar
@@ -24,6 +26,13 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 def state(*reports: dict[str, Any], status: ReplicaStatus = ReplicaStatus.RUNNING, attempt: int = 0) -> RunStatus:
     return RunStatus(
         "mine", "local", [ReplicaState(r, attempt, status, reported=each) for r, each in enumerate(reports)]
+    )
+
+
+def measured(*losses: float) -> Metrics:
+    rows = [Numbers(rank=0, attempt=0, t=t, values={"step": 10.0 * t, "loss": loss}) for t, loss in enumerate(losses)]
+    return Metrics(
+        run_id="mine", world_size=1, began_at=0.0, as_of_s=0.0, attempts=[], rows=rows, problems=[], origins={}
     )
 
 
@@ -67,6 +76,15 @@ def test_the_curves_are_of_each_attempt_and_stay_small() -> None:
     assert lines[0].split()[-1].startswith("620.0,")
 
 
+def test_a_curve_begins_with_what_was_measured_before_anybody_looked() -> None:
+    curves = Curves()
+    curves.begin(measured(4.0, 3.0, 2.0))
+    curves.add(state({"step": 20, "loss": 2.0}))
+    curves.add(state({"step": 40, "loss": 1.0}))
+    (line,) = re.findall(r'points="([^"]*)"', curves.to_svg())
+    assert [point.split(",")[0] for point in line.split()] == ["60.0", "200.0", "340.0", "620.0"]
+
+
 @pytest.mark.parametrize(
     "odd",
     [{"step": math.inf, "loss": 1.0}, {"step": 1, "loss": math.nan}, {"loss": 1.0}, {"step": 10**290, "loss": 1.0}],
@@ -92,7 +110,7 @@ def test_one_thread_renews_all_cells_and_ends_with_the_run() -> None:
     is_over = threading.Event()
     view = Recorded()
     ended = ReplicaStatus.SUCCEEDED
-    display = Display(lambda: state({}, status=ended) if is_over.is_set() else state({}), pauses, view)
+    display = Display(lambda: state({}, status=ended) if is_over.is_set() else state({}), pauses, measured, view)
     display.show()
     display.show()
     assert view.opened == 2
@@ -117,7 +135,7 @@ def test_a_store_that_fails_for_a_moment_is_named_and_one_that_fails_for_long_en
         return state({})
 
     view = Recorded()
-    Display(look, pauses, view).show()
+    Display(look, pauses, measured, view).show()
     eventually(lambda: view.shown)
     assert view.said == ["Looking again: no answer"] * 2
     monkeypatch.setattr(notebook, "PATIENCE_S", 0.0)
