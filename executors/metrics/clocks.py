@@ -2,8 +2,8 @@
 
 Every replica sees the same seals. So by how much one clock is ahead of another shows in the moments at which both saw a
 seal. Hosts' clocks are mostly right: the smallest difference has the least of what either of two was late. Where even
-that is more than clocks differ that are kept right, the median of the differences is taken: either may have been late now
-and then. Where no seal tells, a host's clock is believed.
+that is more than clocks differ that are kept right, the median of the differences is taken: either may have been late
+now and then. Where no seal tells, a host's clock is believed.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from executors.metrics.segments import AttemptKey, read_segments
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
 from executors.store.parallel import in_parallel
-from executors.store.url import directory_of
+from executors.store.url import is_near
 from executors.task.record import RunRecord
 
 MAX_PROBLEMS = 100
@@ -129,8 +129,7 @@ def read_metrics(store: Store, run_id: str, record: RunRecord) -> Metrics:
     Raises:
         StoreError: the store does not answer.
     """
-    is_near = directory_of(store.url) is not None
-    found, problems = read_segments(store, run_id, is_near=is_near)
+    found, problems = read_segments(store, run_id)
     left_by = dict[AttemptKey, set[str]]()
     for rank, number, name in Inventory.of(store, run_id).records:
         left_by.setdefault((rank, number), set()).add(name)
@@ -140,7 +139,7 @@ def read_metrics(store: Store, run_id: str, record: RunRecord) -> Metrics:
     def read(key: AttemptKey) -> Lived:
         return read_life(Attempt(store, run_id, *key), left_by.get(key, ()), rows[key])
 
-    lives = dict(zip(keys, map(read, keys) if is_near else in_parallel(read, keys), strict=True))
+    lives = dict(zip(keys, (map if is_near(store.url) else in_parallel)(read, keys), strict=True))
     problems += [problem for lines in found.values() for problem in lines.problems]
     problems += [life.problem for life in lives.values() if life.problem]
     if len(problems) > MAX_PROBLEMS:

@@ -19,7 +19,7 @@ from executors.errors import StoreError
 from executors.metrics.rows import RESERVED
 from executors.store import Store
 from executors.store.records import exists
-from executors.store.url import directory_of
+from executors.store.url import is_near
 
 SEGMENT_BYTES = 1 << 20
 NEAR_S, FAR_S = 5.0, 60.0  # how long lines wait for others; at a bucket each segment costs
@@ -54,7 +54,7 @@ class Recorder:
         self._prefix = f"{run_id}/metrics/{rank:04d}/{attempt}/"
         self._began = began
         self._clock = clock
-        self._is_near = directory_of(store.url) is not None or store.url.startswith("memory:")
+        self._is_near = is_near(store.url)
         # Between the threads: each hands over by one operation that cannot be interrupted.
         self._made = deque[tuple[float, Mapping[str, Any]]]()
         self._reported = deque[tuple[float, Mapping[str, float]]]()

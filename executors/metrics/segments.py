@@ -13,6 +13,7 @@ from executors.metrics.rows import KEY, Left, LeftOut, Numbers, Row, parse_line
 from executors.store import Entry, Store
 from executors.store.parallel import in_parallel
 from executors.store.records import get_at_most
+from executors.store.url import is_near
 
 MAX_SEGMENT_BYTES = 4 << 20  # a writer closes one at a quarter of it
 MAX_BYTES = 1 << 30  # of a run
@@ -109,12 +110,8 @@ class Lines:
         return Numbers(rank=row.rank, attempt=row.attempt, t=row.t, values=kept)
 
 
-def read_segments(store: Store, run_id: str, *, is_near: bool) -> tuple[dict[AttemptKey, Lines], list[str]]:
-    """Read all segments of a run; return the lines of each attempt, and what is no segment.
-
-    Args:
-        is_near: the store is a directory, which is read in turn.
-    """
+def read_segments(store: Store, run_id: str) -> tuple[dict[AttemptKey, Lines], list[str]]:
+    """Read all segments of a run; return the lines of each attempt, and problems with what is no segment."""
     chosen, problems = _choose(store, run_id)
 
     def read(entry: Entry) -> memoryview | StoreError:
@@ -127,7 +124,7 @@ def read_segments(store: Store, run_id: str, *, is_near: bool) -> tuple[dict[Att
     for start in range(0, len(chosen), READ_AT_ONCE):
         part = chosen[start : start + READ_AT_ONCE]
         entries = [entry for _, _, entry in part]
-        bodies = map(read, entries) if is_near else in_parallel(read, entries)
+        bodies = (map if is_near(store.url) else in_parallel)(read, entries)
         for (key, number, entry), body in zip(part, bodies, strict=True):
             lines = found.setdefault(key, Lines(*key))
             numbers.setdefault(key, []).append(number)

@@ -153,8 +153,8 @@ def rank_of_two(
         ([a_life(a_round(0, 30.0, "carried"), alive_s=60.0)], None),
         ([], None),
     ],
-    ids=["undisturbed", "one dies half-way", "one never came", "less than a minute", "long start", "no round", "none counted",
-         "nobody"],
+    ids=["undisturbed", "one dies half-way", "one never came", "less than a minute", "long start", "no round",
+         "none counted", "nobody"],
 )  # fmt: skip
 def test_goodput_is_the_share_that_undisturbed_replicas_would_have_had_counted(
     lives: list[Life], goodput: float | None
