@@ -90,34 +90,39 @@ def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
     _check_definition(tree, function, args, text)
 
 
-def find_definition(text: str) -> tuple[ast.Module, str] | None:
-    """Return the source of an entrypoint, parsed, and the function's name; None where there is no source to see.
+def find_source(text: str) -> tuple[Path, str] | None:
+    """Return the file of an entrypoint and the function's name; None where there is no source to see.
 
     Raises:
         EntrypointImportError: no such file or module.
     """
     name = parse_entrypoint(text)
     if name.file is not None:
-        source, function = name.file, name.function or "main"
-        if not source.is_file():
-            beside = [path.name for path in source.parent.glob("*.py")] if source.parent.is_dir() else []
-            hint = did_you_mean(source.name, beside)
-            raise EntrypointImportError(
-                f"Entrypoint {text!r}: the file {str(source.absolute())!r} does not exist.{hint}"
-            )
-    else:
-        spec, function = _find_module(name.module), name.function or "main"
-        if spec is None and name.function is None and "." in name.module:
-            module, _, function = name.module.rpartition(".")
-            spec = _find_module(module)
-        if spec is None:
-            raise EntrypointImportError(
-                f"Entrypoint {text!r}: there is no module {name.module!r} on sys.path. Run the command from the folder "
-                "that holds it, or install it."
-            )
-        if spec.origin is None or not spec.origin.endswith(".py"):
-            return None  # built in, or compiled: only loading it would show
-        source = Path(spec.origin)
+        if not name.file.is_file():
+            beside = [path.name for path in name.file.parent.glob("*.py")] if name.file.parent.is_dir() else []
+            hint = did_you_mean(name.file.name, beside)
+            where = str(name.file.absolute())
+            raise EntrypointImportError(f"Entrypoint {text!r}: the file {where!r} does not exist.{hint}")
+        return name.file, name.function or "main"
+    spec, function = _find_module(name.module), name.function or "main"
+    if spec is None and name.function is None and "." in name.module:
+        module, _, function = name.module.rpartition(".")
+        spec = _find_module(module)
+    if spec is None:
+        raise EntrypointImportError(
+            f"Entrypoint {text!r}: there is no module {name.module!r} on sys.path. Run the command from the folder "
+            "that holds it, or install it."
+        )
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None  # built in, or compiled: only loading it would show
+    return Path(spec.origin), function
+
+
+def find_definition(text: str) -> tuple[ast.Module, str] | None:
+    """Return the source of an entrypoint, parsed, and the function's name. Raises what `find_source` does."""
+    if (found := find_source(text)) is None:
+        return None
+    source, function = found
     try:
         with _PARSING:
             tree = ast.parse(source.read_bytes(), str(source))
