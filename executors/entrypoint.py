@@ -104,10 +104,10 @@ def find_source(text: str) -> tuple[Path, str] | None:
             where = str(name.file.absolute())
             raise EntrypointImportError(f"Entrypoint {text!r}: the file {where!r} does not exist.{hint}")
         return name.file, name.function or "main"
-    spec, function = _find_module(name.module), name.function or "main"
+    spec, function = find_module(name.module), name.function or "main"
     if spec is None and name.function is None and "." in name.module:
         module, _, function = name.module.rpartition(".")
-        spec = _find_module(module)
+        spec = find_module(module)
     if spec is None:
         raise EntrypointImportError(
             f"Entrypoint {text!r}: there is no module {name.module!r} on sys.path. Run the command from the folder "
@@ -198,7 +198,7 @@ def load_entrypoint(text: str) -> Callable[..., Any]:
         return functools.partial(_run_script, name.file)
     if name.file is not None:
         return _attribute(_load_file(name.file.resolve(), text), name.function or "main", text)
-    if name.function is None and "." in name.module and _find_module(name.module) is None:
+    if name.function is None and "." in name.module and find_module(name.module) is None:
         module, _, function = name.module.rpartition(".")
         return _attribute(_import(module, text), function, text)
     return _attribute(_import(name.module, text), name.function or "main", text)
@@ -294,7 +294,7 @@ def _attribute(module: Any, function: str, text: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _find_module(dotted: str) -> importlib.machinery.ModuleSpec | None:
+def find_module(dotted: str) -> importlib.machinery.ModuleSpec | None:
     """Find a module's spec without importing its parent packages, which `importlib.util.find_spec` would."""
     path: list[str] | None = None
     spec = None
