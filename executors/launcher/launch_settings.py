@@ -176,15 +176,18 @@ def filled(
     merged["args"] = {**args, **mine} or None
     merged["arg_texts"] = {name: text for name, text in texts.items() if name not in mine} or None
     if executor is None or isinstance(executor, str):
-        executor = get_executor(backend, {**settings.options(backend), **volumes_of(values.get("volume"), backend)})
+        options = settings.options(backend)
+        if volumes := volumes_of(values.get("volume"), backend):
+            options["volumes"] = {**options.get("volumes", {}), **volumes}
+        executor = get_executor(backend, options)
     others = settings.origins(backend)
     origins |= {name: others[name] for name in others if "." in name and name.removeprefix("args.") not in mine}
     merged["origins"] = origins
     return executor, merged
 
 
-def volumes_of(texts: Sequence[str] | None, backend: str) -> dict[str, Any]:
-    """Return the option `volumes` that texts like `corpus:/data` mean; empty without one.
+def volumes_of(texts: Sequence[str] | None, backend: str) -> dict[str, str]:
+    """Return what is mounted where, of texts like `corpus:/data`.
 
     Raises:
         ValueError: a text has another form, or the backend mounts no volumes.
@@ -199,7 +202,7 @@ def volumes_of(texts: Sequence[str] | None, backend: str) -> dict[str, Any]:
         volumes[path] = source
     if volumes and "volumes" not in inspect.signature(executor_class(backend)).parameters:
         raise ValueError(f"Backend {backend!r} mounts no volumes: leave --volume away.")
-    return {"volumes": volumes} if volumes else {}
+    return volumes
 
 
 def _environment(keys: Mapping[str, Any]) -> dict[Place, Setting]:

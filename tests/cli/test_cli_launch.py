@@ -163,7 +163,7 @@ USAGE = [
     (["--n", "2", "--backend", "no.such:Thing"], "Backend 'no.such:Thing' cannot be loaded"),
     (["--n", "2", "--option", "max_paralel=2"], "option 'max_paralel'. Did you mean 'max_parallel'?"),
     (["--n", "2", "--option", "max_parallel=two"], "takes int | None, got 'two'."),
-    (["--n", "2", "--option", "preload=torch"], "takes Sequence[str], got 'torch'."),
+    (["--n", "2", "--option", "preload=torch"], "preload is a list of modules, as in ['torch'], or 'auto', got preload='torch'."),
     (["--n", "2", "--option", "max_parallel=0"], "max_parallel must be at least 1"),
     (["--n", "2", "--arg", "tims=3"], "main() takes no argument 'tims'. Did you mean 'times'?"),
     (["--n", "2", "--run-id", "Not Good"], "Bad run id 'Not Good'"),
@@ -190,6 +190,7 @@ def test_a_mistake_is_one_error_with_exit_code_2_and_nothing_is_written(here: He
             assert (result.code, result.stdout) == (2, ""), arguments
             assert result.stderr.startswith("Error: "), arguments
             assert message in result.stderr, result.stderr
+            assert "Preparing" not in result.stderr or "ftp://x" not in arguments, "it shows at once"
             assert not list(state_home.rglob("run.json")), arguments
 
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from executors.attempt import PID, TICKS, Attempt, Claim, collect_rows
 from executors.backends.local.local_log import open_local_log
@@ -54,13 +54,14 @@ class LocalProcessExecutor:
     backend_name = "local"
     supports_inter_replica_network = True
     needs_shared_rendezvous = False
+    ends_with_launcher = True
     default_timeout_s: float | None = None
     recordable_options: ClassVar[Recordable] = {"max_parallel": int, "term_grace_s": float}
 
     def __init__(
         self,
         *,
-        preload: Sequence[str] | Literal["auto"] = PRELOAD,
+        preload: Sequence[str] | str = PRELOAD,
         max_parallel: int | None = None,
         term_grace_s: float = 5.0,
         gpus: Sequence[str] | None = None,
