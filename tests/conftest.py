@@ -22,7 +22,15 @@ if TYPE_CHECKING:
 
 os.environ["MODAL_CONFIG_PATH"] = os.devnull  # the SDK reads the user's settings when it is imported
 os.environ[MARK] = str(os.getpid())  # every process that a test starts inherits it
-for name in ("REPLICAS_RENDEZVOUS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+for name in (
+    "REPLICAS_RENDEZVOUS",
+    "REPLICAS_PROFILE",
+    "REPLICAS_CONFIG",
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+):
     os.environ.pop(name, None)
 LIVE = {name: os.environ[name] for name in ("HF_TOKEN", "REPLICAS_LIVE_RENDEZVOUS") if os.environ.get(name)}
 """What tests marked `live` need, and no other may use."""
@@ -34,8 +42,9 @@ os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": "/nonexistent/hugging
 
 @pytest.fixture(autouse=True)
 def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A private place for runs, so that no test touches the user's own."""
+    """A private place for runs and settings, so that no test touches the user's own."""
     home = tmp_path / "state"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_STATE_HOME", str(home))
     return home
 
