@@ -43,8 +43,8 @@ def test_a_script_with_a_diloco_runs_by_itself_and_says_once_that_it_is_alone(tm
 
 
 def test_who_is_alone_and_has_no_round_is_told(recwarn: pytest.WarningsRecorder) -> None:
-    for more in ({}, {"allow_no_rounds": True}):
-        with DiLoCo(nn.Linear(1, 1), **more) as diloco:
+    for is_allowed in (False, True):
+        with DiLoCo(nn.Linear(1, 1), allow_no_rounds=is_allowed) as diloco:
             diloco.step()
     (warning,) = recwarn
     told = "1 step and no round: inner_steps is 500. With other replicas this is an error."
