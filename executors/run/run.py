@@ -21,8 +21,8 @@ from executors.errors import (
 )
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class, executor_of_record
+from executors.root_cause import raise_root_cause
 from executors.run.observer import RECENT_S, Observer, in_parallel
-from executors.run.root_cause import raise_root_cause
 from executors.run.run_logs import Note as LogNote
 from executors.run.run_logs import Ranks, RunLogs, Which
 from executors.run_index import (
