@@ -46,7 +46,7 @@ def ls(
     as_json: JsonOption = False,
 ) -> int:
     """List runs, the newest last."""
-    from executors.run.run import list_runs
+    from executors.run.lookup import list_runs
 
     output = Output(as_json)
     with usage_errors():

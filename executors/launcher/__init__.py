@@ -175,6 +175,7 @@ class LaunchPlan:
         Args:
             tell: gets a few words on how far the start is, where it takes long.
         """
+        from executors.run.handles import keep_handles
         from executors.run.run import Run
 
         request, executor = self.request, self.executor
@@ -201,6 +202,7 @@ class LaunchPlan:
                 for rank in range(request.n):
                     Attempt(store, self.run_id, rank).abandon(error)
             raise
+        keep_handles(store, self.run_id, 0, handles)
         return Run(store, self.run_id, executor=executor, handles=handles)
 
     def usd_per_hour(self) -> float | None:
@@ -284,6 +286,8 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     """Check everything about a launch but its store. Raises what `launch` does."""
     check_working_directory()
     executor = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
+    if request.min_replicas is None and request.gather_s != GATHER_S:
+        raise ValueError("gather_s= (--gather) waits for what min_replicas= can do without: give both.")
     request = resolved(request)
     native = executor if isinstance(executor, NativeExecutor) else None
     rendezvous, timeout = request.rendezvous, request.timeout
@@ -324,7 +328,7 @@ def _bring_back(
     if request.run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
     from executors.resume import resume, vouched_task
-    from executors.run.run import attach
+    from executors.run.lookup import attach
 
     run = attach(request.run_id, rendezvous=request.rendezvous, executor=executor)
     task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
@@ -334,6 +338,7 @@ def _bring_back(
         run,
         gpu=request.gpu,
         timeout=request.timeout,
+        gather_s=None if request.gather_s == GATHER_S else request.gather_s,
         env=request.env,
         secrets=request.secrets,
         detach=request.detach,

@@ -94,6 +94,11 @@ def directory_of(url: str | Path) -> Path | None:
     return Path(unquote(parts.path))
 
 
+def is_near(url: str) -> bool:
+    """Return whether looking into a store costs next to nothing: a directory, or this process's memory."""
+    return directory_of(url) is not None or url.startswith("memory:")
+
+
 def remote_access(store: Store) -> tuple[str, dict[str, str]]:
     """Return how another machine opens a store: a url that needs nothing of this machine, and variables.
 

@@ -148,6 +148,8 @@ def plan_run(
         gpu=request.gpu,
         timeout_s=request.timeout,
         min_replicas=request.min_replicas,
+        gather_s=request.gather_s,
+        max_cost=request.max_cost,
         fail_fast=request.fail_fast,
     )
     task, pickled = _pack_task(request, launched_with, package)
