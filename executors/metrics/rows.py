@@ -1,7 +1,8 @@
 """The lines of a segment, `<run>/metrics/<rank>/<attempt>/<number>.jsonl`, as typed rows.
 
-A line with a `verdict` is a round's, one with `rss` says what the process used, one with `left_out` counts lines that
-could not be kept, and any other holds what `report()` was given.
+A line with a `verdict` is a round's, one with `rss` says what the process used, and most others hold what `report()`
+was given. One with `left_with` says how much work was in no round at the end, and one with `left_out` how many lines
+were dropped because no segment could be written.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from executors.store.records import (
     nullable,
     number,
     one_of,
+    text,
 )
 
 Verdict = Literal["counted", "carried", "dropped"]
@@ -32,7 +34,7 @@ MAX_NUMBERS = 1000  # in one line
 MAX_ENTRY = 2**53
 KEY = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/([0-9]{6,9})\.jsonl")
 """Rank, attempt and number of a segment, behind `<run>/metrics/`."""
-RESERVED = ("t", "verdict", "rss", "left_out", "kind", "rank", "attempt", "s")
+RESERVED = ("t", "verdict", "rss", "left_with", "left_out", "kind", "rank", "attempt", "s")
 """Names that mean something else in a line or in a table: a number that is reported so is kept as `t_`."""
 SECONDS = number(0.0, MAX_SECONDS)
 RANK = integer(0, 10**7)
@@ -105,6 +107,8 @@ class Round(Record):
     move_s: float = checked(SECONDS)
     reduce_s: float = checked(SECONDS)
     step_s: float = checked(SECONDS)
+    name: str = checked(text(MAX_NAME), "main")
+    """Of the DiLoCo."""
     norm: float | None = checked(NORM, None)
     """Of this replica's pseudo-gradient; None: it sent none."""
     mean_norm: float | None = checked(NORM, None)
@@ -136,16 +140,41 @@ class Usage(Record):
 Row: TypeAlias = Numbers | Round | Usage
 
 
-def parse_line(line: Any, rank: int, attempt: int, where: str) -> Row | int:
-    """Return the row that a decoded line is; a number where it counts lines that are missing.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Left(Record):
+    """What a DiLoCo left with: work that is in no round."""
+
+    rank: int = checked(RANK)
+    attempt: int = checked(ATTEMPT)
+    name: str = checked(text(MAX_NAME))
+    left_with: float = checked(AMOUNT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut(Record):
+    """How many lines are missing."""
+
+    rank: int = checked(RANK)
+    attempt: int = checked(ATTEMPT)
+    left_out: int = checked(integer(1, MAX_ENTRY))
+
+
+KINDS: Mapping[str, type[Round | Usage | Left | LeftOut]] = {
+    "verdict": Round,
+    "rss": Usage,
+    "left_with": Left,
+    "left_out": LeftOut,
+}
+
+
+def parse_line(line: Any, rank: int, attempt: int, where: str) -> Row | Left | LeftOut:
+    """Return what a decoded line says.
 
     Raises:
         CorruptObjectError: it is none; the message names what of it does not fit.
     """
-    if type(line) is dict and line.keys().isdisjoint(("verdict", "rss", "left_out")):
-        return Numbers.of(line, rank, attempt, where)
-    fields = Fields(line if isinstance(line, dict) else json.dumps(line).encode(), where)
-    if "left_out" in fields.values:
-        return fields.take("left_out", integer(0, MAX_ENTRY))
-    kind: type[Round | Usage] = Round if "verdict" in fields.values else Usage
-    return kind.parse({**fields.values, "rank": rank, "attempt": attempt}, where)
+    fields = line if isinstance(line, dict) else Fields(json.dumps(line).encode(), where).values
+    for name, kind in KINDS.items():
+        if name in fields:
+            return kind.parse({**fields, "rank": rank, "attempt": attempt}, where)
+    return Numbers.of(fields, rank, attempt, where)
