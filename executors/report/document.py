@@ -7,7 +7,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from statistics import fmean
+from itertools import pairwise
+from statistics import fmean, median
 from typing import Any
 
 from executors.metrics.metrics import Metrics
@@ -30,7 +31,7 @@ MAX_PROBLEMS, MAX_NOTABLE = 20, 8
 ANCHOR = "first loss after each round"
 AFTER = 0.1  # of the way to the next round: a loss that was reported by then is almost the anchor's
 SETTINGS = (
-    "executor_options", "env", "secrets", "chaos", "timeout_s", "min_replicas", "fail_fast", "continues", "detach",
+    "env", "secrets", "chaos", "timeout_s", "min_replicas", "fail_fast", "continues", "detach",
     "seed",
 )  # fmt: skip
 
@@ -46,6 +47,8 @@ class Subject:
     metrics: Metrics
     pages: Sequence[str | None] = ()
     """By rank, the page of its job at its service."""
+    problems: Sequence[str] = ()
+    """What could not be read, in sentences."""
 
     @property
     def elapsed_s(self) -> float:
@@ -103,7 +106,7 @@ def document(subject: Subject) -> dict[str, Any]:
         "rounds": rounds,
         "failures": failures_document(subject.outcomes, newest, record.world_size),
         "configuration": _configuration(subject),
-        "problems": [one_line(each) for each in metrics.problems[:MAX_PROBLEMS]],
+        "problems": [one_line(each) for each in [*subject.problems, *metrics.problems][:MAX_PROBLEMS]],
     }
     return {**made, "notable": _notable(made), "in_short": in_short(made)}
 
@@ -126,45 +129,52 @@ def curves(metrics: Metrics) -> dict[str, Any]:
         if x is not None:
             for name, value in row.values.items():
                 points[name][row.rank, row.attempt].append((x, value))
-    if over == "step":
-        points.pop("step", None)
+    points.pop("step", None)
     names = sorted(points, key=lambda name: (name != "loss", not name.startswith("eval_"), name))
-    n_lines = max(1, sum(len(points[name]) for name in names[:MAX_NAMES]))
-    max_points = min(MAX_POINTS, max(MIN_POINTS, MAX_VALUES // n_lines))
-    shown = []
-    for name in names[:MAX_NAMES]:
-        lines = [Line.of(*key, found) for key, found in sorted(points[name].items())]
-        above = {"median of replicas": middle(lines)} if len({line.rank for line in lines}) > 1 else {}
-        if name == "loss":
-            above = _anchor(metrics, over) or above
-        shown.append({"name": one_line(name, MAX_NAME), **thin(lines, max_points, above)})
-    has_anchor = any(ANCHOR in curve["above"] for curve in shown)
-    left_out = [one_line(name, MAX_NAME) for name in names[MAX_NAMES:][:MAX_NAMES]]
-    n_left_out = max(0, len(names) - MAX_NAMES)
-    return {"over": over, "shown": shown, "has_anchor": has_anchor, "left_out": left_out, "n_left_out": n_left_out}
+    lines = {name: [Line.of(*key, found) for key, found in sorted(points[name].items())] for name in names[:MAX_NAMES]}
+    max_points = min(MAX_POINTS, max(MIN_POINTS, MAX_VALUES // max(1, sum(map(len, lines.values())))))
+    above = {name: {"median of replicas": middle(found)} for name, found in lines.items() if len(metrics.attempts) > 1}
+    if over == "step" and (anchor := _anchor(metrics)):
+        above["loss"] = {ANCHOR: anchor}
+    elif "loss" in lines and (evaluations := [name for name in lines if name.startswith("eval_") and "loss" in name]):
+        above["loss"] = {one_line(evaluations[0], MAX_NAME): middle(lines[evaluations[0]])}
+    return {
+        "over": over,
+        "shown": [
+            {"name": one_line(name, MAX_NAME), **thin(found, max_points, above.get(name))}
+            for name, found in lines.items()
+        ],
+        "has_anchor": ANCHOR in above.get("loss", {}),
+        "left_out": [one_line(name, MAX_NAME) for name in names[MAX_NAMES : 2 * MAX_NAMES]],
+        "n_left_out": max(0, len(names) - MAX_NAMES),
+    }
 
 
-def _anchor(metrics: Metrics, over: str) -> dict[str, list[Point]]:
+def _anchor(metrics: Metrics) -> list[Point]:
     """Return the mean of the first losses after each round, if they were reported soon enough after most rounds.
 
-    They are the anchor's own, where `mix` and `overlap_steps` are 0: a replica then goes on from it.
+    They are the anchor's own, where `mix` and `overlap_steps` are 0: a replica then goes on from it. What is reported
+    within half a step of the round was computed before it.
     """
-    losses: dict[tuple[int, int], list[tuple[float, Point]]] = defaultdict(list)
+    losses: dict[tuple[int, int], list[tuple[float, float, float]]] = defaultdict(list)
     for row in metrics.numbers:
-        x = row.values.get("step") if over == "step" else metrics.at(row)
-        if x is not None and "loss" in row.values:
-            losses[row.rank, row.attempt].append((row.t, (x, row.values["loss"])))
+        if "step" in row.values and "loss" in row.values:
+            losses[row.rank, row.attempt].append((row.t, row.values["step"], row.values["loss"]))
+    step_s = {
+        key: median((b[0] - a[0]) / (b[1] - a[1]) for a, b in pairs)
+        for key, found in losses.items()
+        if (pairs := [(a, b) for a, b in pairwise(found) if b[1] > a[1]])
+    }
     found: dict[int, list[Point]] = defaultdict(list)
     for each in metrics.rounds:
-        mine = losses.get((each.rank, each.attempt), [])
-        at = bisect_right(mine, each.t, key=lambda loss: loss[0])
-        if at < len(mine) and mine[at][0] - each.t <= AFTER * each.train_s:
-            found[each.entry].append(mine[at][1])
-    n_rounds = len({row.entry for row in metrics.rounds})
-    if len(found) < 2 or 2 * len(found) < n_rounds:
-        return {}
-    means = [[fmean(axis) for axis in zip(*points, strict=True)] for _, points in sorted(found.items())]
-    return {ANCHOR: [(x, y) for x, y in means]}
+        key = (each.rank, each.attempt)
+        soon_s = each.t + step_s.get(key, 0.0) / 2
+        at = bisect_right(losses[key], soon_s, key=lambda loss: loss[0])
+        if at < len(losses[key]) and losses[key][at][0] - soon_s <= AFTER * each.train_s:
+            found[each.entry].append(losses[key][at][1:])
+    if len(found) < 2 or 2 * len(found) < len({each.entry for each in metrics.rounds}):
+        return []
+    return [(fmean(x for x, _ in points), fmean(y for _, y in points)) for _, points in sorted(found.items())]
 
 
 def _launched(subject: Subject) -> list[list[str]]:

@@ -9,7 +9,8 @@ from executors.report.words import name_duration, name_moment, name_number, name
 from executors.root_cause import name_ranks
 
 MAX_LATE = 3  # ranks that are named
-NOTABLE = 0.005  # of the replicas' time; less is nobody's fault
+NOTABLE = 0.02  # of the replicas' time; less is nobody's fault
+UNEVEN = 1.5  # times what a rank costs on average
 MAX_FAILURES = 3
 
 
@@ -45,8 +46,9 @@ def _loss(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def is_late(document: Mapping[str, Any], rank: int) -> bool:
     """Return whether so much time was lost by waiting for a rank that it is worth a word."""
-    row = document["rounds"]["by_rank"].get(rank)
-    return row is not None and bool(row["cost_s"] > NOTABLE * document["numbers"]["alive_s"])
+    costs = {each: row["cost_s"] for each, row in document["rounds"]["by_rank"].items()}
+    mean_s = sum(costs.values()) / max(1, len(document["replicas"]))
+    return costs.get(rank, 0.0) > max(NOTABLE * document["numbers"]["alive_s"], UNEVEN * mean_s)
 
 
 def _late(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -60,7 +62,8 @@ def _late(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         cost = f"{name_duration(row['cost_s'])}, {name_share(row['cost_s'] / alive_s)} of the replicas’ time"
         yield "bad", f"Rank {rank} held the others up for {cost}: {', '.join(when)}."
     if not late:
-        yield "good", f"Nobody was late to speak of in {n} rounds."
+        share = name_share(document["numbers"]["waiting"])
+        yield "good", f"Replicas waited for {share} of their time, in {n} rounds, and for none of them in particular."
     if drifting := [rank for rank, row in document["rounds"]["by_rank"].items() if 10 * row["drifting"] >= n]:
         yield "bad", f"The pseudo-gradients of {name_ranks(drifting)} drift: their norms are far from the median."
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -61,6 +62,17 @@ def fragment(document: Mapping[str, Any]) -> str:
             scripts=[_asset(name) for name in SCRIPTS],
         )
     )
+
+
+def write_page(document: Mapping[str, Any], path: Path) -> Path:
+    """Write the page, all of it or nothing, over the file if there is one; return its path."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(page(document), encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
 
 
 @cache
