@@ -48,7 +48,7 @@ def is_late(document: Mapping[str, Any], rank: int) -> bool:
     """Return whether so much time was lost by waiting for a rank that it is worth a word."""
     costs = {each: row["cost_s"] for each, row in document["rounds"]["by_rank"].items()}
     mean_s = sum(costs.values()) / max(1, len(document["replicas"]))
-    return costs.get(rank, 0.0) > max(NOTABLE * document["numbers"]["alive_s"], UNEVEN * mean_s)
+    return bool(costs.get(rank, 0.0) > max(NOTABLE * document["numbers"]["alive_s"], UNEVEN * mean_s))
 
 
 def _late(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -75,8 +75,7 @@ def _lost(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     what = f"{name_share(gone / made)} of the work was lost" if made and gone else "no work was lost"
     if restarts:
         n = sum(restarts.values())
-        times = "" if n == 1 else " twice" if n == 2 else f" {n} times"
-        words = f"{name_ranks(restarts).capitalize()} came back{times}; {what}."
-        yield "bad" if gone else "plain", words
+        times = "" if n == len(restarts) else " twice" if (n, len(restarts)) == (2, 1) else f" {n} times in all"
+        yield "bad" if gone else "plain", f"{name_ranks(restarts).capitalize()} came back{times}; {what}."
     elif gone:
         yield "bad", f"{what[0].upper()}{what[1:]}."

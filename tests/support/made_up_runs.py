@@ -211,8 +211,8 @@ def with_kills() -> Subject:
     )
 
 
-def large(n_rows: int = 10_000) -> Subject:
-    """64 replicas that report 10,000 times each; rank 17 is slow, rank 40 dies for good."""
+def large(n_rows: int = 2000) -> Subject:
+    """64 replicas that report so many times each; rank 17 is slow, rank 40 dies for good."""
     scene = Scene(n=64, rounds=n_rows // 50, inner=50, slow={17: 1.2}, killed={40: (60 * n_rows // 10_000,)})
     return made_up(scene, "vast-heron-90c1")
 
