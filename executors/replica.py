@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import stat
 import sys
 from _thread import allocate_lock  # not `threading`: every fork of a process that has it runs its hook
 from collections.abc import Mapping
@@ -128,19 +129,25 @@ class Replica:
 
         Raises:
             FileNotFoundError: there is nothing at `path`.
-            ValueError: the name could not be written to a folder when it is collected.
+            ValueError: the name could not be written to a folder when it is collected; or `path` is a pipe, a socket or
+                a device. What a folder has of these is left out, which stderr says.
         """
         from executors.store.artifacts import problem_of
 
         if problem := problem_of(name):
             raise ValueError(f"save_artifact({name!r}, …): {problem}.")
         source = Path(path)
-        if self.is_alone:
-            source.stat()
-            return
         if source.is_dir():
-            for file in sorted(entry for entry in source.rglob("*") if entry.is_file()):
-                self.save_artifact(f"{name}/{file.relative_to(source).as_posix()}", file)
+            for entry in sorted(source.rglob("*")):
+                relative = entry.relative_to(source).as_posix()
+                if entry.is_file():
+                    self.save_artifact(f"{name}/{relative}", entry)
+                elif entry.is_symlink() or not entry.is_dir():
+                    print(f"replicas: save_artifact({name!r}) leaves out {relative!r}: not a file.", file=sys.stderr)
+            return
+        if not stat.S_ISREG(source.stat().st_mode):
+            raise ValueError(f"save_artifact({name!r}, …): {str(source)!r} is neither a file nor a folder.")
+        if self.is_alone:
             return
         from executors.store.file import read_file
 

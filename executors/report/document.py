@@ -19,8 +19,8 @@ from executors.report.in_short import in_short, is_late
 from executors.report.measures import Measures
 from executors.report.rounds import UNNOTICED, meetings, rounds_document
 from executors.report.timeline import timeline_document
-from executors.report.words import name_duration, name_moment, one_line
-from executors.status import RunStatus
+from executors.report.words import name_moment, one_line
+from executors.status import RunStatus, name_duration
 from executors.task.record import RunRecord, TaskRecord
 
 MAX_VALUES = 220_000  # of all curves together

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from executors.report.words import name_duration, name_moment, name_number, name_share
+from executors.report.words import name_moment, name_number, name_share
 from executors.root_cause import name_ranks
+from executors.status import name_duration
 
 MAX_LATE = 3  # ranks that are named
 NOTABLE = 0.02  # of the replicas' time; less is nobody's fault

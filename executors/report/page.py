@@ -15,8 +15,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from executors.report.timeline import KINDS, MARKS, SHAPES, svg
-from executors.report.words import name_duration, name_moment, name_number, name_share, name_size
+from executors.report.words import name_moment, name_number, name_share, name_size
 from executors.root_cause import name_ranks
+from executors.status import name_duration
 
 ASSETS = Path(__file__).with_name("assets")
 STYLES = ("uplot/uPlot.min.css", "page.css")

@@ -11,7 +11,8 @@ from typing import Any
 from executors.metrics.metrics import AttemptSpan, Metrics
 from executors.metrics.rows import Round
 from executors.protocol import ReplicaStatus
-from executors.report.words import name_duration, one_line
+from executors.report.words import one_line
+from executors.status import name_duration
 
 KINDS = {
     "starting": "starting",

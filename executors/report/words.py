@@ -28,17 +28,6 @@ def _cut(text: str, max_characters: int) -> str:
     return text if len(text) <= max_characters else f"{text[: max_characters - 1]}…"
 
 
-def name_duration(seconds: float) -> str:
-    """Write a duration for people: `0.8 s`, `42 s`, `3:05`, `2:10:00`."""
-    if seconds < 10:
-        return f"{max(0.0, seconds):.1f} s"
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
-
-
 def name_age(seconds: float) -> str:
     """Say roughly how long ago something was: `12 s`, `5 min`, `3 h`, `2 d`."""
     for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):

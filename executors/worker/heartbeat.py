@@ -17,8 +17,10 @@ from collections.abc import Callable
 from executors.errors import StoreError
 from executors.process import kill_descendants
 from executors.replica import Replica
+from executors.status import STEPS_PER_S
 from executors.store.records import exists, to_bytes
 from executors.worker.log_copy import LIVE_BYTES, LogCopy
+from executors.worker.pace import Pace
 from executors.worker.sigterm import sigterm_arrived
 
 COPY_S = 60.0  # how often the end of the output is copied, where it is
@@ -57,6 +59,7 @@ class Heartbeat:
         self._stop = _thread.allocate_lock()  # held until the thread is to end
         self._stop.acquire()
         self._has_complained = False
+        self._pace = Pace()
 
     @property
     def supervisor_is_gone(self) -> bool:
@@ -78,6 +81,7 @@ class Heartbeat:
             if self.supervisor_is_gone:
                 self._end_process()
             now = time.monotonic()
+            self._pace.look(now, self._replica.reported.get("step"))
             if self._replica.reported != self._written or now - beaten_at >= BEAT_S:
                 self.beat()
                 beaten_at = now
@@ -130,8 +134,10 @@ class Heartbeat:
 
     def _write(self) -> None:
         reported = dict(self._replica.reported)
+        pace = self._pace.steps_per_s(time.monotonic())
+        measured = {} if pace is None else {STEPS_PER_S: pace}
         try:
-            self._replica.store.put(self._key, to_bytes({"at": time.time(), **reported}))
+            self._replica.store.put(self._key, to_bytes({**measured, **reported, "at": time.time()}))
         except StoreError as error:
             if not self._has_complained:
                 self._has_complained = True
