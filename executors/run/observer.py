@@ -6,21 +6,20 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from executors.attempt import Attempt, Beat
+from executors.inventory import Inventory
 from executors.native import NativeExecutor, Observation, Unfinished
 from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
 from executors.run.handles import kept_handles
-from executors.run.inventory import Inventory
 from executors.status import ReplicaState, pauses
 from executors.store import Store
+from executors.store.parallel import in_parallel
 from executors.store.url import directory_of, is_near
 from executors.task.record import RunRecord
 
-MAX_THREADS = 64  # reads at once; no store's connections are fewer
 FAR_PAUSES_S = (0.25, 4.0)  # 64 replicas watched for an hour are 60,000 requests
 RECENT_S = 0.2
 T = TypeVar("T")
@@ -242,9 +241,3 @@ class Observer:
         if beat is None:
             return state
         return replace(state, heartbeat_age_s=max(0.0, time.time() - beat.at), reported=dict(beat.reported))
-
-
-def in_parallel(act: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Act on several items at once."""
-    with ThreadPoolExecutor(min(MAX_THREADS, max(1, len(items)))) as pool:
-        return list(pool.map(act, items))

@@ -19,13 +19,13 @@ from executors.errors import (
     StoreError,
     UnknownHandleError,
 )
-from executors.metrics.metrics import read_metrics
+from executors.metrics.metrics import Metrics, read_metrics
 from executors.native import page_of_job
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import executor_of_record
 from executors.root_cause import raise_root_cause
 from executors.run.notebook import Display, in_notebook
-from executors.run.observer import RECENT_S, Observer, in_parallel
+from executors.run.observer import RECENT_S, Observer
 from executors.run.progress import View, open_view
 from executors.run.run_logs import Note as LogNote
 from executors.run.run_logs import Ranks, RunLogs, Which
@@ -34,6 +34,7 @@ from executors.run_index import Note, folder_of_run, forget, noted_at_launch
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
+from executors.store.parallel import in_parallel
 from executors.store.url import address_of
 from executors.task.record import RunRecord, find_run_record
 from executors.task.stored import read_task
@@ -253,6 +254,10 @@ class Run:
         ranks = [self._check_rank(r) for r in chosen]
         return logs.followed(ranks, tail, is_one=is_one) if follow else logs.tails(ranks, tail, is_one=is_one)
 
+    def metrics(self) -> Metrics:
+        """Return what the replicas measured over time, on one time line, and what became of their work."""
+        return read_metrics(self.store, self.run_id, self.record)
+
     def artifacts(self, rank: int) -> list[Artifact]:
         """List the files that a replica kept with `save_artifact`.
 
@@ -291,7 +296,7 @@ class Run:
                 record=self.record,
                 task=task,
                 now=self.status(),
-                metrics=read_metrics(self.store, self.run_id, self.record),
+                metrics=self.metrics(),
                 pages=pages,
                 problems=problems,
             )

@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process"),
     ("native", "errors"),
     ("logs", "store", "entrypoint", "status", "root_cause"),
-    ("attempt", "task", "run_index", "registry", "chaos"),
+    ("attempt", "task", "run_index", "registry", "chaos", "inventory"),
     ("metrics",),
     ("report",),
     ("run", "replica"),
