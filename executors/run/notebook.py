@@ -198,9 +198,9 @@ class Curves:
         bottom, right = TOP + HEIGHT, LEFT + WIDTH
         drawn = [
             f'<path d="M{LEFT},{TOP}V{bottom}H{right}" fill="none" stroke="currentColor" opacity="0.3"/>',
-            label(LEFT - 6, TOP + 8, "end", f"{high:.4g}"),
+            label(LEFT - 6, TOP + 8, "end", f"{high:.3g}"),
             label(LEFT - 6, TOP + HEIGHT / 2, "end", "loss"),
-            label(LEFT - 6, bottom, "end", f"{low:.4g}"),
+            label(LEFT - 6, bottom, "end", f"{low:.3g}"),
             label(LEFT, bottom + 18, "start", f"step {first:.0f}"),
             label(right, bottom + 18, "end", f"{last:.0f}"),
         ]
