@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,6 +50,7 @@ class Observer:
         self._is_directory = directory_of(store.url) is not None
         self.is_near = is_near(store.url)
         self._inventory = Inventory()
+        self._merging = threading.Lock()
         self._updated_at = -math.inf
         self._handles: dict[int, tuple[int | None, Any]] = {rank: (0, each) for rank, each in enumerate(handles or ())}
         self._launches: dict[int, Mapping[int, Any]] = {}
@@ -98,7 +100,9 @@ class Observer:
     def update(self, max_age_s: float = 0.0) -> None:
         """List what the replicas have left, unless that was done a moment ago."""
         if time.monotonic() - self._updated_at >= max_age_s:
-            self._inventory |= Inventory.of(self._store, self._run_id)
+            found = Inventory.of(self._store, self._run_id)
+            with self._merging:  # of two threads, none takes back what the other found
+                self._inventory |= found
             self._updated_at = time.monotonic()
 
     def attempt(self, rank: int) -> Attempt:

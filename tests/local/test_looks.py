@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -177,6 +178,36 @@ def test_a_newer_attempt_is_seen_with_its_own_handle() -> None:
     write(store, 0, "handle", local_handle(0, **metadata), attempt=1)
     assert (run.status().status, run.handle(0).metadata["attempt"]) == ("pending", 1)
     assert executor.asked == [[(0, 1)]]
+
+
+class HeldStore(MemoryStore):
+    """A store that gives its first list away when it may."""
+
+    def __init__(self) -> None:
+        super().__init__("memory://held")
+        self.is_listed, self.may_go = threading.Event(), threading.Event()
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        found = list(super().list(prefix))
+        if not self.is_listed.is_set():
+            self.is_listed.set()
+            assert self.may_go.wait(30)
+        return iter(found)
+
+
+def test_of_two_who_look_at_the_same_time_neither_takes_back_what_the_other_saw() -> None:
+    store = HeldStore()
+    write_run(store, 1)
+    run = Run(store, "wide", executor=CountingExecutor())
+    early = threading.Thread(target=run.status)  # as run.show() does beside run.wait()
+    early.start()
+    assert store.is_listed.wait(30)
+    write(store, 0, "outcome", outcome_json(0, status="failed", reason="lost"))
+    write(store, 0, "intent", {"nonce": "n", "by": "another", "at": time.time()}, attempt=1)
+    assert run.newest_attempt(0).number == 1
+    store.may_go.set()
+    early.join(30)
+    assert run._observer.attempt(0).number == 1
 
 
 class LateStore(MemoryStore):
