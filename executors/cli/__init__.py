@@ -22,6 +22,7 @@ from executors.cli.doctor import doctor
 from executors.cli.launch import launch, resume
 from executors.cli.logs import logs
 from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, inert
+from executors.cli.report import report
 from executors.cli.runs import cancel, ls, rm, status, wait
 from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
 
@@ -34,6 +35,7 @@ SYNONYMS = {
     **dict.fromkeys(("attach", "watch"), "wait"),
     **dict.fromkeys(("results", "fetch", "get"), "collect"),
     **dict.fromkeys(("restart", "retry"), "resume"),
+    **dict.fromkeys(("page", "html", "plot"), "report"),
     **dict.fromkeys(("remove", "delete", "del"), "rm"),
 }
 """What other tools call our verbs."""
@@ -81,7 +83,7 @@ app = typer.Typer(
     epilog="[bold]First steps[/bold]\n\nreplicas launch --n 4\n\nreplicas launch train.py:main --n 8 --arg steps=500"
     "\n\nreplicas logs RUN -f    replicas status RUN    replicas collect RUN --out results",
 )
-for verb in (launch, ls, status, logs, wait, collect, cancel, resume, rm, doctor, backends, config):
+for verb in (launch, ls, status, logs, wait, collect, report, cancel, resume, rm, doctor, backends, config):
     app.command(cls=_Verb, epilog=getattr(verb, "epilog", None))(verb)
 
 

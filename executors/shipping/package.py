@@ -21,6 +21,7 @@ from executors.native import Package, RunSpec
 from executors.shipping.requirements import requirements_of
 from executors.shipping.script_header import script_of
 from executors.shipping.workspace import LIMIT_BYTES, OURS, snapshot_workspace
+from executors.task.stored import installed_version
 
 
 def make_package(
@@ -113,6 +114,8 @@ def replica_environment(
         found[environment.GPU] = gpu
     if run.fail_fast:
         found[environment.FAIL_FAST] = "1"
+    if version := installed_version("boto3"):
+        found[environment.BOTO3] = f"boto3=={version}"
     return found
 
 
