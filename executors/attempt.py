@@ -290,7 +290,9 @@ class Attempt:
         if marker is not None:
             reported = None if outcome.reason == "signal" else outcome.error  # the signal was the cancellation's
             error = reported or f"Replica {outcome.rank} was ended: {marker.why.rstrip('.')}."
-            outcome = replace(outcome, status=ReplicaStatus.CANCELLED, reason="cancelled", result=None, error=error)
+            code = outcome.exit_code or None  # with 0 it would look like a success
+            outcome = replace(outcome, status=ReplicaStatus.CANCELLED, reason="cancelled", exit_code=code)
+            outcome = replace(outcome, result=None, error=error)
         outcome = replace(
             outcome, host=outcome.host or socket.gethostname(), finished_at=outcome.finished_at or time.time()
         )

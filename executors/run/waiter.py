@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from executors.errors import RunNotFoundError
+from executors.errors import BackendError, RunNotFoundError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.observer import Observer
 from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
@@ -40,7 +40,7 @@ class Waiter:
         for pause_s in observer.pauses():
             ended = self._ended()
             observer.collect_missing([state.rank for state in ended])
-            outcomes = [observer.outcome(s.rank) or observer.attempt(s.rank).ended(s.status) for s in ended]
+            outcomes = list(map(observer.ending, ended))
             new = [outcome for outcome in outcomes if (outcome.rank, outcome.attempt) not in told]
             told.update((outcome.rank, outcome.attempt) for outcome in new)
             yield from sorted(new, key=lambda outcome: outcome.finished_at)
@@ -64,7 +64,10 @@ class Waiter:
         why = f"{first}: {failed.headline[:MAX_WHY]}" if failed else first
         self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), alive)
         with contextlib.suppress(RunNotFoundError):  # only the process that launched it has its handles
-            self._cancel()
+            try:
+                self._cancel()
+            except BackendError as error:
+                return f"{first}, which ends the run as soon as each replica sees it: {error}"
         return f"{first}, which ends the run."
 
     def _ended(self) -> list[ReplicaState]:
@@ -76,4 +79,4 @@ class Waiter:
             if told := self.end_early(now, "fail_fast=True"):
                 print(f"replicas: {self._run_id}: {told}", file=sys.stderr)
             self._watches_for_failures = False
-        return [state for state in states if state.status.is_terminal]
+        return [state for state in states if state.is_over]
