@@ -266,7 +266,7 @@ def _finish(
     except (StoreError, BackendError) as error:
         output.say(f"The status of the run cannot be read any more: {error}", "red")
         continues = f"The run continues without this command: replicas wait {name}"
-        is_elsewhere = isinstance(run.executor, NativeExecutor) and run.executor.needs_shared_rendezvous
-        output.say(continues if is_elsewhere else "The run ends with this command.", "red")
+        ends = isinstance(run.executor, NativeExecutor) and run.executor.ends_with_launcher
+        output.say("The run ends with this command." if ends else continues, "red")
         return FAILED
     return summary.finish(output)

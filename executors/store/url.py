@@ -50,10 +50,21 @@ def open_store(url: str | Path, *, is_known: bool = False) -> Store:
         from executors.store.s3.store import S3Store
 
         return S3Store(text, checks_later=is_known)
-    shown = "" if "@" in text else f" (in {text!r})"  # the text before an '@' may be a password
+    check_scheme(url)
+    raise AssertionError("unreachable")
+
+
+def check_scheme(url: str | Path) -> None:
+    """Check that there is a kind of store for a url.
+
+    Raises:
+        ValueError: there is none, or it is not a url.
+    """
+    if directory_of(url) is not None or (scheme := urlsplit(str(url)).scheme) in KNOWN_SCHEMES:
+        return
+    shown = "" if "@" in str(url) else f" (in {str(url)!r})"  # the text before an '@' may be a password
     raise ValueError(
-        f"No store serves {parts.scheme!r}{shown}. Known schemes: {', '.join(KNOWN_SCHEMES)}; "
-        "a plain path is a directory."
+        f"No store serves {scheme!r}{shown}. Known schemes: {', '.join(KNOWN_SCHEMES)}; a plain path is a directory."
     )
 
 

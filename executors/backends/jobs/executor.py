@@ -99,6 +99,7 @@ class JobExecutor:
     recordable_options: ClassVar[Recordable]
     supports_inter_replica_network: bool = False
     needs_shared_rendezvous: bool = True
+    ends_with_launcher: bool = False
     default_timeout_s: float | None = DEFAULT_TIMEOUT_S
 
     def __init__(self, service: JobService) -> None:
