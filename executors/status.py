@@ -177,7 +177,7 @@ class RunStatus:
     @property
     def failed_early(self) -> list[int]:
         """The ranks that failed while others go on, as long as nobody has reported a round."""
-        ended = [r for r in self.replicas if r.status is ReplicaStatus.FAILED]
+        ended = [r for r in self.replicas if r.status is ReplicaStatus.FAILED and r.is_readable]
         failed = [r.rank for r in ended if r.outcome is None or is_failure(r.outcome, self.min_replicas)]
         return [] if self.is_terminal or any("round" in r.reported for r in self.replicas) else failed
 

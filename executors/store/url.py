@@ -102,13 +102,13 @@ def directory_of(url: str | Path) -> Path | None:
     if not text:
         raise ValueError("The url of a rendezvous is empty. Give a directory, or a url such as 'file:///data/runs'.")
     if isinstance(url, Path) or "://" not in text:
-        return Path(text)
+        return Path(os.path.normpath(text))
     parts = urlsplit(text)
     if parts.scheme != "file":
         return None
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise ValueError(f"A file url needs an absolute path, as in 'file:///data/runs', got {text!r}.")
-    return Path(unquote(parts.path))
+    return Path(os.path.normpath(unquote(parts.path)))
 
 
 def is_near(url: str) -> bool:
