@@ -116,6 +116,12 @@ def is_near(url: str) -> bool:
     return directory_of(url) is not None or url.startswith("memory:")
 
 
+def was_deleted(store: Store, run_id: str) -> bool:
+    """Return whether a run's folder is gone, which a write would make again. Of a bucket, where asking costs, False."""
+    directory = directory_of(store.url)
+    return directory is not None and not (directory / run_id).is_dir()
+
+
 def remote_access(store: Store) -> tuple[str, dict[str, str]]:
     """Return how another machine opens a store: a url that needs nothing of this machine, and variables.
 
