@@ -64,6 +64,7 @@ def launch(
     min_replicas: int | None = None,
     gather_s: float = GATHER_S,
     fail_fast: bool = False,
+    progress: bool = False,
 ) -> Run:
     """Start `n` ranked replicas of an entrypoint.
 
@@ -92,6 +93,8 @@ def launch(
         min_replicas: start with so many when the others cannot be started, or not within `gather_s` seconds; these join
             when they come, unless `detach`. The run has succeeded when so many have. None: all of them.
         fail_fast: end the run at the first failure before anybody's first round. Otherwise the others train on.
+        progress: while this process waits for the run, draw bars with rate and time left, of the steps that replicas
+            report; without a terminal, print a line now and then.
 
     Raises:
         ValueError, TypeError: a bad argument.
@@ -120,12 +123,14 @@ def launch(
         fail_fast=fail_fast,
     )
     if resume:
-        return ends_with_this_process(_bring_back(request, executor, task_digest, trust_bucket), detach=detach)
-    if task_digest is not None or trust_bucket:
+        run = _bring_back(request, executor, task_digest, trust_bucket)
+    elif task_digest is not None or trust_bucket:
         raise ValueError("task_digest= and trust_bucket= go with resume=True: a new run's task is the one given.")
-    request = named(request)
-    with preparing(str(request.run_id)):
-        run = plan_launch(request, executor).start()
+    else:
+        request = named(request)
+        with preparing(str(request.run_id)):
+            run = plan_launch(request, executor).start()
+    run.shows_progress = progress
     return ends_with_this_process(run, detach=detach)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from executors.errors import RunNotFoundError, StoreError, did_you_mean
+from executors.errors import CorruptObjectError, RunNotFoundError, StoreError, did_you_mean
 from executors.protocol import ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class
 from executors.run.run import Run
 from executors.run_index import find_preparation, known_run_ids, locate
-from executors.store.records import exists
 from executors.store.url import RUN_ID, check_run_id, existing_store, split_address
 
 
@@ -41,14 +40,12 @@ def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | Se
             f"No run {run_id!r} is known on this machine.{did_you_mean(run_id, known_run_ids())} For a run that was "
             f"launched elsewhere give its address, as in 's3://BUCKET/PREFIX/{run_id}'."
         )
-    store = existing_store(url)
-    if not exists(store, f"{check_run_id(run_id)}/run.json"):
-        raise RunNotFoundError(f"No run {run_id!r} at {store.url}.")
-    if executor is None:
-        return Run(store, run_id)
-    named = executor if isinstance(executor, str) else check_executor(executor)
-    found = Run(store, run_id, executor=named)
-    check_backend_of(found.record, executor_class(named) if isinstance(named, str) else named)
+    named = executor if executor is None or isinstance(executor, str) else check_executor(executor)
+    found = Run(existing_store(url), check_run_id(run_id), executor=named)
+    with contextlib.suppress(CorruptObjectError):  # who needs the record is told; such a run can be removed
+        record = found.record
+        if named is not None:
+            check_backend_of(record, executor_class(named) if isinstance(named, str) else named)
     return found
 
 

@@ -20,7 +20,7 @@ from executors.store import Store
 from executors.store.url import directory_of, is_near
 from executors.task.record import RunRecord
 
-MAX_THREADS = 32  # reads at once; no store's connections are fewer
+MAX_THREADS = 64  # reads at once; no store's connections are fewer
 FAR_PAUSES_S = (0.25, 4.0)  # 64 replicas watched for an hour are 60,000 requests
 RECENT_S = 0.2
 T = TypeVar("T")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal, overload
@@ -12,7 +13,9 @@ from executors.attempt import Attempt
 from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, StoreError, UnknownHandleError
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import executor_of_record
+from executors.run.notebook import Display, in_notebook
 from executors.run.observer import RECENT_S, Observer, in_parallel
+from executors.run.progress import View, open_view
 from executors.run.root_cause import raise_root_cause
 from executors.run.run_logs import Note as LogNote
 from executors.run.run_logs import Ranks, RunLogs, Which
@@ -50,6 +53,8 @@ class Run:
         self._launched = handles
         self.is_awaited = False
         """Whether this process has waited for the run's end, or ended it."""
+        self.shows_progress = False
+        """Whether waiting for it draws how far it is."""
 
     @cached_property
     def record(self) -> RunRecord:
@@ -127,8 +132,9 @@ class Run:
         """
         if n is not None and not 1 <= n <= self.world_size:
             raise ValueError(f"Run {self.run_id!r} has {self.world_size} replicas, got n={n}.")
-        is_over = self._waiter.wait(n or self.world_size, timeout)
-        self.is_awaited = self.is_awaited or (is_over and n in (None, self.world_size))
+        is_over = self._waiter.wait(n or self.world_size, timeout, self._view())
+        if is_over and n in (None, self.world_size):
+            self._settle()
         return is_over
 
     def as_completed(self) -> Iterator[Outcome]:
@@ -136,8 +142,8 @@ class Run:
 
         A rank that is resumed meanwhile comes once more when its new attempt ends.
         """
-        yield from self._waiter.as_completed()
-        self.is_awaited = True
+        yield from self._waiter.as_completed(self._view())
+        self._settle()
 
     def end_early(self, now: RunStatus, option: str) -> str | None:
         """End the run at a failure before anybody's first round, if it was launched so; return what to say, once.
@@ -146,6 +152,20 @@ class Run:
             option: what would have ended it, as the caller's users write it.
         """
         return self._waiter.end_early(now, option)
+
+    def show(self) -> None:
+        """Show the run in a cell of a notebook: status, progress and loss, renewed every second until it has ended.
+
+        Returns at once. Any number of cells may show it.
+        """
+        if in_notebook():
+            self._display.show()
+        else:
+            print(
+                "replicas: Run.show() draws in a notebook. Elsewhere use launch(…, progress=True), or the command "
+                f"`replicas wait {self.run_id}`.",
+                file=sys.stderr,
+            )
 
     def results(self) -> list[Any]:
         """Wait, and return what each replica's entrypoint returned, in rank order.
@@ -254,7 +274,8 @@ class Run:
             attempt.request_cancel()  # its launcher died before its service had it; one that comes up late ends, too
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
         in_parallel(lambda r: self.executor.cancel(self.handle(r)), launched)
-        self.is_awaited = self.is_awaited or rank is None
+        if rank is None:
+            self._settle()
 
     def remove(self) -> None:
         """Delete everything the run left, here and in its store.
@@ -299,6 +320,19 @@ class Run:
     @cached_property
     def _waiter(self) -> Waiter:
         return Waiter(self.run_id, self.record, self._observer, self.cancel)
+
+    @cached_property
+    def _display(self) -> Display:
+        return Display(self.status, self.pauses)
+
+    def _settle(self) -> None:
+        """The run has ended: whoever goes on finds that the cells say so."""
+        self.is_awaited = True
+        if "_display" in self.__dict__:
+            self._display.settle()
+
+    def _view(self) -> View | None:
+        return open_view(self.run_id) if self.shows_progress else None
 
     def _look(self) -> list[ReplicaState]:
         return self._observer.look(self._observer.ranks)

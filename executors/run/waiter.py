@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from executors.errors import RunNotFoundError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.observer import Observer
+from executors.run.progress import View
 from executors.run.root_cause import name_ranks
 from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
 from executors.task.record import RunRecord
@@ -33,23 +34,31 @@ class Waiter:
         self._watches_for_failures = True
         self._failing_since: float | None = None
 
-    def wait(self, n: int, timeout_s: float | None) -> bool:
+    def wait(self, n: int, timeout_s: float | None, view: View | None) -> bool:
         """Wait until `n` replicas have ended; False if the time was over first."""
-        return wait_until(lambda: len(self._ended()) >= n, timeout_s, self._observer.pauses())
+        with showing(view):
+            return wait_until(lambda: len(self._ended(view)) >= n, timeout_s, self._observer.pauses())
 
-    def as_completed(self) -> Iterator[Outcome]:
+    def as_completed(self, view: View | None) -> Iterator[Outcome]:
         """Yield how each replica ended when it has, until all have; once more where one was resumed meanwhile."""
         observer, told = self._observer, set[tuple[int, int]]()
-        for pause_s in observer.pauses():
-            ended = self._ended()
+        new: list[Outcome] = []
+        is_over = False
+
+        def has_news() -> bool:
+            nonlocal is_over
+            ended = self._ended(view)
+            is_over = len(ended) == self._record.world_size
             observer.collect_missing([state.rank for state in ended])
             outcomes = [observer.outcome(s.rank) or observer.attempt(s.rank).ended(s.status) for s in ended]
-            new = [outcome for outcome in outcomes if (outcome.rank, outcome.attempt) not in told]
+            new[:] = [outcome for outcome in outcomes if (outcome.rank, outcome.attempt) not in told]
             told.update((outcome.rank, outcome.attempt) for outcome in new)
+            return is_over or bool(new)
+
+        while not is_over:
+            with showing(view):
+                wait_until(has_news, None, observer.pauses())
             yield from sorted(new, key=lambda outcome: outcome.finished_at)
-            if len(ended) == self._record.world_size:
-                return
-            time.sleep(pause_s)
 
     def end_early(self, now: RunStatus, option: str) -> str | None:
         """End the run at a failure before anybody's first round, if it was launched so; return what to say, once.
@@ -76,13 +85,28 @@ class Waiter:
             self._cancel()
         return f"{first}, which ends the run."
 
-    def _ended(self) -> list[ReplicaState]:
-        """Look at the run once, and return the replicas that have ended."""
-        states = self._observer.look(self._observer.ranks)
-        if self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states):
-            reported = self._observer.with_reports(states)
-            now = RunStatus(self._run_id, self._record.backend, reported, min_replicas=self._record.min_replicas)
-            if told := self.end_early(now, "fail_fast=True"):
+    def _ended(self, view: View | None) -> list[ReplicaState]:
+        """Look at the run once, show it, and return the replicas that have ended."""
+        observer, record = self._observer, self._record
+        states = observer.look(observer.ranks)
+        has_failed = self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states)
+        if view is not None or has_failed:
+            reported = observer.with_reports(states)
+            now = RunStatus(self._run_id, record.backend, reported, observer.count_joined(), record.min_replicas)
+            if view is not None:
+                view.update(now)
+            if has_failed and (told := self.end_early(now, "fail_fast=True")):
                 print(f"replicas: {self._run_id}: {told}", file=sys.stderr)
-            self._watches_for_failures = self._watches_for_failures and bool(now.failed_early)
+            if has_failed:
+                self._watches_for_failures = self._watches_for_failures and bool(now.failed_early)
         return [state for state in states if state.status.is_terminal]
+
+
+@contextlib.contextmanager
+def showing(view: View | None) -> Iterator[None]:
+    """Leave the screen to others behind the block."""
+    try:
+        yield
+    finally:
+        if view is not None:
+            view.close()

@@ -20,7 +20,7 @@ def end_others(failed: Attempt, outcome: Outcome, world_size: int) -> None:
     if outcome.status is not ReplicaStatus.FAILED:
         return
     record = find_run_record(failed.store, failed.run_id)
-    if not is_failure(outcome, record.min_replicas if record else None):
+    if not is_failure(outcome, None if record is None else record.min_replicas):
         return
     found = Inventory.of(failed.store, failed.run_id)
     living = [Attempt(failed.store, failed.run_id, *each[:2]) for each in found.records if each[2] == "heartbeat"]

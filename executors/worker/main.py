@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from executors import replica as environment
 from executors.attempt import Attempt, Claim, describe_end
 from executors.errors import ReplicasError, ResultError, StoreError
+from executors.metrics.recorder import Recorder
 from executors.native import RunSpec
 from executors.process import children, flush_c_streams, kill_descendants, start_time
 from executors.protocol import Outcome, Reason, ReplicaStatus
@@ -43,6 +44,7 @@ from executors.worker.surroundings import NoGpuError, check_gpu, seed_generators
 
 MAX_LAST_LINE = 300
 TIMED_OUT = 124  # as the command `timeout` leaves
+LAST_WRITE_S = 5.0  # how long a store that hangs holds up the end of a replica that does not react
 
 
 @dataclass(frozen=True)
@@ -158,10 +160,12 @@ class _Worker:
             from executors.chaos import inject_faults
 
             store = inject_faults(store, spec.chaos, rank, spec.attempt)
+        began = time.monotonic()
         self.attempt, nonce = claim(Attempt(store, spec.run_id, rank, spec.attempt))
         number, url = self.attempt.number, spec.store_url
         self.replica = Replica(rank, spec.world_size, spec.run_id, number, url, claimed_nonce=nonce)
         self.replica.store = store
+        self.replica.recorder = Recorder(store, spec.run_id, rank, number, began=began)
         parent, grace_s = assignment.supervisor_pid, assignment.term_grace_s
         self._log = None if assignment.log_file is None else LogCopy(self.attempt, assignment.log_file)
         at_cancel = self._end_cancelled if owns_process and parent is None else None
@@ -272,6 +276,7 @@ class _Worker:
         """Leave the outcome and the process, in a thread beside the entrypoint's."""
         try:
             self._record(outcome)
+            self.heartbeat.stop(LAST_WRITE_S)
             kill_descendants(os.getpid())
         finally:
             os._exit(exit_code)

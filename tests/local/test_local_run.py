@@ -54,6 +54,22 @@ def test_one_can_wait_for_some_of_the_replicas_and_for_each_in_turn(local: Local
             run.wait(n=n)
 
 
+def test_who_waits_is_shown_how_far_the_run_is(
+    local: LocalProcessExecutor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = launch(local, tasks.step_on, 2, args={"path": str(tmp_path / "go")}, progress=True)
+    eventually(lambda: all("steps_per_s" in state.reported for state in run.status().replicas), "rates are measured")
+    for state in run.status().replicas:
+        assert state.progress is not None
+        assert state.progress.share == state.reported["step"] / 1e6
+        assert state.left_s is not None
+    assert run.status().left_s is not None
+    tasks.mark(tmp_path / "go")
+    assert [outcome.rank for outcome in run.as_completed()] in ([0, 1], [1, 0])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith(f"replicas: {run.run_id}: 2 succeeded: step ")
+
+
 def test_outcomes_never_raise_and_tell_what_is_known(local: LocalProcessExecutor) -> None:
     with launch(local, task("hang_on"), 2, args={"rank": 1}) as run:
         eventually(lambda: [str(outcome.status) for outcome in run.outcomes()] == ["succeeded", "running"])
