@@ -57,6 +57,8 @@ class Claim(Record):
     """None: a replica that joined without being launched."""
     pid_started: int | None = checked(nullable(TICKS), None)
     host: str = checked(text(1000), "")
+    at: float | None = checked(nullable(number(LONG_AGO, FAR_AHEAD)), None)
+    """When it was claimed, by the host's clock."""
 
 
 @dataclass(frozen=True)

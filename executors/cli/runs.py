@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,13 +31,12 @@ from executors.cli.output import (
 )
 from executors.entrypoint import shown
 from executors.errors import ReplicasError, RunNotFoundError
-from executors.protocol import ReplicaHandle, ReplicaStatus
+from executors.native import page_of_job
+from executors.protocol import ReplicaStatus
 from executors.run_index import find_preparation
 
 if TYPE_CHECKING:
     from executors.run.run import Run
-
-PAGE = re.compile(r"https?://[!-~]{1,500}")
 
 
 def ls(
@@ -118,7 +116,7 @@ def status(
     now, record = found.status(), found.record
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]
     summary = Summary(found, outcomes, exit_code(outcomes, enough=record.min_replicas) if now.is_terminal else None)
-    pages = list(map(_page_of, found.handles)) if as_json or verbose else []
+    pages = list(map(page_of_job, found.handles)) if as_json or verbose else []
     if as_json:
         document = {**summary.document(), **now.to_json()}
         rows = [{**row, "page": page} for row, page in zip(document["replicas"], pages, strict=True)]
@@ -139,13 +137,6 @@ def status(
             output.say(f"rank {rank}: {page}", "dim")
     summary.print_failures(output)
     return 0
-
-
-def _page_of(handle: Any) -> str | None:
-    """Return the page of a job at its service, which a record names."""
-    job = handle.metadata.get("job") if isinstance(handle, ReplicaHandle) else None
-    page = job.get("url") if isinstance(job, dict) else None
-    return page if isinstance(page, str) and PAGE.fullmatch(page) else None
 
 
 def wait(

@@ -6,21 +6,20 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from executors.attempt import Attempt, Beat
+from executors.inventory import Inventory
 from executors.native import NativeExecutor, Observation, Unfinished
 from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
 from executors.run.handles import kept_handles
-from executors.run.inventory import Inventory
 from executors.status import ReplicaState, pauses
 from executors.store import Store
+from executors.store.parallel import in_parallel
 from executors.store.url import directory_of, is_near
 from executors.task.record import RunRecord
 
-MAX_THREADS = 64  # reads at once; no store's connections are fewer
 FAR_PAUSES_S = (0.25, 4.0)  # 64 replicas watched for an hour are 60,000 requests
 RECENT_S = 0.2
 T = TypeVar("T")
@@ -83,8 +82,9 @@ class Observer:
             overtaken = [rank for rank in ended if self.attempt(rank) != newest[rank]]
             self.map(lambda rank: self._settle(rank, seen[rank][0]), sorted({*ended} - {*overtaken}))
             if overtaken:  # the answer was of an attempt that was begun meanwhile
-                again = {state.rank: state for state in self.look(overtaken)}
-                return [again.get(rank) or self._state(rank, *seen.get(rank, (None, ""))) for rank in ranks]
+                others = [rank for rank in ranks if rank not in overtaken]
+                found = [self._state(rank, *seen.get(rank, (None, ""))) for rank in others]  # the look may find newer
+                return sorted([*found, *self.look(overtaken)], key=lambda state: ranks.index(state.rank))
         return [self._state(rank, *seen.get(rank, (None, ""))) for rank in ranks]
 
     def with_reports(self, states: Sequence[ReplicaState]) -> list[ReplicaState]:
@@ -242,9 +242,3 @@ class Observer:
         if beat is None:
             return state
         return replace(state, heartbeat_age_s=max(0.0, time.time() - beat.at), reported=dict(beat.reported))
-
-
-def in_parallel(act: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Act on several items at once."""
-    with ThreadPoolExecutor(min(MAX_THREADS, max(1, len(items)))) as pool:
-        return list(pool.map(act, items))

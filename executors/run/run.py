@@ -7,16 +7,26 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, overload
 
 from executors.attempt import Attempt
-from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, StoreError, UnknownHandleError
+from executors.errors import (
+    BackendError,
+    CorruptObjectError,
+    RunExistsError,
+    RunNotFoundError,
+    StoreError,
+    UnknownHandleError,
+)
+from executors.metrics.metrics import Metrics, read_metrics
+from executors.native import page_of_job
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import executor_of_record
+from executors.root_cause import raise_root_cause
 from executors.run.notebook import Display, in_notebook
-from executors.run.observer import RECENT_S, Observer, in_parallel
+from executors.run.observer import RECENT_S, Observer
 from executors.run.progress import View, open_view
-from executors.run.root_cause import raise_root_cause
 from executors.run.run_logs import Note as LogNote
 from executors.run.run_logs import Ranks, RunLogs, Which
 from executors.run.waiter import Waiter
@@ -24,8 +34,10 @@ from executors.run_index import Note, folder_of_run, forget, noted_at_launch
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
+from executors.store.parallel import in_parallel
 from executors.store.url import address_of
 from executors.task.record import RunRecord, find_run_record
+from executors.task.stored import read_task
 
 log = logging.getLogger(__name__)
 
@@ -242,6 +254,10 @@ class Run:
         ranks = [self._check_rank(r) for r in chosen]
         return logs.followed(ranks, tail, is_one=is_one) if follow else logs.tails(ranks, tail, is_one=is_one)
 
+    def metrics(self) -> Metrics:
+        """Return what the replicas measured over time, on one time line, and what became of their work."""
+        return read_metrics(self.store, self.run_id, self.record)
+
     def artifacts(self, rank: int) -> list[Artifact]:
         """List the files that a replica kept with `save_artifact`.
 
@@ -252,6 +268,39 @@ class Run:
     def all_artifacts(self, rank: int) -> list[Artifact]:
         """List all objects where a replica keeps its files, also those whose names cannot be written to."""
         return find_artifacts(self.store, rank, self.newest_attempt(self._check_rank(rank)).key("artifacts/"))
+
+    def report(self, path: str | Path) -> Path:
+        """Write the run, as it is now, as one self-contained HTML page; return its path.
+
+        Raises:
+            OSError: there is no such folder, or it cannot be written to.
+        """
+        from executors.report.page import write_page
+
+        return write_page(self.report_document(), Path(path))
+
+    def report_document(self) -> dict[str, Any]:
+        """Return all that the page of the run shows as one JSON document, whose floats are finite."""
+        from executors.report.document import Subject, document
+
+        task, pages, problems = None, list[str | None](), list[str]()
+        try:
+            task = read_task(self.store, self.run_id).record
+        except StoreError as error:
+            problems.append(str(error))
+        with contextlib.suppress(BackendError):  # of a backend that is not installed here, which may have no pages
+            pages = list(map(page_of_job, self.handles))
+        return document(
+            Subject(
+                url=self.url,
+                record=self.record,
+                task=task,
+                now=self.status(),
+                metrics=self.metrics(),
+                pages=pages,
+                problems=problems,
+            )
+        )
 
     def request_cancel(self) -> None:
         """Leave the cancel marker of every replica that has not ended; `cancel` also waits for their end."""
@@ -323,7 +372,7 @@ class Run:
 
     @cached_property
     def _display(self) -> Display:
-        return Display(self.status, self.pauses)
+        return Display(self.status, self.pauses, self.metrics)
 
     def _settle(self) -> None:
         """The run has ended: whoever goes on finds that the cells say so."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 from executors.errors import RunNotFoundError
 from executors.protocol import Outcome, ReplicaStatus
+from executors.root_cause import name_ranks
 from executors.run.observer import Observer
 from executors.run.progress import View
-from executors.run.root_cause import name_ranks
 from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
 from executors.task.record import RunRecord
 

@@ -14,10 +14,10 @@ from support.hostile_records import local_handle, outcome_json, run_json
 
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Attempt, replica_key
+from executors.inventory import Inventory
 from executors.native import Observation, Unfinished
 from executors.resume import resume
 from executors.run.handles import keep_handles
-from executors.run.inventory import Inventory
 from executors.store import Store, open_store
 from executors.store.memory import MemoryStore
 from executors.store.protocol import Entry

@@ -334,8 +334,8 @@ def test_without_boto3_the_launchers_is_installed_first(
     # What pip finds, being offline: a boto3 that leads to the one that is installed here.
     here = f"sys.path[:0] = {dependencies.read_text().splitlines()!r}"
     ours = version("boto3")
-    for name, number, requires in (("boto3", ours, "botocore"), ("botocore", "1.0", "")):
-        wheel(offered, name, number, f"import sys\n{here}\ndel sys.modules['{name}']\nimport {name}\n", requires)
+    for name, found, requires in (("boto3", ours, "botocore"), ("botocore", "1.0", "")):
+        wheel(offered, name, found, f"import sys\n{here}\ndel sys.modules['{name}']\nimport {name}\n", requires)
     wheel(offered, "boto3", "99.0", "raise ImportError('the launcher has another')")
     dependencies.write_text(f"{only_pip}\n")
     code, _, err = ended(cloud.start(spec, environ={"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(offered)}))
