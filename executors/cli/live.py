@@ -26,7 +26,7 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Interrupts:
-    """Counts Ctrl-C, and SIGTERM like one, within the block.
+    """Counts Ctrl-C, and SIGTERM and a closed terminal like one, within the block.
 
     Until `count_on` each raises `KeyboardInterrupt`, as usual. After it the first is only counted, and the second ends
     the process.
@@ -40,8 +40,9 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._old_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._old[number] = signal.signal(number, self._note)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
+                self._old[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -29,6 +29,7 @@ from executors.cli.output import (
     one_line,
     usage_errors,
 )
+from executors.entrypoint import shown
 from executors.errors import ReplicasError, RunNotFoundError
 from executors.native import page_of_job
 from executors.protocol import ReplicaStatus
@@ -68,7 +69,7 @@ def ls(
     for row in rows:
         status = Text(row["status"], style=STYLES.get(row["status"], "dim"))
         age = name_age(time.time() - row["created_at"]) if row["created_at"] else ""
-        table.add_row(row["run_id"], row["backend"], str(row["world_size"]), cut(row["entrypoint"]), status, age)
+        table.add_row(row["run_id"], row["backend"], str(row["world_size"]), cut(shown(row["entrypoint"])), status, age)
     output.say(table)
     for row in rows:
         if row["problem"] is not None:

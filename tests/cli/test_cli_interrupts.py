@@ -18,7 +18,9 @@ def is_hanging(run_id: str) -> bool:
     return all("hanging" in run.logs(rank) for rank in range(run.world_size))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: signal.Signals(number).name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: signal.Signals(number).name
+)
 def test_one_interrupt_cancels_the_run_says_so_and_waits_for_the_end(folder: Folder, number: int) -> None:
     with folder.started("launch", "job:hang", "--n", 2, "--run-id", "mine", *FAST) as command:
         command.prints("running")
