@@ -88,7 +88,7 @@ def test_what_does_not_exist_is_an_error_that_names_it(here: HereInstead, local:
     nearest = "No run 'brave-oter-7f3a' is known on this machine. Did you mean 'brave-otter-7f3a'?"
     calls = [([verb, "brave-oter-7f3a"], nearest) for verb in ("status", "logs", "wait", "collect", "cancel", "rm")]
     calls += [(["status", "No Such Run"], "Error: Bad run id 'No Such Run'")]
-    calls += [(["status", "any", "--option", "a=1"], "--option and --volume belong to a backend: give --backend, too.")]
+    calls += [(["status", "any", "--option", "a=1"], "--option belongs to a backend: give --backend, too.")]
     calls += [(["resume", "any", "--arg", "a=1"], ". A run keeps the arguments it was launched with.")]
     calls += [(["collect", "brave-otter-7f3a", "--out", "job.py"], "Cannot write to 'job.py'")]
     calls += [(["logs", "brave-otter-7f3a", "-n", "-1"], "--lines must be at least 0, got -1.")]
