@@ -32,7 +32,7 @@ ANCHOR = "first loss after each round"
 AFTER = 0.1  # of the way to the next round: a loss that was reported by then is almost the anchor's
 SETTINGS = (
     "env", "secrets", "chaos", "timeout_s", "min_replicas", "fail_fast", "continues", "detach",
-    "seed",
+    "seed", "tracker",
 )  # fmt: skip
 
 
@@ -151,8 +151,8 @@ def curves(metrics: Metrics) -> dict[str, Any]:
     }
 
 
-def _anchor(metrics: Metrics) -> list[Point]:
-    """Return the mean of the first losses after each round, if they were reported soon enough after most rounds.
+def first_losses(metrics: Metrics) -> dict[int, list[Point]]:
+    """Return step and loss of the first report after each entry, if they were reported soon enough after most rounds.
 
     They are the anchor's own, where `mix` and `overlap_steps` are 0: a replica then goes on from it. What is reported
     within half a step of the round was computed before it.
@@ -174,8 +174,13 @@ def _anchor(metrics: Metrics) -> list[Point]:
         if at < len(losses[key]) and losses[key][at][0] - soon_s <= AFTER * each.train_s:
             found[each.entry].append(losses[key][at][1:])
     if len(found) < 2 or 2 * len(found) < len({each.entry for each in metrics.rounds}):
-        return []
-    return [(fmean(x for x, _ in points), fmean(y for _, y in points)) for _, points in sorted(found.items())]
+        return {}
+    return dict(sorted(found.items()))
+
+
+def _anchor(metrics: Metrics) -> list[Point]:
+    found = first_losses(metrics).values()
+    return [(fmean(x for x, _ in points), fmean(y for _, y in points)) for points in found]
 
 
 def _launched(subject: Subject) -> list[list[str]]:
