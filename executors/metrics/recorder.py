@@ -27,9 +27,7 @@ NEAR_SHARE = 0.01  # of the attempt's age, once that is more: else a day were 17
 RETRY_S = 5.0
 WAITING_BYTES = 8 << 20
 LINE_S = 1.0  # the least time between two lines of reported numbers, but for those after a round
-AFTER_ROUND = (
-    2  # one is the anchor's loss; the first, where `report` comes behind `diloco.step` in the loop, is not yet
-)
+AFTER_ROUND = 2  # one is the anchor's loss: the second, where `report` comes behind `diloco.step` in the loop
 LINES_PER_DOUBLING = 20_000
 USAGE_S = 30.0
 
