@@ -7,6 +7,7 @@ import math
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,10 +16,10 @@ from typing import Any
 
 from executors.cli.output import CANCELLED, PROGRESS_EVERY_S, Output, inert, name_duration, name_ranks, one_line
 from executors.cli.summary import reference
-from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError
+from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError, unknown_name
 from executors.protocol import ReplicaStatus
 from executors.run.run import Run
-from executors.status import LONGEST_PAUSE_S, ReplicaState, RunStatus, pauses
+from executors.status import COLUMNS, LONGEST_PAUSE_S, ReplicaState, RunStatus, pauses
 
 PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
 SHOW_CURSOR = b"\x1b[?25h"
@@ -101,7 +102,17 @@ def watch(
         view.close()
         if note:
             output.say(f"{note} The run continues: replicas wait {reference(run)}", "yellow")
+    if columns:
+        note_unknown_columns(columns, run.status())
     return not note
+
+
+def note_unknown_columns(columns: Sequence[str], status: RunStatus) -> None:
+    """Say on stderr which columns that were asked for no replica has reported."""
+    known = {*COLUMNS, *(name for replica in status.replicas for name in replica.reported)}
+    for name in columns:
+        if name not in known:
+            print(inert(f"Note: {unknown_name('column', name, known)}"), file=sys.stderr)
 
 
 def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> None:

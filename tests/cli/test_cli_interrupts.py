@@ -122,6 +122,22 @@ def test_ctrl_c_on_a_terminal_cancels_once_and_forces_twice(on_terminal: Callabl
     eventually(lambda: attach("mine").status().is_terminal)
 
 
+def test_ctrl_c_on_a_terminal_stops_watching_and_leaves_the_run_alone(
+    folder: Folder, on_terminal: Callable[..., Terminal]
+) -> None:
+    assert folder.launch("job:hang", "--detach", "--run-id", "mine").code == 0
+    for verb in (["wait"], ["logs", "-f"], ["collect"]):
+        for n_times in (1, 2):
+            terminal = on_terminal(*verb, "mine")
+            terminal.shows("hanging" if "logs" in verb else "Ctrl-C stops watching; the run continues.")
+            terminal.type(b"\x03" * n_times)
+            assert terminal.ends() == 130, verb
+            assert "Traceback" not in terminal.raw
+            assert terminal.raw.rfind("\x1b[?25h") >= terminal.raw.rfind("\x1b[?25l"), "the cursor is back"
+    assert attach("mine").status().status is ReplicaStatus.RUNNING
+    attach("mine").cancel()
+
+
 def test_a_long_note_is_cut_where_the_terminal_ends(on_terminal: Callable[..., Terminal]) -> None:
     message = "a long story " * 20
     terminal = on_terminal("launch", "job:fail", "--n", 1, "--arg", "ranks=[0]", "--arg", f"message={message}", *FAST)
