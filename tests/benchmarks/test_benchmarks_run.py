@@ -27,6 +27,7 @@ PEERS = {
     "Q2": None,
     "Q3": None,
     "Q4": None,
+    "M2": None,
     "C1": None,
 }
 Found = dict[str, list[dict[str, Any]]]

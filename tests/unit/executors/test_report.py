@@ -123,7 +123,7 @@ def test_who_is_missing_is_charged_with_what_everybody_waited(kills: tuple[Subje
     assert (row["missing"], row["attempt"], row["cost_s"] > 15) == (2, 2, True), "three waited 3 s, twice"
     texts = [each["text"] for each in made["in_short"]]
     assert any(text.startswith("Rank 3 held the others up for ") for text in texts)
-    assert any(text.startswith("Rank 1 came back twice; ") for text in texts)
+    assert texts[-2:] == ["Rank 1 was ended by signal 9 (SIGKILL), and came back.", "0.3 % of the work was lost."]
 
 
 def test_a_norm_that_drifts_is_marked_in_its_round(kills: tuple[Subject, Document]) -> None:
@@ -170,7 +170,7 @@ def test_the_six_numbers_are_sums_over_the_rows(kills: tuple[Subject, Document])
     assert six["in_rounds"] == pytest.approx(sum(row.move_s + row.reduce_s + row.step_s for row in rounds) / alive)
     assert (six["bytes_up"], six["restarts"]) == (sum(row.up for row in rounds) / 4, 2)
     assert six["data_parallel_bytes"] == pytest.approx(3_000_000 * 800, rel=0.001)
-    assert six["work"]["lost"] == 10
+    assert six["work"]["lost"] == pytest.approx(10, rel=0.05), "half a round, twice"
 
 
 def test_a_run_that_failed_at_once_begins_with_its_cause() -> None:
