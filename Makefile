@@ -2,8 +2,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Tests that share a costly fixture are run by one process: `xdist_group`.
-PYTEST_FLAGS ?= -n 2 --dist loadgroup
+# Each file is run by one process, which makes its costly fixtures once; the slow files come first (tests/conftest.py).
+PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 SCHEDULES ?=
 
 .PHONY: help install demo test test-all test-browser test-radosgw package picture lint bench simulate clean

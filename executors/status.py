@@ -108,7 +108,7 @@ class ReplicaState:
             return str(getattr(self, column))
         if column == "left":
             return "" if self.left_s is None else name_duration(self.left_s)
-        text = self.number(column)
+        text = "" if column == STEPS_PER_S and self.status.is_terminal else self.number(column)
         return f"{text}/{self.progress.total_steps:.0f}" if column == "step" and self.progress else text
 
     def number(self, name: str) -> str:
@@ -268,15 +268,19 @@ class RunStatus:
             return any(replica.attempt > 0 for replica in self.replicas)
         return any(replica.cell(column) for replica in self.replicas)
 
-    def to_html(self) -> str:
-        """Return the table for a notebook."""
+    def to_html(self, between: str = "") -> str:
+        """Return a heading and the table for a notebook.
+
+        Args:
+            between: HTML to show between these.
+        """
         columns = self.used_columns(n_more=MAX_COLUMNS)
         head = "".join(f"<th>{html.escape(HEADINGS.get(name, name))}</th>" for name in columns)
         rows = ["".join(f"<td>{html.escape(row.cell(name))}</td>" for name in columns) for row in self.replicas]
         body = "".join(f"<tr>{row}</tr>" for row in rows)
         words = "; ".join(filter(None, [self.counts, self.prospects]))
         title = html.escape(f"{self.run_id} on {self.backend}: {words}")
-        return f"<p>{title}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<p>{title}</p>{between}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def name_duration(seconds: float) -> str:

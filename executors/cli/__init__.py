@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from executors.cli.backends import backends
 from executors.cli.collect import collect
+from executors.cli.config import config, use_settings
 from executors.cli.doctor import doctor
 from executors.cli.launch import launch, resume
 from executors.cli.logs import logs
@@ -49,6 +50,11 @@ class _Verb(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types_of_flags(super().get_params(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if self.name == "launch":
+            use_settings(self, ctx, args)
+        return super().parse_args(ctx, args)
+
 
 class _Verbs(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
@@ -77,7 +83,7 @@ app = typer.Typer(
     epilog="[bold]First steps[/bold]\n\nreplicas launch --n 4\n\nreplicas launch train.py:main --n 8 --arg steps=500"
     "\n\nreplicas logs RUN -f    replicas status RUN    replicas collect RUN --out results",
 )
-for verb in (launch, ls, status, logs, wait, collect, report, cancel, resume, rm, doctor, backends):
+for verb in (launch, ls, status, logs, wait, collect, report, cancel, resume, rm, doctor, backends, config):
     app.command(cls=_Verb, epilog=getattr(verb, "epilog", None))(verb)
 
 
@@ -153,7 +159,7 @@ def _split_argv(arguments: list[str]) -> tuple[list[str], list[str] | None]:
 
 
 def _fail(error: Exception, message: str | None = None) -> int:
-    text = message if message is not None else str(error)
+    text = "\n  ".join([str(error) if message is None else message, *getattr(error, "__notes__", ())])
     if type(error).__name__ == "NoArgsIsHelpError":
         print(text)  # the help itself
         return USAGE

@@ -252,7 +252,7 @@ class LiveView(PlainView):
         from executors.run.progress import bars
 
         console, bar = self._output.console, bars(status)
-        max_rows = None if status.is_terminal else console.height - LINES_AROUND
+        max_rows = None if status.is_terminal else console.height - LINES_AROUND - bool(bar)
         hint = [Text(self._hint, style="dim")] if self._hint and not status.is_terminal else []
         head = title(status, status.last_at - self._created_at)
         table = replica_table(status, max_rows, width=console.width, more=self._columns)

@@ -82,8 +82,9 @@ class Observer:
             overtaken = [rank for rank in ended if self.attempt(rank) != newest[rank]]
             self.map(lambda rank: self._settle(rank, seen[rank][0]), sorted({*ended} - {*overtaken}))
             if overtaken:  # the answer was of an attempt that was begun meanwhile
-                again = {state.rank: state for state in self.look(overtaken)}
-                return [again.get(rank) or self._state(rank, *seen.get(rank, (None, ""))) for rank in ranks]
+                others = [rank for rank in ranks if rank not in overtaken]
+                found = [self._state(rank, *seen.get(rank, (None, ""))) for rank in others]  # the look may find newer
+                return sorted([*found, *self.look(overtaken)], key=lambda state: ranks.index(state.rank))
         return [self._state(rank, *seen.get(rank, (None, ""))) for rank in ranks]
 
     def with_reports(self, states: Sequence[ReplicaState]) -> list[ReplicaState]:

@@ -372,7 +372,7 @@ class Run:
 
     @cached_property
     def _display(self) -> Display:
-        return Display(self.status, self.pauses)
+        return Display(self.status, self.pauses, self.metrics)
 
     def _settle(self) -> None:
         """The run has ended: whoever goes on finds that the cells say so."""

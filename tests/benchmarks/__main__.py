@@ -18,6 +18,7 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("L1", "L3", "L4"): launch.first_line,
     ("L2",): launch.first_step,
     ("L5",): launch.many,
+    ("L6",): launch.heavy_imports,
     ("S1", "S5", "S8"): rounds.rounds,
     ("S6",): noticing.noticing,
     ("S9", "S10"): far.far,
