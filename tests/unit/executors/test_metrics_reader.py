@@ -85,6 +85,8 @@ def test_columns_have_one_value_for_each_row() -> None:
         ({"t": 1, "loss": True}, "'loss' is true, a number from"),
         ({"t": 1, "loss": {"a": 1}}, "'loss' is an object, a number from"),
         ({"t": 1, "loss": 10**400}, "'loss' is 1000"),
+        ({"t": 1, "step": -(10**400), "loss": 10**400}, "'step' is -1000"),
+        ({"t": 10**12, "step": -(10**12), "loss": 1}, "'t' is 1000000000000"),
         ({"loss": 1.0}, "'t' is missing"),
         ({"t": -1, "loss": 1.0}, "'t' is -1, a number from 0"),
         ({"t": 1e12}, "'t' is 1000000000000.0, a number from 0"),
