@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from statistics import median
 from typing import Any
 
 from executors.report.words import name_moment, name_number, name_share
@@ -39,7 +40,9 @@ def _loss(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     found = [(x, y) for x, y in zip(curve["x"], ys, strict=True) if y is not None]
     if len(found) < 2:
         return
-    (x0, first), (x1, last) = found[0], found[-1]
+    firsts = [line["y"] for line in curve["lines"] if line["attempt"] == 0] or [ys]
+    first = median(next(y for y in line if y is not None) for line in firsts)  # before any of it was averaged
+    x0, (x1, last) = curve["x"][0], found[-1]
     over = f"steps {x0:,.0f} to {x1:,.0f}" if curves["over"] == "step" else name_duration(x1 - x0)
     words = f"Loss {name_number(first)} → {name_number(last)} over {over}{f' ({whose})' if whose else ''}."
     yield ("good" if last < first else "bad"), words

@@ -68,15 +68,16 @@ def test_a_thinned_line_keeps_the_least_and_the_greatest_value_of_each_bin() -> 
 def test_a_short_line_stays_as_it_is_without_what_is_not_finite() -> None:
     lines = [Line.of(0, 0, [(3, 0.5), (1, 2.0), (2, math.nan)]), Line.of(1, 0, [(2, 1.0), (4, math.inf)])]
     thinned = thin(lines, above={"middle": [(2.4, 7.0)]})
-    assert thinned["x"] == [1, 2, 3]
-    assert [line["y"] for line in thinned["lines"]] == [[2, None, 0.5], [None, 1, None]]
-    assert (thinned["above"], thinned["bins"]) == ({"middle": [None, 7, None]}, None)
+    assert thinned["x"] == [1, 2, 2.4, 3]
+    assert [line["y"] for line in thinned["lines"]] == [[2, None, None, 0.5], [None, 1, None, None]]
+    assert (thinned["above"], thinned["bins"]) == ({"middle": [None, None, 7, None]}, None)
 
 
 def test_the_middle_is_the_median_of_ranks_where_most_of_them_are() -> None:
     lines = [Line.of(rank, 0, [(x, float(rank * rank)) for x in range(100 if rank else 10)]) for rank in range(5)]
     assert {round(y, 3) for x, y in middle(lines) if x > 10} == {6.5}  # of 1, 4, 9, 16
     assert middle(lines)[0][1] == 4
+    assert all(y == pytest.approx(3 * x) for x, y in middle([Line.of(0, 0, [(x * x, 3.0 * x * x) for x in range(90)])]))
 
 
 def test_a_loss_that_was_computed_before_a_round_is_not_called_the_first_after_it() -> None:
