@@ -20,6 +20,7 @@ from executors import LocalProcessExecutor
 if TYPE_CHECKING:
     from servers.modal.server import ModalServer
     from support.fake_jobs import Machines
+    from support.third_party import PopenExecutor
 
 os.environ["MODAL_CONFIG_PATH"] = os.devnull  # the SDK reads the user's settings when it is imported
 os.environ[MARK] = str(os.getpid())  # every process that a test starts inherits it
@@ -215,3 +216,24 @@ def here(folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def local() -> LocalProcessExecutor:
     """The local executor, for work without torch. Its zygote is shared by all tests."""
     return LocalProcessExecutor(preload=(), term_grace_s=0.5)
+
+
+@pytest.fixture
+def third_party(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[PopenExecutor]:
+    """An executor of somebody else's, whose processes end with the test."""
+    from support.third_party import PopenExecutor
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    started: list[Any] = []
+    launch_replicas = PopenExecutor.launch_replicas
+
+    @functools.wraps(launch_replicas)
+    def remember(*args: Any, **kwargs: Any) -> Any:
+        started.extend(tickets := launch_replicas(*args, **kwargs))
+        return tickets
+
+    monkeypatch.setattr(PopenExecutor, "launch_replicas", remember)
+    yield PopenExecutor()
+    for ticket in started:
+        ticket.process.kill()
+        ticket.process.wait()
