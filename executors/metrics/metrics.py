@@ -44,9 +44,9 @@ class Metrics:
     """Unix time of second 0 of the time line: the first claim."""
     as_of_s: float
     """The last moment known, on the time line."""
-    attempts: Sequence[AttemptSpan]
+    attempts: Sequence[AttemptSpan] = field(repr=False)
     """By rank and attempt."""
-    rows: Sequence[Row]
+    rows: Sequence[Row] = field(repr=False)
     problems: Sequence[str]
     """What is missing or could not be read, in sentences."""
     origins: Mapping[tuple[int, int], float] = field(repr=False)
