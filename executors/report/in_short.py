@@ -26,6 +26,8 @@ def _sentences(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "plain", f"As of {name_moment(document['as_of'])}: {document['counts']}. Write the page again for more."
     for failure in [each for each in document["failures"] if not each["resumed"]][:MAX_FAILURES]:
         yield "bad", f"{failure['words'].rstrip('.')}."
+    for problem in document["problems"][:MAX_FAILURES]:
+        yield "bad", problem
     yield from _loss(document)
     yield from _late(document)
     yield from _lost(document)
@@ -61,10 +63,10 @@ def _late(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         return
     late = {rank: row for rank, row in document["rounds"]["by_rank"].items() if is_late(document, rank)}
     for rank, row in sorted(late.items(), key=lambda each: -each[1]["cost_s"])[:MAX_LATE]:
-        when = [f"last in {row['last']} of {n} rounds"] if row["last"] else []
+        when = [f"last in {row['last']}"] if row["last"] else []
         when += [f"missing from {row['missing']}"] if row["missing"] else []
         cost = f"{name_duration(row['cost_s'])}, {name_share(row['cost_s'] / alive_s)} of the replicas’ time"
-        yield "bad", f"Rank {rank} held the others up for {cost}: {', '.join(when)}."
+        yield "bad", f"Rank {rank} held the others up for {cost}: {', '.join(when)} of {n} rounds."
     if not late:
         share = name_share(document["numbers"]["waiting"])
         yield "good", f"Replicas waited for {share} of their time, in {n} rounds, and for none of them in particular."
