@@ -14,6 +14,7 @@ from executors.protocol import BY_USER, Outcome, ReplicaStatus, as_status
 
 FAILED_EARLY = "failed before the first round"
 COLUMNS = ("rank", "attempt", "status", "round", "step", "loss", "round_s", "note")
+SAME_DATA_AS = "same_data_as"  # reported by DiLoCo: a rank that sends the same work; the note says it
 N_MORE = 3  # columns for other numbers, where nobody says which
 MAX_COLUMNS = 50  # in a notebook
 HEADINGS = {"round_s": "in rounds", "note": ""}
@@ -43,7 +44,7 @@ class ReplicaState:
 
     @property
     def note(self) -> str:
-        """A few words on how it ended, on what it waits for, or on a heartbeat that is overdue."""
+        """A few words on how it ended, on what it waits for, on its data, or on a heartbeat that is overdue."""
         if self.outcome is not None and self.outcome.reason is not None:
             if self.outcome.reason == "cancelled":
                 error = self.outcome.error or ""
@@ -53,6 +54,8 @@ class ReplicaState:
             return self.doing
         if self.status is ReplicaStatus.RUNNING and (self.heartbeat_age_s or 0) > 30:
             return f"last heartbeat {self.heartbeat_age_s:.0f} s ago"
+        if (peer := self.reported.get(SAME_DATA_AS)) is not None:
+            return f"trains on the same data as rank {peer:.0f}"
         return ""
 
     def cell(self, column: str) -> str:
@@ -172,7 +175,7 @@ class RunStatus:
         """
         *fixed, note = COLUMNS
         reported = dict.fromkeys(name for replica in self.replicas for name in replica.reported)
-        others = [name for name in (more if more is not None else reported) if name not in COLUMNS]
+        others = [name for name in (more if more is not None else reported) if name not in (*COLUMNS, SAME_DATA_AS)]
         others = others[: n_more if more is None else None]
         columns = [*fixed, *dict.fromkeys(others), note]
         return [name for name in columns if name in (more or ()) or self._has(name)]

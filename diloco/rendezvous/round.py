@@ -229,6 +229,8 @@ class RoundReport:
     """Whose work is in the mean."""
     counted: bool
     """Whether this replica's is; if not, it goes with its next contribution."""
+    same: tuple[int, ...]
+    """The ranks, this one included, that sent the same work, bit for bit: they train on the same data."""
     bytes_up: int
     bytes_down: int
     wait_s: float
