@@ -194,6 +194,8 @@ class DiLoCo:
             self._attached.take_over(context.origin, self.rounds)
         self._kept_period = self.rounds // settings.entries_per_snapshot
         _open[self._name] = self
+        if self._replica is not None and total_steps is not None:
+            self._replica.report(total_steps=total_steps)
         self._show_progress()
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -277,12 +279,14 @@ class DiLoCo:
         _open.pop(self._name, None)
         try:
             if in_order:
-                self._participant.leave()
+                self._record(self._participant.leave())
             else:
                 self._participant.say_bye()
         finally:
             self._watch.close()
             self._reads.close()
+            if self._replica is not None:
+                self._replica.record_left(name=self._name[1], work=self._participant.undecided)
         self._show_progress()
         if in_order:
             self._background.finish()
@@ -368,13 +372,20 @@ class DiLoCo:
         self._round_s += monotonic() - began
         if report is not None:
             self._show_progress()
-            self._same_data.check(reports)
+        self._record(reports)
+        self._same_data.check(reports)
         return report
+
+    def _record(self, reports: Sequence[RoundReport]) -> None:
+        """Keep what rounds were with the run."""
+        for report in reports:
+            if self._replica is not None:
+                self._replica.record_round(report.ended, name=self._name[1], **report.line())
 
     def _show_progress(self) -> None:
         """Report how many rounds there were; nothing before the first: whoever reads it knows that there was none."""
         if self._replica is not None and self.rounds:
-            self._replica.report(round=self.rounds, round_s=round(self._round_s, 3))
+            self._replica.reported.update(round=self.rounds, round_s=round(self._round_s, 3))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -37,7 +37,7 @@ class SameData:
         Raises: DuplicateWorkError: it goes on.
         """
         for report in reports:
-            if not report.counted or self._mode == "allow":
+            if not report.counted or report.norm == 0.0 or self._mode == "allow":  # work of zeros says nothing
                 continue
             self._in_a_row = self._in_a_row + 1 if report.same else 0
             self._show(next((rank for rank in report.same if rank != self._rank), None))

@@ -146,18 +146,24 @@ class Settings:
             )
 
     def check_what_was_averaged(self, steps: int, rounds: int, uncounted: int) -> None:
-        """Warn of steps that no round has counted.
+        """Warn of steps that no round has counted, and of a replica alone that had no round.
 
         Args:
             steps: of this replica.
             rounds: of the run.
             uncounted: steps since the last round that counted this replica.
 
-        Raises: DiLoCoError: there was no round at all.
+        Raises: DiLoCoError: there are others, and there was no round at all.
         """
-        if self.world_size == 1 or not steps:
+        if not steps or (self.world_size == 1 and rounds):
             return
-        if not rounds and not self.allow_no_rounds:
+        if self.world_size == 1 and steps < self.inner_steps and not self.allow_no_rounds:
+            warnings.warn(
+                f"{steps} step{'s' * (steps > 1)} and no round: inner_steps is {self.inner_steps}. With other replicas "
+                "this is an error.",
+                stacklevel=5,
+            )
+        if self.world_size > 1 and not rounds and not self.allow_no_rounds:
             raise DiLoCoError(
                 f"{steps} steps and no round: inner_steps is {self.inner_steps}, so this replica has trained alone, "
                 "and the replicas end with different models. Use a smaller inner_steps, call sync(), or allow it: "

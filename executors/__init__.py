@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from executors.backends.local.executor import LocalProcessExecutor
     from executors.backends.modal import ModalExecutor
     from executors.launcher import launch
-    from executors.run.run import Run, attach, list_runs
+    from executors.run.lookup import attach, list_runs
+    from executors.run.run import Run
 
 __all__ = [
     "HFJobsExecutor",
@@ -47,9 +48,9 @@ _LAZY = {
     "LocalProcessExecutor": "executors.backends.local.executor",
     "ModalExecutor": "executors.backends.modal",
     "Run": "executors.run.run",
-    "attach": "executors.run.run",
+    "attach": "executors.run.lookup",
     "launch": "executors.launcher",
-    "list_runs": "executors.run.run",
+    "list_runs": "executors.run.lookup",
 }
 
 

@@ -244,8 +244,10 @@ class Attempt:
             CorruptObjectError: it is not a handle, or one of another backend.
         """
         handle = self.find("handle.json", parse_handle)
-        if handle is None:
-            return None
+        return None if handle is None else self.own(handle, backend)
+
+    def own(self, handle: ReplicaHandle, backend: str) -> ReplicaHandle:
+        """Return a handle that was found among its records; see `handle`."""
         if handle.backend_name != backend:
             key, url = self.key("handle.json"), self.store.url
             raise CorruptObjectError(

@@ -36,6 +36,7 @@ from executors.errors import (
 )
 
 SCRIPT = "__main__"
+MAX_CHOICES = 3
 _PARSING = _thread.allocate_lock()  # else, now and then: "AST constructor recursion depth mismatch"
 
 
@@ -81,7 +82,7 @@ def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
     tree, function = found
     if function == SCRIPT:
         if unknown := sorted(set(args) - {"argv"}):
-            file = text.removesuffix(f":{SCRIPT}")
+            file = shown(text)
             raise EntrypointArgumentsError(
                 f"{file!r} runs as a script, which takes no argument {unknown[0]!r}. Give its options behind --: "
                 f"replicas launch {file} --n 4 -- --{unknown[0]} …"
@@ -96,7 +97,7 @@ def find_definition(text: str) -> tuple[ast.Module, str] | None:
     Raises:
         EntrypointImportError: no such file or module.
     """
-    name = parse_entrypoint(text)
+    name, text = parse_entrypoint(text), shown(text)
     if name.file is not None:
         source, function = name.file, name.function or "main"
         if not source.is_file():
@@ -340,6 +341,10 @@ def _check_definition(tree: ast.Module, function: str, args: Mapping[str, Any], 
         return
     if function not in names:
         known = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        public = [name for name in known if not name.startswith("_")]
+        if function == "main" and ":" not in text and public:
+            choices = " or ".join(f"{text}:{name}" for name in public[:MAX_CHOICES])
+            raise EntrypointImportError(f"Entrypoint {text!r} has no main. Name the function: {choices}")
         raise EntrypointImportError(f"Entrypoint {text!r}: {function!r} does not exist in it.{_hint(function, known)}")
     definition = _definition_in(tree, function)
     if isinstance(definition, ast.AsyncFunctionDef) and not definition.decorator_list:
@@ -357,15 +362,12 @@ def _check_arguments(taken: ast.arguments, given: Mapping[str, Any], function: s
     }
     unknown = [] if taken.kwarg else [name for name in given if name not in named]
     missing = [name for name in named if name not in given and name not in with_default]
-    if unknown:
-        raise EntrypointArgumentsError(
-            f"Entrypoint {text!r}: {function}() takes no argument {unknown[0]!r}.{_hint(unknown[0], named)}"
-        )
-    if missing:
-        raise EntrypointArgumentsError(
-            f"Entrypoint {text!r}: {function}() needs the argument {missing[0]!r}. "
-            f"Give it with --arg {missing[0]}=… or args={{{missing[0]!r}: …}}."
-        )
+    problems = [f"takes no argument {name!r}.{_hint(name, named)}" for name in unknown]
+    for name in missing:
+        if not any(f"Did you mean {name!r}?" in problem for problem in problems):
+            problems.append(f"needs the argument {name!r}. Give it with --arg {name}=… or args={{{name!r}: …}}.")
+    if problems:
+        raise EntrypointArgumentsError(f"Entrypoint {text!r}: {function}() {' It '.join(problems)}")
 
 
 def _hint(name: str, known: list[str]) -> str:
@@ -384,8 +386,13 @@ def split_rank_env(args: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]
     return rest, rank_env
 
 
+def shown(entrypoint: str) -> str:
+    """Return an entrypoint's name as people write it: a script is its file."""
+    return entrypoint.removesuffix(f":{SCRIPT}")
+
+
 def describe(entrypoint: str | Callable[..., Any]) -> str:
-    """Name an entrypoint for people."""
+    """Name an entrypoint in one string, as records have it."""
     if isinstance(entrypoint, str):
         return entrypoint
     name = getattr(entrypoint, "__qualname__", None) or repr(entrypoint)

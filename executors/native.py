@@ -124,6 +124,8 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
 
     needs_shared_rendezvous: bool
     """Whether its replicas see no directory of this machine."""
+    ends_with_launcher: bool
+    """Whether a run that is not detached ends with the process that launched it, however that ends."""
     default_timeout_s: float | None
     """The time limit of a launch that names none, in seconds. None: no limit."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import stat
 import sys
 from _thread import allocate_lock  # not `threading`: every fork of a process that has it runs its hook
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from typing import Any
 
 from executors.attempt import Claim, replica_key
 from executors.errors import KeyNotFoundError, ReplicasError
+from executors.metrics.recorder import Recorder
 from executors.store import Store, store_at
 from executors.store.records import read_record, retry
 
@@ -49,6 +51,8 @@ class Replica:
     """The store's url; the run's keys start with `run_id`."""
     reported: dict[str, Any] = field(default_factory=dict, repr=False)
     """What `report` was given so far; the worker's heartbeat carries it."""
+    recorder: Recorder | None = field(default=None, repr=False)
+    """Keeps what is measured over time. None: nothing is kept, as in a helper process."""
     claimed_nonce: str | None = field(default=None, repr=False)
     is_alone: bool = False
     """Whether `replicas` did not start this process: then nothing of it is kept."""
@@ -112,17 +116,37 @@ class Replica:
         return share_of(dataset, self.rank, max(self.world_size, self.rank + 1))
 
     def report(self, *, step: int | None = None, loss: float | None = None, **numbers: float) -> None:
-        """Show progress: merged into the heartbeat, at most once a second, and so into the live table and `status`.
+        """Show progress: in the live table and `status`, and over time in `Run.metrics()`, at most once a second.
 
-        Costs a dictionary update, so it may be called at every step. Call it in the process that runs the entrypoint.
+        The first report after a round is always kept. Costs some microseconds, so it may be called at every step. Call
+        it in the process that runs the entrypoint.
 
         Raises:
             TypeError: a value is not a number.
         """
         named = {"step": step, "loss": loss, **numbers}
-        for name, value in named.items():
-            if value is not None:
-                self.reported[name] = _number(name, value)
+        reported = {
+            name: value if type(value) in (float, int) else _number(name, value)
+            for name, value in named.items()
+            if value is not None
+        }
+        self.reported.update(reported)
+        if self.recorder is not None and reported:
+            self.recorder.report(reported)
+
+    def record_round(self, ended: float, **fields: Any) -> None:
+        """Keep what a round was: the fields of `executors.metrics.rows.Round`.
+
+        Args:
+            ended: when it was over, by `time.monotonic`.
+        """
+        if self.recorder is not None:
+            self.recorder.round(ended, fields)
+
+    def record_left(self, *, name: str, work: float) -> None:
+        """Keep how much work is in no round when a DiLoCo is closed."""
+        if self.recorder is not None:
+            self.recorder.left(name, work)
 
     def save_artifact(self, name: str, path: str | Path) -> None:
         """Keep a file, or a folder of files, with the run: `replicas collect` and `Run.artifacts` bring it back.
@@ -133,19 +157,25 @@ class Replica:
 
         Raises:
             FileNotFoundError: there is nothing at `path`.
-            ValueError: the name could not be written to a folder when it is collected.
+            ValueError: the name could not be written to a folder when it is collected; or `path` is a pipe, a socket or
+                a device. What a folder has of these is left out, which stderr says.
         """
         from executors.store.artifacts import problem_of
 
         if problem := problem_of(name):
             raise ValueError(f"save_artifact({name!r}, …): {problem}.")
         source = Path(path)
-        if self.is_alone:
-            source.stat()
-            return
         if source.is_dir():
-            for file in sorted(entry for entry in source.rglob("*") if entry.is_file()):
-                self.save_artifact(f"{name}/{file.relative_to(source).as_posix()}", file)
+            for entry in sorted(source.rglob("*")):
+                relative = entry.relative_to(source).as_posix()
+                if entry.is_file():
+                    self.save_artifact(f"{name}/{relative}", entry)
+                elif entry.is_symlink() or not entry.is_dir():
+                    print(f"replicas: save_artifact({name!r}) leaves out {relative!r}: not a file.", file=sys.stderr)
+            return
+        if not stat.S_ISREG(source.stat().st_mode):
+            raise ValueError(f"save_artifact({name!r}, …): {str(source)!r} is neither a file nor a folder.")
+        if self.is_alone:
             return
         from executors.store.file import read_file
 

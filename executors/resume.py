@@ -25,6 +25,7 @@ from executors.native import KeepsOptions, NativeExecutor, RunSpec
 from executors.process import this_process
 from executors.protocol import ReplicaStatus
 from executors.registry import is_given
+from executors.run.handles import keep_handles
 from executors.run.run import Run
 from executors.run_index import new_run_id, remember
 from executors.store.records import SHA256, exists
@@ -43,6 +44,7 @@ def resume(
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
     secrets: Sequence[str] = (),
+    gather_s: float | None = None,
     detach: bool = False,
     task_digest: str | None = None,
     trust_bucket: bool = False,
@@ -54,7 +56,7 @@ def resume(
     Args:
         run: the run; those of its replicas that still run go on undisturbed.
         ranks: start these instead; each must have ended.
-        gpu, timeout: None: as the run was launched.
+        gpu, timeout, gather_s: None: as the run was launched. `gather_s` goes with its `min_replicas`.
         env, secrets: as for `launch`. Values are not recorded, so those of the launch have to be given again.
         detach: go on when this process ends.
         task_digest: the sha256 of the task, for a run that another machine launched: `Run.task_digest` there.
@@ -85,6 +87,8 @@ def resume(
         _check_that_all_ended(run, ranks)
     elif exists(run.store, f"{run.run_id}/abort.json"):
         raise StoreError(f"Run {run.run_id!r} was aborted, which is final. Launch a new one.", url=run.store.url)
+    if gather_s is not None and launched.min_replicas is None:
+        raise ValueError(f"Run {run.run_id!r} was launched without min_replicas, so gather_s= (--gather) says nothing.")
     missing = sorted(set(launched.env) - set(env or {}))
     if missing:
         raise ValueError(
@@ -103,6 +107,7 @@ def resume(
         detach=detach,
         chaos=launched.chaos,
         min_replicas=launched.min_replicas,
+        gather_s=launched.gather_s if gather_s is None else gather_s,
         fail_fast=launched.fail_fast,
     )
     limits: Any = {
@@ -122,6 +127,7 @@ def resume(
         spec = replace(all_ranks, ranks=tuple(group), attempt=attempt, min_replicas=needed)
         handles = executor.launch_replicas(len(group), launched.entrypoint, {}, **limits, run=spec, tell=tell)
         begun.update(handle.rank for handle in handles)
+        keep_handles(run.store, run.run_id, attempt, handles)
     if overtaken := {rank: attempt for rank, attempt in next_attempts.items() if rank not in begun}:
         if not begun:
             by_others = _who_resumes(run, overtaken)
@@ -154,12 +160,13 @@ def _begin_from_snapshot(
         options = executor.options_to_keep if isinstance(executor, KeepsOptions) else {}
         remember(spec.run_id, run.store.url, spec.task_digest, options, spec.secret_names)
         entrypoint = task.launched_with.entrypoint
-        executor.launch_replicas(spec.world_size, entrypoint, {}, **limits, run=spec, tell=tell)
+        handles = executor.launch_replicas(spec.world_size, entrypoint, {}, **limits, run=spec, tell=tell)
     except BaseException as error:
         with contextlib.suppress(StoreError):
             for rank in spec.ranks:
                 Attempt(run.store, spec.run_id, rank).abandon(error)
         raise
+    keep_handles(run.store, spec.run_id, 0, handles)
     return Run(run.store, spec.run_id, executor=executor)
 
 
@@ -181,9 +188,10 @@ def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tupl
         given = {name for name, value in run.executor.options_to_keep.items() if is_given(value)}
     if missing := sorted(set(launched.unrecorded_options) - set(given)):
         option, backend = missing[0], run.backend
+        how = "--volume NAME:/path" if option == "volumes" else f"--option {option}=…"
         raise ValueError(
             f"Run {run.run_id!r} was launched with the option {option!r} of backend {backend!r}, which is not taken "
-            f"from a record. Give it again: --backend {backend} --option {option}=…, or attach(…, executor=…)."
+            f"from a record. Give it again: --backend {backend} {how}, or attach(…, executor=…)."
         )
     return tuple(secrets or (noted.secrets if noted else ()))
 

@@ -6,21 +6,59 @@ import html
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, as_status
 
 FAILED_EARLY = "failed before the first round"
-COLUMNS = ("rank", "attempt", "status", "round", "step", "loss", "round_s", "note")
+STEPS_PER_S, TOTAL_STEPS = "steps_per_s", "total_steps"
+COLUMNS = ("rank", "attempt", "status", "round", "step", STEPS_PER_S, "left", "loss", "round_s", "note")
 SAME_DATA_AS = "same_data_as"  # reported by DiLoCo: a rank that sends the same work; the note says it
+NO_COLUMNS = (TOTAL_STEPS, SAME_DATA_AS)
 N_MORE = 3  # columns for other numbers, where nobody says which
+MAX_STEPS, MAX_LEFT_S = 1e15, 1e9  # reports may be any numbers
 MAX_COLUMNS = 50  # in a notebook
-HEADINGS = {"round_s": "in rounds", "note": ""}
+HEADINGS = {"round_s": "in rounds", STEPS_PER_S: "steps/s", "note": ""}
 FIRST_PAUSE_S = 0.01
 LONGEST_PAUSE_S = 0.5
 H = TypeVar("H")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a replica is, or a run, in steps of those that it is to make."""
+
+    step: float
+    total_steps: float
+    steps_per_s: float | None
+    """As `step` goes on: a replica that skips what the others did without it makes these steps at once."""
+
+    @classmethod
+    def of(cls, reported: Mapping[str, float]) -> Progress | None:
+        """Read what a replica reported; None: it has not said of how many steps."""
+        step, total, per_s = (reported.get(name, 0.0) for name in ("step", TOTAL_STEPS, STEPS_PER_S))
+        if not (0 < total < MAX_STEPS and abs(step) < MAX_STEPS and math.isfinite(per_s)):
+            return None
+        return cls(step, total, per_s if per_s > 0 else None)
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1."""
+        return min(1.0, max(0.0, self.step / self.total_steps))
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the last step at this rate."""
+        left_s = max(0.0, self.total_steps - self.step) / self.steps_per_s if self.steps_per_s else math.inf
+        return left_s if left_s < MAX_LEFT_S else None
+
+    def describe(self) -> str:
+        """Name rate and time: `8.3 steps/s, 18 s left`."""
+        if self.steps_per_s is None or self.left_s is None:
+            return ""
+        return f"{name_rate(self.steps_per_s)} steps/s, {name_duration(self.left_s)} left"
 
 
 @dataclass(frozen=True)
@@ -58,15 +96,34 @@ class ReplicaState:
             return f"trains on the same data as rank {peer:.0f}"
         return ""
 
+    @property
+    def progress(self) -> Progress | None:
+        """How far it is; None: it has not said of how many steps."""
+        return Progress.of(self.reported)
+
+    @property
+    def left_s(self) -> float | None:
+        """How many seconds it has to go at this rate, as far as it is known."""
+        return None if self.progress is None or self.status.is_terminal else self.progress.left_s
+
     def cell(self, column: str) -> str:
         """Return the text of one column of the table."""
         if column in ("rank", "attempt", "status", "note"):
             return str(getattr(self, column))
-        value = self.reported.get(column)
+        if column == "left":
+            return "" if self.left_s is None else name_duration(self.left_s)
+        text = self.number(column)
+        return f"{text}/{self.progress.total_steps:.0f}" if column == "step" and self.progress else text
+
+    def number(self, name: str) -> str:
+        """Return the text of a number that it reported; empty: it has not."""
+        value = self.reported.get(name)
         if value is None:
             return ""
-        if column == "round_s":
+        if name == "round_s":
             return f"{value:.1f} s"
+        if name == STEPS_PER_S:
+            return name_rate(value)
         if not isinstance(value, float):
             return str(value)
         is_odd = 0 < abs(value) < 0.005 or abs(value) >= 1e6  # four decimals would show nothing, or too much
@@ -75,10 +132,17 @@ class ReplicaState:
     def to_json(self) -> dict[str, Any]:
         """Return everything but the result as plain JSON."""
         row = {
-            name: getattr(self, name) for name in ("rank", "attempt", "status", "doing", "heartbeat_age_s", "reported")
+            name: getattr(self, name)
+            for name in ("rank", "attempt", "status", "doing", "heartbeat_age_s", "reported", "left_s")
         }
         outcome = self.outcome
         return {**row, "reason": outcome and outcome.reason, "exit_code": outcome and outcome.exit_code}
+
+
+def is_failure(outcome: Outcome, min_replicas: int | None) -> bool:
+    """Return whether a replica failed, and not only was replaced, or not to be had where fewer are enough."""
+    without = ("fenced",) if min_replicas is None else ("fenced", "start_failed")
+    return outcome.status is ReplicaStatus.FAILED and outcome.reason not in without
 
 
 @dataclass(frozen=True)
@@ -107,13 +171,9 @@ class RunStatus:
 
     @property
     def failed_early(self) -> list[int]:
-        """The ranks that failed while others go on, as long as nobody has reported a round.
-
-        With `min_replicas` not those that were never started.
-        """
-        reasons = {"start_failed"} if self.min_replicas is not None else set()
-        failed = [r.rank for r in self.replicas if r.status is ReplicaStatus.FAILED and not r.is_replaced]
-        failed = [rank for rank in failed if getattr(self.replicas[rank].outcome, "reason", None) not in reasons]
+        """The ranks that failed while others go on, as long as nobody has reported a round."""
+        ended = [r for r in self.replicas if r.status is ReplicaStatus.FAILED]
+        failed = [r.rank for r in ended if r.outcome is None or is_failure(r.outcome, self.min_replicas)]
         return [] if self.is_terminal or any("round" in r.reported for r in self.replicas) else failed
 
     @property
@@ -155,6 +215,32 @@ class RunStatus:
             return f"started with {can_succeed - pending} of {n}; {pending} may still join"
         return ""
 
+    @property
+    def progress(self) -> Progress | None:
+        """How far the run is: as far as the replica that goes on and has longest to go. None: none of them tells."""
+        going = [r.progress for r in self.replicas if r.progress is not None and not r.status.is_terminal]
+        return max(going, key=lambda each: (each.left_s or 0.0, -each.share), default=None)
+
+    @property
+    def left_s(self) -> float | None:
+        """How many seconds the run has to go, as far as its replicas tell."""
+        return None if self.progress is None else self.progress.left_s
+
+    def describe_progress(self, more: Sequence[str] = ()) -> str:
+        """Say in one line how far it is: `3 running, 1 failed: round 4, step 120-130 of 400, loss 2.31`."""
+        parts = []
+        for name in dict.fromkeys(("round", "step", "loss", *more)):
+            having = [replica for replica in self.replicas if replica.reported.get(name) is not None]
+            if having:
+                ends = [choose(having, key=lambda r: float(r.reported[name])).number(name) for choose in (min, max)]
+                of = f" of {self.progress.total_steps:.0f}" if name == "step" and self.progress else ""
+                parts.append(f"{name} {'-'.join(dict.fromkeys(ends))}{of}")
+        if self.progress is not None and (pace := self.progress.describe()):
+            parts.append(pace)
+        if self.prospects:
+            parts.append(self.prospects)
+        return self.counts + (f": {', '.join(parts)}" if parts else "")
+
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain JSON."""
         return {
@@ -164,6 +250,7 @@ class RunStatus:
             "min_replicas": self.min_replicas,
             "prospects": self.prospects,
             "joined": self.joined,
+            "left_s": self.left_s,
             "replicas": [replica.to_json() for replica in self.replicas],
         }
 
@@ -174,8 +261,8 @@ class RunStatus:
             more: which other numbers that replicas report to show. None: the first `n_more`.
         """
         *fixed, note = COLUMNS
-        reported = dict.fromkeys(name for replica in self.replicas for name in replica.reported)
-        others = [name for name in (more if more is not None else reported) if name not in (*COLUMNS, SAME_DATA_AS)]
+        reported = dict.fromkeys(name for r in self.replicas for name in r.reported if name not in NO_COLUMNS)
+        others = [name for name in (more if more is not None else reported) if name not in COLUMNS]
         others = others[: n_more if more is None else None]
         columns = [*fixed, *dict.fromkeys(others), note]
         return [name for name in columns if name in (more or ()) or self._has(name)]
@@ -194,6 +281,22 @@ class RunStatus:
         words = "; ".join(filter(None, [self.counts, self.prospects]))
         title = html.escape(f"{self.run_id} on {self.backend}: {words}")
         return f"<p>{title}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def name_duration(seconds: float) -> str:
+    """Write a duration for people: `0.8 s`, `42 s`, `3:05`, `2:10:00`."""
+    if seconds < 10:
+        return f"{max(0.0, seconds):.1f} s"
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
+def name_rate(per_s: float) -> str:
+    """Write a rate for people: `123`, `12.3`, `1.23`, `0.0123`."""
+    return f"{per_s:.3g}" if not 0.1 <= per_s < 1e6 else f"{per_s:.{2 if per_s < 10 else 1 if per_s < 100 else 0}f}"
 
 
 def pauses(first_s: float = FIRST_PAUSE_S, longest_s: float = LONGEST_PAUSE_S) -> Iterator[float]:

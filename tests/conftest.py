@@ -58,13 +58,13 @@ def _nothing_left_running(state_home: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def _small_server() -> Iterator[S3Server]:
-    with running_server(module="servers.s3.small") as server:
+    with running_server() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def _moto_server() -> Iterator[S3Server]:
-    with running_server() as server:
+    with running_server(module="servers.s3.moto_behind_faults") as server:
         yield server
 
 

@@ -8,6 +8,8 @@ business; what to do when this replica's state is not the log's, `restore.py`'s.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import hypot
+from typing import Literal
 
 from diloco.rendezvous.contribution import check_weight, read_back, send
 from diloco.rendezvous.frames import Seal
@@ -39,6 +41,8 @@ class Rendezvous:
         """What is known of the open entry; may be of an earlier one."""
         self._waited_s = 0.0
         """How long this replica waited for others in its last round."""
+        self._work_per_step = 1.0
+        """By the last answer of a callable weight."""
 
     # -- the pseudo-gradient: anchor - live --------------------------------------------------------------------------
 
@@ -60,6 +64,9 @@ class Rendezvous:
         else:
             weight = check_weight(self._context.weight, self._me.rank, entry.index)
         entry.is_early, entry.sent_steps = early, self._phase.made[entry.fragment] if weight else 0
+        entry.work = entry.sent_steps
+        if callable(self._context.weight) and entry.sent_steps:
+            entry.work, self._work_per_step = weight, weight / entry.sent_steps
         pauses = self._context.pauses()
         is_there = early and self._is_there(entry)  # of an earlier attempt, perhaps
         while not is_there:
@@ -155,9 +162,11 @@ class Rendezvous:
     def _apply(self, entry: EntryState, seal: Seal, mean: Sequence[memoryview]) -> RoundReport:
         verdict, part = self._verdict(entry, seal)
         began = self._context.clock()
+        mean_norm = self.reducer.norm(entry, mean)  # before the step: the mean may be in memory that it uses
         self._writer.before_step(entry.index, seal)
         self._training.apply(entry.index, mean, verdict, part)
-        step_s = self._context.clock() - began
+        ended = self._context.clock()
+        fate, work = self._fate(entry, seal)
         self._count_steps(entry, verdict, part)
         self._context.members.seal = seal
         self.cursor.position = entry.index + 1
@@ -175,14 +184,30 @@ class Rendezvous:
             fragment=entry.fragment,
             ranks=tuple(rank for rank in seal.inputs if rank not in entry.left_out),
             counted=is_counted,
+            verdict=fate,
+            work=work,
             same=next((group for group in seal.same if is_counted and self._me.rank in group), ()),
             bytes_up=self._store.written_bytes - entry.written_before,
             bytes_down=self._store.read_bytes - entry.read_before,
             wait_s=entry.wait_s,
             move_s=entry.move_s,
             reduce_s=entry.reduce_s,
-            step_s=step_s,
+            step_s=ended - began,
+            train_s=self._phase.tell_trained_s(),
+            norm=None if entry.packed is None else hypot(*entry.packed.norms),
+            mean_norm=mean_norm,
+            ended=ended,
         )
+
+    def _fate(self, entry: EntryState, seal: Seal) -> tuple[Literal["counted", "carried", "dropped"], float]:
+        """Return what became of this replica's work, and how much that is."""
+        verdict, work = self.seals.verdict(seal), entry.work
+        if verdict is Verdict.COUNTED:
+            return "dropped" if self._me.rank in entry.left_out else "counted", work
+        if not callable(self._context.weight):
+            work = self._phase.made[entry.fragment] if entry.foreign is None else entry.foreign_steps
+        is_kept = verdict is Verdict.KEPT and self._training.carries and not self._context.plan.is_final(entry.index)
+        return "carried" if is_kept else "dropped", work
 
     def _verdict(self, entry: EntryState, seal: Seal) -> tuple[Verdict, list[memoryview] | None]:
         """Return what became of the live work, and of which part of it; None: of all.
@@ -224,6 +249,12 @@ class Rendezvous:
         if self.entry is None or self.entry.index != self.position:
             self.entry = EntryState.begin(self._context, self.position)
         return self.entry
+
+    @property
+    def undecided(self) -> float:
+        """How much work no seal has decided on, in the unit of `RoundReport.work`: the mean over all fragments."""
+        made = self._phase.made
+        return sum(made) / len(made) * self._work_per_step
 
     @property
     def in_flight(self) -> bool:

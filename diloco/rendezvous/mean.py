@@ -6,6 +6,8 @@ the stored one, which another replica may have written first.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -14,7 +16,7 @@ from xxhash import xxh3_128_hexdigest
 
 from diloco.rendezvous.frames import READ_TRIES, BadRecordError, Contribution, MeanHead, Member, Seal, digests_of
 from diloco.rendezvous.frames import head_bytes as head_bytes_of
-from diloco.rendezvous.reduction import BadInputError, Input, is_finite
+from diloco.rendezvous.reduction import BadInputError, Input, square_of
 from diloco.rendezvous.round import Context, EntryState, owners
 
 
@@ -74,6 +76,16 @@ class Reducer:
         self._usual_s = 0.8 * self._usual_s + 0.2 * (self._context.clock() - entry.sealed_s)
         return [entry.means[shard] for shard in range(seal.shards)]
 
+    @staticmethod
+    def norm(entry: EntryState, mean: Sequence[memoryview]) -> float | None:
+        """Return the norm of a collected mean; None where there is none. What `_check` went through is not again."""
+        squares = [
+            entry.squares[shard] if shard in entry.squares else square_of(np.frombuffer(piece, np.float32))
+            for shard, piece in enumerate(mean)
+        ]
+        known = [square for square in squares if square is not None]
+        return math.sqrt(sum(known)) if known else None
+
     def _is_due(self, entry: EntryState, seal: Seal, order: list[int], *, asks: bool) -> bool:
         """Return whether a missing shard is this replica's to reduce: after a while for each rank before it.
 
@@ -123,8 +135,9 @@ class Reducer:
             with suppress(BadRecordError):
                 head = MeanHead.parse(data)
                 fits = len(payload) == size and digests_of(payload, self._block_bytes) == head.blocks
-                if fits and is_finite(np.frombuffer(payload, np.float32)):
+                if fits and (square := square_of(np.frombuffer(payload, np.float32))) is not None:
                     entry.left_out.update(head.left_out)
+                    entry.squares[shard] = square
                     return payload
             self._store.note_bad(key, data)
         return self._recover(entry, seal, shard, head)

@@ -89,16 +89,21 @@ class Participant:
             self._rendezvous.note_predecessor()
         self.phase.left()
 
-    def leave(self) -> None:
+    @property
+    def undecided(self) -> float:
+        """How much work no seal has decided on."""
+        return self._rendezvous.undecided
+
+    def leave(self) -> list[RoundReport]:
         """Adopt what is in flight, and say that this replica sends nothing more.
 
         Out of phase nothing is waited for: what was sent may be counted after this replica has left.
         """
         try:
             if self.phase.is_out:
-                self._rendezvous.adopt_sealed()
-            elif self._rendezvous.in_flight:
-                self._rendezvous.adopt()
+                return self._rendezvous.adopt_sealed()
+            report = self._rendezvous.adopt() if self._rendezvous.in_flight else None
+            return [] if report is None else [report]
         finally:
             self.say_bye()
 
@@ -139,6 +144,7 @@ class Participant:
 
     def sync(self) -> list[RoundReport]:
         """Have a round of every fragment now."""
+        self.phase.called()
         reports: list[RoundReport] = []
         step, before = self.phase.inner_step, self.position
         for _ in range(self._n_fragments):

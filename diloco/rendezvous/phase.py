@@ -82,6 +82,7 @@ class Phase:
         self._since_look = 0
         self._steps = 0
         self._trained_s = 0.0
+        self._untold_s = 0.0
         self._left_s = clock()
         self._known_s = 0.0
 
@@ -112,11 +113,22 @@ class Phase:
 
     def step_made(self) -> None:
         """Count a step; called when the training calls the rendezvous."""
-        self._trained_s += self._clock() - self._left_s
+        self._trained_s += self.called()
         self._steps += 1
         self.since += 1
         self._since_look += 1
         self.made = [steps + 1 for steps in self.made]
+
+    def called(self) -> float:
+        """Note that the training calls the rendezvous; return how long it has gone on since the last call."""
+        trained_s = self._clock() - self._left_s
+        self._untold_s += trained_s
+        return trained_s
+
+    def tell_trained_s(self) -> float:
+        """Return how long the training has gone on since this was asked."""
+        told, self._untold_s = self._untold_s, 0.0
+        return told
 
     def left(self) -> None:
         """Note that training goes on from here: the time of the rendezvous is not part of it."""

@@ -7,6 +7,7 @@ for its digest, its product and its sum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -93,5 +94,13 @@ def weighted_mean(inputs: Sequence[Input], out: memoryview, *, block_bytes: int 
 
 def is_finite(values: Floats) -> bool:
     """Return whether all values are finite, at the price of one dot product in the usual case."""
+    return square_of(values) is not None
+
+
+def square_of(values: Floats) -> float | None:
+    """Return the sum of the squares; None when a value is not finite."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.isfinite(np.dot(values, values))) or bool(np.isfinite(values).all())
+        square = float(np.dot(values, values))
+    if math.isfinite(square):
+        return square
+    return float(np.dot(values, values.astype(np.float64))) if np.isfinite(values).all() else None

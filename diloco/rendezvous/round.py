@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from diloco.rendezvous.frames import BLOCK_BYTES, MAX_SHARDS, READ_TRIES, Contribution, hash_order, head_bytes
 from diloco.rendezvous.keys import Keys
@@ -170,6 +170,8 @@ class EntryState:
     """Whether it was sent out of phase, before steps that it does not contain."""
     sent_steps: int = 0
     """How many steps an early contribution is made of."""
+    work: float = 0.0
+    """How much work was sent: what a callable weight said, else steps."""
     foreign: memoryview | None = None
     """This process's work at the time when a contribution of another process was found in its place."""
     foreign_steps: int = 0
@@ -186,6 +188,8 @@ class EntryState:
     misread: dict[int, int] = field(default_factory=dict)
     """Number of failed readings by rank."""
     means: dict[int, memoryview] = field(default_factory=dict)
+    squares: dict[int, float] = field(default_factory=dict)
+    """By shard, the sum of the squares of a mean that was read."""
     left_out: set[int] = field(default_factory=set)
     reloaded: bool = False
     blocked: str | None = None
@@ -229,6 +233,10 @@ class RoundReport:
     """Whose work is in the mean."""
     counted: bool
     """Whether this replica's is; if not, it goes with its next contribution."""
+    verdict: Literal["counted", "carried", "dropped"]
+    """What became of this replica's work."""
+    work: float
+    """How much work that is: what a callable `weight` said, else inner steps."""
     same: tuple[int, ...]
     """The ranks, this one included, that sent the same work, bit for bit: they train on the same data."""
     bytes_up: int
@@ -239,9 +247,36 @@ class RoundReport:
     """Packing, sending and reading."""
     reduce_s: float
     step_s: float
+    train_s: float
+    """Training, since the round before."""
+    norm: float | None
+    """Of this replica's pseudo-gradient; None: it sent none."""
+    mean_norm: float | None
+    """Of the mean; None: nobody sent any work."""
+    ended: float
+    """When the outer step was made, by `time.monotonic`."""
+
+    def line(self) -> dict[str, Any]:
+        """Return what is kept of it with the run: see `executors.metrics.rows.Round`."""
+        seconds = {
+            name: round(getattr(self, name), 6) for name in ("train_s", "wait_s", "move_s", "reduce_s", "step_s")
+        }
+        return {
+            "entry": self.round - 1,
+            "fragment": self.fragment,
+            "ranks": self.ranks,
+            "verdict": self.verdict,
+            "weight": self.work,
+            "up": self.bytes_up,
+            "down": self.bytes_down,
+            **seconds,
+            "norm": self.norm,
+            "mean_norm": self.mean_norm,
+            **({"same": self.same} if self.same else {}),
+        }
 
     @classmethod
     def sum_of(cls, reports: Sequence[RoundReport]) -> RoundReport:
         """Return the last of some rounds that were gone through together, with what all of them cost."""
-        costs = ("bytes_up", "bytes_down", "wait_s", "move_s", "reduce_s", "step_s")
+        costs = ("bytes_up", "bytes_down", "wait_s", "move_s", "reduce_s", "step_s", "train_s")
         return replace(reports[-1], **{cost: sum(getattr(report, cost) for report in reports) for cost in costs})

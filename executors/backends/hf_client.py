@@ -23,8 +23,19 @@ else:
     NEEDED = "Backend 'hf' needs the Hugging Face Hub client. Install it with: pip install 'serverless-replicas[hf]'"
     hub, hub_errors = LazyModule("huggingface_hub", NEEDED), LazyModule("huggingface_hub.errors", NEEDED)
 utils: Any = LazyModule("huggingface_hub.utils", "")
+constants: Any = LazyModule("huggingface_hub.constants", "")
 
-__all__ = ["ask", "check_version", "hub", "hub_errors", "list_jobs", "log_stream", "translated_errors", "volume_of"]
+__all__ = [
+    "ask",
+    "check_version",
+    "constants",
+    "hub",
+    "hub_errors",
+    "list_jobs",
+    "log_stream",
+    "translated_errors",
+    "volume_of",
+]
 OLDEST = (1, 20)  # the first release whose jobs have all that is asked for here
 CALL_LIMIT_S = 60.0  # the SDK itself waits for an answer without end
 TOKEN_ADVICE = "Log in with: hf auth login (or set HF_TOKEN to a token that may write jobs)."
@@ -52,16 +63,16 @@ def ask(call: Callable[[], T], *, may_have_acted: bool = False) -> T:
         return call_with_timeout(CALL_LIMIT_S, call)
 
 
-def list_jobs(api: hub.HfApi, namespace: str, labels: Mapping[str, str]) -> list[hub.JobInfo]:
+def list_jobs(endpoint: str, namespace: str, labels: Mapping[str, str]) -> list[hub.JobInfo]:
     """Return the jobs with these labels. The SDK's own `list_jobs` waits and asks again when it is refused."""
-    url: str | None = f"{api.endpoint}/api/jobs/{namespace}"
+    url: str | None = f"{endpoint}/api/jobs/{namespace}"
     params: Any = [("label", f"{name}={value}") for name, value in labels.items()]
     found: list[hub.JobInfo] = []
     while url is not None:
-        headers = utils.build_hf_headers(token=api.token)
+        headers = utils.build_hf_headers()
         response = utils.get_session().get(url, params=params, headers=headers, timeout=CALL_LIMIT_S)
         utils.hf_raise_for_status(response)
-        found += [hub.JobInfo(**job, endpoint=api.endpoint) for job in response.json()]
+        found += [hub.JobInfo(**job, endpoint=endpoint) for job in response.json()]
         url, params = response.links.get("next", {}).get("url"), None  # which holds the labels already
     return found
 
@@ -79,12 +90,12 @@ def volume_of(source: str, path: str) -> hub.Volume:
 
 
 @contextlib.contextmanager
-def log_stream(api: hub.HfApi, namespace: str, job_id: str, n_lines: int) -> Iterator[Any]:
+def log_stream(endpoint: str, namespace: str, job_id: str, n_lines: int) -> Iterator[Any]:
     """Open a stream of a job's log, from its last lines on; None when there is no such job.
 
     The SDK's own reader ends after 5 s of silence, or cannot be stopped; and all streams share its 100 connections.
     """
-    url, headers = f"{api.endpoint}/api/jobs/{namespace}/{job_id}/logs", utils.build_hf_headers(token=api.token)
+    url, headers = f"{endpoint}/api/jobs/{namespace}/{job_id}/logs", utils.build_hf_headers()
     with translated_errors():
         try:
             with _streams().stream("GET", url, params={"tail": n_lines}, headers=headers) as response:

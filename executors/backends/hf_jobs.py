@@ -16,7 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from executors.backends.hf_client import ask, check_version, hub, hub_errors, list_jobs, log_stream, volume_of
+from executors.backends.hf_client import (
+    ask,
+    check_version,
+    constants,
+    hub,
+    hub_errors,
+    list_jobs,
+    log_stream,
+    volume_of,
+)
 from executors.backends.hf_hardware import CPU_FLAVOR, flavor_of, price_per_hour
 from executors.backends.jobs.executor import JobExecutor, options_of
 from executors.backends.jobs.job_logs import StreamedLog
@@ -65,7 +74,7 @@ class HFJobs(JobService):
         self.labels = dict(self.labels or {})
         self._user: str | None = None
         self._asking_for_user = threading.Lock()
-        self.api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))  # which the SDK reads at import alone
+        self.endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT  # the SDK reads it at import alone
         for name, value in self.labels.items():
             if not LABEL.fullmatch(name) or (value and not LABEL.fullmatch(str(value))):
                 raise ValueError(
@@ -76,6 +85,11 @@ class HFJobs(JobService):
                 raise ValueError(f"The label {name!r} is set by `replicas` itself. Choose another name.")
         for path, source in (self.volumes or {}).items():
             volume_of(source, path)
+
+    @functools.cached_property
+    def api(self) -> hub.HfApi:
+        """The SDK's client. Its import takes long, and a look at a run needs none of it."""
+        return hub.HfApi(endpoint=self.endpoint)
 
     def check_account(self, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:
         self._secrets(secret_names)
@@ -92,7 +106,7 @@ class HFJobs(JobService):
 
     def find(self, key: JobKey) -> list[JobId]:
         namespace = self.namespace or self._whoami()
-        found = ask(lambda: list_jobs(self.api, namespace, key.labels))
+        found = ask(lambda: list_jobs(self.endpoint, namespace, key.labels))
         # What is found may be ended: labels that are shown are compared, whatever the service makes of its filter.
         found = [info for info in found if info.labels is None or key.labels.items() <= info.labels.items()]
         found = [info for info in found if _stage(info) != "DELETED"]
@@ -116,7 +130,7 @@ class HFJobs(JobService):
         if not jobs:
             return {}
         namespace, labels = self.namespace or self._whoami(), next(iter(jobs)).run_labels
-        listed = {info.id: info for info in ask(lambda: list_jobs(self.api, namespace, labels))}
+        listed = {info.id: info for info in ask(lambda: list_jobs(self.endpoint, namespace, labels))}
         return {
             key: _state_of(info)
             for key, job_id in jobs.items()
@@ -130,7 +144,7 @@ class HFJobs(JobService):
             return log.tail(n_lines)
 
     def open_log(self, job_id: JobId) -> StreamedLog:
-        return StreamedLog(functools.partial(log_stream, self.api, job_id["namespace"], job_id["id"]))
+        return StreamedLog(functools.partial(log_stream, self.endpoint, job_id["namespace"], job_id["id"]))
 
     def stop(self, job_id: JobId) -> None:
         try:
@@ -149,7 +163,7 @@ class HFJobs(JobService):
         return {**request, **shown, "volumes": dict(self.volumes or {})}
 
     def _job_id(self, job: str, namespace: str) -> JobId:
-        return {"id": job, "namespace": namespace, "url": f"{self.api.endpoint}/jobs/{namespace}/{job}"}
+        return {"id": job, "namespace": namespace, "url": f"{self.endpoint}/jobs/{namespace}/{job}"}
 
     def _inspect(self, job_id: JobId) -> hub.JobInfo | None:
         """Return what the service says of a job; None of one that it does not know."""

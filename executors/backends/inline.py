@@ -50,6 +50,7 @@ class InlineExecutor:
     backend_name = "inline"
     supports_inter_replica_network = True
     needs_shared_rendezvous = False
+    ends_with_launcher = False  # it has ended when its launch returns
     default_timeout_s: float | None = None
     recordable_options: ClassVar[Recordable] = {}
 

@@ -43,6 +43,7 @@ class ModalJobs(JobService):
     """Sandboxes of one Modal app. `ModalExecutor` says what the fields mean."""
 
     name = "Modal"
+    states_name_ranks = False  # its list tells no tags: they would be a request for each sandbox
 
     app_name: str = option("replicas", OPTION_NAME)
     image: Any = None
@@ -144,16 +145,19 @@ class ModalJobs(JobService):
 
     @in_thread
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
-        running: dict[str, modal.Sandbox] = {}
+        running: set[str] = set()
         with contextlib.suppress(modal.exception.NotFoundError, StopIteration):  # no such app; no jobs
             where: Any = {"app_id": self._look_up(create_if_missing=False).app_id, "tags": next(iter(jobs)).run_labels}
-            running = {sandbox.object_id: sandbox for sandbox in modal.Sandbox.list(**where)}
+            unseen = {str(job_id.get("sandbox_id")) for job_id in jobs.values()}
+            for sandbox in modal.Sandbox.list(**where):
+                running.add(sandbox.object_id)
+                unseen.discard(sandbox.object_id)
+                if not unseen:  # before the SDK asks for a further page
+                    break
         return {
             key: JobState(False)
             for key, job_id in jobs.items()
-            if (sandbox := running.get(str(job_id.get("sandbox_id"))))
-            and job_id == self._job_id(sandbox.object_id)
-            and self._is_of(sandbox, key)
+            if (name := str(job_id.get("sandbox_id"))) in running and job_id == self._job_id(name)
         }
 
     def logs(self, job_id: JobId, n_lines: int) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import shlex
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TextIO, cast
 
 from executors.backends.modal_client import WaitingCalls, modal
 from executors.errors import BackendError
@@ -34,6 +35,35 @@ def described(image: Any, python_version: str | None, requirements: Sequence[str
     return {"debian_slim": python_version, "uv_pip_install": not_paths(requirements)}
 
 
+_builds: contextvars.ContextVar[bool] = contextvars.ContextVar("builds", default=False)
+"""Whether this code runs on behalf of a build, in whatever thread of the SDK."""
+_building = threading.Lock()
+
+
+class _Stdout:
+    """The process's stdout for all but builds, which have stderr."""
+
+    def __init__(self, stdout: Any) -> None:
+        self._stdout = stdout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr if _builds.get() else self._stdout, name)
+
+
+@contextlib.contextmanager
+def _shown_on_stderr() -> Iterator[None]:
+    """Show on stderr what the SDK prints on behalf of this block; it knows stdout alone.
+
+    One block after the other: the SDK's output and stdout are the process's.
+    """
+    token = _builds.set(True)
+    try:
+        with _building, contextlib.redirect_stdout(cast(TextIO, _Stdout(sys.stdout))), modal.enable_output():
+            yield
+    finally:
+        _builds.reset(token)
+
+
 class Images:
     """Images that exist: each is built by the rank that needs it first, and the others wait."""
 
@@ -49,7 +79,7 @@ class Images:
             built = self._built.setdefault(requirements, Future())
         if is_first:
             try:
-                with contextlib.redirect_stdout(sys.stderr), modal.enable_output():
+                with _shown_on_stderr():
                     built.set_result(self._calls.make(lambda: image.build.aio(app)))
             except BaseException as error:  # noqa: BLE001 - raised for every rank; the next try builds again
                 del self._built[requirements]

@@ -196,6 +196,10 @@ def resume(
     option: BackendOptions = None,
     env: EnvOption = None,
     secret: SecretOption = None,
+    volume: VolumeOption = None,
+    gather: Annotated[
+        float | None, Option(metavar="DURATION", parser=parse_duration, help=f"As for launch ({DURATIONS}).")
+    ] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Return at once; the run continues.")] = False,
     task_digest: Annotated[str | None, Option(metavar="SHA256", help=TASK_DIGEST)] = None,
     trust_bucket: Annotated[bool, Option("--trust-bucket", help=TRUST_BUCKET)] = False,
@@ -211,7 +215,7 @@ def resume(
     from executors.resume import resume as start_again
 
     output = Output(as_json)
-    found = find_run(run, rendezvous, backend, option)
+    found = find_run(run, rendezvous, backend, option, volume)
     with Interrupts() as interrupts:
         try:
             text = f"Starting replicas of {found.run_id} again"
@@ -223,6 +227,7 @@ def resume(
                     timeout=timeout,
                     env=parse_texts("--env", env),
                     secrets=secret or (),
+                    gather_s=gather,
                     detach=detach,
                     task_digest=task_digest,
                     trust_bucket=trust_bucket,
@@ -261,7 +266,7 @@ def _finish(
     except (StoreError, BackendError) as error:
         output.say(f"The status of the run cannot be read any more: {error}", "red")
         continues = f"The run continues without this command: replicas wait {name}"
-        is_elsewhere = isinstance(run.executor, NativeExecutor) and run.executor.needs_shared_rendezvous
-        output.say(continues if is_elsewhere else "The run ends with this command.", "red")
+        ends = isinstance(run.executor, NativeExecutor) and run.executor.ends_with_launcher
+        output.say("The run ends with this command." if ends else continues, "red")
         return FAILED
     return summary.finish(output)

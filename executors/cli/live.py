@@ -213,7 +213,7 @@ class PlainView:
         for (state, note), ranks in changed.items():
             self._told.add(note)
             self.say(f"{elapsed} {name_ranks(ranks)} {state}" + (f" ({note})" if note else ""))
-        progress = progress_line(status, self._columns or ())
+        progress = status.describe_progress(self._columns or ())
         is_due = self._clock() - self._progress_at >= PROGRESS_EVERY_S
         if not changed and is_due and progress != self._progress:
             self._progress, self._progress_at = progress, self._clock()
@@ -249,12 +249,14 @@ class LiveView(PlainView):
         from rich.text import Text
 
         from executors.cli.table import LINES_AROUND, replica_table, title
+        from executors.run.progress import bars
 
-        max_rows = None if status.is_terminal else self._output.console.height - LINES_AROUND
+        console, bar = self._output.console, bars(status)
+        max_rows = None if status.is_terminal else console.height - LINES_AROUND
         hint = [Text(self._hint, style="dim")] if self._hint and not status.is_terminal else []
         head = title(status, status.last_at - self._created_at)
-        table = replica_table(status, max_rows, more=self._columns)
-        self._live.update(Group(head, table, *hint), refresh=True)
+        table = replica_table(status, max_rows, width=console.width, more=self._columns)
+        self._live.update(Group(head, *([bar] if bar else []), table, *hint), refresh=True)
 
     def say(self, text: str, style: str | None = None) -> None:
         self._hint = ""
@@ -262,16 +264,3 @@ class LiveView(PlainView):
 
     def close(self) -> None:
         self._live.stop()
-
-
-def progress_line(status: RunStatus, more: Sequence[str] = ()) -> str:
-    """Return the progress of a run in one line: `3 running, 1 failed: round 4, step 120-130, loss 2.31`."""
-    parts = []
-    for column in dict.fromkeys(("round", "step", "loss", *more)):
-        having = [replica for replica in status.replicas if replica.reported.get(column) is not None]
-        if having:
-            ends = [choose(having, key=lambda r: float(r.reported[column])).cell(column) for choose in (min, max)]
-            parts.append(f"{column} {'-'.join(dict.fromkeys(ends))}")
-    if status.prospects:
-        parts.append(status.prospects)
-    return status.counts + (f": {', '.join(parts)}" if parts else "")

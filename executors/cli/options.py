@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import sys
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from executors.cli.backends import make_executor
+from executors.cli.backends import check_options
 from executors.cli.output import UsageProblem, refuse, usage_errors
+from executors.errors import BackendError
+from executors.native import KeepsOptions
 from executors.task.arguments import json_or_text
 
 if TYPE_CHECKING:
@@ -87,15 +90,33 @@ def options_of(backend: str, option: Sequence[str] | None, volume: Sequence[str]
     return values
 
 
-def find_run(run: str, rendezvous: str | None, backend: str | None = None, options: Sequence[str] | None = None) -> Run:
-    """Return the run a user names, with the executor that the user names, if any."""
-    from executors.run.run import attach
+def find_run(
+    run: str,
+    rendezvous: str | None,
+    backend: str | None = None,
+    option: Sequence[str] | None = None,
+    volume: Sequence[str] | None = None,
+) -> Run:
+    """Return the run a user names, with the executor that the user names, if any.
 
-    if options and backend is None:
-        refuse("--option belongs to a backend: give --backend, too.")
+    Options are added to those of the launch, as far as this machine noted them or takes them from a record.
+    """
+    from executors.registry import executor_class, get_executor
+    from executors.run.lookup import attach
+
+    if (option or volume) and backend is None:
+        refuse("--option and --volume belong to a backend: give --backend, too.")
     with usage_errors():
-        executor = make_executor(backend, parse_values("--option", options)) if backend and options else backend
-        return attach(run, rendezvous=rendezvous, executor=executor)
+        found = attach(run, rendezvous=rendezvous, executor=backend)
+        if backend is None or not (option or volume):
+            return found
+        given = options_of(backend, option, volume)
+        known: Mapping[str, Any] = {}
+        check_options(backend, executor_class(backend), given)
+        with contextlib.suppress(BackendError):  # the record's are not taken: those given are all
+            if isinstance(found.executor, KeepsOptions):
+                known = found.executor.options_to_keep
+        return attach(run, rendezvous=rendezvous, executor=get_executor(backend, {**known, **given}))
 
 
 def parse_values(option: str, texts: Sequence[str] | None) -> dict[str, Any]:

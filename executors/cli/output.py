@@ -16,6 +16,7 @@ import typer
 
 from executors.errors import ReplicasError
 from executors.run.root_cause import name_ranks as name_ranks
+from executors.status import name_duration as name_duration
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -162,17 +163,6 @@ def name_limit(timeout_s: float | None) -> str:
     if timeout_s is None:
         return "no time limit"
     return f"time limit {timeout_s:g} s" if timeout_s < 60 else f"time limit {name_duration(timeout_s)}"
-
-
-def name_duration(seconds: float) -> str:
-    """Write a duration for people: `0.8 s`, `42 s`, `3:05`, `2:10:00`."""
-    if seconds < 10:
-        return f"{max(0.0, seconds):.1f} s"
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
 def name_age(seconds: float) -> str:

@@ -46,7 +46,7 @@ def ls(
     as_json: JsonOption = False,
 ) -> int:
     """List runs, the newest last."""
-    from executors.run.run import list_runs
+    from executors.run.lookup import list_runs
 
     output = Output(as_json)
     with usage_errors():
@@ -103,6 +103,7 @@ def status(
     """Show the status of each replica of a run."""
     from executors.cli.summary import Summary, exit_code, heading
     from executors.cli.table import replica_table, title
+    from executors.run.progress import bars
 
     output = Output(as_json)
     try:
@@ -129,7 +130,9 @@ def status(
         "dim",
     )
     output.say(title(now, now.last_at - record.created_at))
-    output.say(replica_table(now, more=columns, brief=True))
+    if bar := bars(now):
+        output.say(bar)
+    output.say(replica_table(now, width=output.console.width, more=columns, brief=True))
     for rank, page in enumerate(pages):
         if page is not None:
             output.say(f"rank {rank}: {page}", "dim")

@@ -18,6 +18,7 @@ from executors.cli.output import (
     name_limit,
     one_line,
 )
+from executors.entrypoint import shown
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.root_cause import headline, last_frames, name_ranks
 from executors.run.run import Run
@@ -35,7 +36,7 @@ def heading(run: Run) -> str:
     replicas = "1 replica" if run.world_size == 1 else f"{run.world_size} replicas"
     limit = name_limit(run.record.timeout_s)
     chaos = "".join(f", chaos {one_line(spec)}" for spec in run.record.chaos)
-    what = one_line(run.record.entrypoint.removesuffix(":__main__"))  # a script
+    what = one_line(shown(run.record.entrypoint))
     return f"{run.run_id}: {replicas} of {what} on {run.backend}, {limit}{chaos}"
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from executors.cli.output import name_duration, one_line
 from executors.protocol import ReplicaStatus
-from executors.status import HEADINGS, ReplicaState, RunStatus
+from executors.status import COLUMNS, HEADINGS, STEPS_PER_S, ReplicaState, RunStatus
 
 STYLES = {  # in the order in which they matter to somebody who watches
     ReplicaStatus.FAILED: "bold red",
@@ -19,22 +19,29 @@ STYLES = {  # in the order in which they matter to somebody who watches
     ReplicaStatus.PENDING: "dim",
     ReplicaStatus.SUCCEEDED: "green",
 }
-WIDTHS = {"rank": 4, "status": 9, "round": 5, "step": 6, "loss": 8, "round_s": 9}  # so that columns stay where they are
+WIDTHS = {"rank": 4, "status": 9, "round": 5, "step": 6, "loss": 8, "round_s": 9, STEPS_PER_S: 7, "left": 7}
+"""At least, so that columns stay where they are."""
+GAP = 2
+NOTE_WIDTH = 20  # of which no other column takes anything
 MAX_HEADING = 20  # characters of a number's name
-LINES_AROUND = 5  # title, head, what is left out, hint, and the prompt that follows
+LINES_AROUND = 6  # title, bar, head, what is left out, hint, and the prompt that follows
 
 
 def plain_table(*columns: str, right: Collection[str], gives_way: str) -> Table:
     """Return an empty table: aligned columns under grey headings; on a narrow terminal one of them gives way."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
     for name in columns:
         table.add_column(
-            Text(HEADINGS.get(name) or one_line(name, MAX_HEADING)) if name != "note" else "",
+            Text(_heading(name)),
             justify="right" if name in right else "left",
             min_width=WIDTHS.get(name),
             no_wrap=name != gives_way,
         )
     return table
+
+
+def _heading(column: str) -> str:
+    return HEADINGS[column] if column in HEADINGS else one_line(column, MAX_HEADING)
 
 
 def cut(text: str) -> Text:
@@ -53,21 +60,27 @@ def title(status: RunStatus, elapsed_s: float) -> Text:
 
 
 def replica_table(
-    status: RunStatus, max_rows: int | None = None, *, more: Sequence[str] | None = None, brief: bool = False
+    status: RunStatus,
+    max_rows: int | None = None,
+    *,
+    width: int,
+    more: Sequence[str] | None = None,
+    brief: bool = False,
 ) -> RenderableType:
     """Return the table of a run's replicas.
 
     Args:
         max_rows: show at most so many, first those that failed or run; the others are counted.
+        width: of the terminal, in columns. Where it is narrow, the least important numbers are left out.
         more: which numbers to show that replicas report besides the usual ones. None: the first three.
         brief: name only the reasons of failures, which are told elsewhere. Else the words of several are shown once.
     """
-    columns = status.used_columns(more)
-    table = plain_table(*columns, right={*columns} - {"status", "note"}, gives_way="note")
     shown = status.replicas
     if max_rows is not None:
         by_interest = sorted(shown, key=lambda replica: (list(STYLES).index(replica.status), replica.rank))
         shown = sorted(by_interest[: max(1, max_rows)], key=lambda replica: replica.rank)
+    columns = _that_fit(status.used_columns(more), shown, width, more or ())
+    table = plain_table(*columns, right={*columns} - {"status", "note"}, gives_way="note")
     told: set[str] = set()
     for replica in shown:
         is_told = brief or replica.note in told
@@ -75,6 +88,20 @@ def replica_table(
         table.add_row(*(_cell(replica, name, is_told) for name in columns))
     hidden = len(status.replicas) - len(shown)
     return Group(table, Text(f"… and {hidden} more", style="dim")) if hidden else table
+
+
+def _that_fit(columns: list[str], shown: Sequence[ReplicaState], width: int, wanted: Sequence[str]) -> list[str]:
+    """Leave out of the columns what is too much: the rate, the time in rounds, and the last of those nobody wanted."""
+
+    def width_of(name: str) -> int:
+        longest = max((len(replica.cell(name)) for replica in shown), default=0)
+        return max(WIDTHS.get(name, 0), len(_heading(name)), longest if name != "note" else min(longest, NOTE_WIDTH))
+
+    others = [name for name in reversed(columns) if name not in COLUMNS]
+    for name in (STEPS_PER_S, "round_s", *others):
+        if name in columns and name not in wanted and sum(width_of(each) + GAP for each in columns) - GAP > width:
+            columns.remove(name)
+    return columns
 
 
 def _cell(replica: ReplicaState, column: str, is_told: bool) -> Text:

@@ -64,6 +64,7 @@ def launch(
     min_replicas: int | None = None,
     gather_s: float = GATHER_S,
     fail_fast: bool = False,
+    progress: bool = False,
 ) -> Run:
     """Start `n` ranked replicas of an entrypoint.
 
@@ -92,6 +93,8 @@ def launch(
         min_replicas: start with so many when the others cannot be started, or not within `gather_s` seconds; these join
             when they come, unless `detach`. The run has succeeded when so many have. None: all of them.
         fail_fast: end the run at the first failure before anybody's first round. Otherwise the others train on.
+        progress: while this process waits for the run, draw bars with rate and time left, of the steps that replicas
+            report; without a terminal, print a line now and then.
 
     Raises:
         ValueError, TypeError: a bad argument.
@@ -120,12 +123,14 @@ def launch(
         fail_fast=fail_fast,
     )
     if resume:
-        return ends_with_this_process(_bring_back(request, executor, task_digest, trust_bucket), detach=detach)
-    if task_digest is not None or trust_bucket:
+        run = _bring_back(request, executor, task_digest, trust_bucket)
+    elif task_digest is not None or trust_bucket:
         raise ValueError("task_digest= and trust_bucket= go with resume=True: a new run's task is the one given.")
-    request = named(request)
-    with preparing(str(request.run_id)):
-        run = plan_launch(request, executor).start()
+    else:
+        request = named(request)
+        with preparing(str(request.run_id)):
+            run = plan_launch(request, executor).start()
+    run.shows_progress = progress
     return ends_with_this_process(run, detach=detach)
 
 
@@ -139,13 +144,15 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
     import atexit
 
     executor, pid = run.executor, os.getpid()
-    if detach or not isinstance(executor, NativeExecutor) or executor.needs_shared_rendezvous:
+    if detach or not isinstance(executor, NativeExecutor) or not executor.ends_with_launcher:
         return run
 
     def tell() -> None:
         if pid != os.getpid() or run.is_awaited:
             return
-        with contextlib.suppress(ReplicasError):  # the run may be deleted
+        with contextlib.suppress(ReplicasError):
+            if not exists(run.store, f"{run.run_id}/run.json"):
+                return  # it was deleted
             attempts = (Attempt(run.store, run.run_id, rank) for rank in range(run.world_size))
             # One by one: at the exit no thread can be started any more.
             if any(each.newest().outcome() is None for each in attempts):
@@ -175,6 +182,7 @@ class LaunchPlan:
         Args:
             tell: gets a few words on how far the start is, where it takes long.
         """
+        from executors.run.handles import keep_handles
         from executors.run.run import Run
 
         request, executor = self.request, self.executor
@@ -201,6 +209,7 @@ class LaunchPlan:
                 for rank in range(request.n):
                     Attempt(store, self.run_id, rank).abandon(error)
             raise
+        keep_handles(store, self.run_id, 0, handles)
         return Run(store, self.run_id, executor=executor, handles=handles)
 
     def usd_per_hour(self) -> float | None:
@@ -284,6 +293,8 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     """Check everything about a launch but its store. Raises what `launch` does."""
     check_working_directory()
     executor = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
+    if request.min_replicas is None and request.gather_s != GATHER_S:
+        raise ValueError("gather_s= (--gather) waits for what min_replicas= can do without: give both.")
     request = resolved(request)
     native = executor if isinstance(executor, NativeExecutor) else None
     rendezvous, timeout = request.rendezvous, request.timeout
@@ -324,7 +335,7 @@ def _bring_back(
     if request.run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
     from executors.resume import resume, vouched_task
-    from executors.run.run import attach
+    from executors.run.lookup import attach
 
     run = attach(request.run_id, rendezvous=request.rendezvous, executor=executor)
     task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
@@ -334,6 +345,7 @@ def _bring_back(
         run,
         gpu=request.gpu,
         timeout=request.timeout,
+        gather_s=None if request.gather_s == GATHER_S else request.gather_s,
         env=request.env,
         secrets=request.secrets,
         detach=request.detach,

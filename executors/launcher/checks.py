@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from executors.entrypoint import SCRIPT, describe, find_definition, is_script, signature_in, split_rank_env
+from executors.entrypoint import SCRIPT, describe, find_definition, is_script, shown, signature_in, split_rank_env
 from executors.errors import NO_DIRECTORY, ReplicasError, StoreError
 from executors.native import NativeExecutor
 from executors.protocol import ServerlessExecutor
@@ -59,8 +59,8 @@ def check_same(request: LaunchRequest, task: StoredTask) -> None:
     n, entrypoint = task.launched_with.world_size, task.launched_with.entrypoint
     if request.n != n or describe(request.entrypoint) != entrypoint:
         raise ValueError(
-            f"Run {task.run_id!r} has {n} replicas of {entrypoint}; it cannot be resumed as {request.n} of "
-            f"{describe(request.entrypoint)}."
+            f"Run {task.run_id!r} has {n} replicas of {shown(entrypoint)}; it cannot be resumed as {request.n} of "
+            f"{shown(describe(request.entrypoint))}."
         )
     differing = [] if request.seed in (None, task.record.seed) else ["seed"]
     if request.args is not None and isinstance(request.entrypoint, str):

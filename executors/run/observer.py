@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,13 +13,14 @@ from typing import Any, TypeVar
 from executors.attempt import Attempt, Beat
 from executors.native import NativeExecutor, Observation, Unfinished
 from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
+from executors.run.handles import kept_handles
 from executors.run.inventory import Inventory
 from executors.status import ReplicaState, pauses
 from executors.store import Store
-from executors.store.url import directory_of
+from executors.store.url import directory_of, is_near
 from executors.task.record import RunRecord
 
-MAX_THREADS = 32  # reads at once; no store's connections are fewer
+MAX_THREADS = 64  # reads at once; no store's connections are fewer
 FAR_PAUSES_S = (0.25, 4.0)  # 64 replicas watched for an hour are 60,000 requests
 RECENT_S = 0.2
 T = TypeVar("T")
@@ -46,10 +48,12 @@ class Observer:
         self._record = record
         self._executor = executor
         self._is_directory = directory_of(store.url) is not None
-        self.is_near = self._is_directory or store.url.startswith("memory:")
+        self.is_near = is_near(store.url)
         self._inventory = Inventory()
         self._updated_at = -math.inf
         self._handles: dict[int, tuple[int | None, Any]] = {rank: (0, each) for rank, each in enumerate(handles or ())}
+        self._launches: dict[int, Mapping[int, Any]] = {}
+        """The handles of launches that left them together, by the number of the attempt."""
         self._outcomes: dict[int, Outcome] = {}
         self._beats: dict[int, tuple[int, Beat | None]] = {}
 
@@ -70,7 +74,7 @@ class Observer:
         self.update()
         self.map(self._read_outcome, [rank for rank in ranks if self.outcome(rank) is None])
         waiting = [rank for rank in ranks if self.outcome(rank) is None]
-        handles = dict(zip(waiting, self.map(self._newest_handle, waiting), strict=True))
+        handles = dict(zip(waiting, self._newest_handles(waiting), strict=True))
         newest = {rank: self.attempt(rank) for rank, handle in handles.items() if handle is not None}
         seen = self._ask_backend(newest, handles) if newest else {}
         ended = [rank for rank, (status, _) in seen.items() if status is not None and status.is_terminal]
@@ -119,7 +123,7 @@ class Observer:
         """Return the handles in rank order."""
         if any(self._handles.get(rank, (None, None))[1] is None for rank in self.ranks):
             self.update()
-        return self.map(self._newest_handle, self.ranks)
+        return self._newest_handles(self.ranks)
 
     def launched(self, rank: int) -> list[Attempt]:
         """Return a rank's attempts that were launched, oldest first, as of the last look: those with a log."""
@@ -133,9 +137,13 @@ class Observer:
         number, known = self._handles.get(attempt.rank, (None, None))
         return known if number == attempt.number else attempt.handle(self._record.backend)
 
-    def collect_missing(self) -> None:
-        """Take from the backend what the store does not have: replicas that succeeded without reaching the store."""
-        missing = [rank for rank in self.ranks if self.outcome(rank) is None]
+    def collect_missing(self, ranks: Sequence[int]) -> None:
+        """Take from the backend what the store does not have: replicas that succeeded without reaching the store.
+
+        Args:
+            ranks: those that have ended.
+        """
+        missing = [rank for rank in ranks if self.outcome(rank) is None]
         rows = self._executor().collect([self.handle(rank) for rank in missing]) if missing else []
         for rank, row in zip(missing, rows, strict=True):
             if as_status(row.get("status")).is_terminal:
@@ -153,13 +161,21 @@ class Observer:
         if self._inventory.has(rank, attempt.number, "outcome") and (outcome := attempt.outcome()):
             self._outcomes[rank] = outcome
 
+    def _newest_handles(self, ranks: Sequence[int]) -> list[Any]:
+        newest = {rank: self._inventory.newest_launched(rank) for rank in ranks}
+        unread = Counter(number for rank, number in newest.items() if self._handles.get(rank, (None,))[0] != number)
+        for number, n in unread.items():
+            if number is not None and n > 1 and not self.is_near and number not in self._launches:
+                self._launches[number] = kept_handles(self._store, self._run_id, number, self._record.backend)
+        return self.map(self._newest_handle, ranks)
+
     def _newest_handle(self, rank: int) -> Any:
         """Return the handle of the newest attempt that has one; read again when a newer one was launched."""
         launched, (number, known) = self._inventory.newest_launched(rank), self._handles.get(rank, (None, None))
         if launched is None or (known is not None and number == launched):
             return known
         attempt = self.attempt(rank).at(launched)
-        found = attempt.handle(self._record.backend)
+        found = self._launches.get(launched, {}).get(rank) or attempt.handle(self._record.backend)
         executor = self._executor() if found is None else None
         if isinstance(executor, NativeExecutor):
             found = executor.find_handle(attempt.announced(self._record.backend))

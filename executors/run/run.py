@@ -1,4 +1,4 @@
-"""A run: `attach` finds it from any process; `Run` follows it, reads its logs, cancels it and collects its results."""
+"""A run: follow it, read its logs, cancel it and collect its results."""
 
 from __future__ import annotations
 
@@ -7,41 +7,26 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, overload
 
 from executors.attempt import Attempt
-from executors.errors import (
-    CorruptObjectError,
-    RunExistsError,
-    RunNotFoundError,
-    StoreError,
-    UnknownHandleError,
-    did_you_mean,
-)
+from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, StoreError, UnknownHandleError
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
-from executors.registry import check_backend_of, check_executor, executor_class, executor_of_record
+from executors.registry import executor_of_record
+from executors.run.notebook import Display, in_notebook
 from executors.run.observer import RECENT_S, Observer, in_parallel
+from executors.run.progress import View, open_view
 from executors.run.root_cause import raise_root_cause
 from executors.run.run_logs import Note as LogNote
 from executors.run.run_logs import Ranks, RunLogs, Which
-from executors.run_index import (
-    Note,
-    find_preparation,
-    folder_of_run,
-    forget,
-    known_run_ids,
-    locate,
-    noted_at_launch,
-)
-from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
+from executors.run.waiter import Waiter
+from executors.run_index import Note, folder_of_run, forget, noted_at_launch
+from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
-from executors.store.records import exists
-from executors.store.url import RUN_ID, address_of, check_run_id, existing_store, split_address
+from executors.store.url import address_of
 from executors.task.record import RunRecord, find_run_record
 
-MAX_WHY = 2000  # characters
 log = logging.getLogger(__name__)
 
 
@@ -68,7 +53,8 @@ class Run:
         self._launched = handles
         self.is_awaited = False
         """Whether this process has waited for the run's end, or ended it."""
-        self._watches_for_failures = True
+        self.shows_progress = False
+        """Whether waiting for it draws how far it is."""
 
     @cached_property
     def record(self) -> RunRecord:
@@ -139,46 +125,47 @@ class Run:
     def __exit__(self, *error: object) -> None:
         self.cancel()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until every replica has ended; False if `timeout` seconds were over first.
+    def wait(self, timeout: float | None = None, *, n: int | None = None) -> bool:
+        """Wait until every replica has ended, or `n` of them; False if `timeout` seconds were over first.
 
         Ctrl-C leaves the run alone.
         """
+        if n is not None and not 1 <= n <= self.world_size:
+            raise ValueError(f"Run {self.run_id!r} has {self.world_size} replicas, got n={n}.")
+        is_over = self._waiter.wait(n or self.world_size, timeout, self._view())
+        if is_over and n in (None, self.world_size):
+            self._settle()
+        return is_over
 
-        def has_ended() -> bool:
-            states = self._look()
-            if self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states):
-                reported = self._observer.with_reports(states)
-                now = RunStatus(self.run_id, self.backend, reported, min_replicas=self.record.min_replicas)
-                if told := self.end_early(now, "fail_fast=True"):
-                    print(f"replicas: {self.run_id}: {told}", file=sys.stderr)
-                self._watches_for_failures = False
-            return all(state.status.is_terminal for state in states)
+    def as_completed(self) -> Iterator[Outcome]:
+        """Yield how each replica ended as soon as it has, whose `rank` it says; ends with the run.
 
-        self.is_awaited = wait_until(has_ended, timeout, self.pauses())
-        return self.is_awaited
+        A rank that is resumed meanwhile comes once more when its new attempt ends.
+        """
+        yield from self._waiter.as_completed(self._view())
+        self._settle()
 
     def end_early(self, now: RunStatus, option: str) -> str | None:
         """End the run at a failure before anybody's first round, if it was launched so; return what to say, once.
 
-        Supervisors and workers do so as well; not those of a third party's executor, or of a replica that was killed.
-
         Args:
             option: what would have ended it, as the caller's users write it.
         """
-        if not now.failed_early or not self._watches_for_failures:
-            return None
-        self._watches_for_failures = False
-        first = f"rank {now.failed_early[0]} {FAILED_EARLY}"
-        if not self.record.fail_fast:
-            return f"{first}; the others train on without it. {option} ends the run instead."
-        failed = now.replicas[now.failed_early[0]].outcome
-        alive = [state.rank for state in now.replicas if not state.status.is_terminal]
-        why = f"{first}: {failed.headline[:MAX_WHY]}" if failed else first
-        self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), alive)
-        with contextlib.suppress(RunNotFoundError):  # only the process that launched it has its handles
-            self.cancel()
-        return f"{first}, which ends the run."
+        return self._waiter.end_early(now, option)
+
+    def show(self) -> None:
+        """Show the run in a cell of a notebook: status, progress and loss, renewed every second until it has ended.
+
+        Returns at once. Any number of cells may show it.
+        """
+        if in_notebook():
+            self._display.show()
+        else:
+            print(
+                "replicas: Run.show() draws in a notebook. Elsewhere use launch(…, progress=True), or the command "
+                f"`replicas wait {self.run_id}`.",
+                file=sys.stderr,
+            )
 
     def results(self) -> list[Any]:
         """Wait, and return what each replica's entrypoint returned, in rank order.
@@ -200,7 +187,7 @@ class Run:
         """Return how each replica ended, in rank order, without waiting; those that have not are pending or running."""
         states = self._look()
         if all(state.status.is_terminal for state in states):
-            self._observer.collect_missing()
+            self._observer.collect_missing(self._observer.ranks)
         observer = self._observer
         return [observer.outcome(s.rank) or observer.attempt(s.rank).ended(s.status) for s in states]
 
@@ -287,7 +274,8 @@ class Run:
             attempt.request_cancel()  # its launcher died before its service had it; one that comes up late ends, too
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
         in_parallel(lambda r: self.executor.cancel(self.handle(r)), launched)
-        self.is_awaited = self.is_awaited or rank is None
+        if rank is None:
+            self._settle()
 
     def remove(self) -> None:
         """Delete everything the run left, here and in its store.
@@ -329,6 +317,23 @@ class Run:
     def _observer(self) -> Observer:
         return Observer(self.store, self.run_id, self.record, lambda: self.executor, self._launched)
 
+    @cached_property
+    def _waiter(self) -> Waiter:
+        return Waiter(self.run_id, self.record, self._observer, self.cancel)
+
+    @cached_property
+    def _display(self) -> Display:
+        return Display(self.status, self.pauses)
+
+    def _settle(self) -> None:
+        """The run has ended: whoever goes on finds that the cells say so."""
+        self.is_awaited = True
+        if "_display" in self.__dict__:
+            self._display.settle()
+
+    def _view(self) -> View | None:
+        return open_view(self.run_id) if self.shows_progress else None
+
     def _look(self) -> list[ReplicaState]:
         return self._observer.look(self._observer.ranks)
 
@@ -336,62 +341,3 @@ class Run:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"Run {self.run_id!r} has the ranks 0 to {self.world_size - 1}, got rank={rank}.")
         return rank
-
-
-def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | ServerlessExecutor | None = None) -> Run:
-    """Find a run again, from any process.
-
-    Args:
-        run: the id of a run that this machine knows, or `<rendezvous url>/<run id>`.
-        rendezvous: the url of its store, when `run` is an id.
-        executor: what it was launched with: an executor, or a backend's name or class as `pkg.mod:Class`, which is then
-            made with the options that this machine noted, else those of the record. None: the backend that its record
-            names, which has to be one that is installed here.
-
-    Raises:
-        RunNotFoundError: there is no such run.
-        BackendError: the executor is of another backend than the run.
-    """
-    url: str | None
-    if rendezvous is None and ("://" in run or "/" in run):
-        url, run_id = split_address(run)
-    else:
-        run_id = run
-        url = str(rendezvous) if rendezvous is not None else locate(check_run_id(run))
-    if url is None:
-        if preparation := find_preparation(run_id):
-            raise RunNotFoundError(preparation.describe(run_id))
-        raise RunNotFoundError(
-            f"No run {run_id!r} is known on this machine.{did_you_mean(run_id, known_run_ids())} For a run that was "
-            f"launched elsewhere give its address, as in 's3://BUCKET/PREFIX/{run_id}'."
-        )
-    store = existing_store(url)
-    if not exists(store, f"{check_run_id(run_id)}/run.json"):
-        raise RunNotFoundError(f"No run {run_id!r} at {store.url}.")
-    if executor is None:
-        return Run(store, run_id)
-    named = executor if isinstance(executor, str) else check_executor(executor)
-    found = Run(store, run_id, executor=named)
-    check_backend_of(found.record, executor_class(named) if isinstance(named, str) else named)
-    return found
-
-
-def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
-    """List the runs that this machine knows of, or all in a store; oldest first."""
-    if rendezvous is not None:
-        store = existing_store(rendezvous)
-        keys = (entry.key.split("/") for entry in store.list(""))
-        runs = [Run(store, key[0]) for key in keys if key[1:] == ["run.json"] and RUN_ID.fullmatch(key[0])]
-    else:
-        runs = []
-        for run_id in known_run_ids():
-            # It may be removed by another machine, or unreachable.
-            with contextlib.suppress(RunNotFoundError, StoreError, ValueError):
-                runs.append(attach(run_id))
-    return sorted(runs, key=_created_at)
-
-
-def _created_at(run: Run) -> float:
-    with contextlib.suppress(RunNotFoundError, StoreError):  # left half by a power cut, or written by hand
-        return run.record.created_at
-    return 0.0

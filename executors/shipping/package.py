@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from executors import replica as environment
-from executors.entrypoint import describe, parse_entrypoint
+from executors.entrypoint import describe, parse_entrypoint, shown
 from executors.errors import EntrypointError
 from executors.native import Package, RunSpec
 from executors.shipping.requirements import requirements_of
@@ -55,7 +55,7 @@ def _check_shipped(entrypoint: str | Callable[..., Any], root: Path, files: Sequ
     Raises:
         EntrypointError: it does not travel; the message says why, and what to do.
     """
-    what = describe(entrypoint)
+    what = shown(describe(entrypoint))
     named = None if callable(entrypoint) else parse_entrypoint(entrypoint)
     file = named.file if named else _file_of(entrypoint)
     if file is None:
@@ -68,9 +68,8 @@ def _check_shipped(entrypoint: str | Callable[..., Any], root: Path, files: Sequ
         )
     relative = inside.relative_to(root).as_posix()
     if named is not None and file.is_absolute():
-        raise EntrypointError(
-            f"Entrypoint {what!r}: replicas find files by their path in the workspace. Use {relative}:{named.function}"
-        )
+        better = shown(f"{relative}:{named.function}")
+        raise EntrypointError(f"Entrypoint {what!r}: replicas find files by their path in the workspace. Use {better}")
     if relative not in files:
         raise EntrypointError(
             f"Entrypoint {what!r} is not shipped to replicas: git ignores {relative!r}. Take it out of .gitignore, or "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Callable
@@ -17,7 +16,7 @@ KNOWN_SCHEMES = ("file", "memory", "s3")
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 
 
-def open_store(url: str | Path) -> Store:
+def open_store(url: str | Path, *, is_known: bool = False) -> Store:
     """Open the store at `url`.
 
     That is `file:///path` or a plain path, `s3://bucket/prefix?endpoint_url=&region=&profile=` (needs the extra `s3`),
@@ -25,6 +24,10 @@ def open_store(url: str | Path) -> Store:
 
     Opening a directory or a bucket is the check that it creates exclusively: one name is created there twice, and the
     second must fail. Where nothing may be written the store opens all the same, and a write will say so.
+
+    Args:
+        is_known: runs live there already. A bucket is then checked before something is created in it, and looks at
+            these runs do not wait for that.
 
     Raises:
         ValueError: the url has an unknown scheme, or is wrong for its scheme.
@@ -46,21 +49,35 @@ def open_store(url: str | Path) -> Store:
     if parts.scheme == "s3":
         from executors.store.s3.store import S3Store
 
-        return S3Store(text)
-    shown = "" if "@" in text else f" (in {text!r})"  # the text before an '@' may be a password
+        return S3Store(text, checks_later=is_known)
+    check_scheme(url)
+    raise AssertionError("unreachable")
+
+
+def check_scheme(url: str | Path) -> None:
+    """Check that there is a kind of store for a url.
+
+    Raises:
+        ValueError: there is none, or it is not a url.
+    """
+    if directory_of(url) is not None or (scheme := urlsplit(str(url)).scheme) in KNOWN_SCHEMES:
+        return
+    shown = "" if "@" in str(url) else f" (in {str(url)!r})"  # the text before an '@' may be a password
     raise ValueError(
-        f"No store serves {parts.scheme!r}{shown}. Known schemes: {', '.join(KNOWN_SCHEMES)}; "
-        "a plain path is a directory."
+        f"No store serves {scheme!r}{shown}. Known schemes: {', '.join(KNOWN_SCHEMES)}; a plain path is a directory."
     )
 
 
-def store_at(url: str | Path) -> Store:
+def store_at(url: str | Path, *, is_known: bool = False) -> Store:
     """Return the open store at `url`: opened once for this process and those it forks, so that it is checked once."""
     text = str(url)
-    return _opened(text if "://" in text or not text else Path(text).absolute().as_uri())
+    place = text if "://" in text or not text else Path(text).absolute().as_uri()
+    if place not in _opened:
+        _opened.setdefault(place, open_store(place, is_known=is_known))
+    return _opened[place]
 
 
-_opened = functools.cache(open_store)
+_opened: dict[str, Store] = {}
 
 
 def existing_store(url: str | Path) -> Store:
@@ -72,7 +89,7 @@ def existing_store(url: str | Path) -> Store:
     directory = directory_of(url)
     if directory is not None and not directory.is_dir():
         raise RunNotFoundError(f"No runs at {directory.absolute()}: there is no such directory.")
-    return store_at(url)
+    return store_at(url, is_known=True)
 
 
 def directory_of(url: str | Path) -> Path | None:
@@ -92,6 +109,11 @@ def directory_of(url: str | Path) -> Path | None:
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise ValueError(f"A file url needs an absolute path, as in 'file:///data/runs', got {text!r}.")
     return Path(unquote(parts.path))
+
+
+def is_near(url: str) -> bool:
+    """Return whether looking into a store costs next to nothing: a directory, or this process's memory."""
+    return directory_of(url) is not None or url.startswith("memory:")
 
 
 def remote_access(store: Store) -> tuple[str, dict[str, str]]:

@@ -14,7 +14,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Optional, Union
 
@@ -33,7 +33,7 @@ NAMES = {
     dict: "a JSON object",
 }
 SEQUENCES = (list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
-BY_NAME: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, Path, list, dict)}
+BY_NAME: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, Path, list, tuple, dict)}
 ENUMS = ("Enum", "IntEnum", "StrEnum", "Flag", "IntFlag")
 
 
@@ -71,7 +71,7 @@ def to_json(value: Any) -> Any:
     """Return a converted argument as it travels: a path as its text, a member of an enum by its name."""
     if isinstance(value, enum.Enum):
         return value.name
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [to_json(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
@@ -98,15 +98,23 @@ def convert(text: str, annotation: Any) -> Any:
         return _one_of({str(choice): choice for choice in parts}, text)
     if kind in (Union, types.UnionType):
         return _convert_to_any(text, sorted(parts, key=lambda part: (part is str) - (part is type(None))))
-    if kind in SEQUENCES:
+    if kind in (*SEQUENCES, tuple):
         items = json.loads(text) if text.startswith("[") else [item.strip() for item in text.split(",")] if text else []
-        each = parts[0] if parts else Any
-        return [_convert_or_keep(item if isinstance(item, str) else json.dumps(item), each) for item in items]
+        is_fixed = kind is tuple and parts[-1:] != (...,) and annotation is not tuple
+        each = parts if is_fixed else [parts[0] if parts else Any] * len(items)
+        texts = [item if isinstance(item, str) else json.dumps(item) for item in items]
+        return (tuple if kind is tuple else list)(map(_convert_or_keep, texts, _as_many(each, texts)))
     if kind is dict:
         return _refuse_others(json.loads(text, parse_constant=_refuse_constant), dict)
     if kind is typing.Annotated:
         return convert(text, parts[0])
     raise _Unknown
+
+
+def _as_many(annotations: Sequence[Any], texts: Sequence[str]) -> Sequence[Any]:
+    if len(annotations) != len(texts):
+        raise ValueError
+    return annotations
 
 
 def _refuse_others(value: Any, kind: type) -> Any:
@@ -154,6 +162,10 @@ def describe(annotation: Any) -> str:
         return " or ".join(map(describe, parts))
     if kind in SEQUENCES:
         return f"a list, each item {describe(parts[0])}" if parts else "a list"
+    if kind is tuple:
+        if parts[-1:] == (...,):
+            return f"a tuple, each item {describe(parts[0])}"
+        return f"a tuple of {', '.join(map(describe, parts))}" if parts else "a tuple"
     if kind is dict:
         return NAMES[dict]
     return describe(parts[0]) if kind is typing.Annotated else NAMES.get(annotation, str(annotation))
@@ -202,6 +214,8 @@ def _read(node: ast.AST, named: Mapping[str, ast.AST]) -> Any:
     match node:
         case ast.Constant(value=None):
             return None
+        case ast.Constant(value=value) if value is ...:
+            return ...
         case ast.Constant(value=str() as text):
             return _read(ast.parse(text, mode="eval").body, named)
         case ast.Name(id=name) if name in named:
@@ -218,6 +232,8 @@ def _read(node: ast.AST, named: Mapping[str, ast.AST]) -> Any:
             if kind in ("dict", "Dict"):
                 return dict
             parts = [_read(item, named) for item in (items[:1] if kind == "Annotated" else items)]
+            if kind in ("tuple", "Tuple"):
+                return tuple[tuple(parts)]  # type: ignore[misc]
             if kind in ("list", "List", "Sequence"):
                 return list[parts[0]]  # type: ignore[valid-type]
             if kind == "Optional":

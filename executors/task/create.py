@@ -28,7 +28,7 @@ from executors.errors import CorruptObjectError, EntrypointArgumentsError, Entry
 from executors.native import GATHER_S, Package, RunSpec
 from executors.store import Store
 from executors.store.records import FAR_AHEAD, MAX_DEPTH, is_deeper_than, to_bytes
-from executors.store.url import address_of, check_run_id
+from executors.store.url import address_of, check_run_id, check_scheme
 from executors.task.record import MAX_WORLD_SIZE, LaunchedWith, RunRecord
 from executors.task.sources import sources_of
 from executors.task.stored import PYTHON, StoredTask
@@ -85,6 +85,8 @@ class LaunchRequest:
             raise TypeError(f"timeout is a number of seconds, got {self.timeout!r}.")
         if self.max_cost is not None and not (isinstance(self.max_cost, int | float) and self.max_cost > 0):
             raise ValueError(f"max_cost is a number of US dollars, more than 0, got {self.max_cost!r}.")
+        if self.rendezvous is not None:
+            check_scheme(self.rendezvous)
         if str(self.rendezvous).startswith("memory:"):
             raise ValueError(
                 f"rendezvous={str(self.rendezvous)!r} lives in this process alone; replicas could not see it."
@@ -148,6 +150,8 @@ def plan_run(
         gpu=request.gpu,
         timeout_s=request.timeout,
         min_replicas=request.min_replicas,
+        gather_s=request.gather_s,
+        max_cost=request.max_cost,
         fail_fast=request.fail_fast,
     )
     task, pickled = _pack_task(request, launched_with, package)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from executors.native import GATHER_S
 from executors.store import Store
 from executors.store.records import (
     FAR_AHEAD,
@@ -60,6 +61,10 @@ class LaunchedWith(Record):
     timeout_s: float | None = checked(nullable(number(0.0, FAR_AHEAD)), None)
     min_replicas: int | None = checked(nullable(integer(1, MAX_WORLD_SIZE)), None)
     """How many replicas are enough, to start with and to succeed. None: all."""
+    gather_s: float = checked(number(0.0, FAR_AHEAD), GATHER_S)
+    """How long the others are waited for."""
+    max_cost: float | None = checked(nullable(number(0.0, FAR_AHEAD)), None)
+    """The US dollars that the time limit was made of."""
     fail_fast: bool = checked(flag, False)
     continues: str | None = checked(nullable(text(40, RUN_ID)), None)
     """The run, in the same store, from whose newest snapshot this one goes on."""

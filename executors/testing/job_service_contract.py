@@ -166,8 +166,11 @@ class JobServiceContract(KnownGaps):
         for key, state in self.another(service).states(ids).items():
             assert state == service.state(ids[key])
         more = {**ids[other.key], "url": "https://elsewhere"}
-        for wrong in ({job.key: ids[other.key]}, {job.key: more}, {job.key: {"id": 5}}, {}):
+        of_another_run = replace(job.key, run_id="another")
+        for wrong in ({of_another_run: ids[job.key]}, {job.key: more}, {job.key: {"id": 5}}, {}):
             assert service.states(wrong) == {}, "nobody verifies what is told of here"
+        if service.states_name_ranks:
+            assert service.states({job.key: ids[other.key]}) == {}
         service.stop(ids[job.key])
         self.ended(service, ids[job.key])
         assert all(state.has_ended for key, state in service.states(ids).items() if key == job.key)

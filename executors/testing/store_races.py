@@ -30,9 +30,11 @@ class StoreRaces:
     opener: ClassVar[str] = "executors.store:open_store"
     """`module:function` with which another process opens the store's url."""
     n_threads: ClassVar[int] = 16
-    n_processes: ClassVar[int] = 8
-    n_times: ClassVar[int] = 1000
+    n_processes: ClassVar[int] = 4
+    n_times: ClassVar[int] = 250
     """How often each thread creates and deletes; fewer where every call is a request."""
+    n_readings: ClassVar[int] = 50
+    """How often what is being changed is read; fewer where every call is a request."""
 
     @pytest.fixture
     def others(self, store: Store) -> Start:
@@ -84,14 +86,14 @@ class StoreRaces:
                 store.put("model", [bytes([filling]) * MIB] * 2)
 
         with _beside(stop, replace, replace), ThreadPoolExecutor(2) as pool:
-            readers = [pool.submit(_read_whole_objects, store, "model", 2 * MIB, 100) for _ in range(2)]
+            readers = [pool.submit(_read_whole_objects, store, "model", 2 * MIB, self.n_readings) for _ in range(2)]
             assert all(reader.result() for reader in readers)
 
     def test_readers_never_see_part_of_what_another_process_replaces(self, store: Store, others: Start) -> None:
         store.put("model", bytes(4 * MIB))
         with others("replace", "model", "4") as writer:
             assert receive(writer) == "replaced"
-            fillings = _read_whole_objects(store, "model", 4 * MIB, 200)
+            fillings = _read_whole_objects(store, "model", 4 * MIB, self.n_readings)
         assert len(fillings) > 1, "the writer stood still"
 
     def test_a_created_object_appears_whole(self, store: Store, others: Start) -> None:
@@ -110,7 +112,7 @@ class StoreRaces:
             store.delete("half")
 
     def test_a_writer_killed_between_objects_leaves_whole_ones(self, store: Store, others: Start) -> None:
-        for attempt in range(5):
+        for attempt in range(3):
             with others("create", f"{attempt}/", "8") as writer:
                 assert receive(writer) == 0
                 writer.kill()
@@ -149,7 +151,7 @@ class StoreRaces:
                     store.delete(f"steady/{name}/{index}")
 
         with _beside(stop, *(functools.partial(churn, name) for name in range(3))):
-            for _ in range(100):
+            for _ in range(self.n_readings):
                 keys = [entry.key for entry in store.list("steady/")]
                 assert "steady/kept" in keys
                 assert keys == sorted(set(keys))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from executors.attempt import Attempt
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.inventory import Inventory
-from executors.status import FAILED_EARLY
+from executors.status import FAILED_EARLY, is_failure
+from executors.task.record import find_run_record
 
 MAX_WHY = 2000  # characters
 
@@ -17,6 +18,9 @@ def end_others(failed: Attempt, outcome: Outcome, world_size: int) -> None:
         StoreError: the store does not answer; some peers may have a marker.
     """
     if outcome.status is not ReplicaStatus.FAILED:
+        return
+    record = find_run_record(failed.store, failed.run_id)
+    if not is_failure(outcome, None if record is None else record.min_replicas):
         return
     found = Inventory.of(failed.store, failed.run_id)
     living = [Attempt(failed.store, failed.run_id, *each[:2]) for each in found.records if each[2] == "heartbeat"]

@@ -17,8 +17,11 @@ from collections.abc import Callable
 from executors.errors import StoreError
 from executors.process import kill_descendants
 from executors.replica import Replica
+from executors.status import STEPS_PER_S
 from executors.store.records import exists, to_bytes
 from executors.worker.log_copy import LIVE_BYTES, LogCopy
+from executors.worker.pace import Pace
+from executors.worker.sigterm import sigterm_arrived
 
 COPY_S = 60.0  # how often the end of the output is copied, where it is
 CANCEL_GRACE_S = 30.0  # the longest that a service gives a replica that it stops
@@ -56,6 +59,7 @@ class Heartbeat:
         self._stop = _thread.allocate_lock()  # held until the thread is to end
         self._stop.acquire()
         self._has_complained = False
+        self._pace = Pace()
 
     @property
     def supervisor_is_gone(self) -> bool:
@@ -77,6 +81,7 @@ class Heartbeat:
             if self.supervisor_is_gone:
                 self._end_process()
             now = time.monotonic()
+            self._pace.look(now, self._replica.reported.get("step"))
             if self._replica.reported != self._written or now - beaten_at >= BEAT_S:
                 self.beat()
                 beaten_at = now
@@ -90,6 +95,10 @@ class Heartbeat:
                 with self._writing:
                     if not self._is_stopped:
                         self._log.put(LIVE_BYTES)
+            if self._replica.recorder is not None:
+                with self._writing:
+                    if not self._is_stopped:
+                        self._replica.recorder.look(is_last=sigterm_arrived())  # it may be killed soon
 
     def _is_cancelled(self) -> bool:
         with contextlib.suppress(StoreError):
@@ -102,22 +111,33 @@ class Heartbeat:
             if not self._is_stopped:
                 self._write()
 
-    def stop(self) -> None:
-        """Write what was reported since the last beat, and end: nothing is written after this returns.
+    def stop(self, limit_s: float = -1) -> None:
+        """Write what was reported and measured since the last beat, and end: nothing is written after this returns.
 
         Else a late beat would make the folder of a run again that somebody deletes once it has ended.
+
+        Args:
+            limit_s: how long a write that hangs is waited for; -1: to its end.
         """
-        with self._writing:
+        if not self._writing.acquire(timeout=limit_s):
+            return
+        try:
             if not self._is_stopped:
                 self._is_stopped = True
                 self._stop.release()
             if self._replica.reported != self._written:
                 self._write()
+            if self._replica.recorder is not None:
+                self._replica.recorder.look(is_last=True)
+        finally:
+            self._writing.release()
 
     def _write(self) -> None:
         reported = dict(self._replica.reported)
+        pace = self._pace.steps_per_s(time.monotonic())
+        measured = {} if pace is None else {STEPS_PER_S: pace}
         try:
-            self._replica.store.put(self._key, to_bytes({"at": time.time(), **reported}))
+            self._replica.store.put(self._key, to_bytes({**measured, **reported, "at": time.time()}))
         except StoreError as error:
             if not self._has_complained:
                 self._has_complained = True

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from executors import replica as environment
 from executors.attempt import Attempt, Claim, describe_end
 from executors.errors import ReplicasError, ResultError, StoreError
+from executors.metrics.recorder import Recorder
 from executors.native import RunSpec
 from executors.process import children, flush_c_streams, kill_descendants, start_time
 from executors.protocol import Outcome, Reason, ReplicaStatus
@@ -41,7 +42,9 @@ from executors.worker.result import to_json_value
 from executors.worker.sigterm import TERMINATED, handle_sigterm, ignore_sigterm, sigterm_arrived
 from executors.worker.surroundings import NoGpuError, check_gpu, seed_generators, set_environment
 
+MAX_LAST_LINE = 300
 TIMED_OUT = 124  # as the command `timeout` leaves
+LAST_WRITE_S = 5.0  # how long a store that hangs holds up the end of a replica that does not react
 
 
 @dataclass(frozen=True)
@@ -157,10 +160,12 @@ class _Worker:
             from executors.chaos import inject_faults
 
             store = inject_faults(store, spec.chaos, rank, spec.attempt)
+        began = time.monotonic()
         self.attempt, nonce = claim(Attempt(store, spec.run_id, rank, spec.attempt))
         number, url = self.attempt.number, spec.store_url
         self.replica = Replica(rank, spec.world_size, spec.run_id, number, url, claimed_nonce=nonce)
         self.replica.store = store
+        self.replica.recorder = Recorder(store, spec.run_id, rank, number, began=began)
         parent, grace_s = assignment.supervisor_pid, assignment.term_grace_s
         self._log = None if assignment.log_file is None else LogCopy(self.attempt, assignment.log_file)
         at_cancel = self._end_cancelled if owns_process and parent is None else None
@@ -179,11 +184,9 @@ class _Worker:
             self.heartbeat.start()
             spec = assignment.spec
             task = assignment.task or read_task(self.attempt.store, spec.run_id, spec.task_digest)
-            if assignment.gpu is not None:
-                check_gpu(assignment.gpu)
             if deadline is not None:
                 deadline.start()
-            value = _called(_load(self.replica, task))
+            value = _called(_load(self.replica, task, assignment.gpu))
             ignore_sigterm()
             outcome = self.succeeded(value)
         except BaseException as error:
@@ -220,6 +223,9 @@ class _Worker:
             code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
             said = f" ({error.code})" if isinstance(error.code, str) else ""
             text = f"The entrypoint ended its process with exit code {code}{said} instead of returning a result."
+            _flush()
+            if not said and (last := self._assignment.output_tail().strip().rpartition("\n")[2]):
+                text += f" Its last line was: {last[:MAX_LAST_LINE]}"  # argparse says there what is wrong
             return self._failed("no_result", text, code)
         if isinstance(error, NoGpuError):
             return self._failed("start_failed", str(error), 1)
@@ -270,6 +276,7 @@ class _Worker:
         """Leave the outcome and the process, in a thread beside the entrypoint's."""
         try:
             self._record(outcome)
+            self.heartbeat.stop(LAST_WRITE_S)
             kill_descendants(os.getpid())
         finally:
             os._exit(exit_code)
@@ -285,7 +292,7 @@ def _called(task: Callable[[], Any]) -> Any:
         return None
 
 
-def _load(replica: Replica, stored: StoredTask) -> Callable[[], Any]:
+def _load(replica: Replica, stored: StoredTask, gpu: str | None = None) -> Callable[[], Any]:
     """Load the task; seed every generator before the user's module is imported, and those that came with it after."""
     if stored.record.python_version is not None:  # it came from another machine
         from executors.task.stored import difference
@@ -294,6 +301,8 @@ def _load(replica: Replica, stored: StoredTask) -> Callable[[], Any]:
             print(warning, file=sys.stderr)
     seeded = seed_generators(replica, stored.record.seed, but=set())
     function, args = stored.load()
+    if gpu is not None:
+        check_gpu(gpu)
     seed_generators(replica, stored.record.seed, but=seeded)
     if stored.record.rank_env is not None:
         os.environ[stored.record.rank_env] = str(replica.rank)

@@ -314,7 +314,6 @@ class Supervisor:
         """Let the first failure end the run, if that was asked for."""
         if self._fail_fast and outcome.status is ReplicaStatus.FAILED:
             end_others(attempt, outcome, self._world_size)
-            self._fail_fast = False
             self._look_at = 0.0
 
     def _explain(self, running: _Running, exit_code: int) -> tuple[Reason, str | None]:

@@ -12,6 +12,8 @@ from executors import replica as environment
 from executors.errors import ReplicasError
 from executors.replica import Replica, set_current_replica
 
+OTHER_FRAMEWORKS = ("jax", "tensorflow")
+
 
 class NoGpuError(ReplicasError):
     """A GPU was asked for, and torch cannot use one here."""
@@ -39,9 +41,13 @@ def set_environment(replica: Replica, threads: int | None = None) -> None:
 def check_gpu(asked: str) -> None:
     """Check that torch, where it is installed, can use a GPU: training on the CPU of a GPU's machine helps nobody.
 
+    An entrypoint whose module has loaded another framework and no torch is left alone.
+
     Raises:
         NoGpuError: it cannot; the message says which driver and which build of torch do not fit.
     """
+    if "torch" not in sys.modules and any(name in sys.modules for name in OTHER_FRAMEWORKS):
+        return
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError):  # not there, or not for this machine: who needs it will say so
@@ -60,6 +66,10 @@ def check_gpu(asked: str) -> None:
         advice = (
             f"The NVIDIA driver is {driver}: if that is too old for this CUDA, require an older torch or choose an "
             "image with one."
+        )
+    if "diloco" not in sys.modules:
+        advice += (
+            f" If this trains with {' or '.join(OTHER_FRAMEWORKS)}, import that at the top of the entrypoint's file."
         )
     raise NoGpuError(f"gpu={asked!r} was asked for, and torch sees no GPU: torch {torch.__version__} {build}. {advice}")
 

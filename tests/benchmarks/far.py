@@ -78,7 +78,7 @@ def running_bucket() -> Iterator[S3Server]:
     before = {name: os.environ.get(name) for name in CREDENTIALS}
     os.environ.update(CREDENTIALS)
     try:
-        with running_server(module="servers.s3.small") as server:
+        with running_server() as server:
             yield server
     finally:
         for name, value in before.items():

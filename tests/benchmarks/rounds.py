@@ -20,6 +20,7 @@ from statistics import fmean, median
 from typing import Any
 
 from .harness import Comparison, Options
+from .rounds_group import group
 
 Costs = dict[str, Any]
 """What one round cost one replica, as `rounds_replica.exchange` tells."""
@@ -81,9 +82,12 @@ def _exchange(n_elements: int, n: int, groups: int, rounds_each: int, place: Pla
 
 def _group(n_elements: int, n: int, rounds_each: int, place: Place) -> list[list[Costs]]:
     """Start N processes; return the costs of each round, by rank."""
-    command = [sys.executable, "-m", f"{__package__}.rounds_group", *map(str, (n_elements, n, rounds_each))]
-    said = subprocess.run([*place.around, *command], check=True, stdout=subprocess.PIPE, text=True).stdout
-    by_rank: list[list[Costs]] = json.loads(said)
+    if place.around:
+        command = [sys.executable, "-m", f"{__package__}.rounds_group", *map(str, (n_elements, n, rounds_each))]
+        said = subprocess.run([*place.around, *command], check=True, stdout=subprocess.PIPE, text=True).stdout
+        by_rank: list[list[Costs]] = json.loads(said)
+    else:
+        by_rank = group(n_elements, n, rounds_each)
     by_round = [list(costs) for costs in zip(*by_rank, strict=True)]
     for costs in by_round:
         assert all(each["ranks"] == list(range(n)) for each in costs), "a round went without somebody"

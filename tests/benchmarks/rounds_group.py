@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import json
 import sys
-
-from executors import launch
+from typing import Any
 
 from .launch import scratch_folder, state_of_its_own
 
 
-def main() -> None:
+def group(n_elements: int, n: int, rounds: int) -> list[list[dict[str, Any]]]:
     """Launch the replicas and wait for them; the directory is where temporary files go."""
-    n_elements, n, rounds = map(int, sys.argv[1:])
+    from executors import launch
+
     with state_of_its_own(), scratch_folder("rounds-") as folder:
         arguments = {"n_elements": n_elements, "rounds": rounds, "meeting_file": f"{folder}/gloo"}
         task = f"{__package__}.rounds_replica:exchange"
-        print(json.dumps(launch("local", task, n, args=arguments, rendezvous=f"{folder}/store").results()))
+        return launch("local", task, n, args=arguments, rendezvous=f"{folder}/store").results()
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(group(*map(int, sys.argv[1:]))))

@@ -190,6 +190,7 @@ def test_a_mistake_is_one_error_with_exit_code_2_and_nothing_is_written(here: He
             assert (result.code, result.stdout) == (2, ""), arguments
             assert result.stderr.startswith("Error: "), arguments
             assert message in result.stderr, result.stderr
+            assert "Preparing" not in result.stderr or "ftp://x" not in arguments, "it shows at once"
             assert not list(state_home.rglob("run.json")), arguments
 
 

@@ -146,6 +146,7 @@ from executors import LocalProcessExecutor, attach, launch
 from support.tasks import rank
 
 run = launch(LocalProcessExecutor(preload=()), rank, 1)
+run.status()
 other = attach(run.run_id)
 other.wait()
 other.remove()

@@ -131,7 +131,7 @@ def test_a_bucket_that_cannot_be_used_says_why(s3: S3Server, clock: Clock, monke
 def test_without_boto3_the_error_says_how_to_install_it(s3: S3Server) -> None:
     code = f"""
 import sys
-sys.modules["boto3"] = None
+sys.modules["botocore"] = None
 from executors import open_store
 try:
     open_store({s3.url()!r})
@@ -142,6 +142,17 @@ except ImportError as error:
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=True)
     assert done.stdout.startswith(MissingDependencyError.__name__)
     assert "needs boto3. Install it with: pip install 'serverless-replicas[s3]'" in done.stdout
+
+
+def test_a_bucket_in_which_runs_live_is_checked_before_something_is_created_in_it(s3: S3Server) -> None:
+    store = open_store(s3.url("runs"), is_known=True)
+    assert s3.requests(path="/runs/") == []
+    assert store.put_if_absent("a", b"")
+    assert store.put_if_absent("b", b"")
+    assert [row["method"] for row in s3.requests(path="/runs/")] == ["PUT", "PUT", "DELETE", "PUT", "PUT"]
+    s3.misbehave(ignores_condition=True)
+    with pytest.raises(UnsafeStoreError):
+        open_store(s3.url("runs"), is_known=True).put_if_absent("c", b"")
 
 
 def test_credentials_are_never_seen(s3: S3Server, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

@@ -90,8 +90,9 @@ def bytes_being_written(pid: int, root: Path) -> int:
 class TestS3Store(StoreContract):
     faults: ClassVar[dict[str, Any]] = {}
     n_threads = 8
-    n_processes = 4
+    n_processes = 2
     n_times = 20
+    n_readings = 20
     n_neighbours = 20
 
     @pytest.fixture
@@ -192,8 +193,8 @@ class MemoryStoreLikeADictionary(StoreLikeADictionary):
 
 TestFileStoreLikeADictionary = FileStoreLikeADictionary.TestCase
 TestMemoryStoreLikeADictionary = MemoryStoreLikeADictionary.TestCase
-for machine in (TestFileStoreLikeADictionary, TestMemoryStoreLikeADictionary):
-    machine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+for _case in (TestFileStoreLikeADictionary, TestMemoryStoreLikeADictionary):
+    _case.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 class LooksBeforeItWrites(MemoryStore):

@@ -22,6 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("native", "errors"),
     ("logs", "store", "entrypoint", "status", "shard"),
     ("attempt", "task", "run_index", "registry", "chaos"),
+    ("metrics",),
     ("run", "replica"),
     ("resume", "worker", "shipping"),
     ("launcher", "backends"),

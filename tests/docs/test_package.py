@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = sorted(PROJECT["optional-dependencies"].keys() - {"all", "dev"})
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("package")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Environment:

@@ -112,6 +112,7 @@ def test_the_price_is_told_before_the_launch_and_becomes_the_time_limit(hf: HubS
     # Two T4 at 40 cents an hour each.
     told = here.replicas(*LAUNCH, "--n", 2, "--gpu", "T4", "--max-cost", "0.20", "--dry-run")
     assert (round(told.json["usd_per_hour"], 2), round(told.json["timeout_s"])) == (0.80, 900)
+    assert told.json["run.json"]["max_cost"] == 0.2
     told = here.replicas(*LAUNCH, "--n", 2, "--gpu", "T4", "--max-cost", "80", "--timeout", "90", "--dry-run")
     assert told.json["timeout_s"] == 90
     told = here.replicas(*LAUNCH, "--n", 2, "--max-cost", "1", "--option", "flavor=of-tomorrow")
@@ -132,6 +133,27 @@ def test_volumes_reach_the_request_and_a_backend_without_them_says_so(hf: HubSer
     assert (told.code, "Backend 'local' mounts no volumes: leave --volume away." in told.stderr) == (2, True)
     told = here.replicas(*LAUNCH, "--volume", "corpus")
     assert (told.code, "the form is --volume NAME:/path" in told.stderr) == (2, True)
+
+
+def test_a_resume_elsewhere_is_told_the_volumes_and_goes_by_the_recorded_options_else(
+    hf: HubServer, here: HereInstead, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume, options = ("--volume", "hf://datasets/org/corpus:/data"), ("--option", "flavor=cpu-upgrade")
+    hf.hold("cpu-upgrade")
+    here.replicas("launch", "job.py:main", "--backend", "hf", "--n", 1, "--run-id", "otter", *volume, *options, "-d")
+    here.replicas("cancel", "otter")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    resume = ("resume", s3.url("runs/otter"), "--trust-bucket", "--detach")
+    told = here.replicas(*resume)
+    assert (told.code, "--backend hf --volume NAME:/path" in told.stderr) == (2, True)
+    told = here.replicas(*resume, *volume)
+    assert (told.code, "--option and --volume belong to a backend" in told.stderr) == (2, True)
+    told = here.replicas(*resume, "--backend", "hf", *volume)
+    assert told.code == 0, told
+    again, launched = hf.jobs.newest_first()
+    assert again.spec["volumes"] == launched.spec["volumes"]
+    assert (again.spec["flavor"], launched.spec["flavor"]) == ("cpu-upgrade", "cpu-upgrade")
+    here.replicas("cancel", s3.url("runs/otter"))
 
 
 def test_what_another_machine_is_told_to_type_finds_the_run_from_there(

@@ -85,7 +85,9 @@ def test_the_rest_is_given_up_when_the_others_have_ended(machines: Machines) -> 
     run = start(3, min_replicas=2, gather_s=0.2)
     for rank in (0, 2):
         machines.end(machines.job_of(run, rank), "preempted")
-    eventually(lambda: reasons(run) == ["preempted", "start_failed", "preempted"])
+    assert run.wait(30, n=2)
+    assert [outcome.rank for outcome in run.as_completed()][2:] == [1]
+    assert reasons(run) == ["preempted", "start_failed", "preempted"]
     decides.set()
     assert "the others have ended before it came" in str(run.outcomes()[1].error)
     eventually(lambda: machines.living() == [])
@@ -133,6 +135,31 @@ def test_a_rank_that_is_refused_is_no_failure_that_ends_the_run(machines: Machin
     assert not run.wait(0)
     assert machines.living() == [(0, 0), (1, 0), (3, 0)]
     run.cancel()
+
+
+def test_a_resume_waits_for_the_rest_as_the_launch_did_or_as_it_is_told(
+    machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = start(3, min_replicas=2, gather_s=0.3)
+    assert run.record.gather_s == 0.3
+    for gather_s, said in ((None, "0.3 s"), (0.1, "0.1 s")):
+        run.cancel()
+        decides = machines.hold(1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FakeJobs, "interrupt_starts", lambda _, decides=decides: decides.set())
+            run = resume(run, gather_s=gather_s, detach=True)
+        assert f"1 did not come within {said}" in capsys.readouterr().err
+        machines.forgive()
+    run.cancel()
+
+
+def test_a_time_to_wait_for_the_rest_is_refused_where_all_are_needed(machines: Machines) -> None:
+    with pytest.raises(ValueError, match=r"gather_s= \(--gather\) waits for what min_replicas= .* give both"):
+        start(2, gather_s=5)
+    run = start(1)
+    run.cancel()
+    with pytest.raises(ValueError, match=r"launched without min_replicas, so gather_s= \(--gather\) says nothing"):
+        resume(run, gather_s=5)
 
 
 def test_a_rank_that_is_refused_when_the_run_is_resumed_is_not_said_to_be_anothers(

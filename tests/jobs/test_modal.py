@@ -233,6 +233,10 @@ def test_the_states_of_those_that_run_are_one_list(modal_runs: ModalServer, serv
     )
     asked = [call.rpc for call in modal_runs._dispatcher.calls[n_calls:]]
     assert [rpc for rpc in asked if rpc.startswith("Sandbox")] == ["SandboxListV2"] * 3, "of two pages and an empty one"
+    n_calls, other = len(modal_runs._dispatcher.calls), ModalExecutor().service
+    assert len(other.states({keys[4]: jobs[keys[4]]})) == 1
+    asked = [call.rpc for call in modal_runs._dispatcher.calls[n_calls:]]
+    assert [rpc for rpc in asked if rpc.startswith("Sandbox")] == ["SandboxListV2"], "no further page, and no tags"
     for each in jobs.values():
         service.stop(each)
 

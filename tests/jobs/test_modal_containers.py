@@ -112,6 +112,22 @@ def test_how_an_image_is_built_is_shown_on_stderr_and_one_that_exists_says_nothi
     assert capfd.readouterr() == ("", "")
 
 
+def test_what_others_print_while_an_image_is_built_stays_on_stdout(
+    modal_runs: ModalServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    modal_runs.account.builder_says, modal_runs.account.builder_is_slow = ["Step 7: uv pip install"], True
+    service = ModalExecutor().service
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(service.start, Job(JobKey("s3://bucket/runs", "otter", 0, 0), ("true",), (), {}, {}))
+        modal_runs.wait_for("ImageJoinStreaming")
+        print("a thread of the user's", flush=True)
+        modal_runs.account.builder_is_slow = False
+        service.stop(starting.result())
+    out, err = capfd.readouterr()
+    assert out == "a thread of the user's\n"
+    assert "Step 7: uv pip install" in err
+
+
 def test_while_an_image_is_built_a_launch_can_be_interrupted(modal_runs: ModalServer) -> None:
     modal_runs.account.builder_says, modal_runs.account.builder_is_slow = ["Step 7: uv pip install"], True
     service = ModalExecutor().service

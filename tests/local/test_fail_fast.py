@@ -11,8 +11,14 @@ from support.new_runs import create_run
 from support.standalone_replicas import Cloud, ended, outcome_of, running_cloud, ship, wait_for_line, write_files
 
 from executors import LocalProcessExecutor, Run, current_replica, open_store
+from executors.attempt import Attempt
 from executors.native import RunSpec
+from executors.protocol import ReplicaStatus
+from executors.store.memory import MemoryStore
+from executors.task import create
+from executors.task.create import LaunchRequest
 from executors.testing import eventually
+from executors.worker.fail_fast import end_others
 
 TASKS = """
 import threading
@@ -76,6 +82,21 @@ def test_a_failure_after_a_round_or_of_a_run_that_did_not_ask_for_it_leaves_the_
     eventually(lambda: run.outcomes()[2].status == "failed")
     assert not [entry.key for entry in run.store.list("otter/") if entry.key.endswith("cancel.json")]
     run.cancel()
+
+
+def test_where_fewer_are_enough_a_rank_that_was_not_to_be_had_ends_nobody() -> None:
+    for run_id, min_replicas, reason, ends in (
+        ("all", None, "start_failed", True),
+        ("fewer", 2, "start_failed", False),
+        ("failed", 2, "exception", True),
+        ("replaced", None, "fenced", False),
+    ):
+        store = MemoryStore()
+        request = LaunchRequest(entrypoint=train, n=2, args={"go": "", "rounds": 0}, min_replicas=min_replicas)
+        create.create_run(request, run_id, store, {"backend": "local"})
+        failed = Attempt(store, run_id, 0)
+        end_others(failed, failed.record(failed.ended(ReplicaStatus.FAILED, reason)), 2)  # type: ignore[arg-type]
+        assert Attempt(store, run_id, 1).has("cancel.json") is ends, run_id
 
 
 def test_a_replica_killed_from_outside_is_a_failure_too(local: LocalProcessExecutor, tmp_path: Path) -> None:

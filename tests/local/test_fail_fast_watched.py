@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,12 @@ import pytest
 from support.cli import HereInstead
 from support.third_party import PopenExecutor
 
-from executors import LocalProcessExecutor, attach, launch
+from executors import LocalProcessExecutor, Run, attach, launch
 from executors.errors import ReplicaFailedError
+from executors.protocol import Outcome, ReplicaStatus
+from executors.status import ReplicaState, RunStatus
+from executors.store.memory import MemoryStore
+from executors.task.record import RunRecord
 from executors.testing import eventually
 
 MIXED = (
@@ -74,6 +79,22 @@ def test_who_waits_is_told_of_it_once(local: LocalProcessExecutor, capsys: pytes
         f"replicas: {run.run_id}: rank 1 failed before the first round; the others train on without it. "
         "fail_fast=True ends the run instead."
     )
+
+
+def test_nobody_is_said_to_train_on_where_all_fail_one_after_the_other() -> None:
+    failed, running = ReplicaStatus.FAILED, ReplicaStatus.RUNNING
+    states = [ReplicaState(rank, 0, failed, Outcome(rank, 0, failed, "exception")) for rank in (0, 1)]
+    now = RunStatus("otter", "local", [*states, *(ReplicaState(rank, 0, running) for rank in (2, 3))])
+    run = Run(MemoryStore(), "otter")
+    run.record = RunRecord(
+        backend="local", world_size=4, entrypoint="t.py", task_digest="0" * 64, created_at=time.time()
+    )
+    assert run.end_early(now, "--fail-fast") is None, "the others may be about to fail, too"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("executors.run.waiter.OTHERS_FAIL_S", 0.0)
+        told = "ranks 0-1 failed before the first round; the others train on without them. --fail-fast ends"
+        assert str(run.end_early(now, "--fail-fast")).startswith(told)
+        assert run.end_early(now, "--fail-fast") is None, "it is said once"
 
 
 def test_a_failure_after_a_round_ends_nothing(local: LocalProcessExecutor, capsys: pytest.CaptureFixture[str]) -> None:

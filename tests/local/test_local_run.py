@@ -37,6 +37,39 @@ def test_waiting_tells_whether_all_have_ended(local: LocalProcessExecutor) -> No
     assert run.wait(timeout=0) is True
 
 
+def test_one_can_wait_for_some_of_the_replicas_and_for_each_in_turn(local: LocalProcessExecutor) -> None:
+    run = launch(local, task("hang_on"), 3, args={"rank": 1})
+    assert run.wait(n=2)
+    assert not run.wait(0.1, n=3)
+    assert not run.is_awaited
+    ended = attach(run.run_id).as_completed()
+    first = [next(ended), next(ended)]
+    assert {(outcome.rank, outcome.result) for outcome in first} == {(0, "done"), (2, "done")}
+    assert first == sorted(first, key=lambda outcome: outcome.finished_at)
+    run.cancel()
+    assert [(outcome.rank, outcome.reason) for outcome in ended] == [(1, "cancelled")]
+    assert len(list(run.as_completed())) == 3
+    for n in (0, 4):
+        with pytest.raises(ValueError, match=f"has 3 replicas, got n={n}"):
+            run.wait(n=n)
+
+
+def test_who_waits_is_shown_how_far_the_run_is(
+    local: LocalProcessExecutor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = launch(local, tasks.step_on, 2, args={"path": str(tmp_path / "go")}, progress=True)
+    eventually(lambda: all("steps_per_s" in state.reported for state in run.status().replicas), "rates are measured")
+    for state in run.status().replicas:
+        assert state.progress is not None
+        assert state.progress.share == state.reported["step"] / 1e6
+        assert state.left_s is not None
+    assert run.status().left_s is not None
+    tasks.mark(tmp_path / "go")
+    assert [outcome.rank for outcome in run.as_completed()] in ([0, 1], [1, 0])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith(f"replicas: {run.run_id}: 2 succeeded: step ")
+
+
 def test_outcomes_never_raise_and_tell_what_is_known(local: LocalProcessExecutor) -> None:
     with launch(local, task("hang_on"), 2, args={"rank": 1}) as run:
         eventually(lambda: [str(outcome.status) for outcome in run.outcomes()] == ["succeeded", "running"])

@@ -12,13 +12,16 @@ import pytest
 from servers.s3.server import S3Server, running_server
 from support.hostile_records import local_handle, outcome_json, run_json
 
-from executors import LocalProcessExecutor, Run, attach
-from executors.attempt import replica_key
+from executors import LocalProcessExecutor, Run, attach, launch
+from executors.attempt import Attempt, replica_key
 from executors.native import Observation, Unfinished
+from executors.resume import resume
+from executors.run.handles import keep_handles
 from executors.run.inventory import Inventory
 from executors.store import Store, open_store
 from executors.store.memory import MemoryStore
 from executors.store.protocol import Entry
+from executors.testing.executor_contract import task
 
 ELSEWHERE = "another-host 0-0 1"
 SIZES = (1, 8, 64)
@@ -48,6 +51,7 @@ def write_run(store: Store, n: int) -> None:
         write(store, rank, "handle", local_handle(rank, run_id="wide", store_url=store.url, machine=ELSEWHERE))
         write(store, rank, "started", {"nonce": f"nonce {rank}"})
         write(store, rank, "heartbeat", {"at": time.time(), "step": rank})
+    keep_handles(store, "wide", 0, [Attempt(store, "wide", rank).handle("local") for rank in range(n)])
 
 
 def cost(bucket: S3Server, act: Callable[[], object]) -> int:
@@ -63,12 +67,40 @@ def test_a_look_at_a_run_is_one_list_and_the_heartbeats(bucket: S3Server, n: int
     write_run(store, n)
     run = attach("wide", rendezvous=store.url)
     assert run.world_size == n
-    first = cost(bucket, run.status)
-    assert first == 1 + 2 * n, "one list, the handles, the heartbeats"
+    assert cost(bucket, run.status) == 2 + n, "one list, the handles together, the heartbeats"
     assert cost(bucket, run.status) == 1 + n
     assert [state.reported["step"] for state in run.status().replicas] == list(range(n))
     assert cost(bucket, lambda: run.wait(timeout=0)) == 1
     assert cost(bucket, run.outcomes) == 1
+
+
+def test_who_launches_or_resumes_at_a_bucket_leaves_the_handles_together(
+    bucket: S3Server, local: LocalProcessExecutor
+) -> None:
+    run = launch(local, task("fail"), 2, args={"message": "no"}, run_id="wide", rendezvous=bucket.url("runs"))
+    for number in (0, 1):
+        assert run.wait(60)
+        other = attach(run.url)
+        assert other.world_size == 2
+        before = len(bucket.requests())
+        assert [handle.metadata["attempt"] for handle in other.handles] == [number] * 2
+        assert len(bucket.requests()) - before == 2, "one list, the handles together"
+        run = resume(other) if number == 0 else run
+
+
+def test_handles_that_cannot_be_read_together_are_read_one_by_one(bucket: S3Server) -> None:
+    store = open_store(bucket.url("runs"))
+    write_run(store, 2)
+    handles = attach("wide", rendezvous=store.url).handles
+    theirs = [{**local_handle(rank, run_id="another", attempt=7)} for rank in (0, 0)]
+    for copy in (5, {"handles": [5]}, {"handles": [{**theirs[0], "backend_name": "x"}]}):
+        store.put("wide/handles/0.json", json.dumps(copy).encode())
+        assert attach("wide", rendezvous=store.url).handles == handles
+    store.put("wide/handles/0.json", json.dumps({"handles": theirs}).encode())
+    first, second = attach("wide", rendezvous=store.url).handles
+    place = {"store_url": store.url, "run_id": "wide", "attempt": 0}
+    assert first.metadata.items() >= place.items(), "where it is found says whose it is"
+    assert second == handles[1]
 
 
 @pytest.mark.parametrize("n", SIZES)

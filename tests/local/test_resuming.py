@@ -55,6 +55,21 @@ def test_the_old_run_object_its_old_handles_and_another_process_see_the_new_atte
     assert attach("half-dead").results()[1]["attempt"] == 1
 
 
+def test_who_takes_replicas_as_they_end_gets_a_resumed_one_again(tmp_path: Path) -> None:
+    run = launch(PLAIN, second_time_lucky, 3, args={"folder": str(tmp_path)})
+    ended = run.as_completed()
+    assert {(outcome.rank, str(outcome.status)) for outcome in (next(ended), next(ended))} == {
+        (0, "succeeded"),
+        (1, "failed"),
+    }
+    resume(run, ranks=[1])
+    again = next(ended)
+    assert (again.rank, again.attempt, again.status) == (1, 1, "succeeded")
+    os.kill(pid_of(run.handles[2]), signal.SIGKILL)
+    assert [(outcome.rank, outcome.reason) for outcome in ended] == [(2, "signal")]
+    assert attach(run.run_id).wait(n=3)
+
+
 def test_logs_are_those_of_the_new_attempt_and_the_old_ones_remain(half_dead: Run, state_home: Path) -> None:
     run = resume(half_dead)
     run.wait(30)

@@ -45,6 +45,7 @@ def fails():
     raise ValueError("the user's own words")
 
 def leaves():
+    print("usage: job.py\\njob.py: error: no --lr")
     sys.exit(5)
 
 def waits():
@@ -225,6 +226,7 @@ def test_an_exception_leaves_its_traceback_and_the_end_of_the_output_and_an_exit
     spec, process = site.start("leaves", run_id="leaves")
     assert ended(process)[0] == 5
     assert (outcome_of(spec).reason, outcome_of(spec).exit_code) == ("no_result", 5)
+    assert outcome_of(spec).headline.endswith("a result. Its last line was: job.py: error: no --lr")
 
 
 def test_the_last_64_kib_of_both_streams_are_kept_and_all_of_it_goes_on(site: Site) -> None:
@@ -334,10 +336,16 @@ def test_a_replica_does_not_start_where_torch_does_not_see_the_gpu_that_was_aske
         code, out, _ = ended(site.cloud.start(spec, environ=environ))
         outcome = outcome_of(spec)
         assert (code, outcome.reason) == (0 if sees_gpu else 1, reason), out
+        if not sees_gpu:
+            (torch / "jax.py").touch()
+            write_files(site.workspace, of_jax="import jax\ndef main(): ...")
+            spec = ship(site.shared, site.workspace, "of_jax", run_id="of-jax")
+            assert ended(site.cloud.start(spec, environ=environ))[0] == 0, "it does not train with torch"
     spec = ship(site.shared, site.workspace, "tasks_of_user:talks", run_id="of-before")
     assert outcome_of(replace(spec, run_id="gpu-false")).error == (
         "gpu='H100:2' was asked for, and torch sees no GPU: torch 2.13.0 is built for CUDA 13.0. The NVIDIA driver is "
-        "550.54.15: if that is too old for this CUDA, require an older torch or choose an image with one."
+        "550.54.15: if that is too old for this CUDA, require an older torch or choose an image with one. If this "
+        "trains with jax or tensorflow, import that at the top of the entrypoint's file."
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -81,10 +80,10 @@ if __name__ == "__main__":
 
 def test_code_from_stdin_and_from_the_command_line_can_launch(tmp_path: Path) -> None:
     text = """
-from executors import launch
+from executors import LocalProcessExecutor, launch
 def train(steps: int) -> dict[str, int]:
     return {"steps": steps}
-print(launch("local", train, n=2, args={"steps": 3}).results())
+print(launch(LocalProcessExecutor(preload=()), train, n=2, args={"steps": 3}).results())
 """
     for printed in (run_python(tmp_path, "-", given=text), run_python(tmp_path, "-c", text)):
         assert printed == "[{'steps': 3}, {'steps': 3}]\n"
@@ -112,21 +111,3 @@ def train():
 print(launch(LocalProcessExecutor(preload=()), train, 1).results())
 """
     assert run_script(tmp_path, text)[0] == "[[64, 64]]\n"
-
-
-@pytest.mark.skipif("JPY_PARENT_PID" in os.environ, reason="in a kernel already")
-def test_a_function_from_a_notebook_cell_runs_in_the_replicas(tmp_path: Path) -> None:
-    nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
-    cells = [
-        "from executors import LocalProcessExecutor, current_replica, launch\nscale = 3",
-        "def train(steps):\n    return scale * steps + current_replica().rank",
-        "run = launch(LocalProcessExecutor(preload=()), train, n=2, args={'steps': 5})\nrun.results()",
-        "print(run.status()._repr_html_() if hasattr(run.status(), '_repr_html_') else run._repr_html_())",
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    kernel_environment = environment()
-    client = nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3")
-    client.execute(cwd=str(tmp_path), env=kernel_environment)
-    assert notebook.cells[2].outputs[0]["data"]["text/plain"] == "[15, 16]"
-    assert "<table" in notebook.cells[3].outputs[0]["text"]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # all imported once, before the forks: torch.optim would import this in its first step
 from servers.s3.server import CREDENTIALS, running_server
 
 from diloco import DiLoCo
@@ -28,10 +29,10 @@ from executors.store import open_store
 from executors.store.records import exists
 from executors.testing import eventually
 
-SERVER, PORT, N, ROUNDS, GATE, INNER_STEPS = "10.77.0.1", 4444, 4, 10, 5, 5
+SERVER, PORT, N, ROUNDS, GATE, INNER_STEPS = "10.77.0.1", 4444, 4, 6, 4, 2
 CLONE_NEWNET = 0x40000000
 
-fork = multiprocessing.get_context("fork")  # torch is imported once
+fork = multiprocessing.get_context("fork")
 
 
 class Replica:

@@ -42,6 +42,15 @@ def test_a_script_with_a_diloco_runs_by_itself_and_says_once_that_it_is_alone(tm
     assert line.endswith("replicas launch train.py --n 4")
 
 
+def test_who_is_alone_and_has_no_round_is_told(recwarn: pytest.WarningsRecorder) -> None:
+    for is_on_purpose in (False, True):
+        with DiLoCo(nn.Linear(1, 1), allow_no_rounds=is_on_purpose) as diloco:
+            diloco.step()
+    (warning,) = recwarn
+    told = "1 step and no round: inner_steps is 500. With other replicas this is an error."
+    assert str(warning.message) == told
+
+
 def test_who_is_alone_keeps_no_more_for_more_rounds() -> None:
     def stored(rounds: int) -> int:
         with DiLoCo(nn.Linear(1000, 1), inner_steps=1, **PLAIN) as diloco:
@@ -84,6 +93,12 @@ def test_a_replica_shows_its_first_round_at_once_and_nothing_before(replica: Rep
         report = diloco.step()
         assert report is not None
         assert report.round == diloco.rounds == replica.reported["round"] == 1
+        assert "total_steps" not in replica.reported
+
+
+def test_a_replica_shows_of_how_many_steps_it_trains(replica: Replica) -> None:
+    with DiLoCo(nn.Linear(1, 1), inner_steps=2, total_steps=80, allow_no_rounds=True):
+        assert replica.reported == {"total_steps": 80}
 
 
 def test_who_comes_back_shows_at_once_where_the_run_is(replica: Replica) -> None:

@@ -129,7 +129,8 @@ def test_training_without_a_single_round_fails_and_says_why() -> None:
 
     for message in run_replicas(2, body):
         assert message.startswith("400 steps and no round: inner_steps is 500, ")
-    assert run_replicas(1, body) == [""], "alone there is nobody to average with"
+    with pytest.warns(UserWarning, match="400 steps and no round"):
+        assert run_replicas(1, body) == [""], "alone there is nobody to average with"
 
 
 def test_training_without_a_round_is_fine_where_it_is_asked_for_and_where_nothing_was_trained() -> None:

@@ -20,14 +20,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # half a minute each,
     ("example", "needs", "args"),
     [
         ("hf_trainer.py", "transformers", {"steps": 400}),
+        ("accelerate_loop.py", "accelerate", {}),
+        ("plain_loop.py", "torchdata", {}),
     ],
 )
 def test_an_example_survives_a_kill_and_is_as_good(
     example: str, needs: str, args: dict[str, Any], tmp_path: Path
 ) -> None:
     pytest.importorskip(needs)
-    args = {**args, "output_dir": str(tmp_path)} if needs != "torch" else args
-    calm, killed = calm_and_killed(f"{EXAMPLES / example}:main", args, round=6)
+    args = {**args, "output_dir": str(tmp_path)} if needs == "transformers" else args
+    calm, killed = calm_and_killed(f"{EXAMPLES / example}:main", args, round=9)
     for results in (calm, killed):
         assert results[0]["model"] == results[1]["model"], "all end with one model, bit for bit"
         assert results[0]["loss"] < 0.6 * results[0]["loss_before"]

@@ -38,7 +38,6 @@ from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.replica import RENDEZVOUS
 from executors.run_index import local_store, new_run_id, remember
-from executors.shipping.package import bootstrap_command, make_package, replica_environment
 from executors.store import open_store, store_at
 from executors.store.records import FAR_AHEAD, Fields, integer, json_object, nullable, number
 from executors.store.url import remote_access, shared_rendezvous
@@ -100,6 +99,7 @@ class JobExecutor:
     recordable_options: ClassVar[Recordable]
     supports_inter_replica_network: bool = False
     needs_shared_rendezvous: bool = True
+    ends_with_launcher: bool = False
     default_timeout_s: float | None = DEFAULT_TIMEOUT_S
 
     def __init__(self, service: JobService) -> None:
@@ -145,6 +145,8 @@ class JobExecutor:
 
     def package(self, entrypoint: str | Callable[..., Any]) -> Package:
         """Pack what replicas need of this side: the code under the working directory, and what to install."""
+        from executors.shipping.package import make_package  # a look at a run packs nothing
+
         return make_package(entrypoint, pip=self.service.pip)
 
     def launch_replicas(
@@ -311,6 +313,8 @@ class JobExecutor:
     def _jobs(
         self, run: RunSpec, gpu: str | None, timeout_s: float, requirements: Sequence[str]
     ) -> list[tuple[Attempt, Job]]:
+        from executors.shipping.package import bootstrap_command, replica_environment
+
         store = store_at(run.store_url)
         url, credentials = remote_access(store)
         jobs = []

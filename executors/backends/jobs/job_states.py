@@ -115,7 +115,8 @@ class JobStates:
             for key, job in asked.items():
                 if key in told:
                     self._known[key] = told[key]
-                    self._verified[key] = job
+                    if self._service.states_name_ranks:
+                        self._verified[key] = job
                     self._unlisted.discard(key)
                 else:
                     self._unlisted.add(key)

@@ -154,6 +154,8 @@ class JobService(abc.ABC):
     starts_at_once: ClassVar[int] = 10_000
     """How many jobs may be asked for at once; `starts_per_s` more follow each second."""
     starts_per_s: ClassVar[float] = 1000.0
+    states_name_ranks: ClassVar[bool] = True
+    """Whether `states` knows of which rank each job is; else only that it is one of the run's."""
 
     pip: Sequence[str] = ()
     """Requirements of the replicas. When empty, the workspace's files name them."""
@@ -210,8 +212,9 @@ class JobService(abc.ABC):
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
         """Return the states of those of these jobs of one run that one request shows; others are asked for one by one.
 
-        Override it where the service lists jobs. The ids are as records name them: a job is shown only under the key
-        whose labels it has, and if the whole id is the one that `start` returned, so that nobody needs to verify it.
+        Override it where the service lists jobs. The ids are as records name them: a job is shown only if it has the
+        labels of the run, and if the whole id is the one that `start` returned. With `states_name_ranks` it is shown
+        only under the key whose labels it has, so that nobody needs to verify it.
         """
         return {}
 

@@ -53,6 +53,7 @@ class LocalProcessExecutor:
     backend_name = "local"
     supports_inter_replica_network = True
     needs_shared_rendezvous = False
+    ends_with_launcher = True
     default_timeout_s: float | None = None
     recordable_options: ClassVar[Recordable] = {"max_parallel": int, "term_grace_s": float}
 

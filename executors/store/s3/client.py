@@ -27,8 +27,8 @@ def connect(address: S3Address, n_connections: int) -> tuple[Any, tuple[str, ...
         StoreError: the profile is unknown, or the endpoint is not a url.
     """
     try:
-        import boto3
         from botocore.config import Config
+        from botocore.session import Session  # what boto3 adds takes longer to import than a request
     except ImportError as error:
         raise MissingDependencyError(
             f"Store {address.url!r} needs boto3. Install it with: pip install 'serverless-replicas[s3]'"
@@ -47,12 +47,12 @@ def connect(address: S3Address, n_connections: int) -> tuple[Any, tuple[str, ...
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )
-        made = session.client("s3", endpoint_url=address.endpoint_url, config=config)
+        made = session.create_client("s3", address.region, endpoint_url=address.endpoint_url, config=config)
         made.meta.events.register_last("before-call.s3", _send_small_bodies_at_once)
         return made
 
     try:
-        session = boto3.Session(profile_name=address.profile, region_name=address.region)
+        session = Session(profile=address.profile)
         found = client("auto" if address.endpoint_url is None else "path")
         if address.endpoint_url is None and not _is_aws(found):  # from AWS_ENDPOINT_URL or a profile
             found = client("path")
@@ -70,10 +70,10 @@ def remote_access(address: S3Address, client: Any) -> tuple[str, dict[str, str]]
     Raises:
         NoCredentialsError: of botocore.
     """
-    import boto3
     from botocore.exceptions import NoCredentialsError
+    from botocore.session import Session
 
-    credentials = _credentials(boto3.Session(profile_name=address.profile))
+    credentials = _credentials(Session(profile=address.profile))
     if not credentials:
         raise NoCredentialsError
     there = replace(

@@ -45,6 +45,7 @@ class S3Store:
         range_bytes: objects larger than this are read as ranges of this size.
         parallel_ranges: how many of them at once, besides the first.
         retry_deadline_s: how long a request is repeated before its error is raised.
+        checks_later: check that the bucket creates exclusively before something is created, not now.
         sleep, clock: what the repetitions wait and measure with.
 
     Raises:
@@ -61,6 +62,7 @@ class S3Store:
         range_bytes: int = 16 << 20,
         parallel_ranges: int = 8,
         retry_deadline_s: float = 120.0,
+        checks_later: bool = False,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,7 +77,9 @@ class S3Store:
         self._sleep = sleep
         self._clock = clock
         self._clients: dict[int, tuple[Any, tuple[str, ...]]] = {}
-        self._check_exclusive_creation()
+        self._is_checked = False
+        if not checks_later:
+            self._check_exclusive_creation()
 
     def __repr__(self) -> str:
         return f"<S3Store {self.url!r}>"
@@ -85,6 +89,8 @@ class S3Store:
         return self.address.url
 
     def put_if_absent(self, key: str, data: Data) -> bool:
+        if not self._is_checked:
+            self._check_exclusive_creation()
         return self._create(key, self._name(key), data, self._retry_deadline_s)
 
     def put(self, key: str, data: Data) -> None:
@@ -185,6 +191,7 @@ class S3Store:
         except StoreError as error:
             said = code_of(error.__cause__) if error.__cause__ else ""
             if said in ("AccessDenied", "403"):
+                self._is_checked = True
                 return
             if said == "NotImplemented":
                 raise self._unsafe("does not know") from error
@@ -193,6 +200,7 @@ class S3Store:
             self._delete(key, name)
         if created != [True, False]:
             raise self._unsafe("ignores")
+        self._is_checked = True
 
     def _unsafe(self, what: str) -> UnsafeStoreError:
         return UnsafeStoreError(
@@ -211,7 +219,7 @@ class S3Store:
         """This process's client: a fork must not go on with its parent's connections."""
         pid = os.getpid()
         if pid not in self._clients:  # without a lock, which a fork could find taken
-            self._clients.setdefault(pid, connect(self.address, 4 * self._parallel_ranges))
+            self._clients.setdefault(pid, connect(self.address, 8 * self._parallel_ranges))
         return self._clients[pid]
 
     def _reader(self) -> RangeReader:

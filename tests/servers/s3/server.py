@@ -71,7 +71,7 @@ class S3Server:
 
 
 @contextlib.contextmanager
-def running_server(host: str = "127.0.0.1", module: str = "servers.s3.moto_behind_faults") -> Iterator[S3Server]:
+def running_server(host: str = "127.0.0.1", module: str = "servers.s3.small") -> Iterator[S3Server]:
     """Start a server in a process of its own; it ends with the block, or with this process."""
     command = [sys.executable, "-m", module, host]
     with subprocess.Popen(

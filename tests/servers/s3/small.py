@@ -2,22 +2,18 @@
 
 moto takes milliseconds for each request, one at a time, which would be most of what a benchmark measures. This one
 knows GET with a range, HEAD, PUT with `If-None-Match: *`, DELETE and a list of keys; not signatures, not buckets.
-It ends when its stdin does.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import re
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import parse_qs
 from xml.sax.saxutils import escape
 
-from servers.fault_layer import Application, Environ, FaultLayer
-from servers.s3.moto_behind_faults import Handler, Server, end_with_stdin
+from servers.fault_layer import Application, Environ
+from servers.s3.http import serve
 
 DATE = "Thu, 01 Jan 2026 00:00:00 GMT"
 START_RESPONSE = Callable[..., Any]
@@ -90,14 +86,5 @@ def _reply(
     return [body]
 
 
-def main() -> None:
-    logging.disable(logging.CRITICAL)
-    Handler.application = FaultLayer(small_s3())
-    server = Server(("127.0.0.1", 0), Handler)
-    threading.Thread(target=end_with_stdin, daemon=True).start()
-    print(json.dumps(f"http://127.0.0.1:{server.server_address[1]}"), flush=True)
-    server.serve_forever()
-
-
 if __name__ == "__main__":
-    main()
+    serve(small_s3())

@@ -34,6 +34,7 @@ def main(  # type: ignore[no-untyped-def]
     depth: Literal[1, 2] = 1, mode: Mode = Mode.FAST, level: Level = Level.LOW, tag: Optional[str] = None,
     limit: int | None = None, either: str | int = 0, sizes: list[int] = (), paths: list[Path] = (),
     rate: Annotated[float, "per step"] = 0, plain=None, elsewhere: Elsewhere = None, table: dict = None,
+    pair: tuple[int, float] = (), many: tuple[int, ...] = (), any: tuple = (),
 ): ...
 
 def rest(**options: int): ...
@@ -56,6 +57,7 @@ def main(  # type: ignore[no-untyped-def]
     level: Level = Level.LOW, tag: Optional[str] = None, limit: int | None = None, either: str | int = 0,  # noqa: UP045
     sizes: list[int] = [], paths: list[Path] = [], rate: Annotated[float, "per step"] = 0, plain=None,  # noqa: B006
     elsewhere: Elsewhere = None, table: dict[str, Any] = {},  # type: ignore[name-defined] # noqa: B006, F821
+    pair: tuple[int, float] = (0, 0), many: tuple[int, ...] = (), any: tuple = (),  # type: ignore[type-arg]
 ) -> None: ...  # fmt: skip
 
 
@@ -86,6 +88,7 @@ MEANT = [
     ("either", "4", 4), ("either", "four", "four"), ("sizes", "[1, 2]", [1, 2]), ("sizes", "64,128", [64, 128]),
     ("sizes", "", []), ("paths", "a, b", [Path("a"), Path("b")]), ("rate", "3", 3.0), ("plain", "[1]", [1]),
     ("plain", "word", "word"), ("plain", "1e3", 1000.0), ("elsewhere", "5", 5), ("table", '{"a": 1}', {"a": 1}),
+    ("pair", "1, 2", (1, 2.0)), ("pair", "[3, 4]", (3, 4.0)), ("many", "1,2,3", (1, 2, 3)), ("any", "1,x", (1, "x")),
 ]  # fmt: skip
 
 
@@ -104,7 +107,9 @@ REFUSED = [
     ("lr", "abc", "a float"), ("size", "medium", "one of 'small', 'large'"), ("depth", "3", "one of 1, 2"),
     ("mode", "fast", "one of FAST, SLOW"), ("level", "3", "one of LOW, HIGH"), ("limit", "x", "an int or none"),
     ("sizes", "1,x", "a list, each item an int"), ("sizes", "[1, 2", "a list, each item an int"),
-    ("rate", "x", "a float"), ("table", "1", "a JSON object"), ("table", "x", "a JSON object"),
+    ("pair", "1", "a tuple of an int, a float"), ("pair", "1,2,3", "a tuple of an int, a float"),
+    ("many", "1,x", "a tuple, each item an int"), ("rate", "x", "a float"), ("table", "1", "a JSON object"),
+    ("table", "x", "a JSON object"),
 ]  # fmt: skip
 
 

@@ -207,14 +207,15 @@ def test_a_bucket_that_refuses_is_told_at_once_and_without_secrets(cloud: Cloud,
 # What is installed
 
 
-def wheel(folder: Path, name: str, version: str, text: str = "") -> Path:
+def wheel(folder: Path, name: str, version: str, text: str = "", requires: str = "") -> Path:
     """Make a wheel with one module."""
     tags = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     path = folder / f"{name}-{version}-py3-none-any.whl"
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{name}.py", text)
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        needs = f"Requires-Dist: {requires}\n" * bool(requires)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
         archive.writestr(f"{info}/WHEEL", tags)
         archive.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
     return path
@@ -330,7 +331,8 @@ def test_without_boto3_it_is_installed_first(tmp_path: Path, cloud: Cloud, works
     (only_pip / "pip").symlink_to(Path(dependencies.read_text().splitlines()[0]) / "pip")
     # What pip finds, being offline: a boto3 that leads to the one that is installed here.
     here = f"sys.path[:0] = {dependencies.read_text().splitlines()!r}"
-    wheel(offered, "boto3", "1.0", f"import sys\n{here}\ndel sys.modules['boto3']\nimport boto3\n")
+    for name, requires in (("boto3", "botocore"), ("botocore", "")):
+        wheel(offered, name, "1.0", f"import sys\n{here}\ndel sys.modules['{name}']\nimport {name}\n", requires)
     dependencies.write_text(f"{only_pip}\n")
     code, _, err = ended(cloud.start(spec, environ={"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(offered)}))
     assert (code, err) == (0, "replicas: installing boto3\n")

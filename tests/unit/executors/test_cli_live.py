@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from executors.cli.live import PlainView, follow, progress_line
+from executors.cli.live import PlainView, follow
 from executors.cli.output import Output
 from executors.cli.table import replica_table
 from executors.errors import BackendError, ReplicasError, StoreError
@@ -142,8 +142,8 @@ def test_a_failure_that_lasts_for_a_minute_is_raised(capsys: pytest.CaptureFixtu
 
 def test_progress_is_the_span_of_what_the_ranks_reported() -> None:
     ranks = (replica(0, step=120, loss=2.5, round=4), replica(1, step=130, loss=2.25, round=4), replica(2))
-    assert progress_line(state(*ranks)) == "3 running: round 4, step 120-130, loss 2.2500-2.5000"
-    assert progress_line(state(replica(0, ReplicaStatus.PENDING))) == "1 pending"
+    assert state(*ranks).describe_progress() == "3 running: round 4, step 120-130, loss 2.2500-2.5000"
+    assert state(replica(0, ReplicaStatus.PENDING)).describe_progress() == "1 pending"
 
 
 def test_a_table_of_many_ranks_shows_the_failed_ones_and_counts_the_rest() -> None:
@@ -151,6 +151,6 @@ def test_a_table_of_many_ranks_shows_the_failed_ones_and_counts_the_rest() -> No
 
     ranks = [replica(rank, FAILED if rank in (7, 90) else RUNNING) for rank in range(100)]
     screen = io.StringIO()
-    Console(width=80, file=screen).print(replica_table(state(*ranks), 5))
+    Console(width=80, file=screen).print(replica_table(state(*ranks), 5, width=80))
     shown_ranks = [line.split()[0] for line in screen.getvalue().splitlines()]
     assert shown_ranks == ["rank", "0", "1", "2", "7", "90", "…"]

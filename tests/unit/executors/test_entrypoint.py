@@ -124,6 +124,13 @@ def test_checking_runs_nothing_of_the_users(capsys: pytest.CaptureFixture[str]) 
         ("plain_of_user:train", {}, EntrypointArgumentsError, "train() needs the argument 'lr'"),
         ("plain_of_user:train", {"lr": 1, "epoch": 1}, EntrypointArgumentsError, "Did you mean 'epochs'?"),
         (
+            "plain_of_user:train",
+            {"epoch": 1},
+            EntrypointArgumentsError,
+            "takes no argument 'epoch'. Did you mean 'epochs'? It needs the argument 'lr'. Give it with --arg lr=…",
+        ),
+        ("scripts/nope.py:__main__", {}, EntrypointImportError, "Entrypoint 'scripts/nope.py': the file "),
+        (
             "plain_of_user.main",
             {"step": 1},
             EntrypointArgumentsError,
@@ -212,7 +219,11 @@ def test_a_file_without_a_main_that_does_something_is_a_script(workspace: Path) 
         assert not is_script(text), text
     (workspace / "only_definitions.py").write_text("'''Words.'''\nimport sys\nN = 3\ndef mian(): ...\n")
     assert not is_script("only_definitions.py"), "it would do nothing: somebody misspelt main"
-    with pytest.raises(EntrypointImportError, match=r"'main' does not exist in it. Did you mean 'mian'\?"):
+    with pytest.raises(EntrypointImportError, match=r"has no main. Name the function: only_definitions.py:mian$"):
+        check_entrypoint("only_definitions.py", {})
+    (workspace / "only_definitions.py").write_text("def plain(): ...\ndef other(): ...\ndef _own(): ...\n")
+    told = r"has no main\. Name the function: only_definitions.py:plain or only_definitions.py:other$"
+    with pytest.raises(EntrypointImportError, match=told):
         check_entrypoint("only_definitions.py", {})
 
 

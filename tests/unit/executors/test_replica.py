@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from executors import ReplicasError, current_replica
 from executors import replica as environment
-from executors.replica import CONTRACT, find_replica, set_current_replica
+from executors.replica import CONTRACT, Replica, find_replica, set_current_replica
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +40,24 @@ def test_a_process_that_nobody_launched_is_rank_0_of_1_and_one_line_says_so(
     (line,) = capsys.readouterr().err.splitlines()
     assert "not a replica, so it is alone: world size 1, in memory, and nothing is kept. With others: " in line
     assert find_replica() is None, "code that wants to know can tell the difference"
+
+
+def test_what_is_no_file_is_refused_as_an_artifact_and_left_out_of_a_folder_with_a_word(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    kept, folder = tmp_path / "kept", tmp_path / "folder"
+    set_current_replica(Replica(0, 1, "otter", 0, kept.as_uri()))
+    folder.mkdir()
+    os.mkfifo(folder / "pipe")
+    (folder / "latest").symlink_to(tmp_path, target_is_directory=True)
+    (folder / "weights").write_text("1")
+    for path in (folder / "pipe", Path("/dev/null")):
+        with pytest.raises(ValueError, match=rf"save_artifact\('x', …\): '{path}' is neither a file nor a folder"):
+            current_replica().save_artifact("x", path)
+    current_replica().save_artifact("x", folder)
+    assert [entry.key for entry in current_replica().store.list("")] == ["otter/replicas/0000/0/artifacts/x/weights"]
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"replicas: save_artifact('x') leaves out {name!r}: not a file." for name in ("latest", "pipe")]
 
 
 @pytest.mark.parametrize(

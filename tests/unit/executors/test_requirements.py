@@ -56,7 +56,13 @@ print(json.dumps(sorted({{name.partition(".")[0] for name in set(sys.modules) - 
     optional = {"certifi", "tornado"}  # looked for by botocore and tenacity, and missed by nobody
     known = {name_of(name) for name in OURS} | brought_by_boto3 | optional | {"serverless-replicas"}
     assert distributions <= known
-    late = {"torch", "cloudpickle", "tenacity"}  # the last when a call of the store is retried
+    late = {
+        "torch",
+        "cloudpickle",
+        "tenacity",
+        "boto3",
+    }  # of boto3, botocore is used
+    assert "botocore" in distributions
     assert {name_of(name) for name in OURS} - late <= distributions
 
 

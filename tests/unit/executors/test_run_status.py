@@ -42,3 +42,4 @@ def test_a_replica_that_was_never_started_is_no_early_failure_where_fewer_are_en
     assert run(RUNNING, FAILED, enough=1, reason="start_failed").failed_early == []
     assert run(RUNNING, FAILED, enough=1).failed_early == [1]
     assert run(RUNNING, FAILED, reason="start_failed").failed_early == [1]
+    assert run(RUNNING, FAILED, reason="fenced").failed_early == []

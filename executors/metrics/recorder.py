@@ -1,0 +1,199 @@
+"""What one attempt measures, kept as write-once segments of lines.
+
+The training's thread only appends, and asks no store. All else happens in the thread beside it, which calls `look` once
+a second, and nothing of it ends the training. See `rows` for the lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from executors.errors import StoreError
+from executors.metrics.rows import RESERVED
+from executors.store import Store
+from executors.store.records import exists
+from executors.store.url import directory_of
+
+SEGMENT_BYTES = 1 << 20
+NEAR_S, FAR_S = 5.0, 60.0  # how long lines wait for others at most; far, each segment costs
+RETRY_S = 5.0
+WAITING_BYTES = 8 << 20
+LINE_S = 1.0  # the least time between two lines of reported numbers, but for the first after a round
+LINES_PER_DOUBLING = 20_000
+USAGE_S = 30.0
+
+
+class Recorder:
+    """Collects and writes the lines of one attempt.
+
+    Args:
+        began: when the attempt was claimed, by `clock`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        rank: int,
+        attempt: int,
+        *,
+        began: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._run = f"{run_id}/run.json"
+        self._rank = rank
+        self._prefix = f"{run_id}/metrics/{rank:04d}/{attempt}/"
+        self._began = began
+        self._clock = clock
+        self._is_near = directory_of(store.url) is not None or store.url.startswith("memory:")
+        # Between the threads: each hands over by one operation that cannot be interrupted.
+        self._made = deque[tuple[float, Mapping[str, Any]]]()
+        self._merged = list[tuple[float, dict[str, float]]]()
+        """At most one item: the numbers reported since the last line, and when the last of them was."""
+        self._is_after_round = False
+        self._line_s, self._line_at, self._n_lines = LINE_S, 0.0, 0
+        # Of the thread beside the training.
+        self._lines = list[bytes]()
+        self._n_bytes = self._left_out = self._n_segments = 0
+        self._closed: bytes | None = None
+        """A segment that is to be written as it is: it may have been written though the store reported an error."""
+        self._close_at: float | None = None
+        self._retry_at = 0.0
+        self._is_deleted = self._has_complained = False
+        self._used = began, time.process_time()
+
+    # -- in the training's thread --------------------------------------------------------------------------------------
+
+    def report(self, numbers: Mapping[str, float]) -> None:
+        """Take numbers: a line of their own when one is due, or when they are the first after a round."""
+        now = self._clock()
+        try:
+            _, merged = self._merged.pop()
+            merged.update(numbers)
+        except IndexError:
+            merged = dict(numbers)
+        if self._is_after_round:
+            self._is_after_round = False
+        elif now < self._line_at:
+            self._merged.append((now, merged))
+            return
+        else:
+            self._n_lines += 1
+            if not self._n_lines % LINES_PER_DOUBLING:
+                self._line_s *= 2
+        self._line_at = now + self._line_s
+        self._made.append((now, merged))
+
+    def round(self, ended: float, fields: Mapping[str, Any]) -> None:
+        """Take what a round was, which was over at `ended`."""
+        self._made.append((ended, fields))
+        self._is_after_round = True
+
+    def left(self, name: str, work: float) -> None:
+        """Take how much work is in no round at the end."""
+        self._made.append((self._clock(), {"left_with": work, "name": name}))
+
+    # -- in the thread beside it ---------------------------------------------------------------------------------------
+
+    def look(self, *, is_last: bool = False) -> None:
+        """Take up what is new, and write the segments that are due; all of them at the end."""
+        if self._is_deleted:
+            self._made.clear()
+            return
+        now = self._clock()
+        self._take_up(now, is_last=is_last)
+        while now >= self._retry_at or is_last:
+            if self._closed is None:
+                is_due = is_last or self._n_bytes >= SEGMENT_BYTES
+                if not self._lines or not (is_due or (self._close_at is not None and now >= self._close_at)):
+                    return
+                self._close()
+            if not self._write(is_last=is_last):
+                return
+
+    def _take_up(self, now: float, *, is_last: bool) -> None:
+        if self._merged and (is_last or now >= self._line_at):
+            with contextlib.suppress(IndexError):
+                self._made.append(self._merged.pop())
+                self._line_at = now + self._line_s
+        if now - self._used[0] >= (LINE_S if is_last else USAGE_S):
+            used = self._used
+            self._used = now, time.process_time()
+            with contextlib.suppress(OSError):  # a sandbox without /proc
+                self._made.append((now, _usage((self._used[1] - used[1]) / (now - used[0]))))
+        while self._made:
+            at, fields = self._made.popleft()
+            is_own = "verdict" in fields or "rss" in fields or "left_with" in fields
+            named = fields if is_own else {f"{k}_" if k in RESERVED else k: v for k, v in fields.items()}
+            self._keep({"t": round(at - self._began, 3), **named})
+        if self._lines and self._close_at is None:
+            self._close_at = now + (NEAR_S if self._is_near or not self._n_segments else FAR_S)
+        while self._n_bytes > WAITING_BYTES:
+            self._left_out += len(self._lines) // 2
+            self._lines = self._lines[::2]
+            self._n_bytes = sum(map(len, self._lines))
+
+    def _keep(self, fields: Mapping[str, Any]) -> None:
+        line = (json.dumps(fields) + "\n").encode()
+        self._lines.append(line)
+        self._n_bytes += len(line)
+
+    def _close(self) -> None:
+        """Make a segment of the first lines that wait."""
+        if self._left_out:
+            self._keep({"t": round(self._clock() - self._began, 3), "left_out": self._left_out})
+            self._left_out = 0
+        n_lines = size = 0
+        while n_lines < len(self._lines) and size < SEGMENT_BYTES:
+            size += len(self._lines[n_lines])
+            n_lines += 1
+        self._closed = b"".join(self._lines[:n_lines])
+        del self._lines[:n_lines]
+        self._n_bytes -= size
+        self._close_at = None
+
+    def _write(self, *, is_last: bool) -> bool:
+        """Create the closed segment; return whether it exists now."""
+        assert self._closed is not None
+        try:
+            # Else the folder of a run that was deleted would be made again; at a bucket each look costs.
+            if (self._is_near or is_last) and not exists(self._store, self._run):
+                self._is_deleted = True
+                self._lines.clear()
+                return False
+            self._store.put_if_absent(f"{self._prefix}{self._n_segments:06d}.jsonl", self._closed)
+        except StoreError as error:
+            self._retry_at = self._clock() + RETRY_S
+            if not self._has_complained:
+                self._has_complained = True
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # the disk is full; closed by the user
+                    sys.stderr.write(f"replicas: rank {self._rank}: measurements wait in memory: {error}\n")
+            return False
+        self._closed = None
+        self._n_segments += 1
+        return True
+
+
+def _usage(cores: float) -> dict[str, Any]:
+    with open("/proc/self/statm", "rb") as file:
+        rss = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {"cpu": round(cores, 3), "rss": rss, **_gpu_usage()}
+
+
+def _gpu_usage() -> dict[str, Any]:
+    """Return what torch knows of the GPUs, where it is loaded and uses one."""
+    used = dict[str, Any]()
+    with contextlib.suppress(Exception):  # not loaded, or half loaded; a driver that answers nothing
+        cuda = sys.modules["torch"].cuda
+        if cuda.is_initialized():
+            used["gpu_mem"] = sum(map(cuda.memory_reserved, range(cuda.device_count())))
+            used["gpu_use"] = cuda.utilization() / 100
+    return used

@@ -1,0 +1,182 @@
+"""The lines of a segment, `<run>/metrics/<rank>/<attempt>/<number>.jsonl`, as typed rows.
+
+A line with a `verdict` is a round's, one with `rss` says what the process used, and most others hold what `report()`
+was given. One with `left_with` says how much work was in no round at the end, and one with `left_out` how many lines
+were dropped because no segment could be written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from executors.store.records import (
+    Fields,
+    Record,
+    checked,
+    integer,
+    is_plain_number,
+    list_of,
+    nullable,
+    number,
+    one_of,
+    text,
+)
+
+Verdict = Literal["counted", "carried", "dropped"]
+MAX_SECONDS = 1e10
+MAX_NAME = 200  # characters of a reported number's name
+MAX_NUMBERS = 1000  # in one line
+MAX_ENTRY = 2**53
+KEY = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/([0-9]{6,9})\.jsonl")
+"""Rank, attempt and number of a segment, behind `<run>/metrics/`."""
+RESERVED = ("t", "verdict", "rss", "left_with", "left_out", "kind", "rank", "attempt", "s")
+"""Names that mean something else in a line or in a table: a number that is reported so is kept as `t_`."""
+SECONDS = number(0.0, MAX_SECONDS)
+RANK = integer(0, 10**7)
+ATTEMPT = integer(0, 10**4)
+AMOUNT = number(0.0, 1e300)
+NORM = nullable(AMOUNT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numbers:
+    """What `report()` was given since the line before."""
+
+    rank: int
+    attempt: int
+    t: float
+    """Seconds since the attempt's claim, by its own clock; as in every row."""
+    values: Mapping[str, float]
+    """Finite ones only."""
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any], rank: int, attempt: int, where: str) -> Numbers:
+        """Read a line; numbers that are not finite are left out.
+
+        Raises:
+            CorruptObjectError: a value is not a number, or there are too many.
+        """
+        values = {}
+        for name, value in line.items():
+            if (kind := type(value)) is not float and (kind is not int or not is_plain_number(value)):
+                Fields(dict(line), where).take(name, number())
+            if name != "t" and -math.inf < value < math.inf:
+                values[name if name.isascii() else name.encode(errors="replace").decode()] = float(value)
+        if len(values) > MAX_NUMBERS or len(max(values, key=len, default="")) > MAX_NAME:
+            raise Fields({}, where).refusal(
+                f"it has more than {MAX_NUMBERS} numbers, or a name of more than {MAX_NAME} characters"
+            )
+        t = line.get("t")
+        if type(t) not in (int, float) or not 0 <= t <= MAX_SECONDS:  # type: ignore[operator]
+            t = Fields(dict(line), where).take("t", SECONDS)
+        return cls(rank=rank, attempt=attempt, t=float(t), values=values)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round(Record):
+    """One entry of the log, as one replica went through it.
+
+    The seconds end at `t`, and cover the time since the replica's entry before, but for what lies between them.
+    """
+
+    rank: int = checked(RANK)
+    attempt: int = checked(ATTEMPT)
+    t: float = checked(SECONDS)
+    """When the outer step was made."""
+    entry: int = checked(integer(0, MAX_ENTRY))
+    """Its number in the log, from 0."""
+    fragment: int = checked(integer(0, 10**6))
+    ranks: tuple[int, ...] = checked(list_of(RANK))
+    """Whose work is in the mean."""
+    verdict: Verdict = checked(one_of("counted", "carried", "dropped"))
+    """What became of this replica's work."""
+    weight: float = checked(AMOUNT)
+    """How much work that is: in the units of a callable `weight`, else inner steps."""
+    up: int = checked(integer(0, MAX_ENTRY))
+    """Bytes sent."""
+    down: int = checked(integer(0, MAX_ENTRY))
+    """Bytes read."""
+    train_s: float = checked(SECONDS)
+    """How long the replica trained since its entry before."""
+    wait_s: float = checked(SECONDS)
+    move_s: float = checked(SECONDS)
+    reduce_s: float = checked(SECONDS)
+    step_s: float = checked(SECONDS)
+    name: str = checked(text(MAX_NAME), "main")
+    """Of the DiLoCo."""
+    norm: float | None = checked(NORM, None)
+    """Of this replica's pseudo-gradient; None: it sent none."""
+    mean_norm: float | None = checked(NORM, None)
+    """Of the mean; None: there was none."""
+    same: tuple[int, ...] = checked(list_of(RANK), ())
+    """The ranks, its own included, that sent the same work: they train on the same data."""
+
+    @property
+    def round_s(self) -> float:
+        """How long the replica did not train."""
+        return self.wait_s + self.move_s + self.reduce_s + self.step_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage(Record):
+    """What the process used."""
+
+    rank: int = checked(RANK)
+    attempt: int = checked(ATTEMPT)
+    t: float = checked(SECONDS)
+    cpu: float = checked(number(0.0, 1e6))
+    """Cores busy, since the line before."""
+    rss: int = checked(integer(0, MAX_ENTRY))
+    """Bytes of memory."""
+    gpu_mem: int | None = checked(nullable(integer(0, MAX_ENTRY)), None)
+    """Bytes of the GPUs' memory that torch has taken."""
+    gpu_use: float | None = checked(nullable(number(0.0, 1.0)), None)
+    """Share of the time in which the GPU was busy."""
+
+
+Row: TypeAlias = Numbers | Round | Usage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Left(Record):
+    """What a DiLoCo left with: work that is in no round."""
+
+    rank: int = checked(RANK)
+    attempt: int = checked(ATTEMPT)
+    name: str = checked(text(MAX_NAME))
+    left_with: float = checked(AMOUNT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut(Record):
+    """How many lines are missing."""
+
+    rank: int = checked(RANK)
+    attempt: int = checked(ATTEMPT)
+    left_out: int = checked(integer(1, MAX_ENTRY))
+
+
+KINDS: Mapping[str, type[Round | Usage | Left | LeftOut]] = {
+    "verdict": Round,
+    "rss": Usage,
+    "left_with": Left,
+    "left_out": LeftOut,
+}
+
+
+def parse_line(line: Any, rank: int, attempt: int, where: str) -> Row | Left | LeftOut:
+    """Return what a decoded line says.
+
+    Raises:
+        CorruptObjectError: it is none; the message names what of it does not fit.
+    """
+    fields = line if isinstance(line, dict) else Fields(json.dumps(line).encode(), where).values
+    for name, kind in KINDS.items():
+        if name in fields:
+            return kind.parse({**fields, "rank": rank, "attempt": attempt}, where)
+    return Numbers.of(fields, rank, attempt, where)

@@ -1,0 +1,49 @@
+"""The handles of one launch in one object, so that a first look at a bucket reads that one instead of each.
+
+A copy: `handle.json` of each attempt is what counts, and is read wherever this object lacks it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from executors.attempt import Attempt, parse_handle
+from executors.errors import CorruptObjectError, StoreError
+from executors.protocol import ReplicaHandle
+from executors.store import Store
+from executors.store.records import Fields, find_record, json_object, list_of, to_bytes
+from executors.store.url import is_near
+
+MAX_BYTES = 16 << 20
+log = logging.getLogger(__name__)
+
+
+def keep_handles(store: Store, run_id: str, attempt: int, handles: Sequence[Any]) -> None:
+    """Leave a copy of the handles of a launch, where reading each of them takes a request."""
+    found = [handle for handle in handles if isinstance(handle, ReplicaHandle)]
+    if len(found) > 1 and not is_near(store.url):
+        with contextlib.suppress(StoreError):
+            data = to_bytes({"handles": [json.loads(handle.to_json()) for handle in found]})
+            store.put_if_absent(_key(run_id, attempt), data)
+
+
+def kept_handles(store: Store, run_id: str, attempt: int, backend: str) -> dict[int, ReplicaHandle]:
+    """Return the handles of a launch by rank, as far as it left a copy that can be read."""
+
+    def parse(data: Any, key: str, url: str) -> dict[int, ReplicaHandle]:
+        found = [parse_handle(each, key, url) for each in Fields(data, key, url).take("handles", list_of(json_object))]
+        return {each.rank: Attempt(store, run_id, each.rank, attempt).own(each, backend) for each in found}
+
+    try:
+        return find_record(store, _key(run_id, attempt), parse, MAX_BYTES) or {}
+    except CorruptObjectError as error:
+        log.warning("Reading the handle of each replica instead: %s", error)
+        return {}
+
+
+def _key(run_id: str, attempt: int) -> str:
+    return f"{run_id}/handles/{attempt}.json"

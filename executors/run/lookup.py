@@ -1,0 +1,70 @@
+"""Finding runs again, from any process."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from executors.errors import CorruptObjectError, RunNotFoundError, StoreError, did_you_mean
+from executors.protocol import ServerlessExecutor
+from executors.registry import check_backend_of, check_executor, executor_class
+from executors.run.run import Run
+from executors.run_index import find_preparation, known_run_ids, locate
+from executors.store.url import RUN_ID, check_run_id, existing_store, split_address
+
+
+def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | ServerlessExecutor | None = None) -> Run:
+    """Find a run again, from any process.
+
+    Args:
+        run: the id of a run that this machine knows, or `<rendezvous url>/<run id>`.
+        rendezvous: the url of its store, when `run` is an id.
+        executor: what it was launched with: an executor, or a backend's name or class as `pkg.mod:Class`, which is then
+            made with the options that this machine noted, else those of the record. None: the backend that its record
+            names, which has to be one that is installed here.
+
+    Raises:
+        RunNotFoundError: there is no such run.
+        BackendError: the executor is of another backend than the run.
+    """
+    url: str | None
+    if rendezvous is None and ("://" in run or "/" in run):
+        url, run_id = split_address(run)
+    else:
+        run_id = run
+        url = str(rendezvous) if rendezvous is not None else locate(check_run_id(run))
+    if url is None:
+        if preparation := find_preparation(run_id):
+            raise RunNotFoundError(preparation.describe(run_id))
+        raise RunNotFoundError(
+            f"No run {run_id!r} is known on this machine.{did_you_mean(run_id, known_run_ids())} For a run that was "
+            f"launched elsewhere give its address, as in 's3://BUCKET/PREFIX/{run_id}'."
+        )
+    named = executor if executor is None or isinstance(executor, str) else check_executor(executor)
+    found = Run(existing_store(url), check_run_id(run_id), executor=named)
+    with contextlib.suppress(CorruptObjectError):  # who needs the record is told; such a run can be removed
+        record = found.record
+        if named is not None:
+            check_backend_of(record, executor_class(named) if isinstance(named, str) else named)
+    return found
+
+
+def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
+    """List the runs that this machine knows of, or all in a store; oldest first."""
+    if rendezvous is not None:
+        store = existing_store(rendezvous)
+        keys = (entry.key.split("/") for entry in store.list(""))
+        runs = [Run(store, key[0]) for key in keys if key[1:] == ["run.json"] and RUN_ID.fullmatch(key[0])]
+    else:
+        runs = []
+        for run_id in known_run_ids():
+            # It may be removed by another machine, or unreachable.
+            with contextlib.suppress(RunNotFoundError, StoreError, ValueError):
+                runs.append(attach(run_id))
+    return sorted(runs, key=_created_at)
+
+
+def _created_at(run: Run) -> float:
+    with contextlib.suppress(RunNotFoundError, StoreError):  # left half by a power cut, or written by hand
+        return run.record.created_at
+    return 0.0

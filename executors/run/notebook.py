@@ -1,0 +1,179 @@
+"""A run in a notebook: a fragment of HTML in a cell, renewed until the run has ended."""
+
+from __future__ import annotations
+
+import html
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from executors.errors import ReplicasError
+from executors.status import RunStatus
+
+EVERY_S = 1.0  # between two looks; at a bucket they are rarer
+PATIENCE_S = 60.0  # a store or a backend that fails for a moment ends no display
+SETTLE_S = 10.0
+MAX_POINTS = 500  # of a curve
+WIDTH, HEIGHT, MARGIN = 600, 160, 8
+
+
+def in_notebook() -> bool:
+    """Whether this is the kernel of a notebook. Imports nothing: what shows cells has imported IPython."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+class NotebookView:
+    """The cells that show a run."""
+
+    def __init__(self) -> None:
+        self._cells: list[Any] = []
+        self._curves = Curves()
+        self._fragment = ""
+
+    def open(self, status: RunStatus) -> None:
+        """Show the run in the present cell, too."""
+        self._draw(status)
+        kit = _kit()
+        self._cells.append(kit.display(kit.HTML(self._fragment), display_id=True))
+
+    def update(self, status: RunStatus) -> None:
+        """Show the run as it is now, in the present cell if in none yet."""
+        if not self._cells:
+            self.open(status)
+            return
+        self._draw(status)
+        self._show(self._fragment)
+
+    def say(self, text: str) -> None:
+        """Show a line below the last fragment."""
+        self._show(f"{self._fragment}<p>{html.escape(text)}</p>")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _draw(self, status: RunStatus) -> None:
+        self._curves.add(status)
+        self._fragment = f"{bar(status)}{self._curves.to_svg()}{status.to_html()}"
+
+    def _show(self, fragment: str) -> None:
+        for cell in self._cells:
+            cell.update(_kit().HTML(fragment))
+
+
+def _kit() -> Any:
+    from IPython import display  # which has no types
+
+    return display
+
+
+class Display:
+    """Renews the cells that show a run, in a thread that ends with the run.
+
+    Args:
+        look: returns the run's status.
+        pauses: yields the least seconds from one look to the next.
+    """
+
+    def __init__(self, look: Callable[[], RunStatus], pauses: Callable[[], Iterator[float]]) -> None:
+        self._look = look
+        self._pauses = pauses
+        self._view = NotebookView()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._look_now = threading.Event()
+
+    def show(self) -> None:
+        """Show the run in the present cell, and go on to."""
+        status = self._look()
+        with self._lock:
+            self._view.open(status)
+            if self._thread is None and not status.is_terminal:
+                self._thread = threading.Thread(target=self._renew, name="replicas-show", daemon=True)
+                self._thread.start()
+
+    def settle(self) -> None:
+        """See that all cells show the end of a run that has ended; then the thread has ended, too."""
+        thread = self._thread
+        if thread is not None:
+            self._look_now.set()
+            thread.join(SETTLE_S)
+
+    def _renew(self) -> None:
+        failing_since = math.inf
+        for pause_s in self._pauses():
+            self._look_now.wait(max(EVERY_S, pause_s))
+            self._look_now.clear()
+            try:
+                status = self._look()
+            except ReplicasError as error:
+                failing_since = min(failing_since, time.monotonic())
+                is_over = time.monotonic() - failing_since > PATIENCE_S
+                words = "No longer shown; call show() again" if is_over else "Looking again"
+                show = partial(self._view.say, f"{words}: {error}")
+            else:
+                failing_since = math.inf
+                is_over = status.is_terminal
+                show = partial(self._view.update, status)
+            with self._lock:
+                show()
+                if is_over:
+                    self._thread = None
+                    return
+
+
+class Curves:
+    """The loss by step of each attempt, as far as looks have seen it."""
+
+    def __init__(self) -> None:
+        self._points: dict[tuple[int, int], list[tuple[float, float]]] = {}
+
+    def add(self, status: RunStatus) -> None:
+        """Take down what each replica reported last."""
+        for replica in status.replicas:
+            step, loss = (replica.reported.get(name, math.nan) for name in ("step", "loss"))
+            points = self._points.setdefault((replica.rank, replica.attempt), [])
+            if math.isfinite(step) and math.isfinite(loss) and (not points or points[-1][0] != step):
+                points.append((step, loss))
+            if len(points) > MAX_POINTS:
+                del points[1::2]
+
+    def to_svg(self) -> str:
+        """Return the curves; nothing where there is no line yet."""
+        lines = {key: points for key, points in self._points.items() if len(points) > 1}
+        if not lines:
+            return ""
+        across, up = zip(*(point for points in lines.values() for point in points), strict=True)
+        (left, right), (low, high) = (min(across), max(across)), (min(up), max(up))
+        drawn = "".join(
+            f'<polyline fill="none" stroke="hsl({rank * 137 % 360} 60% 50%)" stroke-width="1.5" points="'
+            + " ".join(
+                f"{scaled(step, left, right) * WIDTH:.1f},{(1 - scaled(loss, low, high)) * HEIGHT:.1f}"
+                for step, loss in points
+            )
+            + f'"><title>rank {rank}</title></polyline>'
+            for (rank, _), points in lines.items()
+        )
+        box = f"{-MARGIN} {-MARGIN} {WIDTH + 2 * MARGIN} {HEIGHT + 2 * MARGIN}"
+        svg = f'<svg viewBox="{box}" style="max-width: {WIDTH}px; width: 100%" role="img">{drawn}</svg>'
+        return f"<div>loss {low:.4g} to {high:.4g}, step {left:g} to {right:g}<br>{svg}</div>"
+
+
+def scaled(value: float, least: float, most: float) -> float:
+    """Return where a value lies between two others, from 0 to 1."""
+    return (value - least) / (most - least) if most > least else 0.5
+
+
+def bar(status: RunStatus) -> str:
+    """Return the bar of a run that goes on, if its replicas say of how many steps."""
+    progress = status.progress
+    if progress is None:
+        return ""
+    words = [f"{progress.share:.0%}", f"step {progress.step:.0f} of {progress.total_steps:.0f}", progress.describe()]
+    drawn = f'<progress value="{progress.share:.4f}" max="1" style="width: 20em"></progress>'
+    return f"<p>{drawn} {html.escape(', '.join(filter(None, words)))}</p>"

@@ -1,0 +1,113 @@
+"""How far a run is, drawn for whoever waits for it: bars on a terminal or in a notebook, elsewhere a line at times."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from executors.run.notebook import NotebookView, in_notebook
+from executors.status import Progress, RunStatus
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+EVERY_S = 10.0  # between two lines
+BAR_WIDTH = 30
+MAX_BARS = 16  # of ranks; of more, the run's alone
+LINES_AROUND = 4  # the run's own two, one above, and the prompt that follows
+
+
+class View(Protocol):
+    """Shows a run at one moment after the other."""
+
+    def update(self, status: RunStatus) -> None:
+        """Show the run as it is now."""
+
+    def close(self) -> None:
+        """Leave the screen to others; a later `update` begins anew."""
+
+
+def open_view(run_id: str) -> View:
+    """Return the view that fits this process."""
+    if in_notebook():
+        return NotebookView()
+    from rich.console import Console
+
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    if sys.stderr.isatty() and console.is_terminal and not console.is_dumb_terminal:
+        return Bars(run_id, console)
+    return Lines(run_id)
+
+
+class Lines:
+    """A line on stderr when replicas have started or ended, and every ten seconds one of progress."""
+
+    def __init__(self, run_id: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run_id = run_id
+        self._clock = clock
+        self._counts = self._text = ""
+        self._at = 0.0
+
+    def update(self, status: RunStatus) -> None:
+        text, now = status.describe_progress(), self._clock()
+        if status.counts != self._counts or (text != self._text and now - self._at >= EVERY_S):
+            self._counts, self._text, self._at = status.counts, text, now
+            print(f"replicas: {self._run_id}: {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Bars:
+    """Bars that are redrawn in place, and stay when the run has ended."""
+
+    def __init__(self, run_id: str, console: Console) -> None:
+        self._run_id = run_id
+        self._console = console
+        self._live: Any = None
+
+    def update(self, status: RunStatus) -> None:
+        from rich.console import Group
+        from rich.live import Live
+        from rich.text import Text
+
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        drawn = bars(status, min(MAX_BARS, self._console.height - LINES_AROUND))
+        words = status.describe_progress() if drawn is None else status.counts
+        self._live.transient = not status.is_terminal
+        self._live.update(Group(Text(f"{self._run_id}: {words}"), *([drawn] if drawn else [])), refresh=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def bars(status: RunStatus, max_ranks: int = 0) -> RenderableType | None:
+    """Return the bar of a run, and one for each rank unless there are more than `max_ranks`. None: no rank tells."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+
+    def add(name: str, progress: Progress, words: str) -> None:
+        bar = ProgressBar(total=1.0, completed=progress.share, width=BAR_WIDTH)
+        steps = f"{progress.step:.0f}/{progress.total_steps:.0f}"
+        table.add_row(name, bar, Text(f"{progress.share:.0%}", justify="right"), Text(steps, justify="right"), words)
+
+    if status.progress is not None:
+        add("run", status.progress, status.progress.describe())
+    if len(status.replicas) <= max_ranks:
+        for replica in status.replicas:
+            if (progress := replica.progress) is not None:
+                add(
+                    f"rank {replica.rank}",
+                    progress,
+                    str(replica.status) if replica.status.is_terminal else progress.describe(),
+                )
+    return table if table.row_count else None

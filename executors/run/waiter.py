@@ -1,0 +1,112 @@
+"""Waiting for the replicas of a run, and ending it early when one fails before anybody's first round."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from executors.errors import RunNotFoundError
+from executors.protocol import Outcome, ReplicaStatus
+from executors.run.observer import Observer
+from executors.run.progress import View
+from executors.run.root_cause import name_ranks
+from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
+from executors.task.record import RunRecord
+
+MAX_WHY = 2000  # characters
+OTHERS_FAIL_S = 2.0  # what fails everywhere does so within this: then nobody trains on
+
+
+class Waiter:
+    """Waits for the replicas of one run.
+
+    Args:
+        cancel: ends all replicas that still run.
+    """
+
+    def __init__(self, run_id: str, record: RunRecord, observer: Observer, cancel: Callable[[], None]) -> None:
+        self._run_id = run_id
+        self._record = record
+        self._observer = observer
+        self._cancel = cancel
+        self._watches_for_failures = True
+        self._failing_since: float | None = None
+
+    def wait(self, n: int, timeout_s: float | None, view: View | None) -> bool:
+        """Wait until `n` replicas have ended; False if the time was over first."""
+        with showing(view):
+            return wait_until(lambda: len(self._ended(view)) >= n, timeout_s, self._observer.pauses())
+
+    def as_completed(self, view: View | None) -> Iterator[Outcome]:
+        """Yield how each replica ended when it has, until all have; once more where one was resumed meanwhile."""
+        observer, told = self._observer, set[tuple[int, int]]()
+        new: list[Outcome] = []
+        is_over = False
+
+        def has_news() -> bool:
+            nonlocal is_over
+            ended = self._ended(view)
+            is_over = len(ended) == self._record.world_size
+            observer.collect_missing([state.rank for state in ended])
+            outcomes = [observer.outcome(s.rank) or observer.attempt(s.rank).ended(s.status) for s in ended]
+            new[:] = [outcome for outcome in outcomes if (outcome.rank, outcome.attempt) not in told]
+            told.update((outcome.rank, outcome.attempt) for outcome in new)
+            return is_over or bool(new)
+
+        while not is_over:
+            with showing(view):
+                wait_until(has_news, None, observer.pauses())
+            yield from sorted(new, key=lambda outcome: outcome.finished_at)
+
+    def end_early(self, now: RunStatus, option: str) -> str | None:
+        """End the run at a failure before anybody's first round, if it was launched so; return what to say, once.
+
+        Supervisors and workers do so as well; not those of a third party's executor, or of a replica that was killed.
+        """
+        if not now.failed_early or not self._watches_for_failures:
+            return None
+        if self._failing_since is None:
+            self._failing_since = time.monotonic()
+        if not self._record.fail_fast and time.monotonic() - self._failing_since < OTHERS_FAIL_S:
+            return None
+        self._watches_for_failures = False
+        if not self._record.fail_fast:
+            them = "them" if len(now.failed_early) > 1 else "it"
+            ranks = f"{name_ranks(now.failed_early)} {FAILED_EARLY}"
+            return f"{ranks}; the others train on without {them}. {option} ends the run instead."
+        first = f"rank {now.failed_early[0]} {FAILED_EARLY}"
+        failed = now.replicas[now.failed_early[0]].outcome
+        alive = [state.rank for state in now.replicas if not state.status.is_terminal]
+        why = f"{first}: {failed.headline[:MAX_WHY]}" if failed else first
+        self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), alive)
+        with contextlib.suppress(RunNotFoundError):  # only the process that launched it has its handles
+            self._cancel()
+        return f"{first}, which ends the run."
+
+    def _ended(self, view: View | None) -> list[ReplicaState]:
+        """Look at the run once, show it, and return the replicas that have ended."""
+        observer, record = self._observer, self._record
+        states = observer.look(observer.ranks)
+        has_failed = self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states)
+        if view is not None or has_failed:
+            reported = observer.with_reports(states)
+            now = RunStatus(self._run_id, record.backend, reported, observer.count_joined(), record.min_replicas)
+            if view is not None:
+                view.update(now)
+            if has_failed and (told := self.end_early(now, "fail_fast=True")):
+                print(f"replicas: {self._run_id}: {told}", file=sys.stderr)
+            if has_failed:
+                self._watches_for_failures = self._watches_for_failures and bool(now.failed_early)
+        return [state for state in states if state.status.is_terminal]
+
+
+@contextlib.contextmanager
+def showing(view: View | None) -> Iterator[None]:
+    """Leave the screen to others behind the block."""
+    try:
+        yield
+    finally:
+        if view is not None:
+            view.close()
