@@ -113,7 +113,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         before = companion.last
         companion.step()
         self._set_step(trainer, pl_module)
-        numbers: dict[str, float] = {}
+        numbers: dict[str, Any] = {}
         if companion.last is not None and companion.last is not before:
             numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         current_replica().report(**{**numbers, "step": companion.trainer_step})

@@ -48,7 +48,8 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         self.seen += batch.tolist()
         self.rates[self.global_step] = self.trainer.optimizers[0].param_groups[0]["lr"]
         x = torch.stack([torch.sin(batch + k) for k in range(3)], 1)
-        return (self.linear(x).squeeze(1) - batch / N_ITEMS).square().mean()
+        loss: torch.Tensor = (self.linear(x).squeeze(1) - batch / N_ITEMS).square().mean()
+        return loss
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 0.05)
