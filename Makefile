@@ -2,18 +2,20 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Tests that share a costly fixture are run by one process: `xdist_group`.
-PYTEST_FLAGS ?= -n 2 --dist loadgroup
+# Each file is run by one process, which makes its costly fixtures once; the slow files come first (tests/conftest.py).
+PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 SCHEDULES ?=
 
-.PHONY: help install demo test test-all test-radosgw package lint bench simulate clean
+.PHONY: help install demo test test-all test-browser test-radosgw package picture lint bench simulate clean
 
 help:
 	@echo "make demo      train a small model with four local replicas"
 	@echo "make test      style, types and tests, as CI runs them"
 	@echo "make test-all  the same and the slow tests: launches at stand-ins for the clouds, chaos with real processes"
+	@echo "make test-browser  the pages of replicas report in a real chromium (part of make test where there is one)"
 	@echo "make test-radosgw  the S3 store at a real Ceph, started on loopback (needs its Debian packages)"
 	@echo "make package   wheel and sdist into dist/, installed and tried in empty environments (part of make test-all)"
+	@echo "make picture   examples/report.png: the page of a run with a kill in it, in chromium"
 	@echo "make bench     the benchmarks, each beside its peer"
 	@echo "make simulate  the rendezvous under 250,000 random schedules (SCHEDULES=n: as many)"
 	@echo "make clean     remove .venv and caches"
@@ -41,11 +43,19 @@ test: lint
 test-all: lint
 	REPLICAS_SCHEDULES=$${REPLICAS_SCHEDULES:-3000} $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
+test-browser: install
+	@command -v chromium >/dev/null || \
+		{ echo "There is no chromium. On Debian: apt-get install --no-install-recommends chromium"; exit 1; }
+	$(BIN)/python -m pytest -m browser
+
 test-radosgw: install
 	PYTHONPATH=tests $(BIN)/python -m servers.s3.radosgw $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/contract/test_store_s3_radosgw.py
 
 package: install
 	REPLICAS_DIST=$(CURDIR)/dist $(BIN)/python -m pytest tests/docs/test_package.py
+
+picture: install
+	PYTHONPATH=tests $(BIN)/python -m support.picture examples/report.png
 
 bench: install
 	$(BIN)/python -m tests.benchmarks

@@ -195,7 +195,7 @@ class DiLoCo:
         self._kept_period = self.rounds // settings.entries_per_snapshot
         _open[self._name] = self
         if self._replica is not None and total_steps is not None:
-            self._replica.report(total_steps=total_steps)
+            self._replica.reported["total_steps"] = total_steps
         self._show_progress()
 
     # -- training ----------------------------------------------------------------------------------------------------

@@ -91,40 +91,41 @@ def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
     _check_definition(tree, function, args, text)
 
 
-def find_definition(text: str) -> tuple[ast.Module, str] | None:
-    """Return the source of an entrypoint, parsed, and the function's name; None where there is no source to see.
-
-    Raises:
-        EntrypointImportError: no such file or module.
-    """
+def find_source(text: str) -> tuple[Path, str] | None:
+    """Return an entrypoint's file and function; None: no source shows. Raises EntrypointImportError: there is none."""
     name, text = parse_entrypoint(text), shown(text)
     if name.file is not None:
-        source, function = name.file, name.function or "main"
-        if not source.is_file():
-            beside = [path.name for path in source.parent.glob("*.py")] if source.parent.is_dir() else []
-            hint = did_you_mean(source.name, beside)
-            raise EntrypointImportError(
-                f"Entrypoint {text!r}: the file {str(source.absolute())!r} does not exist.{hint}"
-            )
-    else:
-        spec, function = _find_module(name.module), name.function or "main"
-        if spec is None and name.function is None and "." in name.module:
-            module, _, function = name.module.rpartition(".")
-            spec = _find_module(module)
-        if spec is None:
-            raise EntrypointImportError(
-                f"Entrypoint {text!r}: there is no module {name.module!r} on sys.path. Run the command from the folder "
-                "that holds it, or install it."
-            )
-        if spec.origin is None or not spec.origin.endswith(".py"):
-            return None  # built in, or compiled: only loading it would show
-        source = Path(spec.origin)
+        if not name.file.is_file():
+            beside = [path.name for path in name.file.parent.glob("*.py")] if name.file.parent.is_dir() else []
+            hint = did_you_mean(name.file.name, beside)
+            where = str(name.file.absolute())
+            raise EntrypointImportError(f"Entrypoint {text!r}: the file {where!r} does not exist.{hint}")
+        return name.file, name.function or "main"
+    spec, function = find_module(name.module), name.function or "main"
+    if spec is None and name.function is None and "." in name.module:
+        module, _, function = name.module.rpartition(".")
+        spec = find_module(module)
+    if spec is None:
+        raise EntrypointImportError(
+            f"Entrypoint {text!r}: there is no module {name.module!r} on sys.path. Run the command from the folder "
+            "that holds it, or install it."
+        )
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None  # built in, or compiled: only loading it would show
+    return Path(spec.origin), function
+
+
+def find_definition(text: str) -> tuple[ast.Module, str] | None:
+    """Return the source of an entrypoint, parsed, and the function's name. Raises what `find_source` does."""
+    found, text = find_source(text), shown(text)
+    if found is None:
+        return None
     try:
         with _PARSING:
-            tree = ast.parse(source.read_bytes(), str(source))
+            tree = ast.parse(found[0].read_bytes(), str(found[0]))
     except SyntaxError as error:
-        raise EntrypointImportError(f"Entrypoint {text!r}: {source}, line {error.lineno}: {error.msg}.") from error
-    return tree, function
+        raise EntrypointImportError(f"Entrypoint {text!r}: {found[0]}, line {error.lineno}: {error.msg}.") from error
+    return tree, found[1]
 
 
 def is_script(text: str) -> bool:
@@ -194,7 +195,7 @@ def load_entrypoint(text: str) -> Callable[..., Any]:
         return functools.partial(_run_script, name.file)
     if name.file is not None:
         return _attribute(_load_file(name.file.resolve(), text), name.function or "main", text)
-    if name.function is None and "." in name.module and _find_module(name.module) is None:
+    if name.function is None and "." in name.module and find_module(name.module) is None:
         module, _, function = name.module.rpartition(".")
         return _attribute(_import(module, text), function, text)
     return _attribute(_import(name.module, text), name.function or "main", text)
@@ -290,7 +291,7 @@ def _attribute(module: Any, function: str, text: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _find_module(dotted: str) -> importlib.machinery.ModuleSpec | None:
+def find_module(dotted: str) -> importlib.machinery.ModuleSpec | None:
     """Find a module's spec without importing its parent packages, which `importlib.util.find_spec` would."""
     path: list[str] | None = None
     spec = None

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from executors.protocol import Outcome, ReplicaHandle, ServerlessExecutor
 
 GATHER_S = 600.0
+PAGE = re.compile(r"https?://[!-~]{1,500}")
 
 Recordable = Mapping[str, type | re.Pattern[str]]
 """The options of a backend that readers take from a record, each with its type, or the pattern of its string.
@@ -234,3 +235,10 @@ class Log(Protocol):
 
     def close(self) -> None:
         """Let go of connections, at once."""
+
+
+def page_of_job(handle: Any) -> str | None:
+    """Return the page of a replica's job at its service, as its handle names it."""
+    job = handle.metadata.get("job") if isinstance(handle, ReplicaHandle) else None
+    page = job.get("url") if isinstance(job, dict) else None
+    return page if isinstance(page, str) and PAGE.fullmatch(page) else None

@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from executors.errors import BackendError, ReplicasError, UnknownBackendError, did_you_mean, unknown_name
@@ -84,14 +84,19 @@ def get_executor(name: str, options: Mapping[str, Any] | None = None) -> Serverl
     """
     cls = executor_class(name)
     options = dict(options or {})
+    check_option_names(name, cls, options)
+    return check_executor(cls(**options))
+
+
+def check_option_names(backend: str, cls: type, names: Iterable[str]) -> None:
+    """Raises: ValueError: an option that the backend does not have; the message names the nearest."""
     taken = inspect.signature(cls).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
-        for option in options:
+        for option in names:
             if option not in taken:
                 known = ", ".join(sorted(taken)) or "none"
                 hint = did_you_mean(option, taken)
-                raise ValueError(f"Backend {name!r} has no option {option!r}.{hint} Its options: {known}.")
-    return check_executor(cls(**options))
+                raise ValueError(f"Backend {backend!r} has no option {option!r}.{hint} Its options: {known}.")
 
 
 def executor_of_record(

@@ -34,7 +34,8 @@ TIMEOUT_S = "REPLICA_TIMEOUT_S"
 BOOTSTRAP_S = "REPLICA_BOOTSTRAP_S"  # how long fetching and installing took
 GPU = "REPLICA_GPU"  # what the launch asked for
 FAIL_FAST = "REPLICA_FAIL_FAST"  # "1": see RunSpec.fail_fast
-FOR_THE_WORKER = (TASK_DIGEST, TIMEOUT_S, BOOTSTRAP_S, GPU, FAIL_FAST)
+BOTO3 = "REPLICA_BOTO3"  # what to install where boto3 is missing
+FOR_THE_WORKER = (TASK_DIGEST, TIMEOUT_S, BOOTSTRAP_S, GPU, FAIL_FAST, BOTO3)
 # A replica is not a member of a torch process group: a leftover of these would make libraries think it is.
 TORCH_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -22,20 +22,50 @@ if TYPE_CHECKING:
 
 os.environ["MODAL_CONFIG_PATH"] = os.devnull  # the SDK reads the user's settings when it is imported
 os.environ[MARK] = str(os.getpid())  # every process that a test starts inherits it
-for name in ("REPLICAS_RENDEZVOUS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+for name in (
+    "REPLICAS_RENDEZVOUS",
+    "REPLICAS_PROFILE",
+    "REPLICAS_CONFIG",
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+):
     os.environ.pop(name, None)
 LIVE = {name: os.environ[name] for name in ("HF_TOKEN", "REPLICAS_LIVE_RENDEZVOUS") if os.environ.get(name)}
 """What tests marked `live` need, and no other may use."""
+SLOW_FIRST = (
+    "contract/test_stores.py",
+    "contract/test_executor_contract_jobs.py",
+    "benchmarks/test_benchmarks_run.py",
+    "simulation/test_random_schedules.py",
+    "local/test_hostile_bucket.py",
+    "jobs/test_hf_command.py",
+    "training/test_numerics.py",
+    "docs/test_readme.py",
+    "jobs/test_modal.py",
+    "docs/test_examples.py",
+    "local/test_resuming.py",
+    "local/test_from_a_snapshot.py",
+    "local/test_resuming_at_once.py",
+)
+"""Files that take longest, so that none of them is left to one process at the end."""
 # huggingface_hub reads these when it is imported: none of the user's own, and no token of theirs.
 for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING_FACE_", "HUGGINGFACE_"))]:
     os.environ.pop(name)
 os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": "/nonexistent/huggingface"}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {str(Path(__file__).parent / file): number for number, file in enumerate(SLOW_FIRST)}
+    items.sort(key=lambda item: order.get(str(item.path), len(order)))
+
+
 @pytest.fixture(autouse=True)
 def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A private place for runs, so that no test touches the user's own."""
+    """A private place for runs and settings, so that no test touches the user's own."""
     home = tmp_path / "state"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_STATE_HOME", str(home))
     return home
 

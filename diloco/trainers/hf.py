@@ -121,9 +121,10 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         assert companion is not None
         assert folder is not None
         self._data.batch_seen()
-        if not companion.diloco.rounds:
-            folder.check()  # a replica that came later may have it, too
+        before = companion.last
         companion.step()
+        if before is None or before is not companion.last:  # a replica that came later may have it, too
+            folder.check()
         state.global_step = companion.trainer_step
         state.epoch = self._data.epochs(state.epoch)
         if companion.is_over:

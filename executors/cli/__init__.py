@@ -17,10 +17,12 @@ from typer.core import TyperCommand, TyperGroup
 
 from executors.cli.backends import backends
 from executors.cli.collect import collect
+from executors.cli.config import config, use_settings
 from executors.cli.doctor import doctor
 from executors.cli.launch import launch, resume
 from executors.cli.logs import logs
 from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, inert
+from executors.cli.report import report
 from executors.cli.runs import cancel, ls, rm, status, wait
 from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
 
@@ -33,19 +35,26 @@ SYNONYMS = {
     **dict.fromkeys(("attach", "watch"), "wait"),
     **dict.fromkeys(("results", "fetch", "get"), "collect"),
     **dict.fromkeys(("restart", "retry"), "resume"),
+    **dict.fromkeys(("page", "html", "plot"), "report"),
     **dict.fromkeys(("remove", "delete", "del"), "rm"),
 }
 """What other tools call our verbs."""
 HINTS = {
     "-n": ". How many replicas is --n; -n is how many lines.",
+    "--arg": ". A run keeps the arguments it was launched with.",
     "-o": ". An option of the backend is --option; -o is the folder of `replicas collect`.",
 }
-"""What is said of short forms that a verb does not have."""
+"""What is said of options that a verb does not have."""
 
 
 class _Verb(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types_of_flags(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if self.name == "launch":
+            use_settings(self, ctx, args)
+        return super().parse_args(ctx, args)
 
 
 class _Verbs(TyperGroup):
@@ -75,7 +84,7 @@ app = typer.Typer(
     epilog="[bold]First steps[/bold]\n\nreplicas launch --n 4\n\nreplicas launch train.py:main --n 8 --arg steps=500"
     "\n\nreplicas logs RUN -f    replicas status RUN    replicas collect RUN --out results",
 )
-for verb in (launch, ls, status, logs, wait, collect, cancel, resume, rm, doctor, backends):
+for verb in (launch, ls, status, logs, wait, collect, report, cancel, resume, rm, doctor, backends, config):
     app.command(cls=_Verb, epilog=getattr(verb, "epilog", None))(verb)
 
 
@@ -151,7 +160,7 @@ def _split_argv(arguments: list[str]) -> tuple[list[str], list[str] | None]:
 
 
 def _fail(error: Exception, message: str | None = None) -> int:
-    text = message if message is not None else str(error)
+    text = "\n  ".join([str(error) if message is None else message, *getattr(error, "__notes__", ())])
     if type(error).__name__ == "NoArgsIsHelpError":
         print(text)  # the help itself
         return USAGE

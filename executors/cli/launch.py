@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Context, Option
 
 from executors.cli.backends import make_executor
+from executors.cli.config import ConfigOption, ProfileOption, origins_of, settings_of, with_origins
 from executors.cli.options import (
-    DURATIONS,
     BackendOptions,
     ColumnsOption,
     EnvOption,
@@ -31,6 +31,7 @@ from executors.cli.options import (
 from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, refuse, usage_errors
 from executors.errors import BackendError, LaunchError, StoreError
 from executors.native import GATHER_S, NativeExecutor
+from executors.task.arguments import DURATIONS
 
 if TYPE_CHECKING:
     from executors.cli.live import Interrupts
@@ -86,6 +87,8 @@ def launch(
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
     columns: ColumnsOption = None,
+    config: ConfigOption = None,
+    profile: ProfileOption = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the request, start nothing.")] = False,
     as_json: JsonOption = False,
 ) -> int:
@@ -101,14 +104,17 @@ def launch(
     from executors.task.create import LaunchRequest
 
     output, request = Output(as_json), None
+    args, texts = settings_of(context).arguments
     with Interrupts() as interrupts:
         try:
-            with usage_errors():
+            with with_origins(context, backend), usage_errors():
+                given, chosen = parse_texts("--arg", arg), options_of(backend, option, volume)
                 request = named(
                     LaunchRequest(
                         entrypoint=entrypoint or default_task(),
                         n=n,
-                        arg_texts=parse_texts("--arg", arg),
+                        args={name: value for name, value in args.items() if name not in given},
+                        arg_texts={**texts, **given},
                         argv=context.obj,
                         rendezvous=rendezvous,
                         run_id=run_id,
@@ -123,12 +129,14 @@ def launch(
                         fail_fast=fail_fast,
                         min_replicas=min_replicas,
                         gather_s=gather,
+                        origins=origins_of(context, backend, given, chosen),
                     )
                 )
+                options = {**settings_of(context).options(backend), **chosen}
                 known = contextlib.nullcontext() if dry_run else preparing(str(request.run_id))
                 with known:
                     with output.busy(f"Preparing {request.run_id}"):  # importing torch takes a second
-                        plan = plan_launch(request, make_executor(backend, options_of(backend, option, volume)))
+                        plan = plan_launch(request, make_executor(backend, options))
                     note_python_words("--arg", plan.request.args or {})
                     if dry_run:
                         output.document(plan.dry_run())
@@ -239,11 +247,17 @@ def resume(
             return CANCELLED
         if from_snapshot:
             output.say(f"{found.run_id} goes on as {resumed.run_id}, from its newest whole snapshot.")
-        return _finish(resumed, output, interrupts, detach=detach)
+        return _finish(resumed, output, interrupts, detach=detach, timeout_s=timeout)
 
 
 def _finish(
-    run: Run, output: Output, interrupts: Interrupts, *, detach: bool, columns: Sequence[str] | None = None
+    run: Run,
+    output: Output,
+    interrupts: Interrupts,
+    *,
+    detach: bool,
+    columns: Sequence[str] | None = None,
+    timeout_s: float | None = None,
 ) -> int:
     """Watch a run that this process started to its end, or leave it; return the exit code."""
     from executors.cli.live import watch
@@ -255,11 +269,11 @@ def _finish(
             output.document(Summary(run, run.outcomes(), None).document())
             return 0
         output.say(run.run_id)
-        output.say(f"{heading(run)}, detached.", "dim")
+        output.say(f"{heading(run, timeout_s)}, detached.", "dim")
         output.say(f"Follow it: replicas logs {name} -f   replicas wait {name}   replicas cancel {name}", "dim")
         return 0
     interrupts.count_on(run.run_id)
-    output.say(heading(run), "bold")
+    output.say(heading(run, timeout_s), "bold")
     try:
         watch(run, output, interrupts=interrupts, columns=columns)
         summary = Summary.of(run, interrupted=interrupts.count > 0)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +13,8 @@ from executors.cli.backends import check_options
 from executors.cli.output import UsageProblem, refuse, usage_errors
 from executors.errors import BackendError
 from executors.native import KeepsOptions
-from executors.task.arguments import json_or_text
+from executors.task import arguments
+from executors.task.arguments import DURATIONS, json_or_text
 
 if TYPE_CHECKING:
     from executors.run.run import Run
@@ -25,9 +24,6 @@ EXAMPLES = {
     "--env": "--env OMP_NUM_THREADS=1",
     "--option": "--option max_parallel=2",
 }
-DURATIONS = "90, 90s, 5m, 2h, 1h30m"
-_NUMBER = r"(\d+(?:\.\d+)?)"
-DURATION = re.compile(f"(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s?)?")
 FROM_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -63,11 +59,10 @@ ColumnsOption = Annotated[
 
 def parse_duration(text: str) -> float:
     """Return the seconds of `90`, `90s`, `5m`, `2h` or `1h30m`."""
-    found = DURATION.fullmatch(str(text).strip())
-    if found is None or not any(found.groups()):
-        raise UsageProblem(f"{text!r} is not a duration. Give seconds, or hours, minutes and seconds: {DURATIONS}.")
-    hours, minutes, seconds = (float(part or 0) for part in found.groups())
-    return hours * 3600 + minutes * 60 + seconds
+    try:
+        return arguments.parse_duration(text)
+    except ValueError as error:
+        raise UsageProblem(str(error)) from None
 
 
 WAIT = f"Wait at most this long ({DURATIONS}); then exit with 124."
@@ -76,17 +71,12 @@ WaitOption = Annotated[float | None, Option("--timeout", metavar="DURATION", par
 
 def options_of(backend: str, option: Sequence[str] | None, volume: Sequence[str] | None) -> dict[str, Any]:
     """Return the values of --option, and of --volume as the backend's option `volumes`."""
-    values = parse_values("--option", option)
-    for text in volume or ():
-        source, _, path = text.rpartition(":")
-        if not source or not path.startswith("/"):
-            refuse(f"--volume {text!r}: the form is --volume NAME:/path, as in corpus:/data.")
-        values["volumes"] = {**values.get("volumes", {}), path: source}
-    if volume:
-        from executors.registry import executor_class
+    from executors.launcher.launch_settings import volumes_of
 
-        if "volumes" not in inspect.signature(executor_class(backend)).parameters:
-            refuse(f"Backend {backend!r} mounts no volumes: leave --volume away.")
+    values = parse_values("--option", option)
+    with usage_errors():
+        if volumes := volumes_of(volume, backend):
+            values["volumes"] = {**values.get("volumes", {}), **volumes}
     return values
 
 
@@ -105,7 +95,7 @@ def find_run(
     from executors.run.lookup import attach
 
     if (option or volume) and backend is None:
-        refuse("--option and --volume belong to a backend: give --backend, too.")
+        refuse(f"{'--option' if option else '--volume'} belongs to a backend: give --backend, too.")
     with usage_errors():
         found = attach(run, rendezvous=rendezvous, executor=backend)
         if backend is None or not (option or volume):

@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from executors.errors import ReplicasError
-from executors.run.root_cause import name_ranks as name_ranks
+from executors.report.words import MAX_CHARACTERS as MAX_CHARACTERS
+from executors.report.words import inert as inert
+from executors.report.words import name_age as name_age
+from executors.report.words import one_line as one_line
+from executors.root_cause import name_ranks as name_ranks
 from executors.status import name_duration as name_duration
 
 if TYPE_CHECKING:
@@ -23,11 +27,9 @@ if TYPE_CHECKING:
 
 FAILED, USAGE, TIMED_OUT, CANCELLED = 1, 2, 124, 130  # exit codes
 CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
-ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")  # colours, movements; titles, links
 UNUSUAL = re.compile(r"[^\n -~]")
 PROGRESS_EVERY_S = 10.0  # between two plain lines of progress
 QUIET_S = 2.0  # a launch that has begun by then needs no word before
-MAX_CHARACTERS = 300
 WIDE = 10_000  # columns: what another program reads is never cut
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document; progress goes to stderr.")]
@@ -143,34 +145,11 @@ def strict_json(value: Any, *, indent: int | None = 1, encoding: str | None = No
     return text
 
 
-def inert(text: str) -> str:
-    """Return the text without anything that a terminal would obey; its lines stay. A record may hold any text."""
-    return "\n".join(_printable(line) for line in text.split("\n"))
-
-
-def _printable(line: str) -> str:
-    return "".join(char if char.isprintable() else " " for char in ESCAPES.sub("", line))
-
-
-def one_line(text: str, max_characters: int = MAX_CHARACTERS) -> str:
-    """Return the text as one line without control characters, cut when it is long."""
-    plain = _printable(text).strip()
-    return plain if len(plain) <= max_characters else f"{plain[: max_characters - 1]}…"
-
-
 def name_limit(timeout_s: float | None) -> str:
     """Name a time limit: `no time limit`, `time limit 1:30`."""
     if timeout_s is None:
         return "no time limit"
     return f"time limit {timeout_s:g} s" if timeout_s < 60 else f"time limit {name_duration(timeout_s)}"
-
-
-def name_age(seconds: float) -> str:
-    """Say roughly how long ago something was: `12 s`, `5 min`, `3 h`, `2 d`."""
-    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{int(seconds // size)} {unit}"
-    return f"{max(0, int(seconds))} s"
 
 
 class UsageProblem(typer.BadParameter):

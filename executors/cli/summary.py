@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,21 +19,25 @@ from executors.cli.output import (
 )
 from executors.entrypoint import shown
 from executors.protocol import Outcome, ReplicaStatus
-from executors.run.root_cause import headline, last_frames, name_ranks
+from executors.report.failures import group_failures, words_of
+from executors.root_cause import headline, last_frames, name_ranks
 from executors.run.run import Run
 from executors.run_index import locate
 from executors.status import FAILED_EARLY
 
-SUBJECT = re.compile(r"^Replica \d+( of \d+)?( \(attempt \d+\))? ")  # left out: the ranks are named once, before it
 K = TypeVar("K")
 V = TypeVar("V")
 MAX_LINES = 8  # of failures or results; the rest is counted
 
 
-def heading(run: Run) -> str:
-    """Describe in one line what was launched."""
+def heading(run: Run, timeout_s: float | None = None) -> str:
+    """Describe in one line what was launched.
+
+    Args:
+        timeout_s: the time limit of what was resumed. None: as launched.
+    """
     replicas = "1 replica" if run.world_size == 1 else f"{run.world_size} replicas"
-    limit = name_limit(run.record.timeout_s)
+    limit = name_limit(run.record.timeout_s if timeout_s is None else timeout_s)
     chaos = "".join(f", chaos {one_line(spec)}" for spec in run.record.chaos)
     what = one_line(shown(run.record.entrypoint))
     return f"{run.run_id}: {replicas} of {what} on {run.backend}, {limit}{chaos}"
@@ -57,7 +60,7 @@ def exit_code(outcomes: Sequence[Outcome], *, interrupted: bool = False, enough:
     cancelled = [outcome for outcome in outcomes if outcome.status is ReplicaStatus.CANCELLED]
     if interrupted or not all(FAILED_EARLY in (outcome.error or "") for outcome in cancelled):
         return CANCELLED
-    reasons = {outcome.reason for outcome in _failures(outcomes)}
+    reasons = {group[0].reason for group in group_failures(outcomes)}
     if reasons - {"timeout"}:
         return FAILED
     return TIMED_OUT if reasons else 0
@@ -142,16 +145,16 @@ class Summary:
 
     def print_failures(self, output: Output) -> None:
         """Print each distinct failure once: what happened, in which ranks, where their logs are; the earliest first."""
-        failures = sorted(_failures(self.outcomes), key=lambda outcome: outcome.finished_at)
-        groups = _by_key(((outcome.reason, _words(outcome)), outcome) for outcome in failures)
+        groups = group_failures(self.outcomes)
         shown: list[list[str]] = []
-        for (reason, words), outcomes in groups[:MAX_LINES]:
+        for outcomes in groups[:MAX_LINES]:
             ranks, frames = [outcome.rank for outcome in outcomes], last_frames(outcomes[0])
             output.say()
             if outcomes[0].error_line is not None:
                 output.say(headline(outcomes[0], ranks, self.run.world_size), "red")
             else:
-                output.say(f"{name_ranks(ranks).capitalize()} failed ({reason}): {words}", "red")
+                what = f"{name_ranks(ranks).capitalize()} failed ({outcomes[0].reason})"
+                output.say(f"{what}: {words_of(outcomes[0])}", "red")
             for line in frames if frames not in shown else ():
                 output.say(line[:MAX_CHARACTERS])
             shown.append(frames)
@@ -160,18 +163,9 @@ class Summary:
             output.say(f"… and {len(groups) - MAX_LINES} more: replicas status {reference(self.run)}", "dim")
 
 
-def _words(outcome: Outcome) -> str:
-    return one_line(SUBJECT.sub("", headline(outcome, [], 0)))
-
-
 def _by_key(pairs: Iterable[tuple[K, V]]) -> list[tuple[K, list[V]]]:
     """Group what has the same key, so that it is printed once."""
     groups: dict[K, list[V]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
     return list(groups.items())
-
-
-def _failures(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the outcomes of replicas that failed, except those that a newer attempt replaced."""
-    return [outcome for outcome in outcomes if outcome.status is ReplicaStatus.FAILED and outcome.reason != "fenced"]

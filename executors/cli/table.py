@@ -24,7 +24,7 @@ WIDTHS = {"rank": 4, "status": 9, "round": 5, "step": 6, "loss": 8, "round_s": 9
 GAP = 2
 NOTE_WIDTH = 20  # of which no other column takes anything
 MAX_HEADING = 20  # characters of a number's name
-LINES_AROUND = 6  # title, bar, head, what is left out, hint, and the prompt that follows
+LINES_AROUND = 5  # title, head, what is left out, hint, and the prompt that follows
 
 
 def plain_table(*columns: str, right: Collection[str], gives_way: str) -> Table:

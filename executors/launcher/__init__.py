@@ -28,6 +28,7 @@ from executors.native import GATHER_S, KeepsOptions, NativeExecutor, Package
 from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
 from executors.run_index import NOTE, local_store, locate, new_run_id, preparing, remember, state_path
+from executors.shipping.script_header import check_python, script_header, script_of
 from executors.store import Store, open_store
 from executors.store.records import exists
 from executors.store.url import address_of, directory_of, shared_rendezvous
@@ -42,9 +43,9 @@ NEEDED_SOON = ("executors.run.run", "executors.store.file", "platformdirs")
 
 
 def launch(
-    executor: str | ServerlessExecutor,
-    entrypoint: str | Callable[..., Any],
-    n: int,
+    executor: str | ServerlessExecutor | None = None,
+    entrypoint: str | Callable[..., Any] | None = None,
+    n: int | None = None,
     *,
     args: Mapping[str, Any] | None = None,
     argv: Sequence[str] | None = None,
@@ -65,6 +66,8 @@ def launch(
     gather_s: float = GATHER_S,
     fail_fast: bool = False,
     progress: bool = False,
+    config: str | Path | bool | Sequence[str | Path] = False,
+    profile: str | None = None,
 ) -> Run:
     """Start `n` ranked replicas of an entrypoint.
 
@@ -95,6 +98,9 @@ def launch(
         fail_fast: end the run at the first failure before anybody's first round. Otherwise the others train on.
         progress: while this process waits for the run, draw bars with rate and time left, of the steps that replicas
             report; without a terminal, print a line now and then.
+        config: take what is left at its default here from the settings that `replicas launch` would find here; files
+            are read besides. False: read none.
+        profile: use this profile of theirs.
 
     Raises:
         ValueError, TypeError: a bad argument.
@@ -103,25 +109,32 @@ def launch(
         RunExistsError: the run id is taken.
         StoreError: the rendezvous cannot be used.
     """
-    request = LaunchRequest(
-        entrypoint=entrypoint,
-        n=n,
-        args=args,
-        argv=argv,
-        rendezvous=rendezvous,
-        run_id=run_id,
-        gpu=gpu,
-        timeout=timeout,
-        max_cost=max_cost,
-        env=env,
-        secrets=secrets,
-        seed=seed,
-        detach=detach,
-        chaos=chaos,
-        min_replicas=min_replicas,
-        gather_s=gather_s,
-        fail_fast=fail_fast,
-    )
+    asked: dict[str, Any] = {
+        "entrypoint": entrypoint,
+        "n": n,
+        "args": args,
+        "argv": argv,
+        "rendezvous": rendezvous,
+        "run_id": run_id,
+        "gpu": gpu,
+        "timeout": timeout,
+        "max_cost": max_cost,
+        "env": env,
+        "secrets": secrets,
+        "seed": seed,
+        "detach": detach,
+        "chaos": chaos,
+        "min_replicas": min_replicas,
+        "gather_s": gather_s,
+        "fail_fast": fail_fast,
+    }
+    if config is not False or profile is not None:
+        from executors.launcher.launch_settings import filled
+
+        executor, asked = filled(executor, asked, config, profile)
+    if executor is None:
+        raise TypeError("launch() needs an executor, an entrypoint and n, or config= with settings that say them.")
+    request = LaunchRequest(**asked)
     if resume:
         run = _bring_back(request, executor, task_digest, trust_bucket)
     elif task_digest is not None or trust_bucket:
@@ -131,7 +144,7 @@ def launch(
         with preparing(str(request.run_id)):
             run = plan_launch(request, executor).start()
     run.shows_progress = progress
-    return ends_with_this_process(run, detach=detach)
+    return ends_with_this_process(run, detach=request.detach)
 
 
 def named(request: LaunchRequest) -> LaunchRequest:
@@ -187,9 +200,11 @@ class LaunchPlan:
 
         request, executor = self.request, self.executor
         store = local_store() if request.rendezvous is None else open_store(request.rendezvous)
-        if request.run_id is not None and (known := locate(self.run_id)) not in (None, store.url):
+        known = None if request.run_id is None else locate(self.run_id)
+        if known is not None and (known != store.url or exists(store, f"{self.run_id}/run.json")):
             raise RunExistsError(
-                f"Run {self.run_id!r} exists at {known}. Choose another run id, or `replicas rm {self.run_id}`."
+                f"Run {self.run_id!r} exists at {known}: `replicas status {self.run_id}`. Choose another run id, or "
+                f"remove it: `replicas rm {self.run_id}`."
             )
         spec = create_run(request, self.run_id, store, describe_executor(executor), self.package)
         try:
@@ -306,6 +321,8 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     if timeout is None:
         timeout = PLAIN_TIMEOUT_S if native is None else native.default_timeout_s
     check_environment(executor, request)
+    if (script := script_of(request.entrypoint)) is not None:
+        check_python(script_header(script), script)
     chaos = check_chaos(executor, request) if request.chaos else ()
     request = replace(request, rendezvous=rendezvous, timeout=timeout, chaos=chaos)
     package = None

@@ -1,43 +1,233 @@
-"""What became of the work that replicas did."""
+"""What became of the work that replicas did, and how much of what they could have done was counted.
+
+A unit of work is an inner step, or what a callable `weight` counts. With P fragments each unit goes into P entries of
+the log, a P-th into each.
+
+- *counted*: a seal names it. Rounds say so. Where a seal names a rank that left no line about the entry, because it was
+  killed before it could, its work is as much as it had, and at most what it usually sends.
+- *dropped*: rounds say so.
+- *carried*: what a replica that lives, or ended well, has in no round.
+- *lost*: what a replica that failed, or was cancelled, had in no round.
+
+How much a replica has in no round it says when its DiLoCo is closed. Of one that was killed, or lives, it is estimated:
+what its last round carried, and what it trained since, at its own pace, but no more than it usually sends. Steps that
+were made while a contribution was on its way (`overlap_steps`) are in no line: they are mixed in, or replaced.
+
+    goodput = counted / (replicas x longest x speed)
+
+`replicas` were launched, the one that lived longest, over all its attempts, did so for `longest` seconds, and `speed`
+is the median, over all replicas, of the work counted in a second of an undisturbed minute: one in which each round
+counted the replica, and as many others as any round did. Where no undisturbed stretch lasts a minute they are taken as
+they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean, median
 
 from executors.metrics.rows import Round
+
+MINUTE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Units of work by their fate: inner steps, or what a callable `weight` counts."""
+    """Units of work by their fate."""
 
     counted: float = 0.0
-    """A seal names it."""
     carried: float = 0.0
-    """Goes with the next contribution: under way, or left at the end."""
     dropped: float = 0.0
     lost: float = 0.0
-    """Died with its process."""
 
     @property
     def made(self) -> float:
+        """All of it."""
         return self.counted + self.carried + self.dropped + self.lost
+
+    @classmethod
+    def sum_of(cls, parts: Iterable[Work]) -> Work:
+        parts = list(parts)
+        return cls(
+            counted=sum(part.counted for part in parts),
+            carried=sum(part.carried for part in parts),
+            dropped=sum(part.dropped for part in parts),
+            lost=sum(part.lost for part in parts),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger(Work):
-    """The work of all replicas."""
+    """The work of all replicas; see the module."""
 
     goodput: float | None = None
-    """Share of the work that undisturbed replicas would have had counted; None: there is no round to measure it by."""
+    """Share of the work of undisturbed replicas that was counted; None: no round says what that is."""
     by_rank: Mapping[int, Work] = field(default_factory=dict)
 
 
-def simple_ledger(rounds: Sequence[Round]) -> Ledger:
-    n_fragments = 1 + max((row.fragment for row in rounds), default=0)
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """One attempt with one DiLoCo, by the attempt's clock."""
 
-    def total(verdict: str) -> float:
-        return sum(row.weight for row in rounds if row.verdict == verdict) / n_fragments
+    rank: int
+    attempt: int
+    started_s: float
+    """When it was claimed, on the run's time line."""
+    alive_s: float
+    """From its claim to its end, or to the last that is known of it."""
+    has_failed: bool
+    """Whether it has ended, and not well."""
+    left: float | None
+    """How much work was in no round when the DiLoCo was closed; None: it was not."""
+    rounds: Sequence[Round]
+    """In the order of time."""
 
-    return Ledger(counted=total("counted"), carried=total("carried"), dropped=total("dropped"))
+
+def make_ledger(world_size: int, by_name: Mapping[str, Sequence[Life]]) -> Ledger:
+    """Add up the work of all attempts, by the name of the DiLoCo."""
+    parts, goodputs = list[tuple[int, Work]](), list[float]()
+    for lives in by_name.values():
+        book = _Book(lives)
+        parts += [(life.rank, book.work_of(life)) for life in lives]
+        speed, longest = book.speed(), book.longest_s()
+        if speed and longest:
+            counted = sum(book.work_of(life).counted for life in lives)
+            goodputs.append(counted / (world_size * longest * speed))
+    by_rank = {rank: Work.sum_of(work for r, work in parts if r == rank) for rank in sorted({r for r, _ in parts})}
+    total = Work.sum_of(by_rank.values())
+    return Ledger(**vars(total), goodput=fmean(goodputs) if goodputs else None, by_rank=by_rank)
+
+
+class _Book:
+    """All attempts with one DiLoCo."""
+
+    def __init__(self, lives: Sequence[Life]) -> None:
+        self._lives = lives
+        rounds = [row for life in lives for row in life.rounds]
+        self._n_fragments = 1 + max((row.fragment for row in rounds), default=0)
+        self._most_ranks = max((len(row.ranks) for row in rounds), default=0)
+        paces = [pace for life in lives if (pace := self._pace(life.rounds))]
+        self._usual_pace = median(paces) if paces else 0.0
+        self._usual_work = _usual_work(lives)
+        begun = [_began(life.rounds[0]) for life in lives if life.rounds]
+        self._usual_start = median(begun) if begun else 0.0
+        self._missing = self._find_missing(rounds)
+
+    def work_of(self, life: Life) -> Work:
+        """Return what became of the work of an attempt."""
+        fates = dict.fromkeys(("counted", "dropped"), 0.0)
+        for row in life.rounds:
+            if row.verdict != "carried":
+                fates[row.verdict] += row.weight / self._n_fragments
+        missing = self._missing.get((life.rank, life.attempt), [])
+        usual, rest = self._usual_work, 0.0
+        for fragment in range(self._n_fragments):
+            n_missing = sum(entry % self._n_fragments == fragment for entry in missing)
+            carried, made = self._undecided(life, fragment)
+            undecided = carried + min(made, usual * (1 + n_missing)) if life.left is None else life.left
+            sent = min(undecided, carried + usual * n_missing) if n_missing else 0.0
+            fates["counted"] += sent / self._n_fragments
+            rest += (undecided - sent) / self._n_fragments
+        return Work(**fates, **({"lost": rest} if life.has_failed else {"carried": rest}))
+
+    def longest_s(self) -> float:
+        """Return how long the rank lived that lived longest."""
+        ranks = {life.rank for life in self._lives}
+        return max((sum(life.alive_s for life in self._lives if life.rank == rank) for rank in ranks), default=0.0)
+
+    def speed(self) -> float | None:
+        """Return the work that is counted in a second of an undisturbed minute; None: there is none."""
+        stretches = [stretch for life in self._lives for stretch in self._undisturbed(life)]
+        speeds = [speed for stretch in stretches for speed in _speeds(stretch)] or [
+            (work[-1] - work[0]) / (times[-1] - times[0]) for times, work in stretches if times[-1] > times[0]
+        ]
+        return median(speeds) if speeds else None
+
+    def _find_missing(self, rounds: Sequence[Round]) -> dict[tuple[int, int], list[int]]:
+        """Return the entries that name a rank which left no line about them, by the attempt that has sent its work."""
+        sealed_s = dict[int, float]()
+        for life in self._lives:
+            for row in life.rounds:
+                sealed_s[row.entry] = min(sealed_s.get(row.entry, math.inf), life.started_s + row.t)
+        named = {(rank, row.entry) for row in rounds for rank in row.ranks}
+        found = dict[tuple[int, int], list[int]]()
+        for rank, entry in sorted(named - {(row.rank, row.entry) for row in rounds}):
+            lives = sorted((life for life in self._lives if life.rank == rank), key=lambda life: life.attempt)
+            trained = [life for life in lives if life.started_s + self._usual_start < sealed_s[entry]] or lives[:1]
+            if trained:
+                found.setdefault((rank, trained[-1].attempt), []).append(entry)
+        return found
+
+    def _pace(self, rounds: Sequence[Round]) -> float:
+        """Return units of work in a second of training; 0: not known."""
+        trained_s, decided, until_last = 0.0, 0.0, dict[int, float]()
+        for row in rounds:
+            trained_s += row.train_s
+            if row.verdict != "carried":
+                decided += row.weight
+                until_last[row.fragment] = trained_s
+        return decided / sum(until_last.values()) if any(until_last.values()) else 0.0
+
+    def _undecided(self, life: Life, fragment: int) -> tuple[float, float]:
+        """Return how much work for a fragment the last round carried, and an estimate of what was made since."""
+        own = [row for row in life.rounds if row.fragment == fragment]
+        if own:
+            since, carried = own[-1].t, own[-1].weight if own[-1].verdict == "carried" else 0.0
+        else:
+            since, carried = (_began(life.rounds[0]) if life.rounds else self._usual_start), 0.0
+        trained_s = life.alive_s - since - sum(row.round_s for row in life.rounds if row.t > since)
+        return carried, max(0.0, trained_s) * (self._pace(life.rounds) or self._usual_pace)
+
+    def _undisturbed(self, life: Life) -> Iterator[tuple[list[float], list[float]]]:
+        """Yield stretches of undisturbed rounds: the start and each end, and the work that was counted until then."""
+        times, work = list[float](), list[float]()
+        before: Round | None = None
+        for row in life.rounds:
+            was_counted = before.verdict == "counted" if before else not life.attempt
+            if was_counted and row.verdict == "counted" and len(row.ranks) == self._most_ranks:
+                if not times:
+                    times, work = [before.t if before else max(0.0, _began(row))], [0.0]
+                times.append(row.t)
+                work.append(work[-1] + row.weight / self._n_fragments)
+            elif times:
+                yield times, work
+                times, work = [], []
+            before = row
+        if times:
+            yield times, work
+
+
+def _began(row: Round) -> float:
+    return row.t - row.train_s - row.round_s
+
+
+def _usual_work(lives: Iterable[Life]) -> float:
+    """Return how much work a contribution usually has: a fragment's first has less, one after a carried one more."""
+    all_, steady = list[float](), list[float]()
+    for life in lives:
+        before = dict[int, str]()
+        for row in life.rounds:
+            if row.verdict != "carried" and row.weight:
+                all_.append(row.weight)
+                steady += [row.weight] if before.get(row.fragment) == "counted" else []
+            before[row.fragment] = row.verdict
+    return median(steady or all_) if all_ else 0.0
+
+
+def _speeds(stretch: tuple[list[float], list[float]]) -> Iterator[float]:
+    """Yield the work in a second of each whole minute of a stretch; work is done evenly between two rounds."""
+    times, work = stretch
+
+    def done(at: float) -> float:
+        n = max(1, bisect_left(times, at))
+        share = (at - times[n - 1]) / (times[n] - times[n - 1]) if times[n] > times[n - 1] else 1.0
+        return work[n - 1] + share * (work[n] - work[n - 1])
+
+    n_minutes = int((times[-1] - times[0]) / MINUTE_S)
+    marks = [done(min(times[-1], times[0] + k * MINUTE_S)) for k in range(n_minutes + 1)]
+    for before, after in pairwise(marks):
+        yield (after - before) / MINUTE_S

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from executors.errors import CorruptObjectError, StoreError
-from executors.metrics.ledger import Ledger, simple_ledger
-from executors.metrics.rows import KEY, Numbers, Round, Row, Usage, parse_line
-from executors.protocol import Outcome
+from executors.attempt import Attempt
+from executors.inventory import Inventory
+from executors.metrics.clocks import Lived, clocks_ahead, read_life, sightings
+from executors.metrics.ledger import Ledger, Life, make_ledger
+from executors.metrics.rows import Left, Numbers, Round, Row, Usage
+from executors.metrics.segments import AttemptKey, read_segments
+from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
-from executors.store.records import get_at_most
+from executors.store.parallel import in_parallel
+from executors.store.url import is_near
 from executors.task.record import RunRecord
 
-MAX_SEGMENT_BYTES = 4 << 20
+MAX_PROBLEMS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +49,9 @@ class Metrics:
     rows: Sequence[Row]
     problems: Sequence[str]
     """What is missing or could not be read, in sentences."""
-    origins: dict[tuple[int, int], float] = field(repr=False)
-    """By rank and attempt, the second of the time line at which it claimed its attempt."""
+    origins: Mapping[tuple[int, int], float] = field(repr=False)
+    """By rank and attempt, the second of the time line at which it was claimed."""
+    left: Sequence[Left] = field(default=(), repr=False)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -57,20 +61,43 @@ class Metrics:
 
     @cached_property
     def numbers(self) -> list[Numbers]:
+        """What was reported."""
         return [row for row in self.rows if isinstance(row, Numbers)]
 
     @cached_property
     def rounds(self) -> list[Round]:
+        """What the rounds were, for each replica."""
         return [row for row in self.rows if isinstance(row, Round)]
 
     @cached_property
     def usage(self) -> list[Usage]:
+        """What the processes used."""
         return [row for row in self.rows if isinstance(row, Usage)]
 
     @cached_property
     def ledger(self) -> Ledger:
         """What became of the work that the replicas did."""
-        return simple_ledger(self.rounds)
+        rounds = dict[tuple[str, int, int], list[Round]]()
+        for row in self.rounds:
+            rounds.setdefault((row.name, row.rank, row.attempt), []).append(row)
+        left = {(each.name, each.rank, each.attempt): each.left_with for each in self.left}
+        last = {(row.rank, row.attempt): row.t for row in self.rows}  # in the order of time
+        names = sorted({name for name, _, _ in (*rounds, *left)})
+
+        def life(name: str, span: AttemptSpan) -> Life:
+            key = (span.rank, span.attempt)
+            is_over = span.outcome is not None
+            return Life(
+                rank=span.rank,
+                attempt=span.attempt,
+                started_s=span.started_s,
+                alive_s=last.get(key, 0.0) if span.ended_s is None else span.ended_s - span.started_s,
+                has_failed=is_over and span.outcome.status is not ReplicaStatus.SUCCEEDED,  # type: ignore[union-attr]
+                left=left.get((name, *key)),
+                rounds=rounds.get((name, *key), []),
+            )
+
+        return make_ledger(self.world_size, {name: [life(name, span) for span in self.attempts] for name in names})
 
     def at(self, row: Row) -> float:
         """Return a row's second on the run's time line."""
@@ -98,34 +125,49 @@ def read_metrics(store: Store, run_id: str, record: RunRecord) -> Metrics:
     """Read what the replicas of a run measured.
 
     What cannot be read is left out, and named in `problems`.
+
+    Raises:
+        StoreError: the store does not answer.
     """
-    prefix, rows, problems = f"{run_id}/metrics/", list[Row](), list[str]()
-    for entry in store.list(prefix):
-        found = KEY.fullmatch(entry.key, len(prefix))
-        if found is None:
-            problems.append(f"{entry.key!r} is not a segment.")
-            continue
-        rank, attempt = int(found[1]), int(found[2])
-        try:
-            for number, line in enumerate(bytes(get_at_most(store, entry.key, MAX_SEGMENT_BYTES)).splitlines(), 1):
-                row = parse_line(json.loads(line), rank, attempt, f"{entry.key}, line {number}")
-                if isinstance(row, Numbers | Round | Usage):
-                    rows.append(row)
-        except (StoreError, CorruptObjectError, ValueError) as error:
-            problems.append(str(error))
-    rows.sort(key=lambda row: (row.rank, row.attempt, row.t))
-    origins = {(row.rank, row.attempt): 0.0 for row in rows}
-    spans = [
-        AttemptSpan(rank=rank, attempt=attempt, started_s=origin, ended_s=None, outcome=None)
-        for (rank, attempt), origin in sorted(origins.items())
-    ]
+    found, problems = read_segments(store, run_id)
+    left_by = dict[AttemptKey, set[str]]()
+    for rank, number, name in Inventory.of(store, run_id).records:
+        left_by.setdefault((rank, number), set()).add(name)
+    keys = sorted(found.keys() | {key for key, names in left_by.items() if "started" in names})
+    rows = {key: found[key].rows if key in found else [] for key in keys}
+
+    def read(key: AttemptKey) -> Lived:
+        return read_life(Attempt(store, run_id, *key), left_by.get(key, ()), rows[key])
+
+    lives = dict(zip(keys, (map if is_near(store.url) else in_parallel)(read, keys), strict=True))
+    problems += [problem for lines in found.values() for problem in lines.problems]
+    problems += [life.problem for life in lives.values() if life.problem]
+    if len(problems) > MAX_PROBLEMS:
+        problems[MAX_PROBLEMS:] = [f"{len(problems) - MAX_PROBLEMS} more problems."]
+    claims = {key: life.claimed_at or record.created_at for key, life in lives.items()}
+    ahead = clocks_ahead(
+        {key: sightings(rows[key], claims[key]) for key in keys}, {key: life.host for key, life in lives.items()}
+    )
+    began_at = min((claims[key] - ahead[key] for key in keys), default=record.created_at)
+    origins = {key: claims[key] - ahead[key] - began_at for key in keys}
+    ends = {key: origins[key] + life.last_t for key, life in lives.items()}
     return Metrics(
         run_id=run_id,
         world_size=record.world_size,
-        began_at=record.created_at,
-        as_of_s=max((row.t for row in rows), default=0.0),
-        attempts=spans,
-        rows=rows,
+        began_at=began_at,
+        as_of_s=max(ends.values(), default=0.0),
+        attempts=[
+            AttemptSpan(
+                rank=key[0],
+                attempt=key[1],
+                started_s=origins[key],
+                ended_s=None if (outcome := lives[key].outcome) is None else ends[key],
+                outcome=outcome,
+            )
+            for key in keys
+        ],
+        rows=[row for key in keys for row in rows[key]],
         problems=problems,
         origins=origins,
+        left=[left for lines in found.values() for left in lines.left],
     )

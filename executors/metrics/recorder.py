@@ -19,10 +19,11 @@ from executors.errors import StoreError
 from executors.metrics.rows import RESERVED
 from executors.store import Store
 from executors.store.records import exists
-from executors.store.url import directory_of
+from executors.store.url import is_near
 
 SEGMENT_BYTES = 1 << 20
-NEAR_S, FAR_S = 5.0, 60.0  # how long lines wait for others at most; far, each segment costs
+NEAR_S, FAR_S = 5.0, 60.0  # how long lines wait for others; at a bucket each segment costs
+NEAR_SHARE = 0.01  # of the attempt's age, once that is more: else a day were 17,000 files for each replica
 RETRY_S = 5.0
 WAITING_BYTES = 8 << 20
 LINE_S = 1.0  # the least time between two lines of reported numbers, but for the first after a round
@@ -53,9 +54,10 @@ class Recorder:
         self._prefix = f"{run_id}/metrics/{rank:04d}/{attempt}/"
         self._began = began
         self._clock = clock
-        self._is_near = directory_of(store.url) is not None or store.url.startswith("memory:")
+        self._is_near = is_near(store.url)
         # Between the threads: each hands over by one operation that cannot be interrupted.
         self._made = deque[tuple[float, Mapping[str, Any]]]()
+        self._reported = deque[tuple[float, Mapping[str, float]]]()
         self._merged = list[tuple[float, dict[str, float]]]()
         """At most one item: the numbers reported since the last line, and when the last of them was."""
         self._is_after_round = False
@@ -90,7 +92,7 @@ class Recorder:
             if not self._n_lines % LINES_PER_DOUBLING:
                 self._line_s *= 2
         self._line_at = now + self._line_s
-        self._made.append((now, merged))
+        self._reported.append((now, merged))
 
     def round(self, ended: float, fields: Mapping[str, Any]) -> None:
         """Take what a round was, which was over at `ended`."""
@@ -107,6 +109,7 @@ class Recorder:
         """Take up what is new, and write the segments that are due; all of them at the end."""
         if self._is_deleted:
             self._made.clear()
+            self._reported.clear()
             return
         now = self._clock()
         self._take_up(now, is_last=is_last)
@@ -122,34 +125,36 @@ class Recorder:
     def _take_up(self, now: float, *, is_last: bool) -> None:
         if self._merged and (is_last or now >= self._line_at):
             with contextlib.suppress(IndexError):
-                self._made.append(self._merged.pop())
+                self._reported.append(self._merged.pop())
                 self._line_at = now + self._line_s
         if now - self._used[0] >= (LINE_S if is_last else USAGE_S):
             used = self._used
             self._used = now, time.process_time()
             with contextlib.suppress(OSError):  # a sandbox without /proc
                 self._made.append((now, _usage((self._used[1] - used[1]) / (now - used[0]))))
+        while self._reported:
+            at, numbers = self._reported.popleft()
+            self._keep(at, {f"{name}_" if name in RESERVED else name: value for name, value in numbers.items()})
         while self._made:
-            at, fields = self._made.popleft()
-            is_own = "verdict" in fields or "rss" in fields or "left_with" in fields
-            named = fields if is_own else {f"{k}_" if k in RESERVED else k: v for k, v in fields.items()}
-            self._keep({"t": round(at - self._began, 3), **named})
+            self._keep(*self._made.popleft())
         if self._lines and self._close_at is None:
-            self._close_at = now + (NEAR_S if self._is_near or not self._n_segments else FAR_S)
+            near_s = min(FAR_S, max(NEAR_S, NEAR_SHARE * (now - self._began)))
+            self._close_at = now + (near_s if self._is_near or not self._n_segments else FAR_S)
         while self._n_bytes > WAITING_BYTES:
-            self._left_out += len(self._lines) // 2
-            self._lines = self._lines[::2]
+            kept = self._lines[(len(self._lines) - 1) % 2 :: 2]  # the last line is among them
+            self._left_out += len(self._lines) - len(kept)
+            self._lines = kept
             self._n_bytes = sum(map(len, self._lines))
 
-    def _keep(self, fields: Mapping[str, Any]) -> None:
-        line = (json.dumps(fields) + "\n").encode()
+    def _keep(self, at: float, fields: Mapping[str, Any]) -> None:
+        line = (json.dumps({"t": round(at - self._began, 3), **fields}) + "\n").encode()
         self._lines.append(line)
         self._n_bytes += len(line)
 
     def _close(self) -> None:
         """Make a segment of the first lines that wait."""
         if self._left_out:
-            self._keep({"t": round(self._clock() - self._began, 3), "left_out": self._left_out})
+            self._keep(self._clock(), {"left_out": self._left_out})
             self._left_out = 0
         n_lines = size = 0
         while n_lines < len(self._lines) and size < SEGMENT_BYTES:

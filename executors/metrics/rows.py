@@ -7,9 +7,9 @@ were dropped because no segment could be written.
 
 from __future__ import annotations
 
-import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -55,26 +55,27 @@ class Numbers:
     """Finite ones only."""
 
     @classmethod
-    def of(cls, line: Mapping[str, Any], rank: int, attempt: int, where: str) -> Numbers:
-        """Read a line; numbers that are not finite are left out.
+    def of(cls, line: Mapping[str, Any], rank: int, attempt: int, where: str, strange: Counter[str]) -> Numbers:
+        """Read a line; numbers that are not finite are left out, and counted in `strange`.
 
         Raises:
             CorruptObjectError: a value is not a number, or there are too many.
         """
-        values = {}
+        values, refusal = {}, Fields(dict(line), where)
         for name, value in line.items():
-            if (kind := type(value)) is not float and (kind is not int or not is_plain_number(value)):
-                Fields(dict(line), where).take(name, number())
-            if name != "t" and -math.inf < value < math.inf:
-                values[name if name.isascii() else name.encode(errors="replace").decode()] = float(value)
+            if not is_plain_number(value) and value not in (math.inf, -math.inf):
+                refusal.take(name, number())
+            shown = name.encode(errors="replace").decode()
+            if -math.inf < value < math.inf:
+                values[shown] = value
+            else:
+                strange[shown[:MAX_NAME]] += 1
+        values.pop("t", None)
         if len(values) > MAX_NUMBERS or len(max(values, key=len, default="")) > MAX_NAME:
-            raise Fields({}, where).refusal(
+            raise refusal.refusal(
                 f"it has more than {MAX_NUMBERS} numbers, or a name of more than {MAX_NAME} characters"
             )
-        t = line.get("t")
-        if type(t) not in (int, float) or not 0 <= t <= MAX_SECONDS:  # type: ignore[operator]
-            t = Fields(dict(line), where).take("t", SECONDS)
-        return cls(rank=rank, attempt=attempt, t=float(t), values=values)  # type: ignore[arg-type]
+        return cls(rank=rank, attempt=attempt, t=refusal.take("t", SECONDS), values=values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,14 +170,15 @@ KINDS: Mapping[str, type[Round | Usage | Left | LeftOut]] = {
 }
 
 
-def parse_line(line: Any, rank: int, attempt: int, where: str) -> Row | Left | LeftOut:
-    """Return what a decoded line says.
+def parse_line(line: Any, rank: int, attempt: int, where: str, strange: Counter[str]) -> Row | Left | LeftOut:
+    """Return what a decoded line says; numbers that are not finite are counted in `strange`.
 
     Raises:
         CorruptObjectError: it is none; the message names what of it does not fit.
     """
-    fields = line if isinstance(line, dict) else Fields(json.dumps(line).encode(), where).values
+    if not isinstance(line, dict):
+        raise Fields({}, where).refusal("it is not a JSON object")
     for name, kind in KINDS.items():
-        if name in fields:
-            return kind.parse({**fields, "rank": rank, "attempt": attempt}, where)
-    return Numbers.of(fields, rank, attempt, where)
+        if name in line:
+            return kind.parse({**line, "rank": rank, "attempt": attempt}, where)
+    return Numbers.of(line, rank, attempt, where, strange)

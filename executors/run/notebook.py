@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from executors.errors import ReplicasError
-from executors.status import RunStatus
+from executors.metrics.metrics import Metrics
+from executors.status import MAX_STEPS, RunStatus
 
 EVERY_S = 1.0  # between two looks; at a bucket they are rarer
 PATIENCE_S = 60.0  # a store or a backend that fails for a moment ends no display
 SETTLE_S = 10.0
 MAX_POINTS = 500  # of a curve
-WIDTH, HEIGHT, MARGIN = 600, 160, 8
+LEFT, TOP, WIDTH, HEIGHT = 60, 10, 560, 160  # of the curves, in units of the picture
 
 
 def in_notebook() -> bool:
@@ -35,6 +37,12 @@ class NotebookView:
         self._cells: list[Any] = []
         self._curves = Curves()
         self._fragment = ""
+        self.head = ""
+        """What is shown above a run that has ended."""
+
+    def begin(self, metrics: Metrics) -> None:
+        """Begin the curves with what was measured so far."""
+        self._curves.begin(metrics)
 
     def open(self, status: RunStatus) -> None:
         """Show the run in the present cell, too."""
@@ -59,7 +67,8 @@ class NotebookView:
 
     def _draw(self, status: RunStatus) -> None:
         self._curves.add(status)
-        self._fragment = f"{bar(status)}{self._curves.to_svg()}{status.to_html()}"
+        self._fragment = self.head if status.is_terminal else ""
+        self._fragment += status.to_html(between=bar(status) + self._curves.to_svg())
 
     def _show(self, fragment: str) -> None:
         for cell in self._cells:
@@ -78,12 +87,23 @@ class Display:
     Args:
         look: returns the run's status.
         pauses: yields the least seconds from one look to the next.
+        measured: returns what was measured so far; asked once, as it takes many requests of a long run.
+        document: returns what the run's page shows; asked at its end.
     """
 
-    def __init__(self, look: Callable[[], RunStatus], pauses: Callable[[], Iterator[float]]) -> None:
+    def __init__(
+        self,
+        look: Callable[[], RunStatus],
+        pauses: Callable[[], Iterator[float]],
+        measured: Callable[[], Metrics],
+        document: Callable[[], Mapping[str, Any]],
+        view: NotebookView | None = None,
+    ) -> None:
         self._look = look
         self._pauses = pauses
-        self._view = NotebookView()
+        self._measured: Callable[[], Metrics] | None = measured
+        self._document = document
+        self._view = view or NotebookView()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._look_now = threading.Event()
@@ -92,10 +112,22 @@ class Display:
         """Show the run in the present cell, and go on to."""
         status = self._look()
         with self._lock:
+            if self._measured is not None:
+                self._view.begin(self._measured())
+                self._measured = None
+            if status.is_terminal:
+                self._view.head = self._head()
             self._view.open(status)
             if self._thread is None and not status.is_terminal:
                 self._thread = threading.Thread(target=self._renew, name="replicas-show", daemon=True)
                 self._thread.start()
+
+    def _head(self) -> str:
+        from executors.report.page import head
+
+        with contextlib.suppress(ReplicasError):  # what was seen of the run is shown without
+            return head(self._document())
+        return ""
 
     def settle(self) -> None:
         """See that all cells show the end of a run that has ended; then the thread has ended, too."""
@@ -118,7 +150,8 @@ class Display:
                 show = partial(self._view.say, f"{words}: {error}")
             else:
                 failing_since = math.inf
-                is_over = status.is_terminal
+                if is_over := status.is_terminal:
+                    self._view.head = self._head()
                 show = partial(self._view.update, status)
             with self._lock:
                 show()
@@ -128,7 +161,7 @@ class Display:
 
 
 class Curves:
-    """The loss by step of each attempt, as far as looks have seen it."""
+    """The loss by step of each attempt."""
 
     def __init__(self) -> None:
         self._points: dict[tuple[int, int], list[tuple[float, float]]] = {}
@@ -136,12 +169,20 @@ class Curves:
     def add(self, status: RunStatus) -> None:
         """Take down what each replica reported last."""
         for replica in status.replicas:
-            step, loss = (replica.reported.get(name, math.nan) for name in ("step", "loss"))
-            points = self._points.setdefault((replica.rank, replica.attempt), [])
-            if math.isfinite(step) and math.isfinite(loss) and (not points or points[-1][0] != step):
-                points.append((step, loss))
-            if len(points) > MAX_POINTS:
-                del points[1::2]
+            self._add(replica.rank, replica.attempt, replica.reported)
+
+    def begin(self, metrics: Metrics) -> None:
+        """Take down what each replica reported so far."""
+        for row in metrics.numbers:
+            self._add(row.rank, row.attempt, row.values)
+
+    def _add(self, rank: int, attempt: int, reported: Mapping[str, float]) -> None:
+        step, loss = (reported.get(name, math.nan) for name in ("step", "loss"))
+        points = self._points.setdefault((rank, attempt), [])
+        if abs(step) < MAX_STEPS and math.isfinite(loss) and (not points or points[-1][0] != step):
+            points.append((step, loss))
+        if len(points) > MAX_POINTS:
+            del points[1::2]
 
     def to_svg(self) -> str:
         """Return the curves; nothing where there is no line yet."""
@@ -149,19 +190,31 @@ class Curves:
         if not lines:
             return ""
         across, up = zip(*(point for points in lines.values() for point in points), strict=True)
-        (left, right), (low, high) = (min(across), max(across)), (min(up), max(up))
-        drawn = "".join(
-            f'<polyline fill="none" stroke="hsl({rank * 137 % 360} 60% 50%)" stroke-width="1.5" points="'
-            + " ".join(
-                f"{scaled(step, left, right) * WIDTH:.1f},{(1 - scaled(loss, low, high)) * HEIGHT:.1f}"
-                for step, loss in points
-            )
-            + f'"><title>rank {rank}</title></polyline>'
-            for (rank, _), points in lines.items()
-        )
-        box = f"{-MARGIN} {-MARGIN} {WIDTH + 2 * MARGIN} {HEIGHT + 2 * MARGIN}"
-        svg = f'<svg viewBox="{box}" style="max-width: {WIDTH}px; width: 100%" role="img">{drawn}</svg>'
-        return f"<div>loss {low:.4g} to {high:.4g}, step {left:g} to {right:g}<br>{svg}</div>"
+        (first, last), (low, high) = (min(across), max(across)), (min(up), max(up))
+
+        def place(step: float, loss: float) -> str:
+            return f"{LEFT + scaled(step, first, last) * WIDTH:.1f},{TOP + (1 - scaled(loss, low, high)) * HEIGHT:.1f}"
+
+        bottom, right = TOP + HEIGHT, LEFT + WIDTH
+        drawn = [
+            f'<path d="M{LEFT},{TOP}V{bottom}H{right}" fill="none" stroke="currentColor" opacity="0.3"/>',
+            label(LEFT - 6, TOP + 8, "end", f"{high:.3g}"),
+            label(LEFT - 6, TOP + HEIGHT / 2, "end", "loss"),
+            label(LEFT - 6, bottom, "end", f"{low:.3g}"),
+            label(LEFT, bottom + 18, "start", f"step {first:.0f}"),
+            label(right, bottom + 18, "end", f"{last:.0f}"),
+        ]
+        for (rank, _), points in lines.items():
+            stroke = f'fill="none" stroke="hsl({rank * 137 % 360} 60% 50%)" stroke-width="1.5"'
+            way = " ".join(place(*point) for point in points)
+            drawn.append(f'<polyline {stroke} points="{way}"><title>rank {rank}</title></polyline>')
+        size = f'viewBox="0 0 {right + LEFT} {bottom + 26}" style="width: 100%; max-width: {right + LEFT}px"'
+        return f'<svg {size} role="img" aria-label="loss by step">{"".join(drawn)}</svg>'
+
+
+def label(x: float, y: float, anchor: str, text: str) -> str:
+    """Return a text of the picture."""
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="currentColor" font-size="12">{text}</text>'
 
 
 def scaled(value: float, least: float, most: float) -> float:

@@ -7,16 +7,26 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, overload
 
 from executors.attempt import Attempt
-from executors.errors import CorruptObjectError, RunExistsError, RunNotFoundError, StoreError, UnknownHandleError
+from executors.errors import (
+    BackendError,
+    CorruptObjectError,
+    RunExistsError,
+    RunNotFoundError,
+    StoreError,
+    UnknownHandleError,
+)
+from executors.metrics.metrics import Metrics, read_metrics
+from executors.native import NativeExecutor, page_of_job
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import executor_of_record
+from executors.root_cause import raise_root_cause
 from executors.run.notebook import Display, in_notebook
-from executors.run.observer import RECENT_S, Observer, in_parallel
+from executors.run.observer import RECENT_S, Observer
 from executors.run.progress import View, open_view
-from executors.run.root_cause import raise_root_cause
 from executors.run.run_logs import Note as LogNote
 from executors.run.run_logs import Ranks, RunLogs, Which
 from executors.run.waiter import Waiter
@@ -24,8 +34,10 @@ from executors.run_index import Note, folder_of_run, forget, noted_at_launch
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
+from executors.store.parallel import in_parallel
 from executors.store.url import address_of
 from executors.task.record import RunRecord, find_run_record
+from executors.task.stored import read_task
 
 log = logging.getLogger(__name__)
 
@@ -186,10 +198,9 @@ class Run:
     def outcomes(self) -> list[Outcome]:
         """Return how each replica ended, in rank order, without waiting; those that have not are pending or running."""
         states = self._look()
-        if all(state.status.is_terminal for state in states):
+        if all(state.is_over for state in states):
             self._observer.collect_missing(self._observer.ranks)
-        observer = self._observer
-        return [observer.outcome(s.rank) or observer.attempt(s.rank).ended(s.status) for s in states]
+        return list(map(self._observer.ending, states))
 
     def status(self, *, reports: bool = True) -> RunStatus:
         """Return the state of every replica: status, and what it reported last.
@@ -242,6 +253,10 @@ class Run:
         ranks = [self._check_rank(r) for r in chosen]
         return logs.followed(ranks, tail, is_one=is_one) if follow else logs.tails(ranks, tail, is_one=is_one)
 
+    def metrics(self) -> Metrics:
+        """Return what the replicas measured over time, on one time line, and what became of their work."""
+        return read_metrics(self.store, self.run_id, self.record)
+
     def artifacts(self, rank: int) -> list[Artifact]:
         """List the files that a replica kept with `save_artifact`.
 
@@ -253,6 +268,39 @@ class Run:
         """List all objects where a replica keeps its files, also those whose names cannot be written to."""
         return find_artifacts(self.store, rank, self.newest_attempt(self._check_rank(rank)).key("artifacts/"))
 
+    def report(self, path: str | Path) -> Path:
+        """Write the run, as it is now, as one self-contained HTML page; return its path.
+
+        Raises:
+            OSError: there is no such folder, or it cannot be written to.
+        """
+        from executors.report.page import write_page
+
+        return write_page(self.report_document(), Path(path))
+
+    def report_document(self) -> dict[str, Any]:
+        """Return all that the page of the run shows as one JSON document, whose floats are finite."""
+        from executors.report.document import Subject, document
+
+        task, pages, problems = None, list[str | None](), list[str]()
+        try:
+            task = read_task(self.store, self.run_id).record
+        except StoreError as error:
+            problems.append(str(error))
+        with contextlib.suppress(BackendError):  # of a backend that is not installed here, which may have no pages
+            pages = list(map(page_of_job, self.handles))
+        return document(
+            Subject(
+                url=self.url,
+                record=self.record,
+                task=task,
+                now=self.status(),
+                metrics=self.metrics(),
+                pages=pages,
+                problems=problems,
+            )
+        )
+
     def request_cancel(self) -> None:
         """Leave the cancel marker of every replica that has not ended; `cancel` also waits for their end."""
         alive = [state.rank for state in self._look() if not state.status.is_terminal]
@@ -262,18 +310,22 @@ class Run:
         """Cancel one replica, or all that still run; returns when they are gone. Nothing changes for the others."""
         observer = self._observer
         ranks = observer.ranks if rank is None else [self._check_rank(rank)]
-        alive = [state.rank for state in observer.look(ranks) if not state.status.is_terminal]
+        states = [state for state in observer.look(ranks) if not state.status.is_terminal]
+        alive = [state.rank for state in states if not state.is_over]
         launched = [r for r in alive if self.handle(r) is not None]
         for r in set(alive) - set(launched):
             attempt = observer.attempt(r)
-            if not attempt.has("intent.json"):
+            if not isinstance(self.executor, NativeExecutor):
                 raise RunNotFoundError(
                     f"Run {self.run_id!r}: backend {self.backend!r} left no handle that another process can read. "
                     "Cancel it in the process that launched it."
                 )
-            attempt.request_cancel()  # its launcher died before its service had it; one that comes up late ends, too
+            attempt.request_cancel()  # its launcher died, or has not come to it; one that comes up late ends, too
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
         in_parallel(lambda r: self.executor.cancel(self.handle(r)), launched)
+        for state in states:
+            if state.is_over:  # raises what is wrong with its records
+                self.executor.cancel(self.handle(state.rank))
         if rank is None:
             self._settle()
 
@@ -323,7 +375,7 @@ class Run:
 
     @cached_property
     def _display(self) -> Display:
-        return Display(self.status, self.pauses)
+        return Display(self.status, self.pauses, self.metrics, self.report_document)
 
     def _settle(self) -> None:
         """The run has ended: whoever goes on finds that the cells say so."""

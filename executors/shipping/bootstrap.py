@@ -99,7 +99,8 @@ def open_run(url: str, run_id: str) -> tuple[Get, Put]:
     try:
         import boto3
     except ImportError:
-        install(["boto3"])
+        # By itself, so that the rest, which may take minutes, is seen to be installed; and not to be exchanged then.
+        install([os.environ.get("REPLICA_BOTO3", "boto3")])
         import boto3
     from botocore.config import Config
 

@@ -19,7 +19,9 @@ from executors.entrypoint import describe, parse_entrypoint, shown
 from executors.errors import EntrypointError
 from executors.native import Package, RunSpec
 from executors.shipping.requirements import requirements_of
+from executors.shipping.script_header import script_of
 from executors.shipping.workspace import LIMIT_BYTES, OURS, snapshot_workspace
+from executors.task.stored import installed_version
 
 
 def make_package(
@@ -33,7 +35,7 @@ def make_package(
 
     Args:
         root: the workspace. None: the current directory.
-        pip: requirements; when empty, those that the workspace's files name.
+        pip: requirements; when empty, those that the entrypoint's file or the workspace's files name.
 
     Raises:
         EntrypointError: the workspace is too large or cannot be read, or the entrypoint's file does not travel.
@@ -43,7 +45,7 @@ def make_package(
     _check_shipped(entrypoint, root, package.files)
     if package.left_out:
         print(f"replicas: not shipped to the replicas: {', '.join(package.left_out)}", file=sys.stderr)
-    ours, users = requirements_of(pip, root)
+    ours, users = requirements_of(pip, root, script_of(entrypoint))
     return replace(package, requirements=(*ours, *users), pins=ours, paths=_paths(root, package.files))
 
 
@@ -112,6 +114,8 @@ def replica_environment(
         found[environment.GPU] = gpu
     if run.fail_fast:
         found[environment.FAIL_FAST] = "1"
+    if version := installed_version("boto3"):
+        found[environment.BOTO3] = f"boto3=={version}"
     return found
 
 

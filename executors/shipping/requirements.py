@@ -1,13 +1,14 @@
 """What a replica on another machine needs to have installed: our own dependencies as they are here, and the user's.
 
-The user's are those given by hand, else those of the workspace's `requirements.txt`, else those of its
-`pyproject.toml`. Whatever the user names replaces our pin of it. An index to install from travels as one of them:
-`--extra-index-url=https://…`.
+The user's are those given by hand, else those of the `# /// script` block of the entrypoint's file, else those of the
+workspace's `requirements.txt`, else those of its `pyproject.toml`. Whatever the user names replaces our pin of it. An
+index to install from travels as one of them: `--extra-index-url=https://…`.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from executors.errors import EntrypointError
+from executors.shipping.script_header import read_text, script_header, toml_of
 from executors.task.stored import installed_version
 
 # What `executors.worker` and `diloco` import inside a replica; a launcher needs more.
@@ -26,12 +28,15 @@ SHORT = {"-i": "--index-url", "-f": "--find-links"}
 INCLUDE = re.compile(r"(?:-r|--requirement)(?:\s*=\s*|\s+|(?<=-r))(?P<file>\S+)")
 
 
-def requirements_of(pip: Sequence[str], root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def requirements_of(
+    pip: Sequence[str], root: Path, script: Path | None = None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return what is installed in a replica: ours, pinned to the versions installed here, and the user's.
 
     Args:
         pip: the user's requirements; when empty, those that the workspace's files name.
         root: the workspace.
+        script: the entrypoint's file.
 
     Raises:
         EntrypointError: a file cannot be read, or holds an option that is not taken, or a version that no index has.
@@ -39,6 +44,8 @@ def requirements_of(pip: Sequence[str], root: Path) -> tuple[tuple[str, ...], tu
     project = _project(root)
     if pip:
         users = [_check(line, "pip=") for line in pip]
+    elif script is not None and (in_header := _of_header(script)) is not None:
+        users = in_header
     elif (root / "requirements.txt").is_file():
         users = _read(root / "requirements.txt")
     else:
@@ -82,12 +89,27 @@ def _project(root: Path) -> dict[str, Any]:
     path = root / "pyproject.toml"
     if not path.is_file():
         return {}
-    import tomllib
-
     try:
-        return dict(tomllib.loads(path.read_text(encoding="utf-8")).get("project", {}))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise EntrypointError(f"{path} cannot be read: {error}. Correct it, or give pip=.") from error
+        return dict(toml_of(read_text(path), str(path)).get("project", {}))
+    except ValueError as error:
+        raise EntrypointError(f"{error} Correct it, or give pip=.") from error
+
+
+def _of_header(script: Path) -> list[str] | None:
+    """Return the requirements of a script's header; None where it names none."""
+    header = script_header(script)
+    others = [name for name in header if name not in ("dependencies", "requires-python", "tool")]
+    tools = header.get("tool")
+    others += [f"tool.{name}" for name in (tools if isinstance(tools, dict) else ()) if name != "replicas"]
+    if others:
+        names = ", ".join(f"[{name}]" for name in others)
+        print(f"replicas: {script}: of its '# /// script' block, {names} is not taken to replicas", file=sys.stderr)
+    lines = header.get("dependencies")
+    if lines is None:
+        return None
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise EntrypointError(f"{script}: dependencies is a list of strings, as in ['einops'], got {lines!r}.")
+    return [_check(line, script.name) for line in lines]
 
 
 def _read(path: Path, *including: Path) -> list[str]:

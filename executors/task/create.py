@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,8 @@ class LaunchRequest:
     min_replicas: int | None = None
     gather_s: float = GATHER_S
     fail_fast: bool = False
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Who said what: a flag, a variable of the environment, a file."""
 
     def __post_init__(self) -> None:
         if isinstance(self.n, bool) or not isinstance(self.n, int):
@@ -163,6 +165,7 @@ def plan_run(
         detach=request.detach,
         seed=request.seed,
         code=None if package is None else package.about,
+        origins=request.origins,
     )
     written = {"run_id": check_run_id(run_id), **asdict(record)}
     try:

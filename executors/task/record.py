@@ -83,6 +83,8 @@ class RunRecord(LaunchedWith):
     detach: bool = checked(flag, False)
     seed: int | None = checked(nullable(integer(-ANY_SEED, ANY_SEED)), None)
     code: Mapping[str, Any] | None = checked(nullable(json_object), None)
+    origins: Mapping[str, Any] = checked(json_object, {})
+    """Who said what of the launch, by the names of settings: a flag, a variable of the environment, a file."""
 
 
 @dataclass(frozen=True, kw_only=True)

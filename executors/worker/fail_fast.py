@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from executors.attempt import Attempt
+from executors.inventory import Inventory
 from executors.protocol import Outcome, ReplicaStatus
-from executors.run.inventory import Inventory
 from executors.status import FAILED_EARLY, is_failure
 from executors.task.record import find_run_record
 

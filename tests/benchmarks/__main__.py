@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import exactness, far, launch, looking, noticing, outer_step, rounds
+from . import exactness, far, launch, looking, metrics, noticing, outer_step, rounds
 from .harness import Comparison, Options, report
 
 Benchmark = Callable[[Options], list[Comparison]]
@@ -18,11 +18,13 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("L1", "L3", "L4"): launch.first_line,
     ("L2",): launch.first_step,
     ("L5",): launch.many,
+    ("L6",): launch.heavy_imports,
     ("S1", "S5", "S8"): rounds.rounds,
     ("S6",): noticing.noticing,
     ("S9", "S10"): far.far,
     ("O1", "O2"): outer_step.outer_step,
     ("Q1", "Q2", "Q3", "Q4"): looking.looking,
+    ("M1", "M3"): metrics.metrics,
     ("C1",): exactness.exactness,
 }
 NAMES = sorted(name for names in BENCHMARKS for name in names)

@@ -1,8 +1,9 @@
-"""Launching: from a command to the moment when every replica is there (L1 to L5)."""
+"""Launching: from a command to the moment when every replica is there (L1 to L6)."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import secrets
 import signal
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from .gate import Footprint, Gate, footprint
 from .harness import Comparison, Options, interleave
@@ -22,6 +24,23 @@ MARK = "REPLICAS_BENCHMARK"
 PATIENCE_S = 120.0
 
 
+TRANSFORMERS = "from transformers import Trainer, TrainingArguments"
+STAND_IN = "import torch.distributed.fsdp\nimport torch._inductor.compile_fx"  # about as heavy, and always there
+HEAVY = """
+import sys
+import torch
+{imports}
+
+sys.path.insert(0, {here!r})
+import replica_tasks
+
+def first_line(arrivals, release):
+    print("up", flush=True)
+    replica_tasks.come_up(arrivals, release)
+
+if __name__ == "__main__":
+    first_line(*sys.argv[2:])
+"""
 MEMORY_MIB = {"come_up": 8, "first_line": 200, "first_step": 250}
 """What a replica of the hungriest launcher takes for itself, rounded up."""
 
@@ -32,6 +51,7 @@ class Case:
 
     n: int
     stage: str
+    file: Path = HERE / "replica_tasks.py"
 
     def use_memory(self) -> None:
         """Use and free the memory that the launch is going to take.
@@ -55,9 +75,8 @@ def command(case: Case, method: str, gate: Gate, preload: tuple[str, ...] = ()) 
     """Return the command that launches a case by one method."""
     paths = [gate.arrivals, gate.release_path]
     if method == "torchrun":
-        script = str(HERE / "replica_tasks.py")
         runner = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.n}"]
-        return [sys.executable, *runner, script, case.stage, *paths]
+        return [sys.executable, *runner, str(case.file), case.stage, *paths]
     return [sys.executable, str(HERE / "launchers.py"), method, case.stage, str(case.n), *paths, *preload]
 
 
@@ -92,7 +111,7 @@ def launch_command(case: Case, method: str, preload: tuple[str, ...] = ()) -> La
     return Launched(arrived_at - started_at, used)
 
 
-def launch_here(case: Case, preload: tuple[str, ...]) -> float:
+def launch_here(case: Case, preload: tuple[str, ...] | Literal["auto"]) -> float:
     """Launch from this process, and return the seconds from the call to the last arrival."""
     from executors import LocalProcessExecutor, launch
 
@@ -101,7 +120,7 @@ def launch_here(case: Case, preload: tuple[str, ...]) -> float:
         started_at = time.monotonic()
         run = launch(
             LocalProcessExecutor(preload=preload),
-            f"{HERE / 'replica_tasks.py'}:{case.stage}",
+            f"{case.file}:{case.stage}",
             case.n,
             args={"arrivals": gate.arrivals, "release": gate.release_path},
         )
@@ -210,6 +229,31 @@ def first_step(options: Options) -> list[Comparison]:
         )
     title = f"command start to {case.n} replicas' first optimizer step"
     return [Comparison("L2", title, "s", samples, "torchrun", {ours: 0.25})]
+
+
+def heavy_imports(options: Options) -> list[Comparison]:
+    """L6: replicas of a file with heavy imports at its top, launched for the second time with preload="auto"."""
+    from executors.backends.local.preload import PRELOAD, noted_imports
+    from executors.backends.local.zygote_client import zygote
+
+    has_transformers = importlib.util.find_spec("transformers") is not None
+    imports = TRANSFORMERS if has_transformers else STAND_IN
+    ours = 'replicas, preload="auto", second launch'
+    with state_of_its_own(), tempfile.TemporaryDirectory() as folder:
+        case = Case(1 if options.quick else 2, "first_line", Path(folder) / "heavy.py")
+        case.file.write_text(HEAVY.format(imports=imports, here=str(HERE)))
+        launch_here(case, "auto")
+        zygote((*PRELOAD, *noted_imports(str(case.file)))).request({"do": "answer"})  # it has imported all by then
+        samples = interleave(
+            {
+                "torchrun": lambda: launch_command(case, "torchrun").seconds,
+                ours: lambda: launch_here(case, "auto"),
+            },
+            options.repetitions(3),
+        )
+    title = f"command start, or second launch() in a live process, to {case.n} replicas that have imported transformers"
+    note = "" if has_transformers else f"transformers is not installed; instead: {'; '.join(STAND_IN.splitlines())}"
+    return [Comparison("L6", title, "s", samples, "torchrun", {ours: 0.1}, note)]
 
 
 def many(options: Options) -> list[Comparison]:

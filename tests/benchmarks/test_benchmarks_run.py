@@ -27,6 +27,8 @@ PEERS = {
     "Q2": None,
     "Q3": None,
     "Q4": None,
+    "M1": None,
+    "M3": None,
     "C1": None,
 }
 Found = dict[str, list[dict[str, Any]]]
@@ -75,8 +77,8 @@ def test_replicas_are_exactly_alike_and_data_parallel_up_to_rounding(found: Foun
 
 @pytest.mark.slow
 def test_launching_with_torch_is_compared_with_torchrun(tmp_path: Path) -> None:
-    found = run_benchmarks(tmp_path / "found.json", "L1")
-    assert sorted(found) == ["L1", "L3", "L4"]
+    found = run_benchmarks(tmp_path / "found.json", "L1", "L6")
+    assert sorted(found) == ["L1", "L3", "L4", "L6"]
     assert all(comparison["base"] == "torchrun" for each in found.values() for comparison in each)
 
 

@@ -193,8 +193,8 @@ class MemoryStoreLikeADictionary(StoreLikeADictionary):
 
 TestFileStoreLikeADictionary = FileStoreLikeADictionary.TestCase
 TestMemoryStoreLikeADictionary = MemoryStoreLikeADictionary.TestCase
-for _case in (TestFileStoreLikeADictionary, TestMemoryStoreLikeADictionary):
-    _case.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestFileStoreLikeADictionary.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestMemoryStoreLikeADictionary.settings = TestFileStoreLikeADictionary.settings
 
 
 class LooksBeforeItWrites(MemoryStore):

@@ -20,9 +20,10 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process"),
     ("native", "errors"),
-    ("logs", "store", "entrypoint", "status", "shard"),
-    ("attempt", "task", "run_index", "registry", "chaos"),
+    ("logs", "store", "entrypoint", "status", "root_cause", "shard"),
+    ("attempt", "task", "run_index", "registry", "chaos", "inventory"),
     ("metrics",),
+    ("report",),
     ("run", "replica"),
     ("resume", "worker", "shipping"),
     ("launcher", "backends"),

@@ -359,6 +359,23 @@ def test_a_resume_that_is_overtaken_in_part_and_fails_ends_its_own_jobs_alone(ma
     assert states == [("cancelled", 1), ("pending", 1), ("failed", 1)]
 
 
+def test_what_was_reported_of_an_attempt_is_not_taken_for_the_next_one_that_begins_while_others_are_looked_at(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else who resumes then gives the rank a third attempt, and a second job."""
+    launched(machines, 2).cancel()
+    look, others = attached()._observer, iter([[], [0], [1]])
+    update = look.update
+
+    def update_after_another_resumed(max_age_s: float = 0.0) -> None:
+        if ranks := next(others, []):
+            resume(attached(), ranks=ranks)
+        update(max_age_s)
+
+    monkeypatch.setattr(look, "update", update_after_another_resumed)
+    assert [(str(state.status), state.attempt) for state in look.look([0, 1])] == [("pending", 1), ("cancelled", 0)]
+
+
 def test_ranks_that_several_resume_at_once_have_one_job_more(machines: Machines) -> None:
     launched(machines, 3).cancel()
     found, together = [attached() for _ in range(4)], threading.Barrier(4)

@@ -38,8 +38,7 @@ def test_the_default_image_has_the_requirements_installed_and_the_users_is_taken
     n_images = len(images(modal_runs))
     Path("requirements.txt").unlink()
     image = modal.Image.debian_slim("3.11").run_commands("echo made-by-the-user")
-    run = launch(ModalExecutor(image=image), task("echo"), 2)
-    assert [result["rank"] for result in run.results()] == [0, 1]
+    launch(ModalExecutor(image=image), task("echo"), 1).cancel()
     assert any("made-by-the-user" in text for text in images(modal_runs)[n_images:])
     assert not any("torch==" in text for text in images(modal_runs)[n_images:])
 
@@ -67,15 +66,15 @@ def test_the_default_image_has_git_where_a_requirement_comes_from_there_and_know
 
 def test_a_run_with_an_image_object_is_resumed_only_with_an_image_that_is_given_again(modal_runs: ModalServer) -> None:
     image = modal.Image.debian_slim("3.11").run_commands("echo made-by-the-user")
-    run = launch(ModalExecutor(image=image), task("fail"), 1, args={"message": "no"}, run_id="otter")
-    assert run.wait(60)
+    run = launch(ModalExecutor(image=image), task("hang"), 1, run_id="otter")
+    run.cancel()
     assert run.record.unrecorded_options == ("image",)
     asked_again = r"with the option 'image' of backend 'modal'.*--backend modal --option image=…"
     for found in (attach("otter"), attach("otter", executor="modal"), attach("otter", executor=ModalExecutor())):
         with pytest.raises(ValueError, match=asked_again):
             resume(found)
     for given in (run, attach("otter", executor=ModalExecutor(image="python:3.11"))):
-        assert resume(given).wait(60)
+        resume(given).cancel()
     assert [outcome.attempt for outcome in attach("otter").outcomes()] == [2]
 
 
@@ -88,7 +87,7 @@ def test_volumes_and_buckets_are_mounted_and_a_volume_that_is_not_there_is_refus
         launch(executor, task("echo"), 1, gpu=gpu)
     assert modal_runs.sandboxes == []
     modal_runs.account.volumes.add("corpus")
-    assert launch(executor, task("echo"), 1, gpu=gpu).results()[0]["rank"] == 0
+    launch(executor, task("echo"), 1, gpu=gpu).cancel()
     (call,) = modal_runs.calls_of(create_of(gpu))
     (volume,), (bucket,) = call.request.definition.volume_mounts, call.request.definition.cloud_bucket_mounts
     assert (volume.mount_path, volume.volume_id) == ("/data", f"vo-{'corpus':0>22}")
@@ -104,11 +103,11 @@ def test_how_an_image_is_built_is_shown_on_stderr_and_one_that_exists_says_nothi
 ) -> None:
     modal_runs.account.builder_says = ["Step 7: uv pip install", "Resolved 31 packages"]
     executor = ModalExecutor()
-    launch(executor, task("echo"), 2).results()
+    launch(executor, task("echo"), 2).cancel()
     out, err = capfd.readouterr()
     assert "Resolved 31 packages" not in out
     assert err.count("Resolved 31 packages") >= 1
-    launch(ModalExecutor(), task("echo"), 2).results()
+    launch(ModalExecutor(), task("echo"), 2).cancel()
     assert capfd.readouterr() == ("", "")
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.chaos_tasks import closed_gates, train
-from support.cli import COMMAND
+from support.cli import HereInstead
 
 from diloco.rendezvous.snapshot import Pointer
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import ReplicaFailedError
 from executors.resume import resume, vouched_task
 from executors.testing import eventually
-from executors.testing.helpers import environment
 
 LOCAL = LocalProcessExecutor(term_grace_s=0.5)
 LAST, ROUNDS, SNAPSHOT = 12, 16, 10
@@ -39,11 +37,10 @@ def rotten_run(folder: Path, *, sharded: bool) -> tuple[Run, str]:
     return run, prefix
 
 
-def by_command(run: Run) -> str:
+def by_command(run: Run, here: HereInstead) -> str:
     """Resume a run as people do, and return the id of the new one."""
-    command = [*COMMAND, "resume", run.run_id, "--from-snapshot"]
-    told = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told
+    told = here.replicas("resume", run.run_id, "--from-snapshot")
+    assert told.code == 0, told
     said = re.match(
         rf"{run.run_id} goes on as (\S+), from its newest whole snapshot\.\n\1: 2 replicas of ", told.stdout
     )
@@ -53,7 +50,9 @@ def by_command(run: Run) -> str:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_rotten_newest_round_is_named_within_the_grace_and_a_new_run_goes_on(tmp_path: Path, sharded: bool) -> None:
+def test_a_rotten_newest_round_is_named_within_the_grace_and_a_new_run_goes_on(
+    tmp_path: Path, here: HereInstead, sharded: bool
+) -> None:
     run, rotten = rotten_run(tmp_path, sharded=sharded)
     with pytest.raises(ReplicaFailedError, match=rf"Round {LAST} cannot be had: {rotten}") as failed:
         resume(run).results()
@@ -61,7 +60,7 @@ def test_a_rotten_newest_round_is_named_within_the_grace_and_a_new_run_goes_on(t
     outcomes = run.outcomes()
     assert all(outcome.finished_at - (outcome.started_at or 0) < 60 for outcome in outcomes), "half of the round's time"
 
-    new = attach(by_command(run)) if sharded else resume(run, from_snapshot=True)
+    new = attach(by_command(run, here)) if sharded else resume(run, from_snapshot=True)
     assert new.run_id != run.run_id
     results = new.results()
     assert [result["rounds"] for result in results] == [ROUNDS] * 2

@@ -23,7 +23,7 @@ OF_A_PROCESS_GROUP = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 
 @pytest.fixture
 def with_torch() -> LocalProcessExecutor:
-    return LocalProcessExecutor(preload=("torch",), term_grace_s=0.5)
+    return LocalProcessExecutor(term_grace_s=0.5)
 
 
 def test_the_environment_has_the_contract_the_runs_own_values_and_no_process_group(
@@ -153,7 +153,7 @@ def test_torch_threads_are_shared_out_unless_the_user_sets_them(
     for n in (1, 2, cores + 1):
         inside = launch(with_torch, tasks.threads, n).results()
         assert [row["torch"] for row in inside] == [max(1, cores // n)] * n
-    one_at_a_time = LocalProcessExecutor(preload=("torch",), max_parallel=1)
+    one_at_a_time = LocalProcessExecutor(max_parallel=1)
     inside = launch(one_at_a_time, tasks.threads, 2).results()
     assert [row["torch"] for row in inside] == [cores] * 2, "those that wait do not count"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")

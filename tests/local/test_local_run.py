@@ -22,7 +22,6 @@ from executors.errors import (
     ReplicaTimeoutError,
     RunExistsError,
     RunNotFoundError,
-    StoreError,
 )
 from executors.testing import eventually
 from executors.testing.executor_contract import task
@@ -278,8 +277,8 @@ def test_a_record_that_is_no_json_is_an_error_that_names_it(local: LocalProcessE
     run.wait()
     eventually(lambda: not is_alive(run.handles[0].metadata["supervisor_pid"]))
     run.store.put(f"{run.run_id}/replicas/0000/0/outcome.json", b"{ half")
-    with pytest.raises(StoreError, match=r"outcome\.json"):
-        attach(run.run_id).outcomes()
+    with pytest.raises(ReplicaLostError, match=r"outcome\.json"):
+        attach(run.run_id).results()
 
 
 # --- what a run tells

@@ -82,6 +82,8 @@ def test_ranks_that_two_processes_resume_at_once_are_started_once(tmp_path: Path
             assert again.results() == [1] * N, told[-1]
             assert claims(run) == [[0, 1]] * N, told[-1]
             assert processes(folder) == {str(rank): 1 for rank in range(N)}, told[-1]
+            if number >= 2 and any("AlreadyResumedError" in line for line in told[-1]):
+                break  # they met
     assert all("resumed" in said for said in told)
     losers = [line for said in told for line in said if line != "resumed"]
     assert all(

@@ -118,7 +118,9 @@ class Folder:
             check=False,
         )
         assert "Traceback" not in done.stderr, done.stderr
-        return Result(done.returncode, done.stdout, done.stderr)
+        return Result(
+            done.returncode, done.stdout, re.sub(r"(?m)^Preparing .* …\n", "", done.stderr)
+        )  # when it is slow
 
     def launch(self, entrypoint: str, *arguments: object, n: int = 2, **environ: str) -> Result:
         """Launch with the local backend, quickly."""
@@ -229,6 +231,7 @@ class HereInstead:
         self._monkeypatch = monkeypatch
         self._capsys = capsys
         monkeypatch.chdir(folder.path)
+        monkeypatch.setattr("executors.cli.output.QUIET_S", 600.0)  # a slow machine gets no word more than a quick one
 
     def replicas(self, *arguments: object) -> Result:
         """Call the command."""

@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 
 from executors.attempt import PID, TICKS, Attempt, Claim, collect_rows
 from executors.backends.local.local_log import open_local_log
+from executors.backends.local.preload import AUTO, PRELOAD, imports_at_the_top, note_imports, noted_imports
 from executors.backends.local.request import LocalLaunch, log_file, surroundings
-from executors.backends.local.zygote_client import zygote
+from executors.backends.local.zygote_client import ZygoteClient, zygote
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError, StoreError
 from executors.logs import last_of, read_from, tail_lines
@@ -33,7 +34,6 @@ from executors.worker.supervisor_lock import wake
 
 MACHINE = re.compile(r"\S+ \S+ \S+")  # as `this_machine` names one
 LONGEST_GRACE_S = 3600.0
-PRELOAD = ("torch", "torch._dynamo")
 
 
 class LocalProcessExecutor:
@@ -44,7 +44,8 @@ class LocalProcessExecutor:
 
     Args:
         preload: modules that every replica finds imported already, because they are imported once, in the process
-            that all are forked from. `()` for work without torch.
+            that all are forked from. `()` for work without torch. "auto": torch, and what the entrypoint's file imports
+            at its top, from the second launch of that file on, where that takes more than 0.3 s.
         max_parallel: how many replicas run at the same time; the others wait as `pending`. None: all.
         term_grace_s: seconds between SIGTERM, which runs a replica's `finally`, and SIGKILL.
         gpus: the GPUs to share out when `gpu=` is asked for, as in `CUDA_VISIBLE_DEVICES`. None: those of this machine.
@@ -60,7 +61,7 @@ class LocalProcessExecutor:
     def __init__(
         self,
         *,
-        preload: Sequence[str] = PRELOAD,
+        preload: Sequence[str] | str = PRELOAD,
         max_parallel: int | None = None,
         term_grace_s: float = 5.0,
         gpus: Sequence[str] | None = None,
@@ -71,7 +72,12 @@ class LocalProcessExecutor:
             raise ValueError(
                 f"term_grace_s must be at least 0 and at most {LONGEST_GRACE_S:g}, got term_grace_s={term_grace_s}."
             )
-        self.preload = tuple(preload)
+        if isinstance(preload, str) and preload != AUTO:
+            raise ValueError(f"preload is a list of modules, as in ['torch'], or 'auto', got preload={preload!r}.")
+        self.finds_imports = preload == AUTO
+        self.preload = PRELOAD if preload == AUTO else tuple(preload)
+        self._measured: dict[str, dict[str, Any]] = {}
+        """By entrypoint, what its file's imports took when it was checked."""
         self.max_parallel = max_parallel
         self.term_grace_s = term_grace_s
         self.gpus = None if gpus is None else tuple(gpus)
@@ -85,14 +91,22 @@ class LocalProcessExecutor:
         options: dict[str, Any] = {"max_parallel": self.max_parallel, "term_grace_s": self.term_grace_s}
         if self.gpus is not None:
             options["gpus"] = list(self.gpus)
-        if self.preload != PRELOAD:
+        if self.finds_imports:
+            options["preload"] = AUTO
+        elif self.preload != PRELOAD:
             options["preload"] = list(self.preload)
         return options
 
     def warm_up(self) -> None:
         """Let the process that forks replicas begin its imports, without waiting for it."""
-        if sys.platform == "linux":
+        if sys.platform == "linux" and not self.finds_imports:
             zygote(self.preload).start()
+
+    def _zygote(self, entrypoint: object, env: Mapping[str, str] | None = None) -> ZygoteClient:
+        """Return what forks the replicas of an entrypoint that find these variables in addition."""
+        noted = noted_imports(entrypoint) if self.finds_imports and isinstance(entrypoint, str) else ()
+        found = zygote((*self.preload, *noted))
+        return zygote(self.preload) if noted and (env or not found.has_this_environment) else found
 
     def check_launch(
         self,
@@ -118,18 +132,21 @@ class LocalProcessExecutor:
             advice = "Local replicas inherit this environment: set it before the launch."
             raise ValueError(f"The secret {missing[0]!r} is not set. {advice}")
         self._gpu_slots(gpu, n_replicas)
-        self.warm_up()  # for a callable, its imports go on while the launch is written
+        forks = self._zygote(entrypoint)
+        forks.start()  # for a callable, its imports go on while the launch is written
         if not isinstance(entrypoint, str):
             return
         args, _ = split_rank_env(entrypoint_args)
         check_entrypoint(entrypoint, args)
-        question = {"do": "check", "entrypoint": entrypoint, "args": dict.fromkeys(args), **surroundings()}
-        answer = zygote(self.preload).request(question)
-        if answer and "kind" not in answer:
+        imports = imports_at_the_top(entrypoint) if self.finds_imports else []
+        question = {"do": "check", "entrypoint": entrypoint, "args": dict.fromkeys(args), "imports": imports}
+        answer = forks.request({**question, **surroundings()})
+        if "error" in answer and "kind" not in answer:
             raise BackendError(f"Backend 'local' cannot fork replicas: {answer['error']}.")
-        if answer:
+        if "error" in answer:
             errors = {"arguments": EntrypointArgumentsError, "import": EntrypointImportError}
             raise errors[answer["kind"]](answer["error"])
+        self._measured[entrypoint] = answer["measured"]
 
     def package(self, entrypoint: str | Callable[..., Any]) -> None:
         """Return None: the replicas see this machine's files."""
@@ -163,7 +180,7 @@ class LocalProcessExecutor:
         settle(run.run_id, run.store_url, run.task_digest)
         launch = self._local_launch(run, gpu, timeout, state_dir())
         try:
-            answer = zygote(self.preload).request({"do": "launch", "launch": launch.to_json()})
+            answer = self._zygote(entrypoint, run.env).request({"do": "launch", "launch": launch.to_json()})
         except BaseException:  # it may have begun attempts that no caller has a handle of
             with contextlib.suppress(StoreError):
                 self._take_back(launch)
@@ -175,6 +192,10 @@ class LocalProcessExecutor:
                 f"Backend 'local' could not start {who}: {answer['error']}. Those already started were ended.",
                 rank=rank,
             )
+        measured = self._measured.pop(str(entrypoint), None)
+        if self.finds_imports and measured is not None:
+            note_imports(str(entrypoint), measured)
+            self._zygote(entrypoint).start()  # for the next launch in this process
         return [ReplicaHandle.from_json(text) for text in answer["handles"]]
 
     def _take_back(self, launch: LocalLaunch) -> None:
@@ -201,7 +222,7 @@ class LocalProcessExecutor:
         request["environ"] = dict.fromkeys(request["environ"], MASK)
         request["spec"]["env"] = dict.fromkeys(request["spec"]["env"], MASK)
         del request["nonce"], request["by"]  # those of the launch to come are others
-        return {"preload": list(self.preload), **request}
+        return {"preload": AUTO if self.finds_imports else list(self.preload), **request}
 
     def find_handle(self, handle: ReplicaHandle) -> None:
         """Return None: an attempt begins with its whole handle."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import json
 import os
 import select
@@ -21,6 +20,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from executors.backends.local.preload import import_named, measure
 from executors.backends.local.rank import become_supervisor
 from executors.backends.local.request import LocalLaunch, adopt, receive, send
 from executors.entrypoint import check_call, load_entrypoint
@@ -71,11 +71,11 @@ def serve(descriptor: int, launcher: int, preload: list[str]) -> None:
 
 def _import_all(preload: list[str]) -> str | None:
     """Import the preload list; return what went wrong, for the launcher to say."""
-    for module in preload:
+    for name in preload:
         try:
-            importlib.import_module(module)
+            import_named(name)
         except ImportError as error:
-            return f"preload: cannot import {module!r}: {error}"
+            return f"preload: cannot import {name!r}: {error}"
     return None
 
 
@@ -113,13 +113,15 @@ def _fork_and_hear(be: Callable[[int], NoReturn], private: list[int]) -> tuple[i
 
 def _be_check(request: dict[str, Any], reply: int) -> NoReturn:
     name = f"Entrypoint {request['entrypoint']!r}"
-    answer: dict[str, str] = {}
+    answer: dict[str, Any] = {}
     try:
         os.setsid()
         die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         adopt(request["cwd"], request["sys_path"], request["environ"])
+        measured = measure(request["imports"])
         check_call(load_entrypoint(request["entrypoint"]), request["args"], name)
+        answer = {"measured": measured}
     except EntrypointArgumentsError as error:
         answer = {"kind": "arguments", "error": str(error)}
     except EntrypointError as error:

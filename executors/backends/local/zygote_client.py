@@ -34,6 +34,12 @@ class ZygoteClient:
         self._owner = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
+        self._environ: dict[str, str] | None = None
+
+    @property
+    def has_this_environment(self) -> bool:
+        """Whether what it imported has found the environment that this process has now."""
+        return self._environ in (None, dict(os.environ))
 
     def start(self) -> None:
         """Let the zygote begin its imports, without waiting for it."""
@@ -81,6 +87,7 @@ class ZygoteClient:
         ours, theirs = socket.socketpair()
         with theirs:
             paths = [os.path.abspath(path) for path in sys.path]  # '' means this directory, as of now
+            self._environ = dict(os.environ)
             argument = json.dumps([theirs.fileno(), os.getpid(), paths, list(self._preload)])
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _START, argument],

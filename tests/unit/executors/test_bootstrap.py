@@ -322,7 +322,9 @@ def test_in_a_bucket_too_an_installation_is_announced(cloud: Cloud, workspace: P
     assert Attempt(open_store(spec.store_url), "otter", 0, 0).has("boot.json")
 
 
-def test_without_boto3_it_is_installed_first(tmp_path: Path, cloud: Cloud, workspace: Path, s3: S3Server) -> None:
+def test_without_boto3_the_launchers_is_installed_first(
+    tmp_path: Path, cloud: Cloud, workspace: Path, s3: S3Server
+) -> None:
     spec = ship(s3.url("runs"), workspace, "train_of_user:light", {"x": 1})
     offered, only_pip = tmp_path / "offered", tmp_path / "only pip"
     for folder in (offered, only_pip):
@@ -331,9 +333,11 @@ def test_without_boto3_it_is_installed_first(tmp_path: Path, cloud: Cloud, works
     (only_pip / "pip").symlink_to(Path(dependencies.read_text().splitlines()[0]) / "pip")
     # What pip finds, being offline: a boto3 that leads to the one that is installed here.
     here = f"sys.path[:0] = {dependencies.read_text().splitlines()!r}"
-    for name, requires in (("boto3", "botocore"), ("botocore", "")):
-        wheel(offered, name, "1.0", f"import sys\n{here}\ndel sys.modules['{name}']\nimport {name}\n", requires)
+    ours = version("boto3")
+    for name, found, requires in (("boto3", ours, "botocore"), ("botocore", "1.0", "")):
+        wheel(offered, name, found, f"import sys\n{here}\ndel sys.modules['{name}']\nimport {name}\n", requires)
+    wheel(offered, "boto3", "99.0", "raise ImportError('the launcher has another')")
     dependencies.write_text(f"{only_pip}\n")
     code, _, err = ended(cloud.start(spec, environ={"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(offered)}))
-    assert (code, err) == (0, "replicas: installing boto3\n")
+    assert (code, err) == (0, f"replicas: installing boto3=={ours}\n")
     assert outcome_of(spec).result == 3

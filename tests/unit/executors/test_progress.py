@@ -46,8 +46,8 @@ def drawn(table: Any, width: int) -> list[str]:
         ([(t, 100 * t) for t in range(101)], 100, 100),
         ([(t, 10 * t) for t in range(11)], 31, 10 * 10 / 30),  # it stands still
         ([(0, 10), (1, 20), (61, 620)], 61, 10),  # what the others did while it was away comes at once
-        ([(0, 100), (1, 110), (2, 50), (3, 53)], 3, 3),  # back to a checkpoint
-        ([(0, math.nan), (1, 10**400), (2, math.inf), (3, 1)], 3, None),
+        ([(0, 100), (1, 110), (2, 50), (3, 53), (4, 56)], 4, 3),  # back to a checkpoint
+        ([(0, math.nan), (1, 10**400), (2, math.inf), (3, 1), (4, 2)], 4, None),
     ],
 )
 def test_the_rate_is_of_the_last_minute(seen: Sequence[tuple[float, Any]], now: float, rate: float | None) -> None:
@@ -57,11 +57,17 @@ def test_the_rate_is_of_the_last_minute(seen: Sequence[tuple[float, Any]], now: 
     assert pace.steps_per_s(now) == (None if rate is None else pytest.approx(rate, rel=0.01))
 
 
-def test_a_resumed_rank_counts_from_where_it_comes_back() -> None:
-    pace = Pace()  # each attempt has its own
-    for at, step in ((0, 300), (1, 302), (2, 304)):
-        pace.look(at, step)
-    assert pace.steps_per_s(2) == 2
+def test_a_rank_that_catches_up_with_the_run_is_not_fast_and_one_that_is_always_late_gets_on_by_leaps() -> None:
+    for leap_at in (1, 2, 50):
+        pace, step = Pace(), 300
+        for second in range(100):
+            step += 10 if second != leap_at else 400
+            pace.look(second, step)
+            assert pace.steps_per_s(second) in (None, 10), (leap_at, second)
+    for second in range(100, 200):
+        step += 10 if second % 10 else 110  # trains half of each phase
+        pace.look(second, step)
+    assert pace.steps_per_s(200) == pytest.approx(20, rel=0.1)
 
 
 def test_what_is_left_of_a_run_is_left_of_its_last_rank() -> None:

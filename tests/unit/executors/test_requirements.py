@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from servers.s3.server import S3Server
 
+from executors import launch, list_runs
 from executors.errors import EntrypointError
 from executors.shipping import requirements
 from executors.shipping.requirements import OURS, name_of
@@ -22,9 +23,9 @@ PROJECT = Path(__file__).parents[3]
 PINS = tuple(f"{name}=={version(name).partition('+')[0]}" for name in OURS)
 
 
-def requirements_of(pip: Sequence[str], root: Path) -> tuple[str, ...]:
+def requirements_of(pip: Sequence[str], root: Path, script: Path | None = None) -> tuple[str, ...]:
     """Return ours and the user's in one."""
-    ours, users = requirements.requirements_of(pip, root)
+    ours, users = requirements.requirements_of(pip, root, script)
     return (*ours, *users)
 
 
@@ -66,12 +67,56 @@ print(json.dumps(sorted({{name.partition(".")[0] for name in set(sys.modules) - 
     assert {name_of(name) for name in OURS} - late <= distributions
 
 
-def test_those_given_by_hand_win_over_requirements_txt_and_that_over_pyproject(tmp_path: Path) -> None:
+def test_those_given_by_hand_win_over_the_script_header_and_that_over_requirements_txt_and_pyproject(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "mine"\ndependencies = ["from-project>=1"]\n')
     assert requirements_of((), tmp_path) == (*PINS, "from-project>=1")
     (tmp_path / "requirements.txt").write_text("from-file\n")
     assert requirements_of((), tmp_path) == (*PINS, "from-file")
-    assert requirements_of(["by-hand>=2"], tmp_path) == (*PINS, "by-hand>=2")
+    script = tmp_path / "train.py"
+    script.write_text('"""Trains."""\n# /// script\n# requires-python = ">=3.11"\n# [tool.replicas]\n# n = 2\n# ///\n')
+    assert requirements_of((), tmp_path, script) == (*PINS, "from-file"), "a header that names none"
+    script.write_text('# /// script\n# dependencies = [\n#   "from-header>=1",\n# ]\n# [tool.uv]\n# a = 1\n# ///\n')
+    assert requirements_of((), tmp_path, script) == (*PINS, "from-header>=1")
+    assert requirements_of(["by-hand>=2"], tmp_path, script) == (*PINS, "by-hand>=2")
+    script.write_text("# /// script\n# dependencies = []\n# ///\n")
+    assert requirements_of((), tmp_path, script) == PINS
+    said = f"replicas: {script}: of its '# /// script' block, [tool.uv] is not taken to replicas\n"
+    assert capsys.readouterr().err == said
+    for text, words in (
+        ('dependencies = "einops"', "dependencies is a list of strings"),
+        ('dependencies = ["-e ."]', r"train\.py: the option '-e \.' is not taken"),
+        ("dependencies = [", r"train\.py, line 2 is not TOML"),
+    ):
+        script.write_text(f"# /// script\n# {text}\n# ///\n")
+        with pytest.raises(EntrypointError, match=words):
+            requirements_of((), tmp_path, script)
+
+
+def test_a_script_that_asks_for_another_python_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    minor = sys.version_info[1]
+    for asked, problem in (
+        (f'">=3.{minor}.99"', None),
+        (f'"==3.{minor}.*"', None),
+        (
+            f'">=3.{minor + 1}"',
+            f"requires Python >=3.{minor + 1}, and replicas get this one's minor version, 3.{minor}",
+        ),
+        (f'"<3.{minor}"', "requires Python <"),
+        ('"three"', "requires-python is a version specifier, as in '>=3.11', got 'three'"),
+        ("3", "requires-python is a version specifier"),
+    ):
+        Path("train.py").write_text(f"# /// script\n# requires-python = {asked}\n# ///\ndef main():\n    return 1\n")
+        if problem is None:
+            assert launch("inline", "train.py", 1).results() == [1]
+            continue
+        with pytest.raises(EntrypointError, match=re.escape(problem)):
+            launch("inline", "train.py", 1)
+    assert len(list_runs()) == 2
 
 
 def test_lines_comments_continuations_and_includes_are_read(tmp_path: Path) -> None:
@@ -169,7 +214,7 @@ def test_a_file_that_cannot_be_read_or_includes_itself_is_an_error(tmp_path: Pat
     with pytest.raises(EntrypointError, match=r"other\.txt includes itself"):
         requirements_of((), tmp_path)
     (tmp_path / "pyproject.toml").write_text("[project")
-    with pytest.raises(EntrypointError, match=r"pyproject\.toml cannot be read"):
+    with pytest.raises(EntrypointError, match=r"pyproject\.toml, line 1 is not TOML: .* Correct it, or give pip=\."):
         requirements_of((), tmp_path)
 
 

@@ -1,0 +1,138 @@
+"""What a replica finds imported: a list, or `auto`, what its entrypoint's file imports before it does anything else.
+
+Such imports are measured in the process that checks the entrypoint, and noted for the next launch of that file, whose
+zygote makes them once for all replicas. What an import reads of its surroundings is read then: so only those count that
+nothing else in the file precedes, of installed modules, and only for replicas in this process's own environment.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from executors.entrypoint import find_definition, find_module, find_source
+from executors.errors import EntrypointError
+from executors.process import fork
+from executors.run_index import state_path
+
+PRELOAD = ("torch", "torch._dynamo")
+AUTO = "auto"
+WORTH_S = 0.3  # less is not worth a process's memory
+NOTES = ".preload"  # in the state directory
+OURS = ("executors", "diloco")
+SAFE_THREADS = ("jemalloc_bg_thd",)  # of pyarrow: jemalloc sees to it at a fork
+INSTALLED = ("site-packages", "dist-packages")
+
+
+def imports_at_the_top(entrypoint: str) -> list[str]:
+    """Return what the file of an entrypoint imports before it does anything else, as `module` or `module:name`."""
+    try:
+        found = find_definition(entrypoint)
+    except EntrypointError:
+        return []
+    names: dict[str, None] = {}
+    for node in found[0].body if found else ():
+        if isinstance(node, ast.Import):
+            names |= dict.fromkeys(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= dict.fromkeys(f"{node.module}:{alias.name}" for alias in node.names if alias.name != "*")
+        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):  # a docstring
+            break
+    return list(names)
+
+
+def noted_imports(entrypoint: str) -> tuple[str, ...]:
+    """Return what earlier launches of an entrypoint's file noted, as far as the file still imports it."""
+    with contextlib.suppress(OSError, ValueError, EntrypointError):
+        noted = json.loads(_note_of(entrypoint).read_bytes())
+        return tuple(name for name in imports_at_the_top(entrypoint) if name in noted)
+    return ()
+
+
+def note_imports(entrypoint: str, measured: dict[str, Any]) -> None:
+    """Note what the next launch of an entrypoint's file shall find imported, as `measure` found it here."""
+    known = noted_imports(entrypoint)
+    names = [*known, *measured["taken"]] if measured["seconds"] > WORTH_S else [*known]
+    if set(names) != set(known):
+        for name, why in measured["left_out"].items():
+            print(f"replicas: preload leaves {name!r} out: importing it {why}", file=sys.stderr)
+        with contextlib.suppress(OSError, EntrypointError):  # the next launch is slower, and that is all
+            path = _note_of(entrypoint)
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.write_text(json.dumps(names))
+
+
+def _note_of(entrypoint: str) -> Path:
+    found = find_source(entrypoint)
+    file = "" if found is None else os.path.realpath(found[0])
+    return state_path() / NOTES / f"{hashlib.sha256(f'{sys.executable} {file}'.encode()).hexdigest()[:32]}.json"
+
+
+def measure(names: Sequence[str]) -> dict[str, Any]:
+    """Import, in a process that is thrown away, what a zygote could import for it; return what that took.
+
+    It ends at the first module that is not installed: it is the user's own, and may decide what later imports find.
+    """
+    taken: list[str] = []
+    left_out: dict[str, str] = {}
+    seconds = 0.0
+    for name in names:
+        top = name.partition(":")[0].partition(".")[0]
+        spec = find_module(top)
+        place = (spec.origin or "") if spec else ""
+        if top not in (*OURS, *sys.stdlib_module_names) and not set(INSTALLED) & {*Path(place).parts}:
+            break
+        threads, gpus, began = _threads(), _gpus(), time.perf_counter()
+        try:
+            import_named(name)
+        except BaseException:  # noqa: BLE001 - the file itself imports it next, and is told of it
+            break
+        took_s = time.perf_counter() - began
+        if _gpus() > gpus:
+            left_out[name] = "opens a GPU"
+        elif _threads() > threads:
+            left_out[name] = "starts threads"
+        else:
+            taken.append(name)
+            seconds += took_s
+    return {"taken": taken, "left_out": left_out, "seconds": seconds}
+
+
+def import_named(name: str) -> None:
+    """Import `module`, or `module:name` as `from module import name` does."""
+    module, _, attribute = name.partition(":")
+    found = importlib.import_module(module)
+    if attribute and not hasattr(found, attribute):
+        importlib.import_module(f"{module}.{attribute}")
+
+
+def _threads() -> int:
+    """Count the threads of this process that would not survive a fork as they should."""
+    if len(os.listdir("/proc/self/task")) > 1:
+        pid = fork()  # at which OpenBLAS ends its threads, to start them again when they are needed
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+    found = 0
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended
+            found += Path(f"/proc/self/task/{thread}/comm").read_text().strip() not in SAFE_THREADS
+    return found
+
+
+def _gpus() -> int:
+    """Count the open files of GPUs."""
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(f"/proc/self/fd/{number}").startswith(("/dev/nvidia", "/dev/kfd"))
+    return found

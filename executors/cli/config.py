@@ -1,0 +1,214 @@
+"""Settings of `launch` from files and the environment; `replicas config` shows them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import re
+import textwrap
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Context, Option
+
+from executors.cli.backends import check_options, describe_options
+from executors.cli.output import JsonOption, Output, UsageProblem, refuse, usage_errors
+from executors.errors import BackendError, ReplicasError
+
+if TYPE_CHECKING:
+    from executors.launcher.launch_settings import Settings
+
+GIVEN = f"{__name__}.given"
+NOT_SETTINGS = ("config", "profile", "env", "arg", "option")  # the last two are tables
+TEMPLATE = """\
+# Settings of `replicas launch` in this folder and below. A flag wins over REPLICAS_<FLAG> in the environment, that over
+# a profile, and that over what is said outside of profiles. `replicas config` prints what holds, and who says so.
+# No values of secrets or of the environment here: `secret` names them.
+"""
+EXAMPLES = {
+    "entrypoint": "train.py:main",
+    "backend": "local",
+    "gpu": "H100",
+    "rendezvous": "s3://BUCKET/runs",
+    "run-id": "first-try",
+    "secret": ["wandb"],
+    "volume": ["corpus:/data"],
+    "chaos": ["kill:rank=1,round=3"],
+    "columns": "lr,gnorm",
+}
+PROFILE = "Use [profile.NAME] of the settings files."
+CONFIG = "Read settings from this file, too. Repeatable; the last one wins."
+ProfileOption = Annotated[str | None, Option("--profile", metavar="NAME", help=PROFILE)]
+ConfigOption = Annotated[list[Path] | None, Option("--config", metavar="FILE", help=CONFIG)]
+
+
+def use_settings(command: Any, context: Any, arguments: list[str]) -> None:
+    """Make settings the defaults of a command's options, and keep who says what for `settings_of`."""
+    from executors.launcher.launch_settings import read_settings
+
+    given, _, _ = command.make_parser(context).parse_args(args=list(arguments))
+    if "help" in given or context.resilient_parsing:
+        return
+    keys = keys_of(command)
+    with usage_errors():
+        context.meta[__name__] = settings = read_settings(
+            {key: kind for key, (_, kind) in keys.items()},
+            config=given.get("config") or (),
+            profile=given.get("profile"),
+            entrypoint=given.get("entrypoint"),
+            backend=given.get("backend"),
+        )
+    context.default_map = {keys[key][0]: value for key, value in settings.values.items()}
+    flags = {option.name: option.opts[0] for option in command.get_params(context) if option.opts[0] != option.name}
+    context.meta[GIVEN] = {
+        _key(flags.get(name, name)): flags.get(name, "the command line") for name, value in given.items() if value
+    }
+
+
+def settings_of(context: Context) -> Settings:
+    """Return what `use_settings` has read."""
+    return context.meta[__name__]  # type: ignore[no-any-return]
+
+
+def origins_of(context: Context, backend: str, *texts: Mapping[str, Any]) -> dict[str, str]:
+    """Return who says what of a launch: a flag, a variable of the environment, a file.
+
+    Args:
+        texts: the arguments and the options that flags give.
+    """
+    given = {key: flag for key, flag in context.meta[GIVEN].items() if key != "dry-run"}
+    for key, name, values in zip(("arg", "option"), ("args", "option"), texts, strict=True):
+        if given.pop(key, None):
+            given |= {f"{name}.{each}": f"--{key}" for each in values}
+    return {**settings_of(context).origins(backend), **given}
+
+
+@contextlib.contextmanager
+def with_origins(context: Context, backend: str) -> Iterator[None]:
+    """Add to the message of an error within the block where the settings come from that it speaks of."""
+    try:
+        yield
+    except (ReplicasError, UsageProblem) as error:
+        for name, origin in settings_of(context).origins(backend).items():
+            word = re.escape(name.rpartition(".")[2]).replace("-", "[-_]")
+            is_given = name in context.meta[GIVEN]
+            if not is_given and re.search(
+                rf"\b{word}\b", error.format_message() if isinstance(error, UsageProblem) else str(error), re.IGNORECASE
+            ):
+                error.add_note(f"{name} is set by {origin}.")
+        raise
+
+
+def keys_of(command: Any) -> dict[str, tuple[str, Any]]:
+    """Return what settings can say of a command: whatever it has an option for. By key its parameter, and its type."""
+    from executors.launcher.settings_files import Duration
+
+    found: dict[str, tuple[str, Any]] = {}
+    for name, parameter in inspect.signature(inspect.unwrap(command.callback), eval_str=True).parameters.items():
+        hint, *about = typing.get_args(parameter.annotation) or (parameter.annotation,)
+        flags = (str(flag) for each in about for flag in (each.default, *(each.param_decls or ())))  # "--n", "-n"
+        key = _key(next((flag for flag in flags if flag.startswith("--")), name))
+        if about and key not in NOT_SETTINGS:
+            kinds = typing.get_args(hint) or (hint,)
+            plain = next((kind for kind in (bool, int, float, list[str]) if kind in kinds), str)
+            found[key] = (name, Duration if about[0].metavar == "DURATION" else plain)
+    return found
+
+
+def _key(flag: str) -> str:
+    return flag.removeprefix("--").replace("_", "-")
+
+
+def config(
+    context: Context,
+    entrypoint: Annotated[
+        str | None, Argument(metavar="ENTRYPOINT", help="As for launch: its file may hold settings, too.")
+    ] = None,
+    config: ConfigOption = None,
+    profile: ProfileOption = None,
+    template: Annotated[bool, Option("--template", help="Write a replicas.toml that names all settings.")] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Print the settings that `launch` would use here, and where each comes from."""
+    from executors.launcher.launch_settings import read_settings
+    from executors.launcher.settings_files import FILE
+
+    output = Output(as_json)
+    parent: Any = context.parent
+    command = parent.command.commands["launch"]
+    if template:
+        if Path(FILE).exists():
+            refuse(f"{FILE} exists here. Move it away first.")
+        Path(FILE).write_text(_template(command, parent), encoding="utf-8")
+        output.say(f"Wrote {FILE}. `replicas config` prints what holds.")
+        return 0
+    keys = {key: kind for key, (_, kind) in keys_of(command).items()}
+    with usage_errors():
+        settings = read_settings(keys, config=config or (), profile=profile, entrypoint=entrypoint)
+        _check_options(settings)
+    if as_json:
+        found = {".".join(place): vars(setting) for place, setting in settings.found.items()}
+        output.document({"files": list(settings.files), "profile": profile, "settings": found})
+        return 0
+    lines: list[tuple[str, str]] = []
+    table: tuple[str, ...] = ()
+    for place, setting in sorted(settings.found.items(), key=lambda item: (len(item[0]), item[0][:-1])):
+        if place[:-1] != table:
+            table = place[:-1]
+            lines.append((f"[{'.'.join(filter(None, table))}]", ""))
+        lines.append((f"{_toml_key(place[-1])} = {_toml(setting.value)}", f"# {setting.origin}"))
+    width = max((len(text) for text, _ in lines), default=0)
+    for text, origin in lines:
+        output.say(f"{text:<{width}}  {origin}".rstrip())
+    if not lines:
+        output.say(f"No settings: no {FILE} here or above. `replicas config --template` writes one.")
+    return 0
+
+
+def _check_options(settings: Settings) -> None:
+    """Refuse options that a backend does not have, or that have another type, as far as backends can be loaded."""
+    from executors.registry import check_option_names, executor_class
+
+    for backend in {place[1] for place in settings.found if place[0] == "option" and place[1]}:
+        with contextlib.suppress(BackendError):
+            cls = executor_class(backend)
+            for name, value in settings.options(backend).items():
+                try:
+                    check_option_names(backend, cls, [name])
+                    check_options(backend, cls, {name: value})
+                except (ValueError, UsageProblem) as error:
+                    refuse(f"{settings.origins(backend)[f'option.{name}']}: {error}")
+
+
+def _template(command: Any, context: Any) -> str:
+    """Return a file of all settings, commented out."""
+    from executors.launcher.settings_files import Duration
+    from executors.registry import executor_class
+
+    kinds: dict[Any, Any] = {int: 8, float: 1.5, bool: True, Duration: "1h30m"}
+    helps = {option.name: str(option.help or "").removesuffix(" Repeatable.") for option in command.get_params(context)}
+    lines = [TEMPLATE]
+    for key, (name, kind) in keys_of(command).items():
+        lines += textwrap.wrap(helps[name], 117, initial_indent="# ", subsequent_indent="# ")
+        lines += [f"# {key} = {_toml(EXAMPLES[key] if key in EXAMPLES else kinds.get(kind, '…'))}", ""]
+    lines += ["# Arguments of the entrypoint, as by --arg.", "# [args]", "# steps = 4000", ""]
+    lines += ["# Options of a backend, used when it is the one; see `replicas backends`.", "# [option.local]"]
+    options = {option["name"]: option["default"] for option in describe_options(executor_class("local"))}
+    lines += [f"# {name} = {_toml(default)}" for name, default in options.items() if default is not None]
+    lines += ["", "# Any of the above, under a name: replicas launch --profile small", "# [profile.small]", "# n = 2"]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_toml_key(key)} = {_toml(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)

@@ -1,0 +1,54 @@
+"""The verb `report`: a run as one page, or as one JSON document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run
+from executors.cli.output import JsonOption, Output, refuse
+
+OUT = "The file to write. Default: RUN_ID.html in this folder."
+
+
+def report(
+    run: RunArgument,
+    out: Annotated[Path | None, Option("--out", "-o", metavar="FILE", help=OUT)] = None,
+    open_it: Annotated[bool, Option("--open", help="Show the page in the browser.")] = False,
+    rendezvous: RendezvousOption = None,
+    backend: ExecutorOption = None,
+    option: BackendOptions = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Write a run as one self-contained HTML page: its cost, its curves, its time line, its failures.
+
+    Works on a run that goes on, as of now. With --json, what the page shows is printed instead; with --out, too.
+    """
+    from executors.report.page import write_page
+    from executors.report.words import name_size
+
+    output = Output(as_json)
+    found = find_run(run, rendezvous, backend, option)
+    with output.busy(f"Reading {found.run_id}"):
+        document = found.report_document()
+    if as_json:
+        output.document(document)
+    if out is not None or open_it or not as_json:
+        path = out or Path(f"{found.run_id}.html")
+        try:
+            write_page(document, path)
+        except OSError as error:
+            refuse(f"Cannot write to {str(path)!r}: {error.strerror}.")
+        output.say(f"Wrote {path} ({name_size(path.stat().st_size)}).")
+        if open_it:
+            _open(path, output)
+    return 0
+
+
+def _open(path: Path, output: Output) -> None:
+    import webbrowser
+
+    if not webbrowser.open(path.absolute().as_uri()):
+        output.say(f"No browser was found here. Open it elsewhere: {path.absolute()}", "yellow")

@@ -1,0 +1,230 @@
+"""What files and the environment say of a launch: read, checked and merged, each value with its origin.
+
+From the weakest to the strongest: the user's own `replicas.toml`; the nearest `replicas.toml`, or `[tool.replicas]` of
+a `pyproject.toml`, upwards from here; `[tool.replicas]` in the `# /// script` block of the entrypoint's file; the files
+that `config` names; `[profile.NAME]` of any of these; `REPLICAS_<FLAG>` in the environment.
+Tables merge, lists replace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from executors.errors import BackendError, unknown_name
+from executors.launcher.settings_files import (
+    FILE,
+    Duration,
+    Level,
+    Place,
+    Setting,
+    found_files,
+    given_file,
+    header_level,
+)
+from executors.registry import executor_class
+from executors.task.arguments import convert, describe, json_or_text, parse_duration
+from executors.task.create import LaunchRequest
+
+RENAMED = {"secrets": "secret", "gather_s": "gather"}
+NOT_IN_FILES = ("args", "arg_texts", "argv", "env", "origins")  # fields of a request
+COMMAND_ONLY = {"columns": str, "json": bool, "dry-run": bool, "volume": list[str]}
+ANY_BACKEND = ""
+
+
+class _Text(str):
+    """An argument as the command line gives it: the entrypoint's annotations say what it means."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings that hold for a launch, by where they are in a file."""
+
+    found: Mapping[Place, Setting]
+    files: Sequence[str] = ()
+    """Those that were read."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values that are neither arguments nor options of a backend, by key."""
+        return {place[0]: setting.value for place, setting in self.found.items() if len(place) == 1}
+
+    @property
+    def arguments(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """The entrypoint's arguments: as values, and as texts where its annotations may explain them."""
+        values: dict[str, Any] = {}
+        texts: dict[str, str] = {}
+        for place, setting in self.found.items():
+            if place[0] == "args":
+                value = setting.value
+                text = value if isinstance(value, str) else json.dumps(value)
+                if isinstance(value, _Text) or json_or_text(text) == value:
+                    texts[place[1]] = text
+                else:  # "5" is a text and stays one
+                    values[place[1]] = value
+        return values, texts
+
+    def options(self, backend: str) -> dict[str, Any]:
+        """Return the options of a backend."""
+        return {
+            place[2]: setting.value
+            for place, setting in self.found.items()
+            if place[0] == "option" and place[1] in (backend, ANY_BACKEND)
+        }
+
+    def origins(self, backend: str) -> dict[str, str]:
+        """Return who says what holds for a launch at a backend: `n`, `args.steps`, `option.region`."""
+        return {
+            ".".join(dict.fromkeys((place[0], place[-1]))): setting.origin
+            for place, setting in self.found.items()
+            if place[0] != "option" or place[1] in (backend, ANY_BACKEND)
+        }
+
+
+def read_settings(
+    keys: Mapping[str, Any],
+    *,
+    config: Sequence[str | Path] = (),
+    profile: str | None = None,
+    entrypoint: str | Callable[..., Any] | None = None,
+    backend: str | None = None,
+) -> Settings:
+    """Return the settings that hold here.
+
+    Args:
+        keys: what can be set, with the type of each.
+        config: files to read besides those that are found, the strongest last.
+        profile: which profile to use.
+        entrypoint, backend: those that the launch itself gives.
+
+    Raises:
+        ValueError: a file cannot be read, or holds what is no setting, or no file has the profile.
+        EntrypointError: the `# /// script` block of the entrypoint's file cannot be read.
+    """
+    config = config or shlex.split(os.environ.get("REPLICAS_CONFIG", ""))
+    profile = profile or os.environ.get("REPLICAS_PROFILE") or None
+    files = [*found_files(), *(given_file(Path(file).absolute()) for file in config)]
+    levels = [Level.of(table, str(path), path.parent, keys) for path, table in files]
+    environment = _environment(keys)
+    named = [level.profiles.get(profile or "", {}) for level in levels]
+    settings = [environment, *reversed(named), *(level.values for level in reversed(levels))]
+    chosen = entrypoint or next((each[("entrypoint",)].value for each in settings if ("entrypoint",) in each), None)
+    if header := header_level(chosen, keys):
+        levels.insert(len(levels) - len(config), header)
+    if profile is not None and not any(profile in level.profiles for level in levels):
+        where = (
+            f"Read: {', '.join(level.origin for level in levels)}." if levels else f"There is no {FILE} here or above."
+        )
+        raise ValueError(f"{unknown_name('profile', profile, {p for each in levels for p in each.profiles})} {where}")
+    found: dict[Place, Setting] = {}
+    for level in levels:
+        found |= level.values
+    for level in levels:
+        found |= level.profiles.get(profile or "", {})
+    if ("rendezvous",) in environment:  # that of replicas elsewhere
+        where = backend or {**found, **environment}.get(("backend",), Setting("local", "")).value
+        with contextlib.suppress(BackendError):
+            if not getattr(executor_class(where), "needs_shared_rendezvous", False):
+                del environment[("rendezvous",)]
+    return Settings({**found, **environment}, [level.origin for level in levels])
+
+
+def keys_of_launch() -> dict[str, Any]:
+    """Return what `launch(config=…)` takes from settings, with the type of each."""
+    hints = typing.get_type_hints(LaunchRequest)
+    keys: dict[str, Any] = {"backend": str}
+    for each in fields(LaunchRequest):
+        if each.name not in NOT_IN_FILES:
+            kinds = typing.get_args(hints[each.name]) or (hints[each.name],)
+            kind = next((kind for kind in (bool, int, float, str) if kind in kinds), None)
+            is_list = typing.get_origin(hints[each.name]) is Sequence
+            is_duration = each.name == "timeout" or each.name.endswith("_s")
+            key = RENAMED.get(each.name, each.name).replace("_", "-")
+            keys[key] = Duration if is_duration else list[str] if is_list else kind
+    return keys | COMMAND_ONLY
+
+
+def filled(
+    executor: Any, asked: Mapping[str, Any], config: str | Path | bool | Sequence[str | Path], profile: str | None
+) -> tuple[Any, dict[str, Any]]:
+    """Return an executor, and the fields of a request, with what was left at its default taken from the settings."""
+    from executors.registry import get_executor
+
+    given = [config] if isinstance(config, str | Path) else [] if isinstance(config, bool) else list(config)
+    name = executor if isinstance(executor, str) else getattr(executor, "backend_name", None)
+    settings = read_settings(
+        keys_of_launch(), config=given, profile=profile, entrypoint=asked["entrypoint"], backend=name
+    )
+    values, (args, texts) = settings.values, settings.arguments
+    backend = str(name or values.get("backend", "local"))
+    merged, origins = dict(asked), {}
+    for each in fields(LaunchRequest):
+        key = RENAMED.get(each.name, each.name).replace("_", "-")
+        if key in values and (merged[each.name] is None or merged[each.name] == each.default):
+            merged[each.name] = values[key]
+            origins[key] = settings.found[(key,)].origin
+    mine = asked.get("args") or {}
+    if callable(merged["entrypoint"]):
+        args, texts = {**args, **{name: json_or_text(text) for name, text in texts.items()}}, {}
+    merged["args"] = {**args, **mine} or None
+    merged["arg_texts"] = {name: text for name, text in texts.items() if name not in mine} or None
+    if executor is None or isinstance(executor, str):
+        options = settings.options(backend)
+        if volumes := volumes_of(values.get("volume"), backend):
+            options["volumes"] = {**options.get("volumes", {}), **volumes}
+        executor = get_executor(backend, options)
+    others = settings.origins(backend)
+    origins |= {name: others[name] for name in others if "." in name and name.removeprefix("args.") not in mine}
+    merged["origins"] = origins
+    return executor, merged
+
+
+def volumes_of(texts: Sequence[str] | None, backend: str) -> dict[str, str]:
+    """Return what is mounted where, of texts like `corpus:/data`.
+
+    Raises:
+        ValueError: a text has another form, or the backend mounts no volumes.
+    """
+    import inspect
+
+    volumes = {}
+    for text in texts or ():
+        source, _, path = text.rpartition(":")
+        if not source or not path.startswith("/"):
+            raise ValueError(f"--volume {text!r}: the form is --volume NAME:/path, as in corpus:/data.")
+        volumes[path] = source
+    if volumes and "volumes" not in inspect.signature(executor_class(backend)).parameters:
+        raise ValueError(f"Backend {backend!r} mounts no volumes: leave --volume away.")
+    return volumes
+
+
+def _environment(keys: Mapping[str, Any]) -> dict[Place, Setting]:
+    """Return what variables say. Raises: ValueError: one of them cannot be read as what it is."""
+    found: dict[Place, Setting] = {}
+    for key, kind in {**keys, "arg": None, "option": None}.items():
+        variable = f"REPLICAS_{key.upper().replace('-', '_')}"
+        if not (text := os.environ.get(variable)):
+            continue
+        try:
+            if kind is None:
+                pairs = [pair.partition("=") for pair in shlex.split(text)]
+                if bad := [name for name, equals, _ in pairs if not (name and equals)]:
+                    raise ValueError(f"{bad[0]!r} is not of the form NAME=VALUE.")
+                for name, _, value in pairs:
+                    path = ("args", name) if key == "arg" else ("option", ANY_BACKEND, name)
+                    found[path] = Setting(_Text(value) if key == "arg" else json_or_text(value), variable)
+            elif kind is Duration:
+                found[(key,)] = Setting(parse_duration(text), variable)
+            else:
+                found[(key,)] = Setting(shlex.split(text) if kind == list[str] else convert(text, kind), variable)
+        except ValueError as error:
+            takes = f" takes {describe(kind)}, got {text!r}." if kind in (int, float, bool) else f": {error}"
+            raise ValueError(f"{variable}{takes}") from None
+    return found

@@ -1,0 +1,208 @@
+// Draws the charts of each report on the page that has none yet. Its data is in a block of JSON beside them.
+(() => {
+  "use strict";
+  const MAX_TABLE_ROWS = 300;
+  const TIMES = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400, 604800];
+  const WHOLE = [...Array(15).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+
+  const number = (value) => {
+    if (value == null) return "";
+    const size = Math.abs(value);
+    if (size >= 1000 && size < 1e15) return Math.round(value).toLocaleString("en-US");
+    return size !== 0 && size < 1e-3 ? value.toExponential(2) : String(+value.toPrecision(4));
+  };
+  const duration = (s) => {
+    if (s < 60) return `${+s.toPrecision(3)} s`;
+    const two = (n) => String(Math.floor(n)).padStart(2, "0");
+    return s < 3600 ? `${Math.floor(s / 60)}:${two(s % 60)}` : `${Math.floor(s / 3600)}:${two((s / 60) % 60)}:${two(s % 60)}`;
+  };
+  const element = (parent, name, text, className) => {
+    const made = parent.appendChild(document.createElement(name));
+    if (text != null) made.textContent = text;
+    if (className) made.className = className;
+    return made;
+  };
+
+  function draw(root) {
+    const data = JSON.parse(root.querySelector("script.data").textContent);
+    const color = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
+    const nRanks = new Set(data.curves.shown.flatMap((curve) => curve.lines.map((line) => line.rank))).size;
+    const isMany = Math.max(nRanks, data.rounds.norms.lines.length) > 8;
+    // Of many ranks only those have a colour that a sentence at the top names.
+    const colorOf = (rank) => {
+      const place = isMany ? data.notable.indexOf(rank) : rank;
+      return place >= 0 && place < 8 ? `c${place}` : "many";
+    };
+    const named = (line) => `rank ${line.rank}` + (line.attempt ? `, attempt ${line.attempt}` : "");
+
+    // Lines of width 1 are drawn much faster than any other. What is drawn: lines of ranks, those of notable ones above the others, and thick ones above all.
+    const linesOf = (curve) => {
+      const isDense = isMany && curve.bins;  // coloured lines would hide all others
+      const lines = curve.lines.map((line) => ({ label: named(line), isLater: line.attempt > 0, y: line.y, color: isDense ? "many" : colorOf(line.rank), width: isMany ? 1 : 1.3 }));
+      const others = lines.filter((line) => line.color === "many");
+      const thick = Object.entries(curve.above).map(([label, y]) => ({ label, y, color: "text", width: 3 }));
+      return [...others, ...lines.filter((line) => line.color !== "many"), ...thick];
+    };
+
+    function chart(figure, spec) {
+      const holder = figure.querySelector(".chart");
+      const tip = element(holder, "div", "", "tip");
+      let plot = null;
+      const build = () => {
+        plot?.destroy();
+        const size = parseFloat(getComputedStyle(root).fontSize);
+        const width = Math.max(200, holder.clientWidth);
+        const height = Math.round(Math.min(Math.max(width * 0.42, 14 * size), 26 * size));
+        const axis = {
+          stroke: color("dim"), grid: { stroke: color("grid"), width: 1 }, ticks: { stroke: color("grid"), width: 1 },
+          font: `${0.82 * size}px system-ui, sans-serif`, labelFont: `${0.82 * size}px system-ui, sans-serif`,
+          labelSize: 1.5 * size, labelGap: 0.2 * size, gap: 0.3 * size,
+        };
+        const widest = Math.max(...spec.lines.flatMap((line) => [number(Math.min(...line.y.filter((y) => y != null))), number(Math.max(...line.y.filter((y) => y != null)))]).map((text) => text.length));
+        plot = new uPlot({
+          width, height, legend: { show: false }, padding: [0.6 * size, 0.8 * size, 0, 0],
+          scales: { x: { time: false, range: spec.bars ? (u, low, high) => [low - 0.5, high + 0.5] : undefined }, y: spec.log ? { distr: 3 } : spec.fromZero ? { range: (u, low, high) => [0, 1.05 * high || 1] } : {} },
+          axes: [
+            { ...axis, size: 2.1 * size, label: spec.over, incrs: spec.over === "time" ? TIMES : WHOLE, space: 5 * size, values: (u, ticks) => ticks.map((x) => (spec.over === "time" ? duration(x) : number(x))) },
+            { ...axis, size: Math.max(3, 0.55 * Math.max(5, widest) + 1) * size, values: (u, ticks) => ticks.map(number) },
+          ],
+          series: [{}, ...spec.lines.map((line) => ({
+            label: line.label, stroke: color(line.color), width: line.width, spanGaps: true,
+            fill: spec.bars ? color(line.color) : undefined, paths: spec.bars ? uPlot.paths.bars({ size: [0.8, 40] }) : undefined,
+            points: { show: !spec.bars && spec.x.length < 3 },
+          }))],
+          focus: { alpha: spec.lines.length > 1 ? 0.35 : 1 },
+          cursor: {
+            focus: { prox: 2 * size }, drag: { x: true, y: false }, points: { show: false },
+            dataIdx: (u, series, index) => nearest(u.data[series], index),
+          },
+          hooks: { setCursor: [() => tell(plot)], setSeries: [() => tell(plot)] },
+        }, [spec.x, ...spec.lines.map((line) => line.y)], holder);
+        plot.focused = null;
+      };
+      const tell = (u) => {
+        const { left, top, idx, idxs } = u?.cursor ?? {};
+        if (idx == null || left < 0) { tip.style.display = "none"; return; }
+        const shown = [];
+        spec.lines.forEach((line, at) => {
+          const y = line.y[idxs[at + 1]];
+          if (y == null) return;
+          shown.push({ text: `${line.label}: ${number(y)}${spec.unit ?? ""}`, far: Math.abs(u.valToPos(y, "y") - top), thick: line.width > 2 });
+        });
+        shown.sort((a, b) => b.thick - a.thick || a.far - b.far);
+        const x = spec.over === "time" ? duration(spec.x[idx]) : `${spec.over} ${number(spec.x[idx])}`;
+        tip.textContent = [x, ...shown.slice(0, 6).map((each) => each.text)].join("\n");
+        tip.style.display = "block";
+        const room = holder.clientWidth - tip.offsetWidth;
+        const at = left + u.over.offsetLeft + 16;
+        tip.style.left = `${Math.max(0, at < room ? at : at - tip.offsetWidth - 32)}px`;
+        tip.style.top = `${Math.max(0, Math.min(top, holder.clientHeight - tip.offsetHeight))}px`;
+      };
+      const legend = figure.querySelector(".legend");
+      legend.replaceChildren();
+      const entries = spec.lines.filter((line) => line.color !== "many" && !line.isLater);
+      entries.sort((a, b) => (b.width > 2) - (a.width > 2));
+      const nOthers = spec.lines.filter((line) => line.color === "many" && !line.isLater).length;
+      for (const line of [...entries, ...(nOthers ? [{ label: `${nOthers === spec.lines.length ? "" : "other "}replicas (${nOthers})`, color: "many", width: 1.2 }] : [])]) {
+        const item = element(legend, "li");
+        const key = item.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "svg"));
+        const stroke = key.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "path"));
+        key.setAttribute("aria-hidden", "true");
+        stroke.setAttribute("d", "M0 6H20");
+        stroke.style.stroke = `var(--${line.color})`;
+        stroke.style.strokeWidth = spec.bars ? 10 : line.width + 0.8;
+        item.append(line.label);
+      }
+      const table = figure.querySelector("details");
+      const fill = () => table.open && tabulate(table.querySelector(".scroll"), spec);
+      table.ontoggle = fill;
+      fill();
+      build();
+      return { build, remove: () => { plot.destroy(); tip.remove(); } };
+    }
+
+    const nearest = (ys, index) => {
+      for (let off = 0; off < 40; off++) {
+        if (ys[index - off] != null) return index - off;
+        if (ys[index + off] != null) return index + off;
+      }
+      return index;
+    };
+
+    function tabulate(holder, spec) {
+      holder.replaceChildren();
+      const every = Math.ceil(spec.x.length / MAX_TABLE_ROWS);
+      if (every > 1) element(holder, "p", `One of ${every} rows is shown.`, "dim");
+      const table = element(holder, "table");
+      const head = element(element(table, "thead"), "tr");
+      const lines = [...spec.lines].sort((a, b) => (b.width > 2) - (a.width > 2));
+      for (const text of [spec.over, ...lines.map((line) => line.label)]) element(head, "th", text).scope = "col";
+      const body = element(table, "tbody");
+      for (let at = 0; at < spec.x.length; at += every) {
+        const row = element(body, "tr");
+        element(row, "th", spec.over === "time" ? duration(spec.x[at]) : number(spec.x[at])).scope = "row";
+        for (const line of lines) element(row, "td", number(line.y[at]));
+      }
+    }
+
+    const drawn = [];
+    const show = (figure, make) => {
+      let made = chart(figure, make());
+      const again = () => { made.remove(); made = chart(figure, make()); };
+      drawn.push(() => made.build());
+      for (const control of figure.querySelectorAll("select, input")) control.onchange = again;
+    };
+
+    const curves = root.querySelector("figure.curves");
+    if (curves && data.curves.shown.length) {
+      show(curves, () => {
+        const curve = data.curves.shown[curves.querySelector("select")?.value ?? 0];
+        const lines = linesOf(curve);
+        const log = curves.querySelector("input");
+        const isPositive = lines.every((line) => line.y.every((y) => y == null || y > 0));
+        log.disabled = !isPositive;
+        curves.querySelector(".thinned").textContent = curve.bins
+          ? `Thinned: of each of ${curve.bins} bins every line keeps its least and its greatest value (${number(curve.points)} were reported).` : "";
+        return { x: curve.x, lines, over: data.curves.over === "step" ? "step" : "time", log: log.checked && isPositive };
+      });
+    }
+    const waited = root.querySelector("figure.waited");
+    if (waited && data.rounds.waited.x.length) {
+      const { x, lines, bins } = data.rounds.waited;
+      show(waited, () => ({ x, lines: [{ label: "all replicas together", y: lines[0].y, color: "waiting", width: 1 }], over: "round", unit: " s", bars: !bins, fromZero: true }));
+    }
+    const norms = root.querySelector("figure.norms");
+    if (norms && data.rounds.norms.x.length) {
+      show(norms, () => ({ x: data.rounds.norms.x, lines: linesOf(data.rounds.norms), over: "round", fromZero: true }));
+    }
+
+    const lanes = root.querySelector(".lanes");
+    if (lanes) {
+      const timeline = lanes.querySelector("svg.timeline");
+      const tip = element(lanes, "div", "", "tip");
+      timeline.onpointerleave = () => { tip.style.display = "none"; };
+      timeline.onpointermove = (event) => {
+        const box = timeline.getBoundingClientRect();
+        const nLanes = data.timeline.lanes.length;
+        const lane = data.timeline.lanes[Math.floor(((event.clientY - box.top) / lanes.querySelector("ol").clientHeight) * nLanes)];
+        const s = ((event.clientX - box.left) / box.width) * data.timeline.end_s;
+        const spans = lane ? lane.spans.filter(([, from, to]) => from <= s && s <= to) : [];
+        tip.style.display = spans.length ? "block" : "none";
+        if (!spans.length) return;
+        const [kind, from, to, rounds] = spans[0];
+        tip.textContent = `rank ${lane.rank} at ${duration(s)}${rounds ? `, ${rounds}` : ""}\n${data.timeline.kinds[kind]} for ${duration(to - from)}`;
+        const here = lanes.getBoundingClientRect();
+        tip.style.left = `${Math.max(0, Math.min(event.clientX - here.left + 14, here.width - tip.offsetWidth))}px`;
+        tip.style.top = `${event.clientY - here.top + 18}px`;
+      };
+    }
+
+    let width = root.clientWidth;
+    const again = () => drawn.forEach((build) => build());
+    new ResizeObserver(() => { if (root.clientWidth !== width) { width = root.clientWidth; again(); } }).observe(root);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+    root.dataset.drawn = drawn.length;
+  }
+
+  document.querySelectorAll(".replicas:not([data-drawn])").forEach(draw);
+})();

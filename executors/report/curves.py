@@ -1,0 +1,119 @@
+"""Curves over steps, rounds or time, thinned for a page: of each bin the least and the greatest value stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_POINTS = 1500  # of one line
+MIN_POINTS = 100
+N_MIDDLE = 150  # points of a line through the middle of others
+Array = NDArray[np.float64]
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one attempt of one rank reported of one number. Values that are not finite are left out."""
+
+    rank: int
+    attempt: int
+    xs: Array
+    ys: Array
+
+    @classmethod
+    def of(cls, rank: int, attempt: int, points: Iterable[Point]) -> Line:
+        """Make a line of points in any order."""
+        found = np.array(list(points), dtype=np.float64).reshape(-1, 2)
+        found = found[np.isfinite(found).all(axis=1)]
+        xs, ys = found[np.argsort(found[:, 0], kind="stable")].T
+        return cls(rank, attempt, xs, ys)
+
+
+def thin(
+    lines: Sequence[Line], max_points: int = MAX_POINTS, above: Mapping[str, Sequence[Point]] | None = None
+) -> dict[str, Any]:
+    """Return lines over the same x, as JSON, with null where one has no value.
+
+    They stay as they are if their different x are at most `max_points`. Else x is cut into half as many bins, and of
+    each bin every line keeps its least and its greatest value, in their order.
+
+    Args:
+        above: further lines, by name; each of their points is moved to the nearest x that there is.
+    """
+    lines = [line for line in lines if len(line.xs)]
+    if not lines:
+        return {"x": [], "lines": [], "above": {}, "bins": None, "points": 0}
+    grid = np.unique(np.concatenate([line.xs for line in lines]))
+    bins = None
+    if len(grid) <= max_points:
+        laid = [_laid_on(grid, line.xs, line.ys) for line in lines]
+    else:
+        bins = max_points // 2
+        edges = np.linspace(grid[0], grid[-1], bins + 1)
+        grid = (edges[:-1, None] + np.diff(edges)[:, None] * [0.25, 0.75]).ravel()
+        laid = [_extremes(edges, line) for line in lines]
+    drawn = zip(lines, laid, strict=True)
+    more = {name: np.array(points).T for name, points in (above or {}).items() if points}
+    return {
+        "x": _plain(grid, 7),
+        "lines": [{"rank": line.rank, "attempt": line.attempt, "y": _plain(ys)} for line, ys in drawn],
+        "above": {name: _plain(_laid_on(grid, xs, ys)) for name, (xs, ys) in more.items()},
+        "bins": bins,
+        "points": sum(len(line.xs) for line in lines),
+    }
+
+
+def middle(lines: Sequence[Line], n_points: int = N_MIDDLE) -> list[Point]:
+    """Return the median over ranks of their means, bin by bin, where at least half of the ranks have a value."""
+    lines = [line for line in lines if len(line.xs)]
+    if not lines:
+        return []
+    n_bins = max(1, min(n_points, int(np.median([len(line.xs) for line in lines])) // 2))
+    edges = np.linspace(min(line.xs[0] for line in lines), max(line.xs[-1] for line in lines), n_bins + 1)
+    ranks = sorted({line.rank for line in lines})
+    sums, counts = np.zeros((2, len(ranks), n_bins))
+    for line in lines:
+        which = _bins(edges, line.xs)
+        sums[ranks.index(line.rank)] += np.bincount(which, line.ys, minlength=n_bins)
+        counts[ranks.index(line.rank)] += np.bincount(which, minlength=n_bins)
+    means = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)  # (ranks, bins)
+    full = np.flatnonzero(2 * (counts > 0).sum(axis=0) >= len(ranks))
+    centers = (edges[:-1] + edges[1:]) / 2
+    return [(float(centers[i]), float(np.nanmedian(means[:, i]))) for i in full]
+
+
+def _bins(edges: Array, xs: Array) -> NDArray[np.int64]:
+    return np.clip(np.searchsorted(edges, xs, side="right") - 1, 0, len(edges) - 2)
+
+
+def _laid_on(grid: Array, xs: Array, ys: Array) -> Array:
+    """Return a line's value at each x of the grid, moved there from the nearest; NaN where it has none."""
+    right = np.clip(np.searchsorted(grid, xs), 0, len(grid) - 1)
+    left = np.maximum(right - 1, 0)
+    laid = np.full(len(grid), np.nan)
+    laid[np.where(np.abs(grid[left] - xs) < np.abs(grid[right] - xs), left, right)] = ys
+    return laid
+
+
+def _extremes(edges: Array, line: Line) -> Array:
+    """Return two values a bin: the least and the greatest, in the order in which the line has them."""
+    which = _bins(edges, line.xs)
+    order = np.lexsort((line.ys, which))
+    ends = np.flatnonzero(np.diff(which[order], append=-1))  # where a bin's greatest is, in the order
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    low, high = order[starts], order[ends]
+    laid = np.full((len(edges) - 1, 2), np.nan)
+    laid[which[low]] = line.ys[np.sort(np.stack([low, high], axis=1))]
+    laid[which[low[low == high]], 1] = np.nan
+    return laid.ravel()
+
+
+def _plain(values: Array, digits: int = 5) -> list[float | None]:
+    """Return JSON values of so many significant digits."""
+    texts = (f"{value:.{digits}g}" for value in values.tolist())
+    return [None if text == "nan" else int(text) if text.lstrip("-").isdecimal() else float(text) for text in texts]

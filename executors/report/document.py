@@ -1,0 +1,227 @@
+"""All that a run's page shows, as one JSON document: also what `replicas report --json` prints."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+from executors.metrics.metrics import Metrics
+from executors.protocol import Outcome
+from executors.report.curves import MAX_POINTS, MIN_POINTS, Line, Point, middle, thin
+from executors.report.failures import failures_document
+from executors.report.in_short import in_short, is_late
+from executors.report.measures import Measures
+from executors.report.rounds import UNNOTICED, meetings, rounds_document
+from executors.report.timeline import timeline_document
+from executors.report.words import name_moment, one_line
+from executors.status import TOTAL_STEPS, RunStatus, name_duration
+from executors.task.record import RunRecord, TaskRecord
+
+MAX_VALUES = 220_000  # of all curves together
+MAX_NAMES = 24
+MAX_NAME = 40  # characters
+MAX_SETTINGS, MAX_ARGUMENTS, MAX_VALUE = 60, 200, 2000
+MAX_PROBLEMS, MAX_NOTABLE = 20, 8
+ANCHOR = "first loss after each round"
+AFTER = 0.1  # of the way to the next round: a loss that was reported by then is almost the anchor's
+SETTINGS = (
+    "env", "secrets", "chaos", "timeout_s", "min_replicas", "fail_fast", "continues", "detach",
+    "seed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What a page is made of."""
+
+    url: str
+    record: RunRecord
+    task: TaskRecord | None
+    now: RunStatus
+    metrics: Metrics
+    pages: Sequence[str | None] = ()
+    """By rank, the page of its job at its service."""
+    problems: Sequence[str] = ()
+    """What could not be read, in sentences."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """The time from the launch to its last end, or to now."""
+        return max(0.0, self.now.last_at - self.record.created_at)
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """How each attempt ended that has, by rank and attempt."""
+        found = {(span.rank, span.attempt): span.outcome for span in self.metrics.attempts}
+        found |= {(state.rank, state.attempt): state.outcome for state in self.now.replicas if state.outcome}
+        return [outcome for _, outcome in sorted(found.items()) if outcome is not None]
+
+    @property
+    def arguments(self) -> dict[str, str]:
+        """What the entrypoint was given, as texts."""
+        args = self.task.args if self.task is not None else None
+        found = {one_line(name, MAX_NAME): _text(value) for name, value in (args or {}).items()}
+        return dict(list(found.items())[:MAX_ARGUMENTS])
+
+
+def document(subject: Subject) -> dict[str, Any]:
+    """Return all that the page of a run shows, cut to what a person reads; texts are inert on a terminal."""
+    record, now, metrics = subject.record, subject.now, subject.metrics
+    measures, met = Measures(metrics), meetings(metrics)
+    rounds = rounds_document(met)
+    newest = [state.attempt for state in now.replicas]
+    made = {
+        "run_id": now.run_id,
+        "url": one_line(subject.url, MAX_VALUE),
+        "status": str(now.status),
+        "counts": now.counts,
+        "is_live": not now.is_terminal,
+        "as_of": now.at,
+        "launched_at": record.created_at,
+        "elapsed_s": subject.elapsed_s,
+        "began_at": metrics.began_at,
+        "launched": _launched(subject),
+        "settings": _settings(subject),
+        "numbers": measures.six(),
+        "curves": curves(metrics),
+        "replicas": [
+            {
+                "rank": state.rank,
+                "attempt": state.attempt,
+                "status": str(state.status),
+                "reason": state.outcome and state.outcome.reason,
+                **measures.of_rank(state.rank),
+                **rounds["by_rank"].get(state.rank, UNNOTICED),
+                "page": subject.pages[state.rank] if state.rank < len(subject.pages) else None,
+            }
+            for state in now.replicas
+        ],
+        "timeline": timeline_document(metrics),
+        "rounds": rounds,
+        "failures": failures_document(subject.outcomes, newest, record.world_size),
+        "configuration": _configuration(subject),
+        "problems": [one_line(each) for each in [*subject.problems, *metrics.problems][:MAX_PROBLEMS]],
+    }
+    return {**made, "notable": _notable(made), "in_short": in_short(made)}
+
+
+def _notable(made: Mapping[str, Any]) -> list[int]:
+    """Return the ranks that stand out: those that cost the others most, that came back, or failed."""
+    cost = {rank: row["cost_s"] for rank, row in made["rounds"]["by_rank"].items()}
+    late = [rank for rank in sorted(cost, key=lambda rank: -cost[rank]) if is_late(made, rank)]
+    failed = [each["rank"] for failure in made["failures"] for each in failure["replicas"]]
+    return list(dict.fromkeys([*late, *made["numbers"]["restarts_by_rank"], *failed]))[:MAX_NOTABLE]
+
+
+def curves(metrics: Metrics) -> dict[str, Any]:
+    """Return what replicas reported, over their steps, or over seconds where most lines name no step."""
+    rows = metrics.numbers
+    over = "step" if 2 * sum("step" in row.values for row in rows) >= max(1, len(rows)) else "seconds"
+    points: dict[str, dict[tuple[int, int], list[Point]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        x = row.values.get("step") if over == "step" else metrics.at(row)
+        if x is not None:
+            for name, value in row.values.items():
+                points[name][row.rank, row.attempt].append((x, value))
+    for name in ("step", TOTAL_STEPS):
+        points.pop(name, None)
+    names = sorted(points, key=lambda name: (name != "loss", not name.startswith("eval_"), name))
+    lines = {name: [Line.of(*key, found) for key, found in sorted(points[name].items())] for name in names[:MAX_NAMES]}
+    max_points = min(MAX_POINTS, max(MIN_POINTS, MAX_VALUES // max(1, sum(map(len, lines.values())))))
+    above = {name: {"median of replicas": middle(found)} for name, found in lines.items() if len(metrics.attempts) > 1}
+    if over == "step" and (anchor := _anchor(metrics)):
+        above["loss"] = {ANCHOR: anchor}
+    elif "loss" in lines and (evaluations := [name for name in lines if name.startswith("eval_") and "loss" in name]):
+        above["loss"] = {one_line(evaluations[0], MAX_NAME): middle(lines[evaluations[0]])}
+    return {
+        "over": over,
+        "shown": [
+            {"name": one_line(name, MAX_NAME), **thin(found, max_points, above.get(name))}
+            for name, found in lines.items()
+        ],
+        "has_anchor": ANCHOR in above.get("loss", {}),
+        "left_out": [one_line(name, MAX_NAME) for name in names[MAX_NAMES : 2 * MAX_NAMES]],
+        "n_left_out": max(0, len(names) - MAX_NAMES),
+    }
+
+
+def _anchor(metrics: Metrics) -> list[Point]:
+    """Return the mean of the first losses after each round, if they were reported soon enough after most rounds.
+
+    They are the anchor's own, where `mix` and `overlap_steps` are 0: a replica then goes on from it. What is reported
+    within half a step of the round was computed before it.
+    """
+    losses: dict[tuple[int, int], list[tuple[float, float, float]]] = defaultdict(list)
+    for row in metrics.numbers:
+        if "step" in row.values and "loss" in row.values:
+            losses[row.rank, row.attempt].append((row.t, row.values["step"], row.values["loss"]))
+    step_s = {
+        key: median((b[0] - a[0]) / (b[1] - a[1]) for a, b in pairs)
+        for key, found in losses.items()
+        if (pairs := [(a, b) for a, b in pairwise(found) if b[1] > a[1]])
+    }
+    found: dict[int, list[Point]] = defaultdict(list)
+    for each in metrics.rounds:
+        key = (each.rank, each.attempt)
+        soon_s = each.t + step_s.get(key, 0.0) / 2
+        at = bisect_right(losses[key], soon_s, key=lambda loss: loss[0])
+        if at < len(losses[key]) and losses[key][at][0] - soon_s <= AFTER * each.train_s:
+            found[each.entry].append(losses[key][at][1:])
+    if len(found) < 2 or 2 * len(found) < len({each.entry for each in metrics.rounds}):
+        return []
+    return [(fmean(x for x, _ in points), fmean(y for _, y in points)) for _, points in sorted(found.items())]
+
+
+def _launched(subject: Subject) -> list[list[str]]:
+    """Return who launched what, when, and with which code and versions, as pairs of texts."""
+    record, code = subject.record, subject.record.code or {}
+    pairs = [
+        ("entrypoint", record.entrypoint.removesuffix(":__main__")),
+        ("replicas", f"{record.world_size} on {record.backend}" + (f", {record.gpu} each" if record.gpu else "")),
+        ("launched", name_moment(record.created_at)),
+        ("has run" if not subject.now.is_terminal else "ran", name_duration(subject.elapsed_s)),
+        ("by", record.created_by),
+        ("folder", record.cwd),
+    ]
+    if isinstance(commit := code.get("commit"), str):
+        pairs.append(("git commit", f"{commit[:12]}{', with changes' if code.get('dirty') else ''}"))
+    torch = subject.task.torch if subject.task is not None else None
+    pairs.append(("versions", f"Python {record.python}" + (f", torch {torch}" if torch else "")))
+    pairs.append(("store", subject.url))
+    return [[name, one_line(text, 200)] for name, text in pairs if text]
+
+
+def _settings(subject: Subject) -> list[list[str]]:
+    """Return what was asked for beyond the defaults, as pairs of texts: arguments first."""
+    record = subject.record
+    found = dict(subject.arguments)
+    for field in fields(RunRecord):
+        if field.name in SETTINGS and field.default_factory is not MISSING:
+            value = getattr(record, field.name)
+            found |= {field.name: _text(value)} if value != field.default_factory() else {}
+    return [[name, one_line(text, 200)] for name, text in list(found.items())[:MAX_SETTINGS]]
+
+
+def _configuration(subject: Subject) -> list[list[str]]:
+    """Return all that the run's record and task say, as pairs of texts."""
+    found = {field.name: _text(getattr(subject.record, field.name)) for field in fields(RunRecord)}
+    task = subject.task
+    if task is None:
+        return [[name, text] for name, text in found.items()]
+    if task.args is None:
+        found["arguments"] = "pickled with the function"
+    found |= {f"argument {name}": text for name, text in subject.arguments.items()}
+    found |= {"torch": task.torch or "", "requirements": _text(task.requirements)}
+    return [[name, text] for name, text in found.items()]
+
+
+def _text(value: Any) -> str:
+    """Return a value of a record on one line."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=list)
+    return one_line(text, MAX_VALUE)

@@ -1,0 +1,61 @@
+"""Failures of replicas, each told once: what happened, in which ranks, where, and what was printed last."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from executors.protocol import Outcome, ReplicaStatus
+from executors.report.words import last_lines, one_line
+from executors.root_cause import headline, last_frames, name_ranks
+
+SUBJECT = re.compile(r"^Replica \d+( of \d+)?( \(attempt \d+\))? ")  # left out: the ranks are named once, before it
+MAX_GROUPS = 12
+MAX_WORDS = 500
+MAX_OUTPUT_LINES, MAX_STACK_LINES = 60, 80
+
+
+def words_of(outcome: Outcome) -> str:
+    """Return what went wrong, in one line that is the same for all ranks that it happened to."""
+    return one_line(SUBJECT.sub("", headline(outcome, [], 0)))
+
+
+def group_failures(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
+    """Return the failures, those that are alike together, the earliest first; not what a newer attempt replaced."""
+    groups: dict[tuple[str | None, str], list[Outcome]] = {}
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.finished_at):
+        if outcome.status is ReplicaStatus.FAILED and outcome.reason != "fenced":
+            groups.setdefault((outcome.reason, words_of(outcome)), []).append(outcome)
+    return list(groups.values())
+
+
+def failures_document(outcomes: Iterable[Outcome], newest: Sequence[int], world_size: int) -> list[dict[str, Any]]:
+    """Return the failures as JSON: those that count first, the earliest of them, which is their cause, at the top.
+
+    Args:
+        newest: by rank, the number of its newest attempt: what failed before was resumed.
+    """
+    found = [
+        {
+            "words": _sentence(group, world_size),
+            "reason": group[0].reason,
+            "replicas": [{"rank": each.rank, "attempt": each.attempt} for each in group],
+            "resumed": all(each.rank < len(newest) and each.attempt < newest[each.rank] for each in group),
+            "exit_code": group[0].exit_code,
+            "finished_at": group[0].finished_at,
+            "frames": last_lines("\n".join(last_frames(group[0])), 20),
+            "stack": last_lines(group[0].error or "", MAX_STACK_LINES),
+            "output": last_lines(group[0].output_tail, MAX_OUTPUT_LINES),
+        }
+        for group in group_failures(outcomes)
+    ]
+    return sorted(found, key=lambda failure: bool(failure["resumed"]))[:MAX_GROUPS]
+
+
+def _sentence(group: Sequence[Outcome], world_size: int) -> str:
+    ranks, first = sorted({outcome.rank for outcome in group}), group[0]
+    if first.error_line is not None:
+        return one_line(headline(first, ranks, world_size), MAX_WORDS)
+    names = name_ranks(ranks).capitalize()
+    return f"{names}{'' if SUBJECT.match(first.headline) else ':'} {words_of(first)}"

@@ -1,0 +1,82 @@
+"""A run in a few sentences: how the loss went, who was late, who died, and what that cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from executors.report.words import name_moment, name_number, name_share
+from executors.root_cause import name_ranks
+from executors.status import name_duration
+
+MAX_LATE = 3  # ranks that are named
+NOTABLE = 0.02  # of the replicas' time; less is nobody's fault
+UNEVEN = 1.5  # times what a rank costs on average
+MAX_FAILURES = 3
+
+
+def in_short(document: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return sentences, each with its tone: good, bad or plain."""
+    return [{"text": text, "tone": tone} for tone, text in _sentences(document)]
+
+
+def _sentences(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if document["is_live"]:
+        yield "plain", f"As of {name_moment(document['as_of'])}: {document['counts']}. Write the page again for more."
+    for failure in [each for each in document["failures"] if not each["resumed"]][:MAX_FAILURES]:
+        yield "bad", f"{failure['words'].rstrip('.')}."
+    yield from _loss(document)
+    yield from _late(document)
+    yield from _lost(document)
+
+
+def _loss(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    curves = document["curves"]
+    curve = next((each for each in curves["shown"] if each["name"] == "loss"), None)
+    if curve is None or not curve["lines"]:
+        return
+    whose, ys = next(iter(curve["above"].items()), ("", curve["lines"][0]["y"]))
+    found = [(x, y) for x, y in zip(curve["x"], ys, strict=True) if y is not None]
+    if len(found) < 2:
+        return
+    (x0, first), (x1, last) = found[0], found[-1]
+    over = f"steps {x0:,.0f} to {x1:,.0f}" if curves["over"] == "step" else name_duration(x1 - x0)
+    words = f"Loss {name_number(first)} → {name_number(last)} over {over}{f' ({whose})' if whose else ''}."
+    yield ("good" if last < first else "bad"), words
+
+
+def is_late(document: Mapping[str, Any], rank: int) -> bool:
+    """Return whether so much time was lost by waiting for a rank that it is worth a word."""
+    costs = {each: row["cost_s"] for each, row in document["rounds"]["by_rank"].items()}
+    mean_s = sum(costs.values()) / max(1, len(document["replicas"]))
+    return bool(costs.get(rank, 0.0) > max(NOTABLE * document["numbers"]["alive_s"], UNEVEN * mean_s))
+
+
+def _late(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    n, alive_s = document["rounds"]["n"], document["numbers"]["alive_s"]
+    if not n:
+        return
+    late = {rank: row for rank, row in document["rounds"]["by_rank"].items() if is_late(document, rank)}
+    for rank, row in sorted(late.items(), key=lambda each: -each[1]["cost_s"])[:MAX_LATE]:
+        when = [f"last in {row['last']} of {n} rounds"] if row["last"] else []
+        when += [f"missing from {row['missing']}"] if row["missing"] else []
+        cost = f"{name_duration(row['cost_s'])}, {name_share(row['cost_s'] / alive_s)} of the replicas’ time"
+        yield "bad", f"Rank {rank} held the others up for {cost}: {', '.join(when)}."
+    if not late:
+        share = name_share(document["numbers"]["waiting"])
+        yield "good", f"Replicas waited for {share} of their time, in {n} rounds, and for none of them in particular."
+    if drifting := [rank for rank, row in document["rounds"]["by_rank"].items() if 10 * row["drifting"] >= n]:
+        yield "bad", f"The pseudo-gradients of {name_ranks(drifting)} drift: their norms are far from the median."
+
+
+def _lost(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    restarts = document["numbers"]["restarts_by_rank"]
+    work = document["numbers"]["work"] or {}
+    made, gone = sum(work.values()), work.get("lost", 0.0) + work.get("dropped", 0.0)
+    what = f"{name_share(gone / made)} of the work was lost" if made and gone else "no work was lost"
+    if restarts:
+        n = sum(restarts.values())
+        times = "" if n == len(restarts) else " twice" if (n, len(restarts)) == (2, 1) else f" {n} times in all"
+        yield "bad" if gone else "plain", f"{name_ranks(restarts).capitalize()} came back{times}; {what}."
+    elif gone:
+        yield "bad", f"{what[0].upper()}{what[1:]}."

@@ -1,0 +1,112 @@
+"""What a run cost: its six numbers, and a row for each replica."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from executors.metrics.metrics import Metrics
+from executors.metrics.rows import Round
+
+FATES = ("counted", "carried", "dropped", "lost")
+SMALL_BYTES = 4 << 20  # a smaller mean travels in the seal, and no replica sends a share of it
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Sums over what the replicas of a run measured."""
+
+    metrics: Metrics
+
+    @cached_property
+    def rounds_of(self) -> Mapping[int, Sequence[Round]]:
+        """The rows of rounds by rank."""
+        found = defaultdict(list)
+        for row in self.metrics.rounds:
+            found[row.rank].append(row)
+        return found
+
+    @cached_property
+    def alive_s(self) -> dict[int, float]:
+        """By rank, for how long it had an attempt that lived."""
+        found: dict[int, float] = defaultdict(float)
+        for span in self.metrics.attempts:
+            ended_s = self.metrics.as_of_s if span.ended_s is None else span.ended_s
+            found[span.rank] += max(0.0, ended_s - span.started_s)
+        return found
+
+    @cached_property
+    def newest_values(self) -> dict[int, dict[str, float]]:
+        """By rank, what it reported last of each number."""
+        found: dict[int, dict[str, float]] = defaultdict(dict)
+        for row in self.metrics.numbers:
+            found[row.rank].update(row.values)
+        return found
+
+    @property
+    def restarts(self) -> dict[int, int]:
+        """By rank, how often a later attempt was begun; without those that never were."""
+        counts: dict[int, int] = defaultdict(int)
+        for span in self.metrics.attempts:
+            counts[span.rank] += 1
+        return {rank: count - 1 for rank, count in counts.items() if count > 1}
+
+    @cached_property
+    def data_parallel_bytes(self) -> float | None:
+        """About what a replica would have sent, and read, if it had averaged gradients in every step.
+
+        The least that anybody sent for a round is the payload; of a large one, it also sends its share of the mean.
+        """
+        least: dict[int, float] = {}
+        for row in self.metrics.rounds:
+            if row.verdict == "counted" and row.up > 0:
+                share = 1 + 1 / len(row.ranks) if row.ranks and row.up > SMALL_BYTES else 1.0
+                least[row.fragment] = min(least.get(row.fragment, row.up), row.up / share)
+        steps = max((values.get("step", 0.0) for values in self.newest_values.values()), default=0.0)
+        return sum(least.values()) * steps if least and steps > 0 else None
+
+    def six(self) -> dict[str, Any]:
+        """Return the six numbers of the page, as JSON; None where there is nothing to measure them by."""
+        rounds, ledger = self.metrics.rounds, self.metrics.ledger
+        alive_s, n = sum(self.alive_s.values()), max(1, len(self.rounds_of))
+        waiting_s = sum(row.wait_s for row in rounds)
+        in_rounds_s = sum(row.round_s for row in rounds) - waiting_s
+        moved = sum(row.up + row.down for row in rounds) / n
+        has_rounds = bool(rounds) and alive_s > 0
+        return {
+            "goodput": ledger.goodput,
+            "in_rounds": in_rounds_s / alive_s if has_rounds else None,
+            "in_rounds_s": in_rounds_s,
+            "waiting": waiting_s / alive_s if has_rounds else None,
+            "waiting_s": waiting_s,
+            "alive_s": alive_s,
+            "bytes_up": sum(row.up for row in rounds) / n if rounds else None,
+            "bytes_down": sum(row.down for row in rounds) / n if rounds else None,
+            "data_parallel_bytes": self.data_parallel_bytes,
+            "times_less": 2 * (self.data_parallel_bytes or 0.0) / moved if moved else None,
+            "restarts": sum(self.restarts.values()),
+            "restarts_by_rank": self.restarts,
+            "work": {fate: getattr(ledger, fate) for fate in FATES} if rounds else None,
+        }
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """Return what one replica did, as JSON."""
+        rounds, values = self.rounds_of.get(rank, []), self.newest_values.get(rank, {})
+        work = self.metrics.ledger.by_rank.get(rank)
+        return {
+            "step": values.get("step"),
+            "loss": values.get("loss"),
+            "alive_s": self.alive_s.get(rank, 0.0),
+            "training_s": sum(row.train_s for row in rounds),
+            "waiting_s": sum(row.wait_s for row in rounds),
+            "in_rounds_s": sum(row.round_s - row.wait_s for row in rounds),
+            "rounds": {
+                verdict: sum(row.verdict == verdict for row in rounds) for verdict in ("counted", "carried", "dropped")
+            },
+            "lost": work.lost if work is not None else None,
+            "bytes_up": sum(row.up for row in rounds),
+            "bytes_down": sum(row.down for row in rounds),
+        }

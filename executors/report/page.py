@@ -1,0 +1,118 @@
+"""A run as one self-contained HTML page: no request but itself, and every text of the run inert."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from executors.report.timeline import KINDS, MARKS, SHAPES, svg
+from executors.report.words import name_moment, name_number, name_share, name_size
+from executors.root_cause import name_ranks
+from executors.status import name_duration
+
+ASSETS = Path(__file__).with_name("assets")
+STYLES = ("uplot/uPlot.min.css", "page.css")
+SCRIPTS = ("uplot/uPlot.iife.min.js", "page.js")
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """Return a whole page. Its policy lets no script and no style run but its own, by their digests."""
+    policy = {
+        "default-src": "'none'",
+        "img-src": "data:",
+        "script-src": " ".join(_digest(_asset(name)) for name in SCRIPTS),
+        "style-src": " ".join(_digest(_asset(name)) for name in STYLES),
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    csp = "; ".join(f"{what} {allowed}" for what, allowed in policy.items())
+    return _templates().get_template("page.html").render(document, csp=csp, fragment=Markup(fragment(document)))
+
+
+def fragment(document: Mapping[str, Any]) -> str:
+    """Return what the page shows, for a place that is on a page already, such as a notebook's output."""
+    rounds, timeline = document["rounds"], document["timeline"]
+    lanes = [{"rank": lane["rank"], "spans": lane["spans"]} for lane in timeline["lanes"]]
+    charts = {
+        "notable": document["notable"],
+        "curves": document["curves"],
+        "rounds": {"waited": rounds["waited"], "norms": rounds["norms"]},
+        "timeline": {"end_s": timeline["end_s"], "kinds": KINDS, "lanes": lanes},
+    }
+    return (
+        _templates()
+        .get_template("report.html")
+        .render(
+            document,
+            charts=_json(charts),
+            timeline_svg=Markup(svg(timeline)),
+            totals=[_totals(lane) for lane in timeline["lanes"]],
+            kinds=KINDS,
+            marks=MARKS,
+            shapes=SHAPES,
+            styles=[_asset(name) for name in STYLES],
+            scripts=[_asset(name) for name in SCRIPTS],
+            only_head=False,
+        )
+    )
+
+
+def head(document: Mapping[str, Any]) -> str:
+    """Return the top of what the page shows, without scripts: what was launched, and in short how it went."""
+    styles = [_asset("page.css")]
+    return _templates().get_template("report.html").render(document, styles=styles, scripts=(), only_head=True)
+
+
+def write_page(document: Mapping[str, Any], path: Path) -> Path:
+    """Write the page, all of it or nothing, over the file if there is one; return its path."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(page(document), encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+@cache
+def _templates() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(ASSETS),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "age": name_duration, "moment": name_moment, "amount": name_number, "share": name_share, "size": name_size,
+        "ranks": name_ranks,
+    }  # fmt: skip
+    return made
+
+
+@cache
+def _asset(name: str) -> Markup:
+    return Markup((ASSETS / name).read_text(encoding="utf-8").strip())
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _json(value: Any) -> Markup:
+    """Return JSON that cannot end the element it is in."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def _totals(lane: Mapping[str, Any]) -> dict[str, float]:
+    return {kind: sum(to - since for each, since, to, _ in lane["spans"] if each == kind) for kind in KINDS}

@@ -1,0 +1,135 @@
+"""Rounds as all replicas saw them: whose work was counted, who came last, what that cost the others, who drifts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from executors.metrics.metrics import Metrics
+from executors.metrics.rows import Round
+from executors.report.curves import Line, Point, thin
+
+DRIFT = 2.0  # times the median, or less than a half of it
+MIN_RANKS = 3  # for a median that one of them does not make alone
+UNNOTICED = {"last": 0, "missing": 0, "drifting": 0, "cost_s": 0.0}
+MAX_ROUNDS = 200  # in the table
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One round of a run; its seconds are on the run's time line."""
+
+    entry: int
+    rows: Mapping[int, Round]
+    """By rank: what each measured that has adopted it."""
+    ended_s: float
+    counted: tuple[int, ...]
+    missing: Sequence[int]
+    """Ranks that lived meanwhile and whose work the mean lacks."""
+
+    @property
+    def waits(self) -> dict[int, float]:
+        """How long each of those counted waited."""
+        return {rank: row.wait_s for rank, row in self.rows.items() if rank in self.counted}
+
+    @property
+    def last(self) -> int | None:
+        """Who of those counted came last: it waited least."""
+        waits = self.waits
+        return min(waits, key=lambda rank: (waits[rank], rank)) if len(waits) > 1 else None
+
+    def blamed(self, usual_s: float) -> dict[int, float]:
+        """Return by rank how long the others waited for it, all together.
+
+        What everybody waited, beyond the usual, was for those missing; what some waited more than others, for the last.
+
+        Args:
+            usual_s: what everybody waits in a round that nobody is missing from.
+        """
+        waits, cost = self.waits, dict[int, float]()
+        least = min(waits.values(), default=0.0)
+        for rank in self.missing:
+            cost[rank] = len(waits) * max(0.0, least - usual_s) / len(self.missing)
+        if self.last is not None:
+            cost[self.last] = sum(waits.values()) - len(waits) * least
+        return cost
+
+    @property
+    def drifting(self) -> dict[int, float]:
+        """By rank: the norm of its pseudo-gradient over the median of all, where that is far from 1."""
+        found = ((rank, self.rows[rank].norm) for rank in self.counted if rank in self.rows)
+        norms = {rank: norm for rank, norm in found if norm is not None}
+        middle = median(norms.values()) if len(norms) >= MIN_RANKS else 0.0
+        ratios = {rank: norm / middle for rank, norm in norms.items()} if middle > 0 else {}
+        return {rank: ratio for rank, ratio in ratios.items() if not 1 / DRIFT <= ratio <= DRIFT}
+
+
+def meetings(metrics: Metrics) -> list[Meeting]:
+    """Return the rounds of a run in their order."""
+    by_entry: dict[int, dict[int, Round]] = defaultdict(dict)
+    for row in metrics.rounds:
+        by_entry[row.entry][row.rank] = row
+    found, began_s = [], 0.0
+    for entry, rows in sorted(by_entry.items()):
+        ended_s = max(metrics.at(row) for row in rows.values())
+        counted = next(iter(rows.values())).ranks
+        alive = {
+            span.rank
+            for span in metrics.attempts
+            if span.started_s < ended_s and (span.ended_s is None or span.ended_s > began_s)
+        }
+        found.append(Meeting(entry, rows, ended_s, counted, sorted(alive - {*counted})))
+        began_s = ended_s
+    return found
+
+
+def rounds_document(found: Sequence[Meeting]) -> dict[str, Any]:
+    """Return what the page says of the rounds, as JSON."""
+    whole = [min(each.waits.values()) for each in found if not each.missing and each.waits]
+    usual_s = median(whole) if whole else 0.0
+    by_rank: dict[int, dict[str, float]] = defaultdict(lambda: dict(UNNOTICED))
+    rows: list[dict[str, Any]] = []
+    norms, mean_norms = defaultdict[int, list[Point]](list), list[Point]()
+    for each in found:
+        blamed, drifting = each.blamed(usual_s), each.drifting
+        for rank, cost_s in blamed.items():
+            by_rank[rank]["cost_s"] += cost_s
+        for rank in each.missing:
+            by_rank[rank]["missing"] += 1
+        for rank in drifting:
+            by_rank[rank]["drifting"] += 1
+        if each.last is not None:
+            by_rank[each.last]["last"] += 1
+        for rank, row in each.rows.items():
+            if row.norm is not None:
+                norms[rank].append((each.entry + 1, row.norm))
+        mean_norm = next((row.mean_norm for row in each.rows.values() if row.mean_norm is not None), None)
+        mean_norms += [] if mean_norm is None else [(each.entry + 1, mean_norm)]
+        rows.append(
+            {
+                "round": each.entry + 1,
+                "ended_s": round(each.ended_s, 2),
+                "fragment": next(iter(each.rows.values())).fragment,
+                "counted": list(each.counted),
+                "missing": list(each.missing),
+                "last": each.last,
+                "waited_s": round(sum(each.waits.values()), 3),
+                "weight": sum(row.weight for rank, row in each.rows.items() if rank in each.counted),
+                "mean_norm": mean_norm,
+                "drifting": {str(rank): round(ratio, 2) for rank, ratio in drifting.items()},
+            }
+        )
+    kept = sorted(sorted(rows, key=lambda row: -row["waited_s"])[:MAX_ROUNDS], key=lambda row: row["round"])
+    return {
+        "n": len(found),
+        "by_rank": {rank: {**row, "cost_s": round(row["cost_s"], 3)} for rank, row in sorted(by_rank.items())},
+        "usual_wait_s": round(usual_s, 3),
+        "waited": thin([Line.of(0, 0, [(row["round"], row["waited_s"]) for row in rows])]),
+        "norms": thin(
+            [Line.of(rank, 0, points) for rank, points in sorted(norms.items())], above={"the mean’s": mean_norms}
+        ),
+        "table": kept,
+    }

@@ -1,0 +1,156 @@
+"""The page of a run in a real browser: it draws, fits, asks for nothing, and runs nothing that a record says."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.made_up_runs import SCENES, calm, hostile, with_kills
+
+from executors.report.document import document
+from executors.report.page import page
+
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser"), pytest.mark.timeout(300)]
+NARROW, USUAL, WIDE = 400, 1280, 3840  # pixels; 400 are some 60 columns
+CHARTS = {"calm": 3, "kills": 3, "large": 3, "failed": 0, "lone": 1, "hostile": 1}
+BLANK = """canvas => {
+    const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    const seen = new Set();
+    for (let at = 0; at < pixels.length; at += 4) if (pixels[at + 3]) seen.add(pixels.slice(at, at + 3).join(" "));
+    return seen.size < 4;  // axes, grid, and text alone
+}"""
+REDRAWN = """width => [...document.querySelectorAll("canvas")].every(
+    canvas => Math.abs(canvas.clientWidth - canvas.closest(".chart").clientWidth) < 2 && innerWidth === width)"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no chromium: apt-get install --no-install-recommends chromium")
+    with playwright.sync_playwright() as driver:
+        made = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("pages")
+
+    def write(name: str) -> Path:
+        path = folder / f"{name}.html"
+        if not path.exists():
+            path.write_text(page(document(SCENES[name]())), encoding="utf-8")
+        return path
+
+    return write
+
+
+class Shown:
+    """A page that is open, and all that it asked for or complained of."""
+
+    def __init__(self, browser: Any, path: Path, width: int = USUAL) -> None:
+        self.asked: list[str] = []
+        self.complaints: list[str] = []
+        self.page = browser.new_page(viewport={"width": width, "height": 900})
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("main[data-drawn]", state="attached")
+
+    def __enter__(self) -> Any:
+        return self.page
+
+    def __exit__(self, *_: object) -> None:
+        self.page.close()
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_a_page_draws_every_chart_fits_any_width_and_asks_for_nothing(
+    browser: Any, files: Callable[[str], Path], scene: str
+) -> None:
+    with (shown := Shown(browser, files(scene), NARROW)) as tab:
+        for width, scheme, color in ((NARROW, "light", "rgb(255, 255, 255)"), (WIDE, "dark", "rgb(16, 21, 27)")):
+            tab.set_viewport_size({"width": width, "height": 900})
+            tab.emulate_media(color_scheme=scheme)
+            tab.wait_for_function(REDRAWN, arg=width)
+            canvases = tab.query_selector_all("canvas")
+            assert len(canvases) == CHARTS[scene]
+            assert not any(canvas.evaluate(BLANK) for canvas in canvases)
+            assert tab.evaluate("document.documentElement.scrollWidth") == width
+            assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == color
+        assert shown.asked == [files(scene).as_uri()]
+        assert shown.complaints == []
+
+
+def test_text_of_a_run_runs_nothing(browser: Any, files: Callable[[str], Path]) -> None:
+    with (shown := Shown(browser, files("hostile"))) as tab:
+        tab.get_by_role("combobox").select_option(index=1)
+        tab.get_by_role("link", name="job").hover()
+        for summary in tab.query_selector_all("summary"):
+            summary.evaluate("summary => { summary.parentElement.open = true }")
+        assert tab.evaluate("window.pwned") is None
+        assert tab.evaluate("document.querySelectorAll('main img, main script:not([type])').length") == 0
+        assert tab.title() == "odd-magpie-0bad: failed"
+        assert len(shown.asked) == 1
+        assert shown.complaints == []
+
+
+def test_injected_script_is_stopped_by_the_policy_of_the_page(browser: Any, tmp_path: Path) -> None:
+    text = page(document(calm())).replace(
+        "<header>", "<header><script>window.pwned = 1</script><p onclick='x' style='top:0'>"
+    )
+    (tmp_path / "page.html").write_text(text)
+    with (shown := Shown(browser, tmp_path / "page.html")) as tab:
+        assert tab.evaluate("window.pwned") is None
+        assert any("Content Security Policy" in complaint for complaint in shown.complaints)
+
+
+def test_each_chart_has_a_table_that_a_keyboard_opens(browser: Any, files: Callable[[str], Path]) -> None:
+    with Shown(browser, files("kills")) as tab:
+        for kind, head in (("curves", "step"), ("waited", "round"), ("norms", "round")):
+            summary = tab.locator(f"figure.{kind} summary")
+            summary.focus()
+            tab.keyboard.press("Enter")
+            table = tab.locator(f"figure.{kind} table")
+            table.wait_for()
+            assert table.locator("th").first.text_content() == head
+            assert table.locator("tbody tr").count() > 50
+        assert tab.locator("figure.curves table thead th").all_text_contents()[1] == "first loss after each round"
+        lanes = tab.locator("section", has=tab.locator(".lanes")).locator("tbody tr")
+        assert lanes.count() == 4
+
+
+def test_any_reported_number_can_be_chosen_and_what_is_under_the_pointer_is_told(
+    browser: Any, files: Callable[[str], Path]
+) -> None:
+    with Shown(browser, files("calm")) as tab:
+        options = tab.get_by_role("combobox").locator("option").all_text_contents()
+        assert options == ["loss", "eval_loss", "lr"]
+        tab.get_by_role("combobox").select_option("lr")
+        assert tab.locator("figure.curves .legend li").first.text_content() == "median of replicas"
+        tab.locator("figure.curves .u-over").hover()
+        tip = tab.locator("figure.curves .tip").text_content()
+        assert tip.startswith("step 300\nmedian of replicas: 3.00e-4\nrank ")
+        tab.locator("svg.timeline").hover()
+        assert "rank 2 at" in tab.locator(".lanes .tip").text_content()
+        tab.set_viewport_size({"width": 700, "height": 900})
+        tab.wait_for_function("document.querySelector('figure.curves canvas').clientWidth < 700")
+
+
+def test_two_fragments_on_one_page_are_drawn_each(browser: Any, tmp_path: Path) -> None:
+    from executors.report.page import fragment
+
+    both = "<!DOCTYPE html>" + fragment(document(with_kills())) + fragment(document(hostile()))
+    (tmp_path / "both.html").write_text(both, encoding="utf-8")
+    with (shown := Shown(browser, tmp_path / "both.html")) as tab:
+        assert tab.locator("canvas").count() == CHARTS["kills"] + CHARTS["hostile"]
+        assert shown.complaints == []

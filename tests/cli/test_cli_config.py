@@ -1,0 +1,125 @@
+"""`replicas launch` with settings from files, and `replicas config`."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from support.cli import HereInstead
+
+from executors import list_runs
+
+SETTINGS = """\
+entrypoint = "job:echo"
+n = 8
+timeout = "2m"
+[args]
+steps = 40
+name = "5"
+[option.local]
+preload = []
+term_grace_s = 0.5
+[profile.laptop]
+n = 1
+args.where = "here"
+"""
+
+
+@pytest.fixture
+def file(here: HereInstead) -> Path:
+    path = here.folder.path / "replicas.toml"
+    path.write_text(SETTINGS)
+    return path
+
+
+def test_a_profile_alone_launches_a_run_whose_record_says_where_everything_comes_from(
+    here: HereInstead, file: Path
+) -> None:
+    result = here.replicas("launch", "--profile", "laptop", "--arg", "steps=7", "--json")
+    assert result.code == 0, result
+    assert result.json["replicas"][0]["result"] == {"steps": 7, "name": "5", "where": "here"}
+    assert (result.json["world_size"], result.json["timeout_s"]) == (1, 120.0)
+    (run,) = list_runs()
+    assert run.record.origins == {
+        "entrypoint": str(file),
+        "timeout": str(file),
+        "n": f"[profile.laptop] of {file}",
+        "args.steps": "--arg",
+        "args.name": str(file),
+        "args.where": f"[profile.laptop] of {file}",
+        "option.preload": str(file),
+        "option.term_grace_s": str(file),
+        "profile": "--profile",
+        "json": "--json",
+    }
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(
+    here: HereInstead, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPLICAS_PROFILE", "laptop")
+    monkeypatch.setenv("REPLICAS_N", "3")
+    monkeypatch.setenv("REPLICAS_TIMEOUT", "1h")
+    planned = here.replicas("launch", "--n", 2, "--dry-run", "--option", "max_parallel=1").json
+    record = planned["run.json"]
+    assert (record["world_size"], record["timeout_s"], record["executor_options"]["max_parallel"]) == (2, 3600.0, 1)
+    origins = record["origins"]
+    assert (origins["n"], origins["timeout"], origins["option.max_parallel"]) == ("--n", "REPLICAS_TIMEOUT", "--option")
+    assert list_runs() == []
+
+
+def test_what_is_wrong_with_a_launch_is_said_with_the_file_that_says_it(here: HereInstead, file: Path) -> None:
+    for change, message in (
+        ("n = 0", f"Error: n must be at least 1, got n=0.\n  n is set by {file}.\n"),
+        ("backend = 'modla'", f"Did you mean 'modal'? Known: hf, inline, local, modal.\n  backend is set by {file}.\n"),
+        ("entrypoint = 'jb.py'", f"does not exist. Did you mean 'job.py'?\n  entrypoint is set by {file}.\n"),
+        ("option.local.gpu = 1", f"max_parallel, preload, term_grace_s.\n  option.gpu is set by {file}.\n"),
+        ("option.local.preload = 1", f"got 1.\n  option.preload is set by {file}.\n"),
+        ("args.steps = 'x'\nentrypoint = 't.py'", f"takes steps as an int.\n  args.steps is set by {file}.\n"),
+        ("[profile.small]\nm = 1", f"Error: [profile.small] of {file}: No setting 'm'. Known: args, backend"),
+    ):
+        (here.folder.path / "t.py").write_text("def main(steps: int): ...\n")
+        file.write_text(change if "[" in change else f"{change}\n" + ("" if change.startswith("n ") else "n = 1\n"))
+        result = here.replicas("launch")
+        assert (result.code, result.stdout) == (2, ""), change
+        assert message in result.stderr, change
+    assert here.replicas("launch", "--help").code == 0, "a broken file breaks no help"
+
+
+def test_config_prints_what_holds_and_who_says_so(
+    here: HereInstead, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPLICAS_GPU", "H100")
+    result = here.replicas("config", "--profile", "laptop")
+    assert result.code == 0
+    tables = tomllib.loads(result.stdout)
+    assert tables["args"] == {"steps": 40, "name": "5", "where": "here"}
+    assert (tables["n"], tables["gpu"], tables["option"]["local"]["preload"]) == (1, "H100", [])
+    lines = [re.split("  +# ", line) for line in result.stdout.splitlines()]
+    assert ["n = 1", f"[profile.laptop] of {file}"] in lines
+    assert ['gpu = "H100"', "REPLICAS_GPU"] in lines
+    document = here.replicas("config", "--json").json
+    assert document["files"] == [str(file)]
+    assert document["settings"]["option.local.preload"] == {"value": [], "origin": str(file)}
+    file.write_text("[option.local]\nmax_paralel = 2\n")
+    result = here.replicas("config")
+    assert result.code == 2
+    assert f"{file}: Backend 'local' has no option 'max_paralel'. Did you mean 'max_parallel'?" in result.stderr
+    file.unlink()
+    monkeypatch.delenv("REPLICAS_GPU")
+    assert "No settings" in here.replicas("config").stdout
+
+
+def test_the_template_names_every_setting_and_holds_once_it_is_uncommented(here: HereInstead) -> None:
+    file = here.folder.path / "replicas.toml"
+    assert here.replicas("config", "--template").code == 0
+    assert tomllib.loads(file.read_text()) == {}
+    file.write_text(re.sub(r"(?m)^# ([\w-]+ = .*|\[.*\])$", r"\1", file.read_text()))
+    result = here.replicas("config", "--json")
+    assert result.code == 0, result
+    assert {"entrypoint", "n", "secret", "json", "args.steps", "option.local.preload"} <= result.json["settings"].keys()
+    assert here.replicas("config", "--template").code == 2, "it overwrites nothing"
+    assert os.path.getsize(file) > 1000

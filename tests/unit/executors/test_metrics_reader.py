@@ -1,0 +1,207 @@
+"""Segments become rows on one time line; what does not fit is named, and hides nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from support.hostile_records import ANSI, DEEP, outcome_json, run_json
+
+from executors.metrics import metrics as metrics_module
+from executors.metrics import segments as segments_module
+from executors.metrics.metrics import Metrics, read_metrics
+from executors.metrics.rows import Numbers, Round, Usage
+from executors.store import MemoryStore
+from executors.task.record import RunRecord
+
+ROUND = {
+    "t": 4.0, "entry": 0, "fragment": 0, "ranks": [0, 1], "verdict": "counted", "weight": 10, "up": 5, "down": 7,
+    "train_s": 3.0, "wait_s": 0.5, "move_s": 0.25, "reduce_s": 0.125, "step_s": 0.125, "norm": 2.5, "mean_norm": None,
+}  # fmt: skip
+NUMBERS = {"t": 1.0, "step": 3, "loss": 2.5}
+USAGE = {"t": 5.0, "cpu": 1.5, "rss": 1000}
+T0 = 1.7e9
+
+
+class Scene:
+    """A run of two whose segments are written by hand."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+
+    def segment(self, *lines: Any, rank: int = 0, attempt: int = 0, number: int = 0) -> Scene:
+        text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n"
+        self.store.put(f"run/metrics/{rank:04d}/{attempt}/{number:06d}.jsonl", text.encode(errors="surrogatepass"))
+        return self
+
+    def record(self, name: str, fields: Any, rank: int = 0, attempt: int = 0) -> Scene:
+        self.store.put(f"run/replicas/{rank:04d}/{attempt}/{name}.json", json.dumps(fields).encode())
+        return self
+
+    def claim(self, at: float, rank: int = 0, attempt: int = 0, host: str = "a") -> Scene:
+        return self.record("started", {"nonce": "n", "host": host, "at": at}, rank, attempt)
+
+    def read(self) -> Metrics:
+        return read_metrics(self.store, "run", RunRecord.parse(run_json(created_at=T0)))
+
+
+def test_lines_become_rows_in_the_order_of_rank_attempt_and_time() -> None:
+    scene = Scene().segment(USAGE, {"t": 9.0, "left_with": 1.0, "name": "main"}, number=1).segment(ROUND, NUMBERS)
+    found = scene.segment(NUMBERS, rank=1).claim(T0).claim(T0, rank=1).read()
+    assert found.problems == []
+    assert [type(row) for row in found] == [Numbers, Round, Usage, Numbers]
+    numbers, a_round, usage, _ = found
+    assert numbers == Numbers(rank=0, attempt=0, t=1.0, values={"step": 3, "loss": 2.5})
+    assert isinstance(a_round, Round)
+    assert (a_round.ranks, a_round.norm, a_round.mean_norm, a_round.round_s, a_round.name) == (
+        (0, 1),
+        2.5,
+        None,
+        1,
+        "main",
+    )
+    assert usage == Usage(rank=0, attempt=0, t=5.0, cpu=1.5, rss=1000)
+    assert (found.numbers[0], found.rounds, found.usage) == (numbers, [a_round], [usage])
+
+
+def test_columns_have_one_value_for_each_row() -> None:
+    columns = Scene().segment({**NUMBERS, "lr": 0.1}, ROUND, USAGE).claim(T0).read().to_dict()
+    assert {len(column) for column in columns.values()} == {3}
+    assert list(columns)[:8] == ["kind", "rank", "attempt", "s", "step", "loss", "lr", "entry"]
+    assert (columns["kind"], columns["loss"]) == (["numbers", "round", "usage"], [2.5, None, None])
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2, is not JSON"),
+        (DEEP, "it is not a JSON object"),
+        ("[" * 200_000, "line 2, is not JSON"),
+        ("[1]", "it is not a JSON object"),
+        ('1,{"t":1}', "line 2, is not JSON"),
+        ({"t": 1, "loss": "low"}, "'loss' is 'low', a number from"),
+        ({"t": 1, "loss": True}, "'loss' is true, a number from"),
+        ({"t": 1, "loss": {"a": 1}}, "'loss' is an object, a number from"),
+        ({"t": 1, "loss": 10**400}, "'loss' is 1000"),
+        ({"t": 1, "step": -(10**400), "loss": 10**400}, "'step' is -1000"),
+        ({"t": 10**12, "step": -(10**12), "loss": 1}, "'t' is 1000000000000"),
+        ({"loss": 1.0}, "'t' is missing"),
+        ({"t": -1, "loss": 1.0}, "'t' is -1, a number from 0"),
+        ({"t": 1e12}, "'t' is 1000000000000.0, a number from 0"),
+        ({"t": 1, "x" * 300: 1}, "a name of more than 200 characters"),
+        ({"t": 1, **{f"n{n}": n for n in range(2000)}}, "more than 1000 numbers"),
+        ({**ROUND, "verdict": "won"}, "'verdict' is 'won', one of counted, carried, dropped was expected"),
+        ({**ROUND, "ranks": ["0"]}, "'ranks' is a list"),
+        ({**ROUND, "train_s": -1}, "'train_s' is -1"),
+        ({**ROUND, "weight": None}, "'weight' is null"),
+        ({**USAGE, "rss": 1.5}, "'rss' is 1.5, an integer"),
+        ({"t": 1, "left_out": "all"}, "'left_out' is 'all'"),
+    ],
+)  # fmt: skip
+def test_a_line_that_does_not_fit_is_named_and_the_others_are_read(line: Any, said: str) -> None:
+    found = Scene().segment(NUMBERS, line, {**NUMBERS, "t": 2.0}).segment(NUMBERS, rank=1).claim(T0).read()
+    assert [(row.rank, row.t) for row in found] == [(0, 1.0), (0, 2.0), (1, 1.0)]
+    (problem,) = found.problems
+    assert said in problem
+    assert "run/metrics/0000/0/000000.jsonl" in problem
+    assert len(problem) < 1000
+
+
+def test_numbers_that_are_not_finite_are_left_out_and_counted() -> None:
+    lines = ['{"t":1,"step":1,"loss":NaN}', '{"t":2,"step":2,"loss":Infinity}', '{"t":3,"step":3,"loss":-1e999}']
+    found = Scene().segment(NUMBERS, *lines).read()
+    assert [dict(row.values) for row in found.numbers] == [{"step": 3, "loss": 2.5}, *({"step": n} for n in (1, 2, 3))]
+    assert found.problems == ["Rank 0, attempt 0: 'loss' was reported 3 times as a value that is not finite."]
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene().segment(NUMBERS).segment({"t": 3, "left_out": 7}, number=3)
+    scene.store.put("run/metrics/0000/0/000004.jsonl", b" " * (5 << 20))
+    scene.store.put(f"run/metrics/{ANSI.replace(chr(0), '')}/x", b"")
+    problems = scene.read().problems
+    assert [said for said in problems if not said.isprintable()] == []
+    foreign, large, gap, dropped = problems
+    assert "is not a segment." in foreign
+    assert "has 5242880 bytes" in large
+    assert gap == "Rank 0, attempt 0: segments are missing, the first is number 1."
+    assert dropped == "Rank 0, attempt 0: 7 lines were dropped, because no segment could be written."
+    monkeypatch.setattr(segments_module, "MAX_BYTES", 100)
+    assert "segments are left out: together they have more than 100 bytes." in scene.read().problems[1]
+    monkeypatch.setattr(metrics_module, "MAX_PROBLEMS", 1)
+    assert scene.read().problems[1].endswith("more problems.")
+
+
+def test_names_beyond_many_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments_module, "MAX_NAMES", 2)
+    found = Scene().segment(*({"t": n, f"n{n}": n} for n in range(5)), {"t": 9, "n0": 1, "n4": 1}).read()
+    assert found.names() == ["n0", "n1"]
+    assert found.problems == ["Rank 0, attempt 0: 3 names of numbers beyond 2 are left out."]
+    assert found.numbers[-1].values == {"n0": 1}
+
+
+def test_a_run_without_any_segment_has_no_rows_and_no_problems() -> None:
+    found = Scene().read()
+    assert (list(found), found.problems, found.attempts, found.as_of_s, found.names()) == ([], [], [], 0.0, [])
+    assert found.ledger.goodput is None
+
+
+def test_attempts_begin_at_their_claims_and_end_at_their_outcomes() -> None:
+    ended = outcome_json(1, finished_at=T0 + 30, host="a")
+    lost = outcome_json(0, status="failed", reason="lost", finished_at=T0 + 4000, host="elsewhere")
+    scene = Scene().claim(T0).claim(T0 + 2, rank=1).claim(T0 + 50, attempt=1)
+    scene.record("outcome", ended, rank=1).record("outcome", lost).record("heartbeat", {"at": T0 + 20})
+    found = scene.segment(NUMBERS).segment({**NUMBERS, "t": 9.0}, attempt=1).read()
+    assert (found.began_at, found.as_of_s) == (T0, 59.0)
+    spans = [(span.rank, span.attempt, span.started_s, span.ended_s) for span in found.attempts]
+    assert spans == [(0, 0, 0.0, 20.0), (0, 1, 50.0, None), (1, 0, 2.0, 30.0)], "who found it lost came late"
+    assert [found.at(row) for row in found] == [1.0, 59.0]
+    assert found.attempts[0].outcome is not None
+
+
+def test_a_record_of_an_attempt_that_cannot_be_read_is_named() -> None:
+    found = Scene().segment(NUMBERS).record("started", [1]).claim(T0, rank=1).record("outcome", {}, rank=1).read()
+    assert len(found) == 1
+    assert ["started.json" in said or "outcome.json" in said for said in found.problems] == [True, True]
+
+
+def saw(*times: float, verdict: str = "counted", first: int = 0) -> list[dict[str, Any]]:
+    return [{**ROUND, "entry": first + n, "t": t, "verdict": verdict} for n, t in enumerate(times)]
+
+
+@pytest.mark.parametrize("skew", [-7000.0, -0.5, 0.0, 3.0, 100.0])
+def test_clocks_that_differ_are_put_right_by_the_seals_that_both_saw(skew: float) -> None:
+    """Rank 1 is claimed 10 s after rank 0, sees each seal a little later, one much later, and its clock is wrong."""
+    scene = Scene().claim(T0).claim(T0 + 10 + skew, rank=1, host="b")
+    scene.segment(*saw(20.0, 30.0, 40.0, 50.0, 60.0)).segment(*saw(10.5, 45.0, 30.01, 40.5), rank=1)
+    found = scene.read()
+    assert found.attempts[1].started_s - found.attempts[0].started_s == pytest.approx(10, abs=0.51)
+    late = max(found.rounds, key=found.at)
+    assert (late.entry, found.at(late) - found.attempts[0].started_s) == (4, 60.0)
+
+
+def test_an_attempt_that_saw_no_seal_has_the_clock_of_its_host() -> None:
+    scene = Scene().claim(T0).claim(T0 + 105, rank=1, host="b").claim(T0 + 160, rank=1, attempt=1, host="b")
+    scene.segment(*saw(20.0, 30.0)).segment(*saw(15.0, 25.0), rank=1).segment(NUMBERS, rank=1, attempt=1)
+    starts = [span.started_s for span in scene.claim(T0 + 7, rank=2, host="c").read().attempts]
+    assert starts == pytest.approx([0.0, 5.0, 60.0, 7.0])
+
+
+def test_a_late_sight_of_a_seal_is_no_wrong_clock_where_others_say_so() -> None:
+    scene = Scene().claim(T0).claim(T0, rank=1, host="b")
+    scene.segment(*saw(20.0, 30.0, 40.0)).segment(*saw(50.0, 55.0, verdict="carried"), *saw(40.0, first=2), rank=1)
+    assert [span.started_s for span in scene.read().attempts] == [0.0, 0.0]
+
+
+def test_the_ledger_of_a_run_knows_who_failed_and_who_left_with_what() -> None:
+    scene = Scene().claim(T0).claim(T0, rank=1)
+    scene.segment(*saw(10.0, 20.0), {"t": 21.0, "left_with": 3.0, "name": "main"})
+    scene.segment(*saw(10.0, 20.0), rank=1)
+    scene.record("outcome", outcome_json(0, finished_at=T0 + 30, host="a"))
+    scene.record("outcome", outcome_json(1, status="failed", reason="signal", finished_at=T0 + 23, host="a"), rank=1)
+    ledger = scene.read().ledger
+    assert (ledger.counted, ledger.carried, ledger.dropped) == (40.0, 3.0, 0.0)
+    assert ledger.lost == pytest.approx(10.0), "10 units in 3 s of training, and 3 s until it was killed"
+    assert ledger.by_rank[1].lost == ledger.lost
+    assert not math.isnan(ledger.goodput or math.nan)

@@ -1,0 +1,150 @@
+"""What a notebook shows of a run, and the thread that renews it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from executors.errors import StoreError
+from executors.metrics.metrics import Metrics
+from executors.metrics.rows import Numbers
+from executors.protocol import Outcome, ReplicaStatus
+from executors.run import notebook
+from executors.run.notebook import MAX_POINTS, Curves, Display, NotebookView, bar
+from executors.status import ReplicaState, RunStatus, pauses
+from executors.testing import eventually
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+def state(*reports: dict[str, Any], status: ReplicaStatus = ReplicaStatus.RUNNING, attempt: int = 0) -> RunStatus:
+    return RunStatus(
+        "mine", "local", [ReplicaState(r, attempt, status, reported=each) for r, each in enumerate(reports)]
+    )
+
+
+def measured(*losses: float) -> Metrics:
+    rows = [Numbers(rank=0, attempt=0, t=t, values={"step": 10.0 * t, "loss": loss}) for t, loss in enumerate(losses)]
+    return Metrics(
+        run_id="mine", world_size=1, began_at=0.0, as_of_s=0.0, attempts=[], rows=rows, problems=[], origins={}
+    )
+
+
+def document() -> dict[str, Any]:
+    raise StoreError("no answer")
+
+
+class Recorded(NotebookView):
+    """Keeps what it would show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened, self.shown, self.said = 0, list[str](), list[str]()
+
+    def open(self, status: RunStatus) -> None:
+        self.opened += 1
+
+    def update(self, status: RunStatus) -> None:
+        self.shown.append(str(status.status))
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notebook, "EVERY_S", 0.01)
+
+
+def is_shown() -> bool:
+    return any(thread.name == "replicas-show" for thread in threading.enumerate())
+
+
+def test_the_curves_are_of_each_attempt_and_stay_small() -> None:
+    curves = Curves()
+    assert curves.to_svg() == ""
+    for step in range(3 * MAX_POINTS):
+        curves.add(state({"step": step, "loss": 1 / (step + 1)}, {"step": step, "loss": 2.0}))
+    for step in (0, 1):
+        curves.add(state({"step": step, "loss": 0.5}, attempt=1))
+    lines = re.findall(r'points="([^"]*)"', curves.to_svg())
+    assert len(lines) == 3
+    assert all(len(line.split()) <= MAX_POINTS for line in lines)
+    assert lines[0].startswith("60.0,90.0 ")
+    assert lines[0].split()[-1].startswith("620.0,")
+
+
+def test_a_curve_begins_with_what_was_measured_before_anybody_looked() -> None:
+    curves = Curves()
+    curves.begin(measured(4.0, 3.0, 2.0))
+    curves.add(state({"step": 20, "loss": 2.0}))
+    curves.add(state({"step": 40, "loss": 1.0}))
+    (line,) = re.findall(r'points="([^"]*)"', curves.to_svg())
+    assert [point.split(",")[0] for point in line.split()] == ["60.0", "200.0", "340.0", "620.0"]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"step": math.inf, "loss": 1.0}, {"step": 1, "loss": math.nan}, {"loss": 1.0}, {"step": 10**290, "loss": 1.0}],
+)
+def test_what_has_no_place_in_a_curve_is_left_out(odd: dict[str, Any]) -> None:
+    curves = Curves()
+    for step in (1, 2):
+        curves.add(state({"step": step, "loss": 2.0}))
+        curves.add(state(odd))
+    (line,) = re.findall(r'points="([^"]*)"', curves.to_svg())
+    assert len(line.split()) == 2
+
+
+def test_text_of_a_run_is_inert_in_a_cell() -> None:
+    outcome = Outcome(0, 0, ReplicaStatus.FAILED, "exception", error=f"Oops: {HOSTILE}")
+    failed = ReplicaState(0, 0, ReplicaStatus.FAILED, outcome, reported={f"<b>{HOSTILE}": 1.0})
+    html = RunStatus(HOSTILE, HOSTILE, [failed]).to_html(between=bar(state({"step": 1, "total_steps": 4})))
+    assert '<progress value="0.2500"' in html
+    assert set(re.findall(r"</?([a-z]+)", html)) == {"p", "progress", "table", "thead", "tbody", "tr", "th", "td"}
+
+
+def test_one_thread_renews_all_cells_and_ends_with_the_run() -> None:
+    is_over = threading.Event()
+    view = Recorded()
+    ended = ReplicaStatus.SUCCEEDED
+    display = Display(
+        lambda: state({}, status=ended) if is_over.is_set() else state({}), pauses, measured, document, view
+    )
+    display.show()
+    display.show()
+    assert view.opened == 2
+    assert sum(thread.name == "replicas-show" for thread in threading.enumerate()) == 1
+    eventually(lambda: view.shown)
+    is_over.set()
+    display.settle()
+    assert not is_shown()
+    assert view.shown[-1] == "succeeded"
+    display.show()
+    assert not is_shown()
+
+
+def test_a_store_that_fails_for_a_moment_is_named_and_one_that_fails_for_long_ends_the_display(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: Iterator[int] = itertools.count()
+
+    def look() -> RunStatus:
+        if next(looks) in (1, 2):
+            raise StoreError("no answer")
+        return state({})
+
+    view = Recorded()
+    Display(look, pauses, measured, document, view).show()
+    eventually(lambda: view.shown)
+    assert view.said == ["Looking again: no answer"] * 2
+    monkeypatch.setattr(notebook, "PATIENCE_S", 0.0)
+    looks = itertools.cycle([1])
+    eventually(lambda: not is_shown())
+    assert view.said[-1] == "No longer shown; call show() again: no answer"

@@ -1,0 +1,281 @@
+"""What the page of a run says and holds, without a browser: numbers, thinning, the time line, and hostile text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Mapping
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.made_up_runs import HOSTILE, SCENES, Scene, failed_at_once, hostile, made_up, with_kills
+
+from executors.metrics.rows import Round
+from executors.report.curves import Line, middle, thin
+from executors.report.document import ANCHOR, Subject, curves, document
+from executors.report.page import ASSETS, page, write_page
+from executors.report.timeline import MAX_SPANS
+from executors.report.words import last_lines, name_number, name_share, name_size, one_line
+
+Document = dict[str, Any]
+
+
+class Elements(HTMLParser):
+    """Counts the elements of a page, and keeps their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+def noisy(rank: int, n: int = 10_000) -> Line:
+    rng = random.Random(rank)
+    return Line.of(rank, 0, [(step, math.exp(-step / n) + rng.gauss(0, 0.1)) for step in range(n)])
+
+
+# Curves
+
+
+def test_a_thinned_line_keeps_the_least_and_the_greatest_value_of_each_bin() -> None:
+    lines = [noisy(0), noisy(1)]
+    thinned = thin(lines, 100)
+    assert (len(thinned["x"]), thinned["bins"], thinned["points"]) == (100, 50, 20_000)
+    for line, drawn in zip(lines, thinned["lines"], strict=True):
+        for number in range(50):
+            ys = line.ys[[step * 50 // 9999 == number or (number == 49 and step == 9999) for step in range(10_000)]]
+            kept = drawn["y"][2 * number : 2 * number + 2]
+            assert sorted(kept) == pytest.approx([ys.min(), ys.max()], rel=1e-4)
+            assert (kept[0] < kept[1]) == (ys.argmin() < ys.argmax())
+
+
+def test_a_short_line_stays_as_it_is_without_what_is_not_finite() -> None:
+    lines = [Line.of(0, 0, [(3, 0.5), (1, 2.0), (2, math.nan)]), Line.of(1, 0, [(2, 1.0), (4, math.inf)])]
+    thinned = thin(lines, above={"middle": [(2.4, 7.0)]})
+    assert thinned["x"] == [1, 2, 3]
+    assert [line["y"] for line in thinned["lines"]] == [[2, None, 0.5], [None, 1, None]]
+    assert (thinned["above"], thinned["bins"]) == ({"middle": [None, 7, None]}, None)
+
+
+def test_the_middle_is_the_median_of_ranks_where_most_of_them_are() -> None:
+    lines = [Line.of(rank, 0, [(x, float(rank * rank)) for x in range(100 if rank else 10)]) for rank in range(5)]
+    assert {round(y, 3) for x, y in middle(lines) if x > 10} == {6.5}  # of 1, 4, 9, 16
+    assert middle(lines)[0][1] == 4
+
+
+def test_a_loss_that_was_computed_before_a_round_is_not_called_the_first_after_it() -> None:
+    made = made_up(Scene(n=2, rounds=10))
+    shown = document(made)["curves"]["shown"]
+    assert list(shown[0]["above"]) == [ANCHOR]
+    rows = made.metrics.numbers
+    sparse = [row for row in rows if row.values["step"] % 10 == 0]  # as loops do that report after a round
+    object.__setattr__(made.metrics, "rows", [*sparse, *made.metrics.rounds])
+    made.metrics.__dict__.pop("numbers", None)
+    assert list(curves(made.metrics)["shown"][0]["above"]) == ["median of replicas"]
+
+
+# Rounds and the time line
+
+
+@pytest.fixture(scope="module")
+def kills() -> tuple[Subject, Document]:
+    made = with_kills()
+    return made, document(made)
+
+
+def test_who_came_last_is_charged_with_what_the_others_waited_more(kills: tuple[Subject, Document]) -> None:
+    subject, made = kills
+    rounds: dict[int, list[Round]] = {}
+    for row in subject.metrics.rounds:
+        rounds.setdefault(row.entry, []).append(row)
+    waited = sum(row.wait_s for row in subject.metrics.rounds)
+    cost = {row["rank"]: row["cost_s"] for row in made["replicas"]}
+    assert sum(cost.values()) <= waited
+    assert made["notable"][0] == 3
+    assert cost[3] > 10 * max(cost[0], cost[2])
+    by_hand = sum(
+        sum(row.wait_s for row in rows) - len(rows) * min(row.wait_s for row in rows)
+        for rows in rounds.values()
+        if min(rows, key=lambda row: row.wait_s).rank == 3
+    )
+    assert cost[3] == pytest.approx(by_hand, abs=0.01)
+
+
+def test_who_is_missing_is_charged_with_what_everybody_waited(kills: tuple[Subject, Document]) -> None:
+    _, made = kills
+    row = next(row for row in made["replicas"] if row["rank"] == 1)
+    assert (row["missing"], row["attempt"], row["cost_s"] > 15) == (2, 2, True), "three waited 3 s, twice"
+    texts = [each["text"] for each in made["in_short"]]
+    assert any(text.startswith("Rank 3 held the others up for ") for text in texts)
+    assert any(text.startswith("Rank 1 came back twice; ") for text in texts)
+
+
+def test_a_norm_that_drifts_is_marked_in_its_round(kills: tuple[Subject, Document]) -> None:
+    _, made = kills
+    drifting = {row["round"]: [*row["drifting"]] for row in made["rounds"]["table"] if row["drifting"]}
+    assert drifting == {17: ["3"], 34: ["3"], 51: ["3"], 68: ["3"]}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_the_spans_of_a_lane_leave_no_gap_between_its_beginning_and_the_end(scene: str) -> None:
+    made = document(SCENES[scene]())
+    timeline = made["timeline"]
+    for lane in timeline["lanes"]:
+        spans = lane["spans"]
+        assert all(before[2] == pytest.approx(after[1], abs=0.002) for before, after in pairwise(spans))
+        if made["status"] != "succeeded" or made["numbers"]["restarts"]:
+            assert spans[-1][2] == pytest.approx(timeline["end_s"], abs=0.5)
+
+
+def test_times_in_the_time_line_are_those_that_replicas_measured(kills: tuple[Subject, Document]) -> None:
+    subject, made = kills
+    waited = sum(b - a for lane in made["timeline"]["lanes"] for kind, a, b, _ in lane["spans"] if kind == "waiting")
+    assert waited == pytest.approx(sum(row.wait_s for row in subject.metrics.rounds), rel=0.01)
+    (lane,) = [lane for lane in made["timeline"]["lanes"] if lane["rank"] == 1]
+    assert [kind for kind, _, _ in lane["marks"]] == ["fail", "restart", "fail", "restart"]
+    assert [kind for kind, *_ in lane["spans"]].count("dead") == 2
+
+
+def test_rounds_are_merged_where_there_are_many_spans_and_their_times_are_kept() -> None:
+    subject = made_up(Scene(n=8, rounds=400, inner=2))
+    timeline = document(subject)["timeline"]
+    spans = [span for lane in timeline["lanes"] for span in lane["spans"]]
+    assert timeline["merged"] == 3
+    assert len(spans) <= MAX_SPANS
+    waited = sum(b - a for kind, a, b, _ in spans if kind == "waiting")
+    assert waited == pytest.approx(sum(row.wait_s for row in subject.metrics.rounds), rel=0.02)
+
+
+def test_the_six_numbers_are_sums_over_the_rows(kills: tuple[Subject, Document]) -> None:
+    subject, made = kills
+    six, rounds = made["numbers"], subject.metrics.rounds
+    alive = sum((span.ended_s or 0) - span.started_s for span in subject.metrics.attempts)
+    assert six["waiting"] == pytest.approx(sum(row.wait_s for row in rounds) / alive)
+    assert six["in_rounds"] == pytest.approx(sum(row.move_s + row.reduce_s + row.step_s for row in rounds) / alive)
+    assert (six["bytes_up"], six["restarts"]) == (sum(row.up for row in rounds) / 4, 2)
+    assert six["data_parallel_bytes"] == pytest.approx(3_000_000 * 800, rel=0.001)
+    assert six["work"]["lost"] == 10
+
+
+def test_a_run_that_failed_at_once_begins_with_its_cause() -> None:
+    made = document(failed_at_once())
+    assert made["in_short"][0] == {
+        "tone": "bad",
+        "text": "ValueError: no shard 'corpus-0003' (ranks 0-3 of 4, data.py:12).",
+    }
+    text = page(made)
+    assert text.index("<h2>Failures") < text.index("<h2>Time line")
+    assert "last words" in text
+
+
+# The page
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_a_page_is_strict_json_and_html_of_bounded_size_that_asks_for_nothing(scene: str) -> None:
+    made = document(SCENES[scene]())
+    json.dumps(made, allow_nan=False)
+    text = page(made)
+    assert len(text) < 3_000_000
+    elements = Elements(text)
+    assert {name for _, attributes in elements.found for name in attributes if name.startswith("on")} == set()
+    assert not any("style" in attributes or "src" in attributes for _, attributes in elements.found)
+    assert [link["href"] for link in elements.of("link")] == ["data:,"]
+    assert [script.get("type") for script in elements.of("script")] == ["application/json", None, None]
+
+
+def test_the_policy_of_a_page_names_exactly_its_own_scripts_and_styles() -> None:
+    text = page(document(failed_at_once()))
+    (policy,) = [meta["content"] for meta in Elements(text).of("meta") if "http-equiv" in meta]
+    assert policy is not None
+    for what, element in (("script-src", "<script>"), ("style-src", "<style>")):
+        found = re.findall(f"{element}(.*?)</{element[1:]}", text, re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in found]
+        assert " ".join([what, *(f"'sha256-{digest}'" for digest in digests)]) + ";" in policy
+    assert policy.startswith("default-src 'none'; img-src data:;")
+
+
+def test_hostile_text_is_inert_and_bounded_wherever_it_comes_from() -> None:
+    made = document(hostile())
+    text = page(made)
+    assert len(text) < 200_000
+    assert "<script>window" not in text
+    assert "<img" not in text
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e]", text)
+    assert "\\u003cscript" in text, "a number's name, in the block of JSON"
+    (link,) = Elements(text).of("a")
+    assert link.keys() == {"rel", "href"}
+
+
+def test_a_page_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    made = document(failed_at_once())
+    assert write_page(made, tmp_path / "run.html").read_text() == page(made)
+    broken: Mapping[str, Any] = {**made, "timeline": None}
+    with pytest.raises(TypeError):
+        write_page(broken, tmp_path / "run.html")
+    with pytest.raises(OSError, match="Is a directory"):
+        write_page(made, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.html"]
+    assert (tmp_path / "run.html").read_text() == page(made)
+
+
+def test_texts_and_numbers_are_written_for_people() -> None:
+    assert [name_size(each) for each in (0, 999, 68_700_000, 1e15)] == ["0 B", "999 B", "68.7 MB", "1e+03 TB"]
+    assert [name_share(each) for each in (0, 0.0004, 0.028, 0.5, 0.997, 0.99995, 1)] == [
+        "0 %", "< 0.1 %", "2.8 %", "50 %", "99.7 %", "> 99.9 %", "100 %"
+    ]  # fmt: skip
+    assert [name_number(each) for each in (0.012345, 1.5, 1234567)] == ["0.01235", "1.5", "1,234,567"]
+    assert (
+        last_lines("a\n 10 %\r 99 %\r\n\x1b[31mred\n" + "b" * 999, 3, 20)
+        == "… 1 lines before\n 99 %\nred\n" + "b" * 19 + "…"
+    )
+    assert one_line(f" {HOSTILE} ").endswith("onerror='window.pwned = 2'>")
+
+
+# What is vendored
+
+UPLOT, VERSION = ASSETS / "uplot", "1.6.32"
+
+
+def test_the_vendored_uplot_is_what_its_recorded_sha256_says() -> None:
+    lines = [line.split() for line in (UPLOT / "SHA256SUMS").read_text().splitlines()]
+    recorded = {name: digest for digest, name in lines}
+    found = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in UPLOT.iterdir() if path.name in recorded
+    }
+    assert found == recorded
+    assert {path.name for path in UPLOT.iterdir()} == {*recorded, "SHA256SUMS"}
+    assert f"(v{VERSION})" in (UPLOT / "uPlot.iife.min.js").read_text()[:100]
+    assert "MIT" in (UPLOT / "LICENSE").read_text()
+
+
+@pytest.mark.slow
+def test_the_vendored_uplot_is_the_npm_packages(tmp_path: Path) -> None:
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("there is no npm")
+    done = subprocess.run([npm, "pack", f"uplot@{VERSION}"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"npm does not reach its registry: {done.stderr[-200:]}")
+    with tarfile.open(tmp_path / f"uplot-{VERSION}.tgz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    for path in UPLOT.iterdir():
+        if path.name != "SHA256SUMS":
+            folder = tmp_path / "package" / ("" if path.name == "LICENSE" else "dist")
+            assert path.read_bytes() == (folder / path.name).read_bytes(), path.name
