@@ -12,6 +12,7 @@ so is the model that `train()` leaves.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import signal
 from pathlib import Path
@@ -19,11 +20,18 @@ from typing import Any, TypeVar
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from diloco.errors import DuplicateWorkError
 from diloco.trainers.companion import Companion, check_options
 from diloco.trainers.data_position import DataPosition
 from executors.replica import Replica, current_replica, find_replica
 
 A = TypeVar("A", bound=TrainingArguments)
+log = logging.getLogger(__name__)
+
+SAME_ORDER = (
+    "The Trainer's seed is the same in each replica, and so is the order of the data, unless each has its own share: "
+    "Trainer(model, replica_arguments(args), …), from diloco.trainers.hf, gives each its own."
+)
 SEEDS_APART = 10_007
 """The order of epoch e comes from seed + e: seeds that are next to each other have the same orders, an epoch later."""
 
@@ -39,6 +47,7 @@ def replica_arguments(args: A) -> A:
         own.run_name = f"{args.run_name or replica.run_id}-{replica.rank}"
         own.data_seed = (args.seed if args.data_seed is None else args.data_seed) + SEEDS_APART * replica.rank
         own.seed = args.seed + SEEDS_APART * replica.rank
+        own.of_replica = replica.rank
     return own
 
 
@@ -83,6 +92,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             raise ValueError(problem)
         self._folder = OwnFolder(Path(args.output_dir), replica)
         self._folder.check()
+        if replica.world_size > 1 and getattr(args, "of_replica", None) != replica.rank:
+            log.warning("rank %s: %s", replica.rank, SAME_ORDER)
         companion = Companion(with_["model"], state.max_steps, self._options, begun_at=state.global_step)
         optimizer = with_["optimizer"]
         companion.diloco.attach_state("optimizer", getattr(optimizer, "optimizer", optimizer))
@@ -122,7 +133,10 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         assert folder is not None
         self._data.batch_seen()
         before = companion.last
-        companion.step()
+        try:
+            companion.step()
+        except DuplicateWorkError as error:
+            raise DuplicateWorkError(f"{error} {SAME_ORDER}") from None
         if before is None or before is not companion.last:  # a replica that came later may have it, too
             folder.check()
         state.global_step = companion.trainer_step

@@ -274,6 +274,19 @@ def test_two_replicas_in_one_folder_are_refused_both_and_told_of_their_own(tmp_p
     assert [path.name for path in (tmp_path / ".replicas").iterdir()] == ["another run"]
 
 
+@pytest.mark.parametrize("has_own", [True, False])
+def test_who_has_the_seed_of_all_is_told_before_training(
+    tmp_path: Path, has_own: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_current_replica(Replica(1, 2, "another", 0, "memory://hf"))
+    one = trainer(tmp_path, MemoryStore())
+    if has_own:
+        one.args = replica_arguments(one.args)
+    one.train()
+    said = [record.getMessage() for record in caplog.records if "seed is the same in each" in record.getMessage()]
+    assert len(said) == (0 if has_own else 1)
+
+
 def test_each_replica_has_arguments_of_its_own_and_a_plain_script_keeps_its() -> None:
     args = arguments(Path("out"), seed=7)
     own = []
