@@ -234,7 +234,8 @@ def _summary(result: dict[str, Any], model: ByteTransformer, world_size: int, le
         f"Held-out loss {result['loss_before']:.3f} -> {result['loss']:.3f} nats per byte.",
     ]
     if left < world_size:
-        lines.append(f"{left} of them were there for the last round; the others were gone or late.")
+        was = "was" if left == 1 else "were"
+        lines.append(f"{left} of them {was} there for the last round; the others were gone or late.")
     if "loss_alone" in result:
         alone, parallel = result["loss_alone"], result["loss_data_parallel"]
         lines += [

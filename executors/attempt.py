@@ -35,7 +35,7 @@ from executors.store.records import (
     text,
     to_bytes,
 )
-from executors.store.url import RUN_ID
+from executors.store.url import RUN_ID, was_deleted
 
 T = TypeVar("T")
 MAX_RANK = 10**6  # beyond those launched, replicas may join
@@ -279,7 +279,7 @@ class Attempt:
         return Outcome(self.rank, self.number, status, reason, **more)
 
     def record(self, outcome: Outcome, *, retry_s: float = 0.0) -> Outcome:
-        """Write its outcome unless there is one, and return the one that counts: the first.
+        """Write its outcome unless there is one, or its run was deleted, and return the one that counts: the first.
 
         What ends after its cancel marker was written is `cancelled`, however it ended.
 
@@ -292,10 +292,14 @@ class Attempt:
         if marker is not None:
             reported = None if outcome.reason == "signal" else outcome.error  # the signal was the cancellation's
             error = reported or f"Replica {outcome.rank} was ended: {marker.why.rstrip('.')}."
-            outcome = replace(outcome, status=ReplicaStatus.CANCELLED, reason="cancelled", result=None, error=error)
+            code = outcome.exit_code or None  # with 0 it would look like a success
+            outcome = replace(outcome, status=ReplicaStatus.CANCELLED, reason="cancelled", exit_code=code)
+            outcome = replace(outcome, result=None, error=error)
         outcome = replace(
             outcome, host=outcome.host or socket.gethostname(), finished_at=outcome.finished_at or time.time()
         )
+        if was_deleted(self.store, self.run_id):
+            return outcome
         self.store.put_if_absent(self.key("outcome.json"), _encode(outcome))
         return self.outcome() or outcome
 
@@ -318,7 +322,8 @@ class Attempt:
     def request_cancel(self, why: str = BY_USER) -> None:
         """Leave its cancel marker, so that whatever ends it now is a cancellation. Idempotent."""
         marker = {"by": this_process(), "why": why, "at": time.time()}
-        self.store.put_if_absent(self.key("cancel.json"), to_bytes(marker))
+        if not was_deleted(self.store, self.run_id):
+            self.store.put_if_absent(self.key("cancel.json"), to_bytes(marker))
 
     def abandon(self, error: BaseException) -> None:
         """Close an attempt whose launch failed: nobody waits for it, and its replica ends if it comes up late."""

@@ -202,6 +202,9 @@ def _next_attempts(run: Run, ranks: Sequence[int] | None) -> dict[int, int]:
     Were the numbers asked for later, two who resume at the same time would each have one, and start two copies.
     """
     states = run.status().replicas
+    for state in states if ranks is None else ():
+        if not state.is_readable and state.outcome is not None:
+            raise CorruptObjectError(str(state.outcome.error), url=run.store.url)
     if ranks is None:
         ended = [s for s in states if s.status.is_terminal and s.status is not ReplicaStatus.SUCCEEDED]
         if not ended:

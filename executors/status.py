@@ -69,11 +69,19 @@ class ReplicaState:
     attempt: int
     status: ReplicaStatus
     outcome: Outcome | None = None
+    """How it ended; of one that has not, as far as is known, why nobody can tell."""
     heartbeat_age_s: float | None = None
     reported: dict[str, Any] = field(default_factory=dict)
     """What the replica reported last: step, loss, round, and more of its choice."""
     doing: str = ""
     """In a few words, what it does or waits for before its entrypoint runs."""
+    is_readable: bool = True
+    """Whether its records tell how it is."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or nobody can tell."""
+        return self.status.is_terminal or self.outcome is not None
 
     @property
     def is_replaced(self) -> bool:
@@ -136,7 +144,8 @@ class ReplicaState:
             for name in ("rank", "attempt", "status", "doing", "heartbeat_age_s", "reported", "left_s")
         }
         outcome = self.outcome
-        return {**row, "reason": outcome and outcome.reason, "exit_code": outcome and outcome.exit_code}
+        more = {"reason": outcome and outcome.reason, "exit_code": outcome and outcome.exit_code}
+        return {**row, "note": self.note, **more}
 
 
 def is_failure(outcome: Outcome, min_replicas: int | None) -> bool:
@@ -160,8 +169,8 @@ class RunStatus:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether every replica has ended."""
-        return all(replica.status.is_terminal for replica in self.replicas)
+        """Whether every replica has ended, or nobody can tell of it."""
+        return all(replica.is_over for replica in self.replicas)
 
     @property
     def last_at(self) -> float:
@@ -172,7 +181,7 @@ class RunStatus:
     @property
     def failed_early(self) -> list[int]:
         """The ranks that failed while others go on, as long as nobody has reported a round."""
-        ended = [r for r in self.replicas if r.status is ReplicaStatus.FAILED]
+        ended = [r for r in self.replicas if r.status is ReplicaStatus.FAILED and r.is_readable]
         failed = [r.rank for r in ended if r.outcome is None or is_failure(r.outcome, self.min_replicas)]
         return [] if self.is_terminal or any("round" in r.reported for r in self.replicas) else failed
 
@@ -185,6 +194,7 @@ class RunStatus:
         n_done = dict(self.numbers).get(ReplicaStatus.SUCCEEDED, 0)
         if n_done >= (self.min_replicas or len(self.replicas)):
             return ReplicaStatus.SUCCEEDED
+        found |= {replica.outcome.status for replica in self.replicas if replica.outcome is not None}
         worst_first = (ReplicaStatus.FAILED, ReplicaStatus.CANCELLED)
         return next((status for status in worst_first if status in found), ReplicaStatus.SUCCEEDED)
 

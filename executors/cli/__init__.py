@@ -41,9 +41,10 @@ SYNONYMS = {
 """What other tools call our verbs."""
 HINTS = {
     "-n": ". How many replicas is --n; -n is how many lines.",
+    "--arg": ". A run keeps the arguments it was launched with.",
     "-o": ". An option of the backend is --option; -o is the folder of `replicas collect`.",
 }
-"""What is said of short forms that a verb does not have."""
+"""What is said of options that a verb does not have."""
 
 
 class _Verb(TyperCommand):

@@ -23,8 +23,9 @@ from executors.cli.options import (
     find_run,
 )
 from executors.cli.output import FAILED, JsonOption, Output, finite, inert, one_line, refuse, strict_json
-from executors.errors import KeyNotFoundError, ReplicasError, StoreError
+from executors.errors import ReplicasError, StoreError
 from executors.native import OffsetReader
+from executors.store.artifacts import find_artifacts
 
 if TYPE_CHECKING:
     from executors.attempt import Attempt
@@ -193,10 +194,11 @@ def _copy_log(run: Run, attempt: Attempt, path: Path, *, is_newest: bool) -> str
             except _UnreadableError as error:
                 problem = str(error)
         if file.tell() == 0:
-            with contextlib.suppress(KeyNotFoundError):
-                file.write(attempt.store.get(attempt.key("output.log")))
-                return None
             try:
+                for copy in find_artifacts(attempt.store, attempt.rank, attempt.key("output.log")):
+                    if not copy.name:  # not another object whose name begins so
+                        file.writelines(copy.parts())
+                        return None
                 file.write(run.logs(attempt.rank, EVERY_LINE, attempt=attempt.number).encode())
             except ReplicasError as error:
                 problem = problem or str(error)
@@ -208,8 +210,9 @@ def _copy_log(run: Run, attempt: Attempt, path: Path, *, is_newest: bool) -> str
 
 def _pieces(run: Run, rank: int) -> Iterator[bytes]:
     """Read the log of a rank's newest attempt in pieces, if the executor can read it so."""
-    handle, piece, offset = run.handle(rank), b"-", 0
+    piece, offset = b"-", 0
     try:
+        handle = run.handle(rank)
         while piece and handle is not None and isinstance(run.executor, OffsetReader):
             piece, offset = run.executor.read_logs(handle, offset=offset)
             yield piece

@@ -247,11 +247,17 @@ def resume(
             return CANCELLED
         if from_snapshot:
             output.say(f"{found.run_id} goes on as {resumed.run_id}, from its newest whole snapshot.")
-        return _finish(resumed, output, interrupts, detach=detach)
+        return _finish(resumed, output, interrupts, detach=detach, timeout_s=timeout)
 
 
 def _finish(
-    run: Run, output: Output, interrupts: Interrupts, *, detach: bool, columns: Sequence[str] | None = None
+    run: Run,
+    output: Output,
+    interrupts: Interrupts,
+    *,
+    detach: bool,
+    columns: Sequence[str] | None = None,
+    timeout_s: float | None = None,
 ) -> int:
     """Watch a run that this process started to its end, or leave it; return the exit code."""
     from executors.cli.live import watch
@@ -263,11 +269,11 @@ def _finish(
             output.document(Summary(run, run.outcomes(), None).document())
             return 0
         output.say(run.run_id)
-        output.say(f"{heading(run)}, detached.", "dim")
+        output.say(f"{heading(run, timeout_s)}, detached.", "dim")
         output.say(f"Follow it: replicas logs {name} -f   replicas wait {name}   replicas cancel {name}", "dim")
         return 0
     interrupts.count_on(run.run_id)
-    output.say(heading(run), "bold")
+    output.say(heading(run, timeout_s), "bold")
     try:
         watch(run, output, interrupts=interrupts, columns=columns)
         summary = Summary.of(run, interrupted=interrupts.count > 0)

@@ -7,6 +7,7 @@ import math
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,17 +16,17 @@ from typing import Any
 
 from executors.cli.output import CANCELLED, PROGRESS_EVERY_S, Output, inert, name_duration, name_ranks, one_line
 from executors.cli.summary import reference
-from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError
+from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError, unknown_name
 from executors.protocol import ReplicaStatus
 from executors.run.run import Run
-from executors.status import LONGEST_PAUSE_S, ReplicaState, RunStatus, pauses
+from executors.status import COLUMNS, LONGEST_PAUSE_S, ReplicaState, RunStatus, pauses
 
 PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
 SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Interrupts:
-    """Counts Ctrl-C, and SIGTERM like one, within the block.
+    """Counts Ctrl-C, and SIGTERM and a closed terminal like one, within the block.
 
     Until `count_on` each raises `KeyboardInterrupt`, as usual. After it the first is only counted, and the second ends
     the process.
@@ -39,8 +40,9 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._old_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._old[number] = signal.signal(number, self._note)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
+                self._old[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,7 +102,17 @@ def watch(
         view.close()
         if note:
             output.say(f"{note} The run continues: replicas wait {reference(run)}", "yellow")
+    if columns:
+        note_unknown_columns(columns, run.status())
     return not note
+
+
+def note_unknown_columns(columns: Sequence[str], status: RunStatus) -> None:
+    """Say on stderr which columns that were asked for no replica has reported."""
+    known = {*COLUMNS, *(name for replica in status.replicas for name in replica.reported)}
+    for name in columns:
+        if name not in known:
+            print(inert(f"Note: {unknown_name('column', name, known)}"), file=sys.stderr)
 
 
 def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> None:

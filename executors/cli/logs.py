@@ -16,7 +16,7 @@ from executors.cli.options import (
     RunArgument,
     find_run,
 )
-from executors.cli.output import inert, refuse, usage_errors
+from executors.cli.output import JsonOption, Output, inert, refuse, usage_errors
 from executors.logs import MAX_READ_BYTES
 
 ATTEMPT = "An earlier attempt, by its number, or `all`. Default: the newest of each rank."
@@ -37,12 +37,15 @@ def logs(
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,
     option: BackendOptions = None,
+    as_json: JsonOption = False,
 ) -> int:
     """Print what replicas wrote to stdout and stderr.
 
     Lines of more than one rank are led by `\\[rank]`.
     """
     found = find_run(run, rendezvous, backend, option)
+    if as_json and follow:
+        refuse("--json prints one document at the end: leave --follow away.")
     if lines < 0:
         refuse(f"--lines must be at least 0, got {lines}.")
     if attempt not in (None, "all") and not attempt.isdecimal():
@@ -51,6 +54,12 @@ def logs(
     last = "\n"
     with usage_errors():
         which: Any = int(attempt) if attempt and attempt != "all" else attempt
+        if as_json:
+            ranks = rank or range(found.world_size)
+            texts = {one: "".join(found.log_pieces(one, lines, False, which, _note)) for one in ranks}
+            rows = [{"rank": one, "log": text if raw else BAR.sub("", text)} for one, text in texts.items()]
+            Output(as_json).document({"run_id": found.run_id, "attempt": attempt, "replicas": rows})
+            return 0
         for piece in found.log_pieces(rank[0] if rank and is_one else rank, lines, follow, which, _note):
             text = piece if raw else BAR.sub("", piece) if is_one else BAR_OF_RANK.sub(r"\1", piece)
             sys.stdout.write(text)

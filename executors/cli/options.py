@@ -95,7 +95,7 @@ def find_run(
     from executors.run.lookup import attach
 
     if (option or volume) and backend is None:
-        refuse("--option and --volume belong to a backend: give --backend, too.")
+        refuse(f"{'--option' if option else '--volume'} belongs to a backend: give --backend, too.")
     with usage_errors():
         found = attach(run, rendezvous=rendezvous, executor=backend)
         if backend is None or not (option or volume):

@@ -29,6 +29,7 @@ from executors.cli.output import (
     one_line,
     usage_errors,
 )
+from executors.entrypoint import shown
 from executors.errors import ReplicasError, RunNotFoundError
 from executors.native import page_of_job
 from executors.protocol import ReplicaStatus
@@ -68,7 +69,7 @@ def ls(
     for row in rows:
         status = Text(row["status"], style=STYLES.get(row["status"], "dim"))
         age = name_age(time.time() - row["created_at"]) if row["created_at"] else ""
-        table.add_row(row["run_id"], row["backend"], str(row["world_size"]), cut(row["entrypoint"]), status, age)
+        table.add_row(row["run_id"], row["backend"], str(row["world_size"]), cut(shown(row["entrypoint"])), status, age)
     output.say(table)
     for row in rows:
         if row["problem"] is not None:
@@ -99,6 +100,7 @@ def status(
     as_json: JsonOption = False,
 ) -> int:
     """Show the status of each replica of a run."""
+    from executors.cli.live import note_unknown_columns
     from executors.cli.summary import Summary, exit_code, heading
     from executors.cli.table import replica_table, title
     from executors.run.progress import bars
@@ -107,7 +109,7 @@ def status(
     try:
         found = find_run(run, rendezvous, backend, option)
     except RunNotFoundError:
-        if (preparation := find_preparation(run.rpartition("/")[2])) is None:
+        if (preparation := find_preparation(run.rstrip("/").rpartition("/")[2])) is None:
             raise
         text, state = preparation.describe(run), "preparing" if preparation.is_going_on else "never started"
         output.document({"run_id": run, "status": state, "problem": text}) if as_json else output.say(text)
@@ -131,6 +133,7 @@ def status(
     if bar := bars(now):
         output.say(bar)
     output.say(replica_table(now, width=output.console.width, more=columns, brief=True))
+    note_unknown_columns(columns or (), now)
     for rank, page in enumerate(pages):
         if page is not None:
             output.say(f"rank {rank}: {page}", "dim")
@@ -167,12 +170,13 @@ def cancel(
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,
     option: BackendOptions = None,
+    as_json: JsonOption = False,
 ) -> int:
     """Cancel a run, or some of its ranks.
 
     Returns when they are gone, or the backend has agreed to end them. Replicas that have ended stay as they are.
     """
-    output = Output()
+    output = Output(as_json)
     found = find_run(run, rendezvous, backend, option)
     before = found.status(reports=False)
     with usage_errors():
@@ -189,6 +193,8 @@ def cancel(
         output.say(f"Cancelled {found.run_id}: {' and '.join(names)}. Now {after.counts}.")
     else:
         output.say(f"Nothing to cancel in {found.run_id}: {after.counts}.")
+    if as_json:
+        output.document({**after.to_json(), "cancelled": ended, "still_ending": ending})
     return 0
 
 
@@ -197,19 +203,23 @@ def rm(
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,
     option: BackendOptions = None,
+    as_json: JsonOption = False,
 ) -> int:
     """Delete runs and all they left: records, logs, artifacts.
 
     A run that still runs is refused.
     """
-    output = Output()
-    code = 0
+    output = Output(as_json)
+    problems: dict[str, str | None] = {}
     for run in runs:
         try:
             found = find_run(run, rendezvous, backend, option)
             found.remove()
             output.say(f"Removed {found.run_id} from {found.store.url}")
+            problems[run] = None
         except (ReplicasError, BadParameter) as error:
             print(inert(f"Error: {error}"), file=sys.stderr)
-            code = USAGE
-    return code
+            problems[run] = str(error)
+    if as_json:
+        output.document([{"run": run, "removed": error is None, "problem": error} for run, error in problems.items()])
+    return USAGE if any(problems.values()) else 0

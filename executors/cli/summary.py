@@ -30,10 +30,14 @@ V = TypeVar("V")
 MAX_LINES = 8  # of failures or results; the rest is counted
 
 
-def heading(run: Run) -> str:
-    """Describe in one line what was launched."""
+def heading(run: Run, timeout_s: float | None = None) -> str:
+    """Describe in one line what was launched.
+
+    Args:
+        timeout_s: the time limit of what was resumed. None: as launched.
+    """
     replicas = "1 replica" if run.world_size == 1 else f"{run.world_size} replicas"
-    limit = name_limit(run.record.timeout_s)
+    limit = name_limit(run.record.timeout_s if timeout_s is None else timeout_s)
     chaos = "".join(f", chaos {one_line(spec)}" for spec in run.record.chaos)
     what = one_line(shown(run.record.entrypoint))
     return f"{run.run_id}: {replicas} of {what} on {run.backend}, {limit}{chaos}"

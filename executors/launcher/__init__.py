@@ -200,9 +200,11 @@ class LaunchPlan:
 
         request, executor = self.request, self.executor
         store = local_store() if request.rendezvous is None else open_store(request.rendezvous)
-        if request.run_id is not None and (known := locate(self.run_id)) not in (None, store.url):
+        known = None if request.run_id is None else locate(self.run_id)
+        if known is not None and (known != store.url or exists(store, f"{self.run_id}/run.json")):
             raise RunExistsError(
-                f"Run {self.run_id!r} exists at {known}. Choose another run id, or `replicas rm {self.run_id}`."
+                f"Run {self.run_id!r} exists at {known}. Look at it with executors.attach({self.run_id!r}) or "
+                f"`replicas status {self.run_id}`. Choose another run id, or `replicas rm {self.run_id}`."
             )
         spec = create_run(request, self.run_id, store, describe_executor(executor), self.package)
         try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from executors.errors import CorruptObjectError, StoreError
-from executors.metrics.rows import KEY, Left, LeftOut, Numbers, Row, parse_line
+from executors.metrics.rows import KEY, MAX_SECONDS, Left, LeftOut, Numbers, Row, parse_line
 from executors.store import Entry, Store
 from executors.store.parallel import in_parallel
 from executors.store.records import get_at_most
@@ -19,7 +20,7 @@ MAX_SEGMENT_BYTES = 4 << 20  # a writer closes one at a quarter of it
 MAX_BYTES = 1 << 30  # of a run
 MAX_NAMES = 1000  # of reported numbers, in an attempt
 MAX_SHOWN = 200  # characters of a key
-MAX_QUICK = 1e10  # greater numbers, and NaN, are looked at more closely
+NUMBERS = frozenset((float, int))
 READ_AT_ONCE = 256
 
 AttemptKey = tuple[int, int]
@@ -90,14 +91,15 @@ class Lines:
         """Return the row that a line is, if its keys are those of the last one, as it is with almost all; quickly."""
         if line.__class__ is not dict or line.keys() != self._accepted:
             return None
-        for value in line.values():
-            if value.__class__ not in (float, int) or not -MAX_QUICK < value < MAX_QUICK:
+        values = line.values()
+        try:
+            if not NUMBERS.issuperset(map(type, values)) or not 0 <= line["t"] <= MAX_SECONDS:
                 return None
-        t = line.pop("t")
-        if t < 0:
-            line["t"] = t
+            if not math.isfinite(math.fsum(values)):
+                return None  # a value is not finite
+        except (OverflowError, ValueError):  # an integer beyond all floats; infinities of both signs
             return None
-        return Numbers(rank=self.rank, attempt=self.attempt, t=t, values=line)
+        return Numbers(rank=self.rank, attempt=self.attempt, t=line.pop("t"), values=line)
 
     def _named(self, row: Numbers) -> Numbers:
         """Note the names of a row's numbers; leave those out that are too many."""

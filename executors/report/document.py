@@ -20,7 +20,7 @@ from executors.report.measures import Measures
 from executors.report.rounds import UNNOTICED, meetings, rounds_document
 from executors.report.timeline import timeline_document
 from executors.report.words import name_moment, one_line
-from executors.status import RunStatus, name_duration
+from executors.status import TOTAL_STEPS, RunStatus, name_duration
 from executors.task.record import RunRecord, TaskRecord
 
 MAX_VALUES = 220_000  # of all curves together
@@ -129,7 +129,8 @@ def curves(metrics: Metrics) -> dict[str, Any]:
         if x is not None:
             for name, value in row.values.items():
                 points[name][row.rank, row.attempt].append((x, value))
-    points.pop("step", None)
+    for name in ("step", TOTAL_STEPS):
+        points.pop(name, None)
     names = sorted(points, key=lambda name: (name != "loss", not name.startswith("eval_"), name))
     lines = {name: [Line.of(*key, found) for key, found in sorted(points[name].items())] for name in names[:MAX_NAMES]}
     max_points = min(MAX_POINTS, max(MIN_POINTS, MAX_VALUES // max(1, sum(map(len, lines.values())))))

@@ -61,8 +61,15 @@ def fragment(document: Mapping[str, Any]) -> str:
             shapes=SHAPES,
             styles=[_asset(name) for name in STYLES],
             scripts=[_asset(name) for name in SCRIPTS],
+            only_head=False,
         )
     )
+
+
+def head(document: Mapping[str, Any]) -> str:
+    """Return the top of what the page shows, without scripts: what was launched, and in short how it went."""
+    styles = [_asset("page.css")]
+    return _templates().get_template("report.html").render(document, styles=styles, scripts=(), only_head=True)
 
 
 def write_page(document: Mapping[str, Any], path: Path) -> Path:

@@ -28,7 +28,8 @@ def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | Se
         BackendError: the executor is of another backend than the run.
     """
     url: str | None
-    if rendezvous is None and ("://" in run or "/" in run):
+    run = run.rstrip("/")  # as a shell completes the name of a folder
+    if rendezvous is None and "/" in run:
         url, run_id = split_address(run)
     else:
         run_id = run

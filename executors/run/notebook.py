@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import math
 import sys
@@ -36,6 +37,8 @@ class NotebookView:
         self._cells: list[Any] = []
         self._curves = Curves()
         self._fragment = ""
+        self.head = ""
+        """What is shown above a run that has ended."""
 
     def begin(self, metrics: Metrics) -> None:
         """Begin the curves with what was measured so far."""
@@ -64,7 +67,8 @@ class NotebookView:
 
     def _draw(self, status: RunStatus) -> None:
         self._curves.add(status)
-        self._fragment = status.to_html(between=bar(status) + self._curves.to_svg())
+        self._fragment = self.head if status.is_terminal else ""
+        self._fragment += status.to_html(between=bar(status) + self._curves.to_svg())
 
     def _show(self, fragment: str) -> None:
         for cell in self._cells:
@@ -84,6 +88,7 @@ class Display:
         look: returns the run's status.
         pauses: yields the least seconds from one look to the next.
         measured: returns what was measured so far; asked once, as it takes many requests of a long run.
+        document: returns what the run's page shows; asked at its end.
     """
 
     def __init__(
@@ -91,11 +96,13 @@ class Display:
         look: Callable[[], RunStatus],
         pauses: Callable[[], Iterator[float]],
         measured: Callable[[], Metrics],
+        document: Callable[[], Mapping[str, Any]],
         view: NotebookView | None = None,
     ) -> None:
         self._look = look
         self._pauses = pauses
         self._measured: Callable[[], Metrics] | None = measured
+        self._document = document
         self._view = view or NotebookView()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -108,10 +115,19 @@ class Display:
             if self._measured is not None:
                 self._view.begin(self._measured())
                 self._measured = None
+            if status.is_terminal:
+                self._view.head = self._head()
             self._view.open(status)
             if self._thread is None and not status.is_terminal:
                 self._thread = threading.Thread(target=self._renew, name="replicas-show", daemon=True)
                 self._thread.start()
+
+    def _head(self) -> str:
+        from executors.report.page import head
+
+        with contextlib.suppress(ReplicasError):  # what was seen of the run is shown without
+            return head(self._document())
+        return ""
 
     def settle(self) -> None:
         """See that all cells show the end of a run that has ended; then the thread has ended, too."""
@@ -134,7 +150,8 @@ class Display:
                 show = partial(self._view.say, f"{words}: {error}")
             else:
                 failing_since = math.inf
-                is_over = status.is_terminal
+                if is_over := status.is_terminal:
+                    self._view.head = self._head()
                 show = partial(self._view.update, status)
             with self._lock:
                 show()
@@ -181,9 +198,9 @@ class Curves:
         bottom, right = TOP + HEIGHT, LEFT + WIDTH
         drawn = [
             f'<path d="M{LEFT},{TOP}V{bottom}H{right}" fill="none" stroke="currentColor" opacity="0.3"/>',
-            label(LEFT - 6, TOP + 8, "end", f"{high:.4g}"),
+            label(LEFT - 6, TOP + 8, "end", f"{high:.3g}"),
             label(LEFT - 6, TOP + HEIGHT / 2, "end", "loss"),
-            label(LEFT - 6, bottom, "end", f"{low:.4g}"),
+            label(LEFT - 6, bottom, "end", f"{low:.3g}"),
             label(LEFT, bottom + 18, "start", f"step {first:.0f}"),
             label(right, bottom + 18, "end", f"{last:.0f}"),
         ]

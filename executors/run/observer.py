@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from executors.attempt import Attempt, Beat
+from executors.errors import CorruptObjectError, UnknownHandleError
 from executors.inventory import Inventory
 from executors.native import NativeExecutor, Observation, Unfinished
 from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
@@ -49,11 +51,13 @@ class Observer:
         self._is_directory = directory_of(store.url) is not None
         self.is_near = is_near(store.url)
         self._inventory = Inventory()
+        self._merging = threading.Lock()
         self._updated_at = -math.inf
         self._handles: dict[int, tuple[int | None, Any]] = {rank: (0, each) for rank, each in enumerate(handles or ())}
         self._launches: dict[int, Mapping[int, Any]] = {}
         """The handles of launches that left them together, by the number of the attempt."""
         self._outcomes: dict[int, Outcome] = {}
+        self._problems: dict[int, Outcome] = {}
         self._beats: dict[int, tuple[int, Beat | None]] = {}
 
     @property
@@ -74,7 +78,8 @@ class Observer:
         self.map(self._read_outcome, [rank for rank in ranks if self.outcome(rank) is None])
         waiting = [rank for rank in ranks if self.outcome(rank) is None]
         handles = dict(zip(waiting, self._newest_handles(waiting), strict=True))
-        newest = {rank: self.attempt(rank) for rank, handle in handles.items() if handle is not None}
+        known = (rank for rank, handle in handles.items() if handle is not None and self.problem(rank) is None)
+        newest = {rank: self.attempt(rank) for rank in known}
         seen = self._ask_backend(newest, handles) if newest else {}
         ended = [rank for rank, (status, _) in seen.items() if status is not None and status.is_terminal]
         if ended:
@@ -98,7 +103,9 @@ class Observer:
     def update(self, max_age_s: float = 0.0) -> None:
         """List what the replicas have left, unless that was done a moment ago."""
         if time.monotonic() - self._updated_at >= max_age_s:
-            self._inventory |= Inventory.of(self._store, self._run_id)
+            found = Inventory.of(self._store, self._run_id)
+            with self._merging:  # of two threads, none takes back what the other found
+                self._inventory |= found
             self._updated_at = time.monotonic()
 
     def attempt(self, rank: int) -> Attempt:
@@ -111,16 +118,25 @@ class Observer:
         is_final = known is not None and known.status is ReplicaStatus.SUCCEEDED
         return known if is_final or (known and known.attempt == self._inventory.newest(rank)) else None
 
+    def problem(self, rank: int) -> Outcome | None:
+        """Return what is said of a rank whose records do not tell, or not truly, where it runs; None: they do."""
+        found = self._problems.get(rank)
+        return found if found is not None and found.attempt == self._inventory.newest(rank) else None
+
     def handle(self, rank: int) -> Any:
-        """Return a rank's handle; None while it has left none that this process can read."""
+        """Return a rank's handle; None while it has left none.
+
+        Raises:
+            CorruptObjectError: what it left is not a handle of this backend.
+        """
         _, handle = self._handles.get(rank, (None, None))
         if handle is None:  # it may still come: its launcher may be at work
-            self.update()
+            self.update(RECENT_S)
             handle = self._newest_handle(rank)
         return handle
 
     def handles(self) -> list[Any]:
-        """Return the handles in rank order."""
+        """Return the handles in rank order; None for a rank that has left none, or none that can be read."""
         if any(self._handles.get(rank, (None, None))[1] is None for rank in self.ranks):
             self.update()
         return self._newest_handles(self.ranks)
@@ -133,7 +149,7 @@ class Observer:
     def handle_at(self, attempt: Attempt) -> Any:
         """Return the handle of an attempt; None where it left none of its own that this process can read."""
         if attempt.number == self._inventory.newest_launched(attempt.rank):
-            return self._newest_handle(attempt.rank)
+            return self._readable_handle(attempt.rank)
         number, known = self._handles.get(attempt.rank, (None, None))
         return known if number == attempt.number else attempt.handle(self._record.backend)
 
@@ -143,11 +159,15 @@ class Observer:
         Args:
             ranks: those that have ended.
         """
-        missing = [rank for rank in ranks if self.outcome(rank) is None]
+        missing = [rank for rank in ranks if self.outcome(rank) is None and self.problem(rank) is None]
         rows = self._executor().collect([self.handle(rank) for rank in missing]) if missing else []
         for rank, row in zip(missing, rows, strict=True):
             if as_status(row.get("status")).is_terminal:
                 self._outcomes[rank] = Outcome.of_row(rank, self.attempt(rank).number, row)
+
+    def ending(self, state: ReplicaState) -> Outcome:
+        """Return how a replica ended, as far as is known."""
+        return state.outcome or self.outcome(state.rank) or self.attempt(state.rank).ended(state.status)
 
     def map(self, act: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Act on several items: at once where each takes round trips, and in turn on a directory."""
@@ -158,8 +178,19 @@ class Observer:
 
     def _read_outcome(self, rank: int) -> None:
         attempt = self.attempt(rank)
-        if self._inventory.has(rank, attempt.number, "outcome") and (outcome := attempt.outcome()):
-            self._outcomes[rank] = outcome
+        if self._inventory.has(rank, attempt.number, "outcome"):
+            self._keep_outcome(attempt)
+
+    def _keep_outcome(self, attempt: Attempt) -> bool:
+        """Read how an attempt ended, if it did; False while it has left no outcome."""
+        try:
+            outcome = attempt.outcome()
+        except CorruptObjectError as error:
+            self._problems[attempt.rank] = unreadable(attempt, error)
+            return True
+        if outcome is not None:
+            self._outcomes[attempt.rank] = outcome
+        return outcome is not None
 
     def _newest_handles(self, ranks: Sequence[int]) -> list[Any]:
         newest = {rank: self._inventory.newest_launched(rank) for rank in ranks}
@@ -167,7 +198,14 @@ class Observer:
         for number, n in unread.items():
             if number is not None and n > 1 and not self.is_near and number not in self._launches:
                 self._launches[number] = kept_handles(self._store, self._run_id, number, self._record.backend)
-        return self.map(self._newest_handle, ranks)
+        return self.map(self._readable_handle, ranks)
+
+    def _readable_handle(self, rank: int) -> Any:
+        try:
+            return self._newest_handle(rank)
+        except (CorruptObjectError, UnknownHandleError) as error:
+            self._problems[rank] = unreadable(self.attempt(rank), error)
+            return None
 
     def _newest_handle(self, rank: int) -> Any:
         """Return the handle of the newest attempt that has one; read again when a newer one was launched."""
@@ -192,7 +230,15 @@ class Observer:
         if not isinstance(executor, NativeExecutor):
             polled = self.map(lambda rank: as_status(executor.poll(handles[rank])), newest)
             return {rank: (status, "") for rank, status in zip(newest, polled, strict=True)}
-        found = executor.observe([Unfinished(handles[rank], attempt.number) for rank, attempt in newest.items()])
+        try:
+            found = executor.observe([Unfinished(handles[rank], attempt.number) for rank, attempt in newest.items()])
+        except (CorruptObjectError, UnknownHandleError) as error:
+            if len(newest) > 1:  # whose handle it is, is found out by asking for each
+                each_alone = (self._ask_backend({rank: attempt}, handles) for rank, attempt in newest.items())
+                return {rank: seen for alone in each_alone for rank, seen in alone.items()}
+            (rank,) = newest
+            self._problems[rank] = unreadable(newest[rank], error)
+            return {}
         return {rank: self._note(rank, each) for rank, each in zip(newest, found, strict=True)}
 
     def _note(self, rank: int, observation: Observation) -> tuple[ReplicaStatus | None, str]:
@@ -206,11 +252,9 @@ class Observer:
         if self.outcome(rank) is not None:
             return
         attempt = self.attempt(rank)
-        outcome = attempt.outcome()  # it is written before its process ends
-        if outcome is None and reported is not ReplicaStatus.SUCCEEDED:
-            outcome = self._record_for(attempt, reported)
-        if outcome is not None:
-            self._outcomes[rank] = outcome
+        # It is written before its process ends.
+        if not self._keep_outcome(attempt) and reported is not ReplicaStatus.SUCCEEDED:
+            self._outcomes[rank] = self._record_for(attempt, reported)
 
     def _record_for(self, attempt: Attempt, reported: ReplicaStatus | None) -> Outcome:
         """Write the outcome that a third-party executor's replica could not."""
@@ -228,6 +272,9 @@ class Observer:
         status = reported or (ReplicaStatus.RUNNING if has_started else ReplicaStatus.PENDING)
         if not has_started and self._inventory.has(rank, number, "boot"):
             doing = "installing"
+        if (problem := self.problem(rank)) is not None:
+            status = ReplicaStatus.FAILED if self._inventory.has(rank, number, "outcome") else status
+            return ReplicaState(rank, number, status, problem, is_readable=False)
         return ReplicaState(rank, number, status, doing=doing)
 
     def _with_report(self, state: ReplicaState) -> ReplicaState:
@@ -236,9 +283,17 @@ class Observer:
         attempt = self.attempt(state.rank).at(state.attempt)
         number, beat = self._beats.get(state.rank, (None, None))
         if number != state.attempt:
-            beat = attempt.beat() if self._inventory.has(state.rank, state.attempt, "heartbeat") else None
-            if state.outcome is not None:
+            try:
+                beat = attempt.beat() if self._inventory.has(state.rank, state.attempt, "heartbeat") else None
+            except CorruptObjectError as error:
+                return replace(state, doing=str(error))
+            if state.status.is_terminal:
                 self._beats[state.rank] = (state.attempt, beat)
         if beat is None:
             return state
         return replace(state, heartbeat_age_s=max(0.0, time.time() - beat.at), reported=dict(beat.reported))
+
+
+def unreadable(attempt: Attempt, error: Exception) -> Outcome:
+    """Return what is said of an attempt whose records do not tell how it is; it is never written."""
+    return attempt.ended(ReplicaStatus.FAILED, "lost", error=str(error), finished_at=time.time())

@@ -20,7 +20,7 @@ from executors.errors import (
     UnknownHandleError,
 )
 from executors.metrics.metrics import Metrics, read_metrics
-from executors.native import page_of_job
+from executors.native import NativeExecutor, page_of_job
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import executor_of_record
 from executors.root_cause import raise_root_cause
@@ -198,10 +198,9 @@ class Run:
     def outcomes(self) -> list[Outcome]:
         """Return how each replica ended, in rank order, without waiting; those that have not are pending or running."""
         states = self._look()
-        if all(state.status.is_terminal for state in states):
+        if all(state.is_over for state in states):
             self._observer.collect_missing(self._observer.ranks)
-        observer = self._observer
-        return [observer.outcome(s.rank) or observer.attempt(s.rank).ended(s.status) for s in states]
+        return list(map(self._observer.ending, states))
 
     def status(self, *, reports: bool = True) -> RunStatus:
         """Return the state of every replica: status, and what it reported last.
@@ -311,18 +310,22 @@ class Run:
         """Cancel one replica, or all that still run; returns when they are gone. Nothing changes for the others."""
         observer = self._observer
         ranks = observer.ranks if rank is None else [self._check_rank(rank)]
-        alive = [state.rank for state in observer.look(ranks) if not state.status.is_terminal]
+        states = [state for state in observer.look(ranks) if not state.status.is_terminal]
+        alive = [state.rank for state in states if not state.is_over]
         launched = [r for r in alive if self.handle(r) is not None]
         for r in set(alive) - set(launched):
             attempt = observer.attempt(r)
-            if not attempt.has("intent.json"):
+            if not isinstance(self.executor, NativeExecutor):
                 raise RunNotFoundError(
                     f"Run {self.run_id!r}: backend {self.backend!r} left no handle that another process can read. "
                     "Cancel it in the process that launched it."
                 )
-            attempt.request_cancel()  # its launcher died before its service had it; one that comes up late ends, too
+            attempt.request_cancel()  # its launcher died, or has not come to it; one that comes up late ends, too
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
         in_parallel(lambda r: self.executor.cancel(self.handle(r)), launched)
+        for state in states:
+            if state.is_over:  # raises what is wrong with its records
+                self.executor.cancel(self.handle(state.rank))
         if rank is None:
             self._settle()
 
@@ -372,7 +375,7 @@ class Run:
 
     @cached_property
     def _display(self) -> Display:
-        return Display(self.status, self.pauses, self.metrics)
+        return Display(self.status, self.pauses, self.metrics, self.report_document)
 
     def _settle(self) -> None:
         """The run has ended: whoever goes on finds that the cells say so."""

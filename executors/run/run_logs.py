@@ -10,13 +10,14 @@ from concurrent.futures import Future
 from typing import Literal, TypeVar
 
 from executors.attempt import Attempt
+from executors.errors import CorruptObjectError
 from executors.logs import last_of
 from executors.logs.follower import Sight, begins, follow_logs
 from executors.logs.gaps import completed
 from executors.logs.readers import open_log
 from executors.native import Log
 from executors.protocol import Outcome, ServerlessExecutor
-from executors.run.observer import Observer
+from executors.run.observer import Observer, unreadable
 
 LOOK_S, FAR_LOOK_S = 1.0, 4.0  # between two looks at a run in a directory, and in a bucket
 Which = int | Literal["all"] | None
@@ -85,8 +86,9 @@ class RunLogs:
         return "".join(f"{begins(each.number)}{text}" for each, text in zip(attempts, texts, strict=True))
 
     def _tail(self, attempt: Attempt, n_lines: int) -> str:
-        handle = self._observer.handle_at(attempt)
-        text = ""
+        text, handle = "", self._observer.handle_at(attempt)
+        if problem := self._observer.problem(attempt.rank):
+            self._note(f"Rank {attempt.rank}: {problem.error}")
         if handle is not None:
             with contextlib.closing(open_log(self._executor, handle)) as opened:
                 text = opened.tail(n_lines)
@@ -106,7 +108,12 @@ class RunLogs:
 
     def _outcome(self, attempt: Attempt) -> Outcome | None:
         known = self._observer.outcome(attempt.rank)
-        return known if known is not None and known.attempt == attempt.number else attempt.outcome()
+        if known is not None and known.attempt == attempt.number:
+            return known
+        try:
+            return attempt.outcome()
+        except CorruptObjectError as error:
+            return unreadable(attempt, error)
 
     def _follow(self, ranks: Sequence[int], n_lines: int) -> Iterator[tuple[int, str]]:
         if self._which == "all":
@@ -126,7 +133,7 @@ class RunLogs:
         for state in self._observer.look(ranks):
             newest = self._observer.launched(state.rank)[-1].number
             number = self._which if isinstance(self._which, int) else newest
-            sights[state.rank] = Sight(number, state.status.is_terminal or number < newest)
+            sights[state.rank] = Sight(number, state.is_over or number < newest)
         return sights
 
     def open(self, rank: int, attempt: int) -> Log | None:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from executors.errors import RunNotFoundError
+from executors.errors import BackendError, RunNotFoundError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.root_cause import name_ranks
 from executors.run.observer import Observer
@@ -42,6 +42,7 @@ class Waiter:
     def as_completed(self, view: View | None) -> Iterator[Outcome]:
         """Yield how each replica ended when it has, until all have; once more where one was resumed meanwhile."""
         observer, told = self._observer, set[tuple[int, int]]()
+        pauses = observer.pauses()  # which go on where they were: to look often after each end costs
         new: list[Outcome] = []
         is_over = False
 
@@ -50,14 +51,14 @@ class Waiter:
             ended = self._ended(view)
             is_over = len(ended) == self._record.world_size
             observer.collect_missing([state.rank for state in ended])
-            outcomes = [observer.outcome(s.rank) or observer.attempt(s.rank).ended(s.status) for s in ended]
+            outcomes = list(map(observer.ending, ended))
             new[:] = [outcome for outcome in outcomes if (outcome.rank, outcome.attempt) not in told]
             told.update((outcome.rank, outcome.attempt) for outcome in new)
             return is_over or bool(new)
 
         while not is_over:
             with showing(view):
-                wait_until(has_news, None, observer.pauses())
+                wait_until(has_news, None, pauses)
             yield from sorted(new, key=lambda outcome: outcome.finished_at)
 
     def end_early(self, now: RunStatus, option: str) -> str | None:
@@ -82,7 +83,10 @@ class Waiter:
         why = f"{first}: {failed.headline[:MAX_WHY]}" if failed else first
         self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), alive)
         with contextlib.suppress(RunNotFoundError):  # only the process that launched it has its handles
-            self._cancel()
+            try:
+                self._cancel()
+            except BackendError as error:
+                return f"{first}, which ends the run as soon as each replica sees it: {error}"
         return f"{first}, which ends the run."
 
     def _ended(self, view: View | None) -> list[ReplicaState]:
@@ -99,7 +103,7 @@ class Waiter:
                 print(f"replicas: {self._run_id}: {told}", file=sys.stderr)
             if has_failed:
                 self._watches_for_failures = self._watches_for_failures and bool(now.failed_early)
-        return [state for state in states if state.status.is_terminal]
+        return [state for state in states if state.is_over]
 
 
 @contextlib.contextmanager

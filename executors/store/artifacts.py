@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 from executors.store.protocol import MAX_KEY_BYTES, MAX_SEGMENT_BYTES, Store
+
+PART_BYTES = 256 << 20
 
 
 def problem_of(name: str) -> str | None:
@@ -48,11 +52,18 @@ class Artifact:
         """Return the file's content."""
         return self.store.get(self.key)
 
+    def parts(self) -> Iterator[memoryview]:
+        """Yield the file's content, in parts that fit into memory."""
+        for start in range(0, self.size_bytes, PART_BYTES):
+            yield self.store.get(self.key, start=start, size=min(PART_BYTES, self.size_bytes - start))
+
     def save(self, path: str | Path) -> None:
         """Write the content to a file, and make its folders."""
-        data = self.read()  # first: nothing is made for what cannot be read
+        parts = self.parts()
+        first = next(parts, b"")  # nothing is made for what cannot be read
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_bytes(data)
+        with open(path, "wb") as file:
+            file.writelines(chain([first], parts))
 
     def save_below(self, folder: Path) -> Path:
         """Write the content under its name below a folder, and nowhere else; return where.
@@ -64,14 +75,15 @@ class Artifact:
         if self.problem is not None:
             raise OSError(self.problem)
         path = folder / self.name
-        data = self.read()
+        parts = self.parts()
+        first = next(parts, b"")
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.parent.resolve().is_relative_to(folder.resolve()):
             raise OSError("a symbolic link on the way leads out of the folder")
         with contextlib.suppress(FileNotFoundError):
             path.unlink()  # and not through it, if it is a link
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
-            file.write(data)
+            file.writelines(chain([first], parts))
         return path
 
 

@@ -232,21 +232,22 @@ class FileStore:
         )
 
     def _translated_errors(self, verb: str, key: str | None = None) -> _TranslatedErrors:
-        return _TranslatedErrors(self.url, verb, key)
+        return _TranslatedErrors(self.root, verb, key)
 
 
 class _TranslatedErrors:
     """Raises an operating system's error as one that says what failed, where, and what to do."""
 
-    def __init__(self, url: str, verb: str, key: str | None) -> None:
-        self._call = url, verb, key
+    def __init__(self, root: Path, verb: str, key: str | None) -> None:
+        self._call = root, verb, key
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if not isinstance(error, OSError) or isinstance(error, StoreError):
             return
-        url, verb, key = self._call
+        root, verb, key = self._call
+        url = root.as_uri()
         where = f"{key!r} in {url}" if key is not None else url
         hint = ""
         if error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY):
@@ -255,7 +256,20 @@ class _TranslatedErrors:
             hint = " A symbolic link is in the way; those in a store are not followed."
         elif error.errno in FULL:
             hint = " Nothing was written; free some space and try again."
+        elif error.errno == errno.EACCES:
+            hint = _whose(root / (key or ""))
         raise StoreError(f"Cannot {verb} {where}: {error.strerror}.{hint}", key=key, url=url) from error
+
+
+def _whose(path: Path) -> str:
+    """Say to whom belongs what is in the way of a path, as far as that can be seen."""
+    found = ""
+    for place in (*reversed(path.parents), path):
+        with contextlib.suppress(OSError, KeyError):  # it is behind the one in the way; its user has no name
+            found = f" {str(place)!r} belongs to {place.owner()}."
+            if not os.access(place, os.R_OK | (os.X_OK if place.is_dir() else 0), effective_ids=True):
+                break
+    return found
 
 
 def read_file(path: Path) -> memoryview:

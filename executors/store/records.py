@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
@@ -24,6 +25,7 @@ MAX_SHOWN = 60  # characters of a bad value in a message
 SHA256 = re.compile(r"[0-9a-f]{64}")
 LONG_AGO, FAR_AHEAD = 0.0, 1e11  # seconds since the epoch: until the year 5138
 RETRY_S = 10.0
+GONE_PAUSES_S = (1.0, 1.0, 0.0)
 
 T = TypeVar("T")
 Parse = Callable[[Any, str, str], T]
@@ -58,6 +60,17 @@ def exists(store: Store, key: str) -> bool:
     """Return whether there is an object under `key`."""
     with contextlib.suppress(KeyNotFoundError):
         store.get(key, size=0)
+        return True
+    return False
+
+
+def is_gone(store: Store, key: str) -> bool:
+    """Return whether an object that was there was deleted: one stale answer does not count, and no failure does."""
+    with contextlib.suppress(StoreError):
+        for pause_s in GONE_PAUSES_S:
+            if exists(store, key):
+                return False
+            time.sleep(pause_s)
         return True
     return False
 

@@ -61,6 +61,10 @@ def check_scheme(url: str | Path) -> None:
         ValueError: there is none, or it is not a url.
     """
     if directory_of(url) is not None or (scheme := urlsplit(str(url)).scheme) in KNOWN_SCHEMES:
+        if str(url).startswith("s3:"):
+            from executors.store.s3.address import S3Address
+
+            S3Address.parse(str(url))
         return
     shown = "" if "@" in str(url) else f" (in {str(url)!r})"  # the text before an '@' may be a password
     raise ValueError(
@@ -101,19 +105,29 @@ def directory_of(url: str | Path) -> Path | None:
     text = str(url)
     if not text:
         raise ValueError("The url of a rendezvous is empty. Give a directory, or a url such as 'file:///data/runs'.")
+    scheme, colon, rest = text.partition(":")
+    if isinstance(url, str) and colon and scheme in KNOWN_SCHEMES and not rest.startswith("//"):
+        better = f"{scheme}://{rest if scheme == 'file' else rest.lstrip('/')}"
+        raise ValueError(f"{text!r} is not a url: two slashes follow its scheme, as in {better!r}.")
     if isinstance(url, Path) or "://" not in text:
-        return Path(text)
+        return Path(os.path.normpath(text))
     parts = urlsplit(text)
     if parts.scheme != "file":
         return None
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise ValueError(f"A file url needs an absolute path, as in 'file:///data/runs', got {text!r}.")
-    return Path(unquote(parts.path))
+    return Path(os.path.normpath(unquote(parts.path)))
 
 
 def is_near(url: str) -> bool:
     """Return whether looking into a store costs next to nothing: a directory, or this process's memory."""
     return directory_of(url) is not None or url.startswith("memory:")
+
+
+def was_deleted(store: Store, run_id: str) -> bool:
+    """Return whether a run's folder is gone, which a write would make again. Of a bucket, where asking costs, False."""
+    directory = directory_of(store.url)
+    return directory is not None and not (directory / run_id).is_dir()
 
 
 def remote_access(store: Store) -> tuple[str, dict[str, str]]:

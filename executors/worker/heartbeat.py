@@ -19,6 +19,7 @@ from executors.process import kill_descendants
 from executors.replica import Replica
 from executors.status import STEPS_PER_S
 from executors.store.records import exists, to_bytes
+from executors.store.url import was_deleted
 from executors.worker.log_copy import LIVE_BYTES, LogCopy
 from executors.worker.pace import Pace
 from executors.worker.sigterm import sigterm_arrived
@@ -97,7 +98,7 @@ class Heartbeat:
                         self._log.put(LIVE_BYTES)
             if self._replica.recorder is not None:
                 with self._writing:
-                    if not self._is_stopped:
+                    if not self._is_stopped and not self._run_is_gone:
                         self._replica.recorder.look(is_last=sigterm_arrived())  # it may be killed soon
 
     def _is_cancelled(self) -> bool:
@@ -111,28 +112,32 @@ class Heartbeat:
             if not self._is_stopped:
                 self._write()
 
-    def stop(self, limit_s: float = -1) -> None:
+    def stop(self) -> None:
         """Write what was reported and measured since the last beat, and end: nothing is written after this returns.
 
         Else a late beat would make the folder of a run again that somebody deletes once it has ended.
-
-        Args:
-            limit_s: how long a write that hangs is waited for; -1: to its end.
         """
-        if not self._writing.acquire(timeout=limit_s):
-            return
-        try:
+        with self._writing:
             if not self._is_stopped:
                 self._is_stopped = True
                 self._stop.release()
             if self._replica.reported != self._written:
                 self._write()
-            if self._replica.recorder is not None:
+            if self._replica.recorder is not None and not self._run_is_gone:
                 self._replica.recorder.look(is_last=True)
-        finally:
-            self._writing.release()
+
+    def stop_behind_outcome(self, limit_s: float) -> None:
+        """Write what was measured since, unless another write hangs so long: nothing is written after this returns."""
+        if self._writing.acquire(timeout=limit_s) and self._replica.recorder is not None:  # held for good
+            self._replica.recorder.look(is_last=True)
+
+    @property
+    def _run_is_gone(self) -> bool:
+        return was_deleted(self._replica.store, self._replica.run_id)
 
     def _write(self) -> None:
+        if self._run_is_gone:
+            return
         reported = dict(self._replica.reported)
         pace = self._pace.steps_per_s(time.monotonic())
         measured = {} if pace is None else {STEPS_PER_S: pace}

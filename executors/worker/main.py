@@ -30,7 +30,7 @@ from executors.process import children, flush_c_streams, kill_descendants, start
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
 from executors.store import store_at
-from executors.store.records import RETRY_S, read_record, retry, to_bytes
+from executors.store.records import RETRY_S, is_gone, read_record, retry, to_bytes
 from executors.store.url import split_address
 from executors.task.record import RunRecord
 from executors.task.stored import StoredTask, read_task
@@ -257,6 +257,8 @@ class _Worker:
         return describe_end(ending, self.replica.rank, self.replica.world_size, **values)
 
     def _record(self, outcome: Outcome) -> None:
+        if is_gone(self.attempt.store, f"{self.attempt.run_id}/run.json"):  # it would be all that there is of the run
+            return
         if self._log is not None:
             self._log.put(FINAL_BYTES)  # before the outcome: who finds that finds the whole
         outcome = replace(outcome, output_tail=self._assignment.output_tail())
@@ -276,7 +278,7 @@ class _Worker:
         """Leave the outcome and the process, in a thread beside the entrypoint's."""
         try:
             self._record(outcome)
-            self.heartbeat.stop(LAST_WRITE_S)
+            self.heartbeat.stop_behind_outcome(LAST_WRITE_S)
             kill_descendants(os.getpid())
         finally:
             os._exit(exit_code)

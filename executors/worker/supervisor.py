@@ -23,7 +23,7 @@ from executors.native import RunSpec
 from executors.process import children, kill_descendants, oom_kills
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.store import store_at
-from executors.store.records import RETRY_S
+from executors.store.records import RETRY_S, is_gone
 from executors.worker.fail_fast import end_others
 
 CANCEL_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves only its marker
@@ -364,6 +364,8 @@ def _mark_abandoned(asked: Attempt, pid: int | None = None) -> None:
 
 def _record(attempt: Attempt, reason: Reason, error: str | None, retry_s: float = RETRY_S, **more: Any) -> None:
     status = ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED
+    if is_gone(attempt.store, f"{attempt.run_id}/run.json"):  # it was deleted, and would begin to exist again
+        return
     try:
         attempt.record(attempt.ended(status, reason, error=error, **more), retry_s=retry_s)
     except StoreError as failure:

@@ -27,6 +27,9 @@ PEERS = {
     "Q2": None,
     "Q3": None,
     "Q4": None,
+    "M1": None,
+    "M2": None,
+    "M3": None,
     "C1": None,
 }
 Found = dict[str, list[dict[str, Any]]]

@@ -18,7 +18,9 @@ def is_hanging(run_id: str) -> bool:
     return all("hanging" in run.logs(rank) for rank in range(run.world_size))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: signal.Signals(number).name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: signal.Signals(number).name
+)
 def test_one_interrupt_cancels_the_run_says_so_and_waits_for_the_end(folder: Folder, number: int) -> None:
     with folder.started("launch", "job:hang", "--n", 2, "--run-id", "mine", *FAST) as command:
         command.prints("running")
@@ -118,6 +120,22 @@ def test_ctrl_c_on_a_terminal_cancels_once_and_forces_twice(on_terminal: Callabl
     assert terminal.ends() == 130
     assert terminal.raw.rindex("\x1b[?25h") > terminal.raw.rindex("\x1b[?25l")
     eventually(lambda: attach("mine").status().is_terminal)
+
+
+def test_ctrl_c_on_a_terminal_stops_watching_and_leaves_the_run_alone(
+    folder: Folder, on_terminal: Callable[..., Terminal]
+) -> None:
+    assert folder.launch("job:hang", "--detach", "--run-id", "mine").code == 0
+    for verb in (["wait"], ["logs", "-f"], ["collect"]):
+        for n_times in (1, 2):
+            terminal = on_terminal(*verb, "mine")
+            terminal.shows("hanging" if "logs" in verb else "Ctrl-C stops watching; the run continues.")
+            terminal.type(b"\x03" * n_times)
+            assert terminal.ends() == 130, verb
+            assert "Traceback" not in terminal.raw
+            assert terminal.raw.rfind("\x1b[?25h") >= terminal.raw.rfind("\x1b[?25l"), "the cursor is back"
+    assert attach("mine").status().status is ReplicaStatus.RUNNING
+    attach("mine").cancel()
 
 
 def test_a_long_note_is_cut_where_the_terminal_ends(on_terminal: Callable[..., Terminal]) -> None:

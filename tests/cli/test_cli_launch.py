@@ -173,6 +173,9 @@ USAGE = [
     (["--n", "2", "--secret", "NOT_SET"], "The secret 'NOT_SET' is not set"),
     (["--n", "2", "--rendezvous", "memory://x"], "lives in this process alone"),
     (["--n", "2", "--rendezvous", "ftp://x"], "No store serves 'ftp'"),
+    (["--n", "2", "--rendezvous", "s3://"], "An S3 store needs a bucket"),
+    (["--n", "2", "--rendezvous", "s3:/bucket"], "as in 's3://bucket'"),
+    (["--n", "2", "--gather", "5m"], "(--gather) waits for what min_replicas= can do without"),
     (["--n", "2", "--rendezvous", "/proc/nothing"], "/proc/nothing"),
     (["--n", "2", "--", "--lr", "1"], "goes to a file that is run as a script, as in 'train.py', got 'job:main'."),
     (["--nn", "2"], "--nn"),
@@ -190,7 +193,7 @@ def test_a_mistake_is_one_error_with_exit_code_2_and_nothing_is_written(here: He
             assert (result.code, result.stdout) == (2, ""), arguments
             assert result.stderr.startswith("Error: "), arguments
             assert message in result.stderr, result.stderr
-            assert "Preparing" not in result.stderr or "ftp://x" not in arguments, "it shows at once"
+            assert "Preparing" not in result.stderr or not {"ftp://x", "s3://"} & {*arguments}, "it shows at once"
             assert not list(state_home.rglob("run.json")), arguments
 
 
@@ -234,3 +237,4 @@ def test_what_a_dry_run_shows_is_what_a_launch_records_and_a_taken_id_is_refused
     for more in ((), ("--dry-run",)):
         result = here.launch("job:main", "--run-id", "same", *more)
         assert (result.code, "Run 'same' exists" in result.stderr) == (2, True), result
+    assert "`replicas status same`" in here.launch("job:main", "--run-id", "same").stderr

@@ -36,13 +36,14 @@ def hanging(local: LocalProcessExecutor, n: int = 2, run_id: str = "mine") -> Ru
 def test_ls_shows_every_run_the_newest_last(here: HereInstead, local: LocalProcessExecutor) -> None:
     assert "replicas launch" in here.replicas("ls").stdout
     assert here.replicas("ls", "--json").json == []
-    ended(local, "main", 1, "first")
+    (here.folder.path / "script.py").write_text("print('hello')\n")
+    launch(local, "script.py", 1, run_id="first").wait()
     ended(local, "fail", 1, "second", ranks=[0])
     with hanging(local, 1, "third"):
         head, *lines = here.replicas("ls").stdout.splitlines()
         assert head.split() == ["run", "backend", "n", "entrypoint", "status", "age"]
         assert [line.split()[:5] for line in lines] == [
-            ["first", "local", "1", "job:main", "succeeded"],
+            ["first", "local", "1", "script.py", "succeeded"],
             ["second", "local", "1", "job:fail", "failed"],
             ["third", "local", "1", "job:hang", "running"],
         ]
@@ -87,7 +88,8 @@ def test_what_does_not_exist_is_an_error_that_names_it(here: HereInstead, local:
     nearest = "No run 'brave-oter-7f3a' is known on this machine. Did you mean 'brave-otter-7f3a'?"
     calls = [([verb, "brave-oter-7f3a"], nearest) for verb in ("status", "logs", "wait", "collect", "cancel", "rm")]
     calls += [(["status", "No Such Run"], "Error: Bad run id 'No Such Run'")]
-    calls += [(["status", "any", "--option", "a=1"], "--option and --volume belong to a backend: give --backend, too.")]
+    calls += [(["status", "any", "--option", "a=1"], "--option belongs to a backend: give --backend, too.")]
+    calls += [(["resume", "any", "--arg", "a=1"], ". A run keeps the arguments it was launched with.")]
     calls += [(["collect", "brave-otter-7f3a", "--out", "job.py"], "Cannot write to 'job.py'")]
     calls += [(["logs", "brave-otter-7f3a", "-n", "-1"], "--lines must be at least 0, got -1.")]
     calls += [
@@ -316,6 +318,11 @@ def test_the_attempt_is_shown_as_soon_as_one_rank_has_a_second(here: HereInstead
     resume(run).wait(60)
     lines = [line.split() for line in here.replicas("status", "mine").stdout.splitlines()]
     assert lines[3:6] == [["rank", "attempt", "status"], ["0", "0", "succeeded"], ["1", "1", "failed", "exception"]]
+
+
+def test_a_resumed_run_is_headed_by_its_own_time_limit(here: HereInstead, local: LocalProcessExecutor) -> None:
+    ended(local, "fail", 1, ranks=[0])
+    assert "on local, time limit 50 s\n" in here.replicas("resume", "mine", "--timeout", "50").stdout
 
 
 def test_each_distinct_failure_is_told_once_with_the_users_last_frames(

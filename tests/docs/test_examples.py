@@ -77,6 +77,7 @@ def test_all_cells_that_show_a_run_show_its_end_when_it_was_waited_for(notebook:
     assert first.count("200/200") == 4
     assert first == again
     assert "<polyline" in first
+    assert all('class="in-short"' in html and "<script" not in html for html in (first, cancelled)), "the page's head"
     assert "2 cancelled" in cancelled
     assert output_of(notebook, "run.cancel()") == "[]", "no thread is left"
 

@@ -147,7 +147,7 @@ def test_a_resume_elsewhere_is_told_the_volumes_and_goes_by_the_recorded_options
     told = here.replicas(*resume)
     assert (told.code, "--backend hf --volume NAME:/path" in told.stderr) == (2, True)
     told = here.replicas(*resume, *volume)
-    assert (told.code, "--option and --volume belong to a backend" in told.stderr) == (2, True)
+    assert (told.code, "--volume belongs to a backend" in told.stderr) == (2, True)
     told = here.replicas(*resume, "--backend", "hf", *volume)
     assert told.code == 0, told
     again, launched = hf.jobs.newest_first()

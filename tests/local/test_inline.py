@@ -37,6 +37,7 @@ def test_the_entrypoint_runs_in_this_process_as_rank_0_of_a_run_that_is_on_recor
     assert (dict(os.environ), sys.path) == (before, paths)
     (state,) = attach(run.run_id).status().replicas
     assert (state.status, state.reported) == ("succeeded", {"step": 3, "loss": 0.5})
+    assert [row.values for row in run.metrics().numbers] == [{"step": 3, "loss": 0.5}]
     assert current_replica().is_alone, "this process is a replica no more"
 
 

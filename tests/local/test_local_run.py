@@ -22,7 +22,6 @@ from executors.errors import (
     ReplicaTimeoutError,
     RunExistsError,
     RunNotFoundError,
-    StoreError,
 )
 from executors.testing import eventually
 from executors.testing.executor_contract import task
@@ -64,6 +63,8 @@ def test_who_waits_is_shown_how_far_the_run_is(
         assert state.progress.share == state.reported["step"] / 1e6
         assert state.left_s is not None
     assert run.status().left_s is not None
+    run.show()
+    assert f"or the command `replicas wait {run.run_id}`." in capsys.readouterr().err
     tasks.mark(tmp_path / "go")
     assert [outcome.rank for outcome in run.as_completed()] in ([0, 1], [1, 0])
     lines = capsys.readouterr().err.splitlines()
@@ -278,8 +279,8 @@ def test_a_record_that_is_no_json_is_an_error_that_names_it(local: LocalProcessE
     run.wait()
     eventually(lambda: not is_alive(run.handles[0].metadata["supervisor_pid"]))
     run.store.put(f"{run.run_id}/replicas/0000/0/outcome.json", b"{ half")
-    with pytest.raises(StoreError, match=r"outcome\.json"):
-        attach(run.run_id).outcomes()
+    with pytest.raises(ReplicaLostError, match=r"outcome\.json"):
+        attach(run.run_id).results()
 
 
 # --- what a run tells

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from support.hostile_records import local_handle, outcome_json, run_json
 
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Attempt, replica_key
+from executors.errors import CorruptObjectError, ReplicaLostError
 from executors.inventory import Inventory
 from executors.native import Observation, Unfinished
 from executors.resume import resume
@@ -179,6 +181,36 @@ def test_a_newer_attempt_is_seen_with_its_own_handle() -> None:
     assert executor.asked == [[(0, 1)]]
 
 
+class HeldStore(MemoryStore):
+    """A store that gives its first list away when it may."""
+
+    def __init__(self) -> None:
+        super().__init__("memory://held")
+        self.is_listed, self.may_go = threading.Event(), threading.Event()
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        found = list(super().list(prefix))
+        if not self.is_listed.is_set():
+            self.is_listed.set()
+            assert self.may_go.wait(30)
+        return iter(found)
+
+
+def test_of_two_who_look_at_the_same_time_neither_takes_back_what_the_other_saw() -> None:
+    store = HeldStore()
+    write_run(store, 1)
+    run = Run(store, "wide", executor=CountingExecutor())
+    early = threading.Thread(target=run.status)  # as run.show() does beside run.wait()
+    early.start()
+    assert store.is_listed.wait(30)
+    write(store, 0, "outcome", outcome_json(0, status="failed", reason="lost"))
+    write(store, 0, "intent", {"nonce": "n", "by": "another", "at": time.time()}, attempt=1)
+    assert run.newest_attempt(0).number == 1
+    store.may_go.set()
+    early.join(30)
+    assert run._observer.attempt(0).number == 1
+
+
 class LateStore(MemoryStore):
     """A store whose lists lack what was written since a moment ago."""
 
@@ -219,3 +251,39 @@ def test_an_inventory_knows_the_records_and_no_other_key() -> None:
     found = Inventory.of(store, "wide")
     assert found.records == {(0, 0, "started"), (7, 2, "outcome"), (10_000, 0, "intent")}
     assert (found.newest(7), found.newest_launched(7), found.newest_launched(10_000)) == (0, None, 0)
+
+
+@pytest.fixture
+def damaged() -> Run:
+    """A run of four: one has succeeded, one left a rotten outcome, one a foreign handle, one no handle and trains."""
+    store = MemoryStore("damaged")
+    write_run(store, 4)
+    write(store, 0, "outcome", outcome_json(0))
+    write(store, 1, "outcome", {"rank": 1})
+    store.put(replica_key("wide", 2, 0, "handle.json"), b'{"rank": 2, "backend_name": "modal", "metadata": {}}')
+    return Run(store, "wide", executor=CountingExecutor())
+
+
+def test_one_unreadable_record_does_not_hide_the_other_ranks(damaged: Run) -> None:
+    first, second, third, fourth = damaged.status().replicas
+    assert (first.status, second.status, third.status, fourth.status) == ("succeeded", "failed", "running", "running")
+    assert "'wide/replicas/0001/0/outcome.json' in memory:" in second.note
+    assert "'wide/replicas/0002/0/handle.json' in memory:" in third.note
+    assert "'attempt' is missing" in second.to_json()["note"]
+    assert not fourth.is_over
+    write(damaged.store, 3, "outcome", outcome_json(3))
+    assert damaged.wait(60), "nobody can tell of the third"
+    assert damaged.status().status == "failed"
+    assert [outcome.status for outcome in damaged.outcomes()] == ["succeeded", "failed", "failed", "succeeded"]
+    with pytest.raises(ReplicaLostError, match=r"wide/replicas/0001/0/outcome\.json"):
+        damaged.results()
+    write(damaged.store, 2, "outcome", outcome_json(2))
+    assert damaged.status().replicas[2].status == "succeeded", "it was written after all"
+
+
+def test_a_handle_that_cannot_be_read_is_named_once_the_others_were_cancelled(damaged: Run) -> None:
+    cancelled = []
+    damaged.executor.cancel = lambda handle: cancelled.append(handle.rank)  # type: ignore[method-assign]
+    with pytest.raises(CorruptObjectError, match=r"0002/0/handle\.json"):
+        damaged.cancel()
+    assert cancelled == [3]

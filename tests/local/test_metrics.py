@@ -140,3 +140,28 @@ def check_rows(found: Metrics) -> None:
         following = [t for t in reported if t > row.t and (after is None or t < after.t)]
         assert following or after is None, "the first report after each round has a line"
     assert {row.rank for row in found.usage} == {0, 1}
+
+
+def reports_and_ends() -> None:
+    """Report something, and end in one of three ways."""
+    me = current_replica()
+    me.report(step=me.rank)
+    if me.rank == 1:
+        raise RuntimeError("on purpose")
+    while me.rank == 2:
+        signal.pause()
+
+
+def test_however_a_replica_ends_but_by_sigkill_its_last_lines_are_there() -> None:
+    run = launch(LOCAL, reports_and_ends, 3)
+    eventually(lambda: run.status().replicas[2].reported.get("step") == 2, "rank 2 has reported", within_s=60)
+    run.cancel(2)
+    run.wait(60)
+    found = run.metrics()
+    assert [(row.rank, row.values) for row in found.numbers] == [(rank, {"step": rank}) for rank in range(3)]
+    assert [str(span.outcome and span.outcome.status) for span in found.attempts] == [
+        "succeeded",
+        "failed",
+        "cancelled",
+    ]
+    assert found.problems == []

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
+import pytest
 from servers.s3.server import S3Server
+from support.processes import is_alive
+from support.tasks import meet
 
 from executors import LocalProcessExecutor, attach, launch
 from executors.cli.summary import reference
 from executors.run_index import forget, state_dir
+from executors.testing import eventually
 
 LOCAL = LocalProcessExecutor()
 
@@ -55,3 +60,19 @@ def test_a_run_in_a_bucket_is_found_by_its_address_and_removed(s3: S3Server) -> 
     assert list(shell) == ["replicas", "logs", again.url, "-f"]
     again.remove()
     assert list(again.store.list("")) == []
+
+
+@pytest.mark.parametrize("is_bucket", [False, True])
+def test_a_replica_that_ends_leaves_no_outcome_where_its_run_was_deleted(
+    s3: S3Server, tmp_path: Path, is_bucket: bool
+) -> None:
+    place = s3.url("runs") if is_bucket else tmp_path / "runs"
+    run = launch(LOCAL, meet, 1, args={"folder": str(tmp_path), "n": 2}, rendezvous=place, run_id="otter")
+    eventually((tmp_path / "0").exists, "it waits")
+    (handle,) = run.handles
+    for entry in list(run.store.list("")):
+        run.store.delete(entry.key)
+    (tmp_path / "1").touch()
+    eventually(lambda: not is_alive(handle.metadata["supervisor_pid"]), "it has ended")
+    left = [entry.key.rpartition("/")[2] for entry in run.store.list("")]
+    assert left in ([], ["heartbeat.json"]) if is_bucket else left == []  # asking before each beat would cost

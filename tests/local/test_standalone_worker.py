@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 TASKS = """
 import multiprocessing, os, signal, subprocess, sys, threading, time
 from pathlib import Path
+from executors import current_replica
 
 HOME = Path(os.environ["HOME"])
 
@@ -49,6 +50,7 @@ def leaves():
     sys.exit(5)
 
 def waits():
+    current_replica().report(step=7)
     try:
         print("waiting", flush=True)
         threading.Event().wait()
@@ -66,6 +68,7 @@ def cleans_slowly():
 
 def ignores():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    current_replica().report(step=7)
     (HOME / "helper").write_text(str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
     print("ignoring", flush=True)
     threading.Event().wait()
@@ -112,6 +115,11 @@ def workspace(tmp_path: Path) -> Path:
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
     return tmp_path / "shared directory"
+
+
+def reported(spec: RunSpec) -> list[object]:
+    """Return what the run's segments hold of `report`."""
+    return [row.values for row in attach(address_of(spec.store_url, spec.run_id)).metrics().numbers]
 
 
 # Whole runs
@@ -163,6 +171,7 @@ def test_helpers_that_it_spawns_find_the_users_modules(cloud: Cloud, workspace: 
     assert outcome_of(spec).result == [2, 4]
 
 
+@pytest.mark.slow
 def test_replicas_train_one_model_together_through_a_bucket(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
     def train_together(steps: int) -> dict[str, object]:
         import torch
@@ -274,6 +283,7 @@ def test_a_cancel_marker_makes_sigterm_a_cancellation_and_keeps_a_late_replica_f
     outcome = outcome_of(spec)
     assert (outcome.status, outcome.reason) == ("cancelled", "cancelled")
     assert outcome.error == "Replica 0 was ended: cancelled by the user."
+    assert reported(spec) == [{"step": 7}]
     spec = ship(site.shared, site.workspace, "tasks_of_user:waits", run_id="late")
     Attempt(open_store(site.shared), spec.run_id, 0).request_cancel()
     assert ended(site.cloud.start(spec)) == (143, "", "")
@@ -299,6 +309,7 @@ def test_a_replica_that_ignores_sigterm_is_ended_with_all_it_started(site: Site)
     assert (code, outcome.reason, outcome.exit_code) == (124, "timeout", 124)
     assert outcome.error == f"Replica 0 of 1 ran into its time limit of {timeout_s} s."
     assert outcome.output_tail == out == "ignoring\n"
+    assert reported(spec) == [{"step": 7}]
     assert not is_alive(int(helper.read_text()))
 
 

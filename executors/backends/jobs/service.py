@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 import tenacity
 
 from executors.attempt import Attempt
-from executors.errors import BackendError
+from executors.errors import BackendError, UnknownHandleError
 from executors.logs.readers import TailedLog
 from executors.native import Log, Recordable
 from executors.protocol import Reason
@@ -119,7 +119,7 @@ class JobServiceError(BackendError):
         self.retry_after_s = retry_after_s
 
 
-class ForeignJobError(JobServiceError):
+class ForeignJobError(JobServiceError, UnknownHandleError):
     """A record names a job that does not run its replica."""
 
     def __init__(self, service: str, key: JobKey) -> None:

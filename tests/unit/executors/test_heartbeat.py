@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
 from executors.attempt import Attempt
+from executors.protocol import ReplicaStatus
 from executors.replica import Replica
-from executors.store import MemoryStore
+from executors.store import MemoryStore, open_store
 from executors.store.protocol import Data
 from executors.worker import heartbeat as heartbeat_module
 from executors.worker.heartbeat import Heartbeat
+from executors.worker.log_copy import LogCopy
 
 
 class GatedStore(MemoryStore):
@@ -76,3 +80,22 @@ def test_a_replica_that_nobody_supervises_looks_for_its_cancel_marker(monkeypatc
     finally:
         signal.signal(signal.SIGTERM, before)
     assert arrived == [signal.SIGTERM]
+
+
+def test_the_folder_of_a_deleted_run_is_not_made_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    attempt, log = Attempt(store, "run", 0), tmp_path / "log"
+    store.put(attempt.key("started.json"), b"{}")
+    log.write_text("printed")
+    replica = Replica(0, 1, "run", 0, store.url, claimed_nonce="n")
+    heartbeat = Heartbeat(replica)
+    heartbeat.beat()
+    assert attempt.has("heartbeat.json")
+    shutil.rmtree(tmp_path / "run")
+    replica.report(step=1)
+    heartbeat.beat()
+    heartbeat.stop()
+    LogCopy(attempt, log).put(100)
+    ended = attempt.ended(ReplicaStatus.SUCCEEDED)
+    assert attempt.record(ended).status == "succeeded"
+    assert not (tmp_path / "run").exists()

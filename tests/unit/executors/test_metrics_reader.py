@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -85,6 +86,8 @@ def test_columns_have_one_value_for_each_row() -> None:
         ({"t": 1, "loss": True}, "'loss' is true, a number from"),
         ({"t": 1, "loss": {"a": 1}}, "'loss' is an object, a number from"),
         ({"t": 1, "loss": 10**400}, "'loss' is 1000"),
+        ({"t": 1, "step": -(10**400), "loss": 10**400}, "'step' is -1000"),
+        ({"t": 10**12, "step": -(10**12), "loss": 1}, "'t' is 1000000000000"),
         ({"loss": 1.0}, "'t' is missing"),
         ({"t": -1, "loss": 1.0}, "'t' is -1, a number from 0"),
         ({"t": 1e12}, "'t' is 1000000000000.0, a number from 0"),
@@ -203,3 +206,22 @@ def test_the_ledger_of_a_run_knows_who_failed_and_who_left_with_what() -> None:
     assert ledger.lost == pytest.approx(10.0), "10 units in 3 s of training, and 3 s until it was killed"
     assert ledger.by_rank[1].lost == ledger.lost
     assert not math.isnan(ledger.goodput or math.nan)
+
+
+def test_at_a_bucket_each_object_is_asked_for_once_and_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, asked, both = Scene(), list[str](), threading.Barrier(2)
+    scene.claim(T0).claim(T0, rank=1).record("outcome", outcome_json(1), rank=1)
+    for number in range(2):
+        scene.segment({**NUMBERS, "t": number}, number=number)
+    near, get = scene.read(), scene.store.get
+
+    def counted(key: str, **part: Any) -> memoryview:
+        asked.append(key)
+        if "/metrics/" in key:
+            both.wait(30)  # a second one is under way
+        return get(key, **part)
+
+    monkeypatch.setattr(scene.store, "get", counted)
+    scene.store._url = "s3://bucket"
+    assert scene.read().rows == near.rows
+    assert len(asked) == len(set(asked)) == 5

@@ -36,6 +36,10 @@ def measured(*losses: float) -> Metrics:
     )
 
 
+def document() -> dict[str, Any]:
+    raise StoreError("no answer")
+
+
 class Recorded(NotebookView):
     """Keeps what it would show."""
 
@@ -110,7 +114,9 @@ def test_one_thread_renews_all_cells_and_ends_with_the_run() -> None:
     is_over = threading.Event()
     view = Recorded()
     ended = ReplicaStatus.SUCCEEDED
-    display = Display(lambda: state({}, status=ended) if is_over.is_set() else state({}), pauses, measured, view)
+    display = Display(
+        lambda: state({}, status=ended) if is_over.is_set() else state({}), pauses, measured, document, view
+    )
     display.show()
     display.show()
     assert view.opened == 2
@@ -135,7 +141,7 @@ def test_a_store_that_fails_for_a_moment_is_named_and_one_that_fails_for_long_en
         return state({})
 
     view = Recorded()
-    Display(look, pauses, measured, view).show()
+    Display(look, pauses, measured, document, view).show()
     eventually(lambda: view.shown)
     assert view.said == ["Looking again: no answer"] * 2
     monkeypatch.setattr(notebook, "PATIENCE_S", 0.0)

@@ -51,6 +51,8 @@ REFUSED = {
     "http://localhost/x": "No store serves 'http'",
     "https://somebody:hush@server/runs": "No store serves 'https'. Known schemes",
     "": "The url of a rendezvous is empty",
+    "s3:/bucket/runs": "two slashes follow its scheme, as in 's3://bucket/runs'",
+    "file:/data/runs": "as in 'file:///data/runs'",
     "s3://": "needs a bucket",
     "s3:///x": "needs a bucket",
     "s3://b/../x": "'..'",

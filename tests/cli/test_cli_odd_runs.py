@@ -1,0 +1,99 @@
+"""Verbs on runs that are damaged, named in odd ways, or somebody else's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support.cli import HereInstead
+from support.processes import is_alive
+
+from executors import LocalProcessExecutor, launch
+from executors.errors import StoreError
+from executors.store.file import FileStore
+from executors.testing import eventually
+
+NOBODY = 65534
+
+
+def test_a_rank_whose_records_cannot_be_read_is_named_and_the_others_are_shown(
+    here: HereInstead, local: LocalProcessExecutor, state_home: Path
+) -> None:
+    run = launch(local, "job:main", 4, run_id="mine")
+    assert run.wait(60)
+    eventually(lambda: not is_alive(run.handles[0].metadata["supervisor_pid"]), "nobody records outcomes any more")
+    records = state_home / "replicas" / "mine" / "replicas"
+    (records / "0001" / "0" / "outcome.json").write_text("{}")
+    (records / "0002" / "0" / "outcome.json").unlink()
+    (records / "0002" / "0" / "handle.json").write_text("{}")
+    for verb in ("status", "wait", "collect"):
+        told = here.replicas(verb, "mine")
+        assert told.code == (0 if verb == "status" else 1), told
+        assert "'mine/replicas/0001/0/outcome.json' in file://" in told.stdout
+        assert "'mine/replicas/0002/0/handle.json' in file://" in told.stdout
+        row = here.replicas(verb, "mine", "--json").json
+        assert row["exit_code"] == 1
+        assert [row["replicas"][rank]["status"] for rank in (0, 3)] == ["succeeded"] * 2
+    assert here.replicas("collect", "mine", "--out", "out").code == 1
+    assert (here.folder.path / "out" / "3" / "output.log").exists()
+    told = here.replicas("logs", "mine")
+    assert "Note: Rank 2: 'mine/replicas/0002/0/handle.json'" in told.stderr
+    assert here.replicas("rm", "mine").code == 0
+
+
+def test_a_run_is_found_by_any_spelling_of_its_path(here: HereInstead, local: LocalProcessExecutor) -> None:
+    folder = here.folder.path
+    launch(local, "job:main", 1, run_id="mine", rendezvous=folder / "runs").wait()
+    for spelling in ("runs/mine", "./runs/../runs/mine/", folder / "runs" / ".." / "runs" / "mine"):
+        told = here.replicas("status", spelling, "--json")
+        assert told.json["url"] == f"{(folder / 'runs').as_uri()}/mine"
+    assert f"No run 'x' at {folder.as_uri()}." in here.replicas("status", "runs/../x").stderr
+    assert "No run 'x' is known on this machine" in here.replicas("status", "x/").stderr
+
+
+def test_a_column_that_nobody_reports_is_named_with_those_that_are(
+    here: HereInstead, local: LocalProcessExecutor
+) -> None:
+    launch(local, "job:report_more", 1, run_id="mine").wait()
+    for verb in ("status", "wait"):
+        told = here.replicas(verb, "mine", "--columns", "gnrom,lr")
+        assert told.code == 0
+        assert told.stderr.startswith("Note: No column 'gnrom'. Did you mean 'gnorm'? Known: ")
+
+
+def test_logs_cancel_and_rm_print_one_document(here: HereInstead, local: LocalProcessExecutor) -> None:
+    run = launch(local, "job:hang", 2, run_id="mine")
+    eventually(lambda: all("hanging" in run.logs(rank) for rank in (0, 1)))
+    assert here.replicas("logs", "mine", "--json").json["replicas"] == [
+        {"rank": 0, "log": "hanging\n"},
+        {"rank": 1, "log": "hanging\n"},
+    ]
+    assert [row["rank"] for row in here.replicas("logs", "mine", "--json", "-r", 1).json["replicas"]] == [1]
+    assert "leave --follow away" in here.replicas("logs", "mine", "--json", "-f").stderr
+    told = here.replicas("cancel", "mine", "--rank", 1, "--json").json
+    assert (told["cancelled"], told["still_ending"]) == ([1], [])
+    assert told["replicas"][1]["exit_code"] != 0
+    told = here.replicas("rm", "mine", "gone", "--json")
+    assert (told.code, [row["removed"] for row in told.json]) == (2, [False, False])
+    run.cancel()
+    assert here.replicas("rm", "mine", "--json").json == [{"run": "mine", "removed": True, "problem": None}]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("locked", ["runs", "runs/mine", "runs/mine/replicas/0000/0/output.log"])
+def test_what_belongs_to_somebody_else_is_said_to(
+    here: HereInstead, local: LocalProcessExecutor, tmp_path: Path, locked: str
+) -> None:
+    launch(local, "job:main", 1, run_id="mine", rendezvous=tmp_path / "runs").wait()
+    here.replicas("logs", tmp_path / "runs" / "mine")  # all that is imported is
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    (tmp_path / locked).chmod(0o700)
+    store = FileStore(tmp_path / "runs")
+    os.seteuid(NOBODY)
+    try:
+        with pytest.raises(StoreError, match=rf"Permission denied\. '{tmp_path / locked}' belongs to root\."):
+            store.get("mine/replicas/0000/0/output.log")
+    finally:
+        os.seteuid(0)

@@ -1,0 +1,109 @@
+"""What a round reports of the work in it: how much, what became of it, and how long its vectors are."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.training import PLAIN, leave, next_process, nudge, place
+from torch import nn
+
+from diloco import DiLoCo
+from diloco.rendezvous.frames import Member, Seal
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.round import Limits, RoundReport
+from diloco.testing import run_replicas
+from executors.metrics.recorder import Recorder
+from executors.metrics.rows import Left, Round, parse_line
+from executors.replica import Replica
+from executors.store import MemoryStore
+
+N = 64
+
+
+@pytest.fixture(autouse=True)
+def _processes_are_forgotten() -> None:
+    next_process()
+
+
+def zeros() -> nn.Linear:
+    model = nn.Linear(N, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(small_bytes=0, block_bytes=64)], ids=["in the seal", "in shards"])
+def test_norms_are_those_of_ones_own_pseudo_gradient_and_of_the_mean(limits: Limits) -> None:
+    def body(where: Mapping[str, Any]) -> list[RoundReport]:
+        model = zeros()
+        with DiLoCo(
+            model, inner_steps=2, weight=lambda: 1.0 + 2 * where["rank"], _limits=limits, **PLAIN, **where
+        ) as d:
+            reports = []
+            for _ in range(4):
+                nudge(model, 1.0 + where["rank"])
+                reports += [report] if (report := d.step()) else []
+        return reports
+
+    for rank, reports in enumerate(run_replicas(2, body)):
+        for report in reports:
+            assert (report.verdict, report.work, report.ranks) == ("counted", 1.0 + 2 * rank, (0, 1))
+            assert report.norm == pytest.approx(2 * (1 + rank) * math.sqrt(N))
+            assert report.mean_norm == pytest.approx((2 * 1 + 4 * 3) / 4 * math.sqrt(N))
+
+
+@pytest.mark.parametrize(
+    ("late", "named", "verdict", "work"),
+    [("carry", {1}, "carried", 3), ("drop", {1}, "dropped", 3), ("carry", {0}, "dropped", 3)],
+    ids=["late", "late, and to be dropped", "of another process of this rank"],
+)
+def test_what_a_seal_does_not_count_is_carried_or_dropped(
+    late: Any, named: set[int], verdict: str, work: float
+) -> None:
+    store, model = MemoryStore(), zeros()
+    diloco = DiLoCo(model, inner_steps=3, late=late, **PLAIN, **place(store, world_size=2))
+    mean = np.full(N, -1.0, np.float32)
+    members = {rank: Member("another", 0, 1.0, "d" * 32) for rank in named}
+    seal = Seal(members, diloco._model_state.digest(0), 0, mean.tobytes())
+    store.put_if_absent(Keys("test", "main").seal(0), seal.data())
+    for _ in range(3):
+        nudge(model, 1.0)
+        report = diloco.step()
+    assert report is not None
+    assert (report.verdict, report.work, report.counted) == (verdict, work, False)
+    assert report.mean_norm == pytest.approx(math.sqrt(N))
+    assert report.train_s > 0
+    leave(diloco)
+
+
+def test_a_replica_keeps_each_entry_and_what_it_leaves_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two fragments, whose entries are told one by one, also where a step goes through several."""
+    store = MemoryStore.named("kept")
+    replica = Replica(0, 1, "test", 0, store.url, claimed_nonce="n", recorder=Recorder(store, "test", 0, 0, began=0.0))
+    replica.__dict__["store"] = store
+    monkeypatch.setattr("executors.replica._current", replica)
+    model = nn.Sequential(zeros(), zeros())
+    with DiLoCo(model, inner_steps=4, fragments=2, name="critic", **PLAIN) as diloco:
+        for step in range(5):
+            nudge(model, 1.0)
+            diloco.step()
+            replica.report(step=step)
+        with torch.no_grad():
+            diloco.sync()
+        nudge(model, 1.0)
+        diloco.step()
+    assert replica.recorder is not None
+    lines = [json.loads(json.dumps({"t": 0.0, **fields})) for _, fields in replica.recorder._made]
+    rows = [parse_line(line, 0, 0, "a line", Counter()) for line in lines]
+    rounds = [row for row in rows if isinstance(row, Round)]
+    assert [(row.name, row.entry, row.fragment) for row in rounds] == [("critic", n, n % 2) for n in range(4)]
+    assert [row.weight for row in rounds] == [2, 4, 3, 1]
+    assert [row.left_with for row in rows if isinstance(row, Left)] == [1.0]
+    numbers = [numbers for _, numbers in replica.recorder._reported]
+    assert numbers == [{"step": n} for n in range(5)], "those of DiLoCo are for the table alone"
