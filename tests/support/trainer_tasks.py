@@ -35,10 +35,16 @@ def calm_and_killed(
     os.kill(pid, signal.SIGSTOP)
     try:
         run = resume(run, ranks=[1])
-        eventually(partial(has_reported, run, 1, 1), "rank 1 trains again", within_s=STARTS_WITHIN_S)
+        eventually(partial(presents_itself, run, 1), "rank 1 trains again", within_s=STARTS_WITHIN_S)
     finally:
         os.kill(pid, signal.SIGCONT)
     return calm, run.results()
+
+
+def presents_itself(run: Run, rank: int) -> bool:
+    """Whether a rank has sent something for the open round."""
+    sent = run.store.list(f"{run.run_id}/diloco/main/r")
+    return any(entry.key.endswith(f"/contribution/{rank}") for entry in sent)
 
 
 def has_reported(run: Run, rank: int, attempt: int) -> bool:

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # half a minute each,
 @pytest.mark.parametrize(
     ("example", "needs", "args"),
     [
-        ("hf_trainer.py", "transformers", {"steps": 400}),
+        ("hf_trainer.py", "transformers", {"steps": 240}),
         ("accelerate_loop.py", "accelerate", {}),
         ("plain_loop.py", "torchdata", {}),
     ],
