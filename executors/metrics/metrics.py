@@ -8,13 +8,13 @@ from functools import cached_property
 from typing import Any
 
 from executors.attempt import Attempt
-from executors.inventory import Inventory
 from executors.metrics.clocks import Lived, clocks_ahead, read_life, sightings
 from executors.metrics.ledger import Ledger, Life, make_ledger
 from executors.metrics.rows import Left, Numbers, Round, Row, Usage
 from executors.metrics.segments import AttemptKey, read_segments
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
+from executors.store.inventory import Inventory
 from executors.store.parallel import in_parallel
 from executors.store.url import is_near
 from executors.task.record import RunRecord

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
+from executors.report.root_cause import name_ranks
 from executors.report.words import name_moment, name_number, name_share
-from executors.root_cause import name_ranks
 from executors.status import name_duration
 
 MAX_LATE = 3  # ranks that are named

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from executors.errors import BackendError, RunNotFoundError
 from executors.protocol import Outcome, ReplicaStatus
-from executors.root_cause import name_ranks
+from executors.report.root_cause import name_ranks
 from executors.run.observer import Observer
 from executors.run.progress import View
 from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process"),
     ("native", "errors"),
-    ("logs", "store", "entrypoint", "status", "root_cause", "shard"),
-    ("attempt", "task", "run_index", "registry", "chaos", "inventory"),
+    ("logs", "store", "entrypoint", "status", "shard"),
+    ("attempt", "task", "run_index", "registry", "chaos"),
     ("metrics",),
     ("report",),
     ("run", "replica"),
