@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from servers.hub.server import HubServer, hub_server
@@ -19,6 +21,7 @@ from executors import LocalProcessExecutor
 if TYPE_CHECKING:
     from servers.modal.server import ModalServer
     from support.fake_jobs import Machines
+    from support.third_party import PopenExecutor
 
 os.environ["MODAL_CONFIG_PATH"] = os.devnull  # the SDK reads the user's settings when it is imported
 os.environ[MARK] = str(os.getpid())  # every process that a test starts inherits it
@@ -61,6 +64,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(str(item.path), len(order)))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported is no garbage: to look through it takes a tenth of a second each time
+
+
 @pytest.fixture(autouse=True)
 def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A private place for runs and settings, so that no test touches the user's own."""
@@ -98,9 +105,22 @@ def _moto_server() -> Iterator[S3Server]:
         yield server
 
 
+@functools.cache
+def _description_of_s3() -> Any:
+    """What every client of botocore reads again, which takes longer than most of these tests do with it."""
+    from botocore.loaders import create_loader
+
+    return create_loader(None)
+
+
 @pytest.fixture
 def s3_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the servers take, and nothing of the user's own."""
+
+    def register(session: Any) -> None:
+        session._components.register_component("data_loader", _description_of_s3())
+
+    monkeypatch.setattr("botocore.session.Session._register_data_loader", register)
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in CREDENTIALS.items():
@@ -201,3 +221,24 @@ def here(folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def local() -> LocalProcessExecutor:
     """The local executor, for work without torch. Its zygote is shared by all tests."""
     return LocalProcessExecutor(preload=(), term_grace_s=0.5)
+
+
+@pytest.fixture
+def third_party(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[PopenExecutor]:
+    """An executor of somebody else's, whose processes end with the test."""
+    from support.third_party import PopenExecutor
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    started: list[Any] = []
+    launch_replicas = PopenExecutor.launch_replicas
+
+    @functools.wraps(launch_replicas)
+    def remember(*args: Any, **kwargs: Any) -> Any:
+        started.extend(tickets := launch_replicas(*args, **kwargs))
+        return tickets
+
+    monkeypatch.setattr(PopenExecutor, "launch_replicas", remember)
+    yield PopenExecutor()
+    for ticket in started:
+        ticket.process.kill()
+        ticket.process.wait()

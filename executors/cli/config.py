@@ -40,7 +40,7 @@ EXAMPLES = {
     "tracker": "trackio",
     "columns": "lr,gnorm",
 }
-PROFILE = "Use [profile.NAME] of the settings files."
+PROFILE = "Use this profile of the settings files."
 CONFIG = "Read settings from this file, too. Repeatable; the last one wins."
 ProfileOption = Annotated[str | None, Option("--profile", metavar="NAME", help=PROFILE)]
 ConfigOption = Annotated[list[Path] | None, Option("--config", metavar="FILE", help=CONFIG)]

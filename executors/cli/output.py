@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from executors.errors import ReplicasError
+from executors.report.root_cause import name_ranks as name_ranks
 from executors.report.words import MAX_CHARACTERS as MAX_CHARACTERS
 from executors.report.words import inert as inert
 from executors.report.words import name_age as name_age
 from executors.report.words import one_line as one_line
-from executors.root_cause import name_ranks as name_ranks
 from executors.status import name_duration as name_duration
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from functools import cached_property
 from typing import Any
 
 from executors.attempt import Attempt
-from executors.inventory import Inventory
 from executors.metrics.clocks import Lived, clocks_ahead, read_life, sightings
 from executors.metrics.ledger import Ledger, Life, make_ledger
 from executors.metrics.rows import Left, Numbers, Round, Row, Usage
 from executors.metrics.segments import AttemptKey, read_segments
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
+from executors.store.inventory import Inventory
 from executors.store.parallel import in_parallel
 from executors.store.url import is_near
 from executors.task.record import RunRecord
@@ -45,9 +45,9 @@ class Metrics:
     """Unix time of second 0 of the time line: the first claim."""
     as_of_s: float
     """The last moment known, on the time line."""
-    attempts: Sequence[AttemptSpan]
+    attempts: Sequence[AttemptSpan] = field(repr=False)
     """By rank and attempt."""
-    rows: Sequence[Row]
+    rows: Sequence[Row] = field(repr=False)
     problems: Sequence[str]
     """What is missing or could not be read, in sentences."""
     origins: Mapping[tuple[int, int], float] = field(repr=False)

@@ -76,7 +76,7 @@ def document(subject: Subject) -> dict[str, Any]:
     measures, met = Measures(metrics), meetings(metrics)
     rounds = rounds_document(met)
     newest = [state.attempt for state in now.replicas]
-    made = {
+    made: dict[str, Any] = {
         "run_id": now.run_id,
         "url": one_line(subject.url, MAX_VALUE),
         "status": str(now.status),
@@ -108,6 +108,8 @@ def document(subject: Subject) -> dict[str, Any]:
         "configuration": _configuration(subject),
         "problems": [one_line(each) for each in [*subject.problems, *metrics.problems][:MAX_PROBLEMS]],
     }
+    for row in made["replicas"]:
+        row["held_up"] = is_late(made, row["rank"])
     return {**made, "notable": _notable(made), "in_short": in_short(made)}
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from statistics import median
 from typing import Any
 
+from executors.report.root_cause import name_ranks
 from executors.report.words import name_moment, name_number, name_share
-from executors.root_cause import name_ranks
 from executors.status import name_duration
 
 MAX_LATE = 3  # ranks that are named
 NOTABLE = 0.02  # of the replicas' time; less is nobody's fault
-UNEVEN = 1.5  # times what a rank costs on average
+UNEVEN = 1.9  # times what a rank costs on average
 MAX_FAILURES = 3
 
 
@@ -25,6 +26,8 @@ def _sentences(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "plain", f"As of {name_moment(document['as_of'])}: {document['counts']}. Write the page again for more."
     for failure in [each for each in document["failures"] if not each["resumed"]][:MAX_FAILURES]:
         yield "bad", f"{failure['words'].rstrip('.')}."
+    for problem in document["problems"][:MAX_FAILURES]:
+        yield "bad", problem
     yield from _loss(document)
     yield from _late(document)
     yield from _lost(document)
@@ -39,7 +42,9 @@ def _loss(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     found = [(x, y) for x, y in zip(curve["x"], ys, strict=True) if y is not None]
     if len(found) < 2:
         return
-    (x0, first), (x1, last) = found[0], found[-1]
+    firsts = [line["y"] for line in curve["lines"] if line["attempt"] == 0] or [ys]
+    first = median(next(y for y in line if y is not None) for line in firsts)  # before any of it was averaged
+    x0, (x1, last) = curve["x"][0], found[-1]
     over = f"steps {x0:,.0f} to {x1:,.0f}" if curves["over"] == "step" else name_duration(x1 - x0)
     words = f"Loss {name_number(first)} → {name_number(last)} over {over}{f' ({whose})' if whose else ''}."
     yield ("good" if last < first else "bad"), words
@@ -49,7 +54,7 @@ def is_late(document: Mapping[str, Any], rank: int) -> bool:
     """Return whether so much time was lost by waiting for a rank that it is worth a word."""
     costs = {each: row["cost_s"] for each, row in document["rounds"]["by_rank"].items()}
     mean_s = sum(costs.values()) / max(1, len(document["replicas"]))
-    return bool(costs.get(rank, 0.0) > max(NOTABLE * document["numbers"]["alive_s"], UNEVEN * mean_s))
+    return bool(costs.get(rank, 0.0) >= max(NOTABLE * document["numbers"]["alive_s"], UNEVEN * mean_s) > 0)
 
 
 def _late(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -58,10 +63,10 @@ def _late(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         return
     late = {rank: row for rank, row in document["rounds"]["by_rank"].items() if is_late(document, rank)}
     for rank, row in sorted(late.items(), key=lambda each: -each[1]["cost_s"])[:MAX_LATE]:
-        when = [f"last in {row['last']} of {n} rounds"] if row["last"] else []
+        when = [f"last in {row['last']}"] if row["last"] else []
         when += [f"missing from {row['missing']}"] if row["missing"] else []
         cost = f"{name_duration(row['cost_s'])}, {name_share(row['cost_s'] / alive_s)} of the replicas’ time"
-        yield "bad", f"Rank {rank} held the others up for {cost}: {', '.join(when)}."
+        yield "bad", f"Rank {rank} held the others up for {cost}: {', '.join(when)} of {n} rounds."
     if not late:
         share = name_share(document["numbers"]["waiting"])
         yield "good", f"Replicas waited for {share} of their time, in {n} rounds, and for none of them in particular."
@@ -71,12 +76,14 @@ def _late(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _lost(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     restarts = document["numbers"]["restarts_by_rank"]
+    resumed = [each["words"].rstrip(".") for each in document["failures"] if each["resumed"]][:MAX_FAILURES]
+    came_back = [f"{words}, and came back." for words in resumed]
+    if restarts and not came_back:
+        came_back = [f"{name_ranks(restarts).capitalize()} came back."]
+    yield from (("plain", words) for words in came_back)
     work = document["numbers"]["work"] or {}
     made, gone = sum(work.values()), work.get("lost", 0.0) + work.get("dropped", 0.0)
-    what = f"{name_share(gone / made)} of the work was lost" if made and gone else "no work was lost"
-    if restarts:
-        n = sum(restarts.values())
-        times = "" if n == len(restarts) else " twice" if (n, len(restarts)) == (2, 1) else f" {n} times in all"
-        yield "bad" if gone else "plain", f"{name_ranks(restarts).capitalize()} came back{times}; {what}."
-    elif gone:
-        yield "bad", f"{what[0].upper()}{what[1:]}."
+    if gone:
+        yield "bad", f"{name_share(gone / made)} of the work was lost."
+    elif restarts and made:
+        yield "good", "No work was lost."

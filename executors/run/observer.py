@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 from executors.attempt import Attempt, Beat
 from executors.errors import CorruptObjectError, UnknownHandleError
-from executors.inventory import Inventory
 from executors.native import NativeExecutor, Observation, Unfinished
 from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
 from executors.run.handles import kept_handles
 from executors.status import ReplicaState, pauses
 from executors.store import Store
+from executors.store.inventory import Inventory
 from executors.store.parallel import in_parallel
 from executors.store.url import directory_of, is_near
 from executors.task.record import RunRecord

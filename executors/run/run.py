@@ -23,7 +23,7 @@ from executors.metrics.metrics import Metrics, read_metrics
 from executors.native import NativeExecutor, page_of_job
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import executor_of_record
-from executors.root_cause import raise_root_cause
+from executors.report.root_cause import raise_root_cause
 from executors.run.notebook import Display, in_notebook
 from executors.run.observer import RECENT_S, Observer
 from executors.run.progress import View, open_view

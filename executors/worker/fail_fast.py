@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from executors.attempt import Attempt
-from executors.inventory import Inventory
 from executors.protocol import Outcome, ReplicaStatus
 from executors.status import FAILED_EARLY, is_failure
+from executors.store.inventory import Inventory
 from executors.task.record import find_run_record
 
 MAX_WHY = 2000  # characters

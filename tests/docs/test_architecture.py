@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process"),
     ("native", "errors"),
-    ("logs", "store", "entrypoint", "status", "root_cause"),
-    ("attempt", "task", "run_index", "registry", "chaos", "inventory"),
+    ("logs", "store", "entrypoint", "status", "shard"),
+    ("attempt", "task", "run_index", "registry", "chaos"),
     ("metrics",),
     ("report",),
     ("run", "replica"),
@@ -59,9 +59,14 @@ def name_of(path: Path) -> str:
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports_of(path: Path, *, only_at_the_top: bool = False) -> frozenset[str]:
     """The modules a file imports, as dotted names, also for the type checker alone; `from a import b` is a and a.b."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     found: set[str] = set()
     for node in tree.body if only_at_the_top else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -240,7 +245,7 @@ def test_private_functions_take_seven_values_at_most() -> None:
     """Four values that travel together are a thing with a name."""
     offenders = []
     for name, path in files_of("executors", "diloco").items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("_") and not node.name.startswith("__"):
                 n = len(node.args.args) + len(node.args.kwonlyargs)
                 offenders += [f"{name}.{node.name} takes {n}"] if n > MAX_PRIVATE_PARAMETERS + 1 else []

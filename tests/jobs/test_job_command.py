@@ -89,6 +89,7 @@ def test_the_pages_of_jobs_are_shown(machines: Machines, command: HereInstead) -
     assert [row["page"] for row in command.replicas(*STATUS, "--json").json["replicas"]] == pages
     assert "https://" not in command.replicas(*STATUS).stdout
     assert f"rank 1: {pages[1]}" in command.replicas(*STATUS, "-v").stdout.splitlines()
+    assert [row["page"] for row in run.report_document()["replicas"]] == pages
 
 
 def test_a_number_of_replicas_that_cannot_be_enough_is_refused(machines: Machines, command: HereInstead) -> None:

@@ -63,6 +63,8 @@ def test_who_waits_is_shown_how_far_the_run_is(
         assert state.progress.share == state.reported["step"] / 1e6
         assert state.left_s is not None
     assert run.status().left_s is not None
+    run.show()
+    assert f"or the command `replicas wait {run.run_id}`." in capsys.readouterr().err
     tasks.mark(tmp_path / "go")
     assert [outcome.rank for outcome in run.as_completed()] in ([0, 1], [1, 0])
     lines = capsys.readouterr().err.splitlines()
@@ -290,6 +292,7 @@ def test_the_keys_of_a_run_are_those_of_the_documentation(local: LocalProcessExe
     run = launch(local, tasks.report_and_keep, 1, args={"path": str(tmp_path / "file")}, rendezvous=rendezvous)
     run.wait()
     assert [entry.key.removeprefix(f"{run.run_id}/") for entry in run.store.list("")] == [
+        "metrics/0000/0/000000.jsonl",
         "replicas/0000/0/artifacts/model/weights.bin",
         "replicas/0000/0/handle.json",
         "replicas/0000/0/heartbeat.json",

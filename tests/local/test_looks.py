@@ -16,11 +16,11 @@ from support.hostile_records import local_handle, outcome_json, run_json
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Attempt, replica_key
 from executors.errors import CorruptObjectError, ReplicaLostError
-from executors.inventory import Inventory
 from executors.native import Observation, Unfinished
 from executors.resume import resume
 from executors.run.handles import keep_handles
 from executors.store import Store, open_store
+from executors.store.inventory import Inventory
 from executors.store.memory import MemoryStore
 from executors.store.protocol import Entry
 from executors.testing.executor_contract import task

@@ -37,10 +37,11 @@
 
     // Lines of width 1 are drawn much faster than any other. What is drawn: lines of ranks, those of notable ones above the others, and thick ones above all.
     const linesOf = (curve) => {
+      const size = parseFloat(getComputedStyle(root).fontSize);
       const isDense = isMany && curve.bins;  // coloured lines would hide all others
-      const lines = curve.lines.map((line) => ({ label: named(line), isLater: line.attempt > 0, y: line.y, color: isDense ? "many" : colorOf(line.rank), width: isMany ? 1 : 1.3 }));
+      const lines = curve.lines.map((line) => ({ label: named(line), isLater: line.attempt > 0, y: line.y, color: isDense ? "many" : colorOf(line.rank), width: isMany ? 1 : 0.09 * size }));
       const others = lines.filter((line) => line.color === "many");
-      const thick = Object.entries(curve.above).map(([label, y]) => ({ label, y, color: "text", width: 3 }));
+      const thick = Object.entries(curve.above).map(([label, y]) => ({ label, y, color: "text", width: 0.2 * size, isThick: true }));
       return [...others, ...lines.filter((line) => line.color !== "many"), ...thick];
     };
 
@@ -60,7 +61,7 @@
         };
         const widest = Math.max(...spec.lines.flatMap((line) => [number(Math.min(...line.y.filter((y) => y != null))), number(Math.max(...line.y.filter((y) => y != null)))]).map((text) => text.length));
         plot = new uPlot({
-          width, height, legend: { show: false }, padding: [0.6 * size, 0.8 * size, 0, 0],
+          width, height, legend: { show: false }, padding: [0.6 * size, 1.6 * size, 0, 0],
           scales: { x: { time: false, range: spec.bars ? (u, low, high) => [low - 0.5, high + 0.5] : undefined }, y: spec.log ? { distr: 3 } : spec.fromZero ? { range: (u, low, high) => [0, 1.05 * high || 1] } : {} },
           axes: [
             { ...axis, size: 2.1 * size, label: spec.over, incrs: spec.over === "time" ? TIMES : WHOLE, space: 5 * size, values: (u, ticks) => ticks.map((x) => (spec.over === "time" ? duration(x) : number(x))) },
@@ -87,7 +88,7 @@
         spec.lines.forEach((line, at) => {
           const y = line.y[idxs[at + 1]];
           if (y == null) return;
-          shown.push({ text: `${line.label}: ${number(y)}${spec.unit ?? ""}`, far: Math.abs(u.valToPos(y, "y") - top), thick: line.width > 2 });
+          shown.push({ text: `${line.label}: ${number(y)}${spec.unit ?? ""}`, far: Math.abs(u.valToPos(y, "y") - top), thick: line.isThick ?? 0 });
         });
         shown.sort((a, b) => b.thick - a.thick || a.far - b.far);
         const x = spec.over === "time" ? duration(spec.x[idx]) : `${spec.over} ${number(spec.x[idx])}`;
@@ -101,9 +102,10 @@
       const legend = figure.querySelector(".legend");
       legend.replaceChildren();
       const entries = spec.lines.filter((line) => line.color !== "many" && !line.isLater);
-      entries.sort((a, b) => (b.width > 2) - (a.width > 2));
+      entries.sort((a, b) => (b.isThick ?? 0) - (a.isThick ?? 0));
       const nOthers = spec.lines.filter((line) => line.color === "many" && !line.isLater).length;
-      for (const line of [...entries, ...(nOthers ? [{ label: `${nOthers === spec.lines.length ? "" : "other "}replicas (${nOthers})`, color: "many", width: 1.2 }] : [])]) {
+      const others = entries.some((line) => line.color !== "text") ? "other replicas" : "replicas";
+      for (const line of [...entries, ...(nOthers ? [{ label: `${others} (${nOthers})`, color: "many", width: 1.2 }] : [])]) {
         const item = element(legend, "li");
         const key = item.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "svg"));
         const stroke = key.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "path"));
@@ -135,7 +137,7 @@
       if (every > 1) element(holder, "p", `One of ${every} rows is shown.`, "dim");
       const table = element(holder, "table");
       const head = element(element(table, "thead"), "tr");
-      const lines = [...spec.lines].sort((a, b) => (b.width > 2) - (a.width > 2));
+      const lines = [...spec.lines].sort((a, b) => (b.isThick ?? 0) - (a.isThick ?? 0));
       for (const text of [spec.over, ...lines.map((line) => line.label)]) element(head, "th", text).scope = "col";
       const body = element(table, "tbody");
       for (let at = 0; at < spec.x.length; at += every) {
