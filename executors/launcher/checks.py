@@ -103,11 +103,11 @@ def with_tracker(package: Package, tracker: str) -> Package:
     """Return the package with what a tracker needs in a replica: as it is here, unless the user asks for it anyway."""
     from executors.shipping.requirements import name_of
 
-    known = BUILT_IN.get(tracker, ())
-    found = [f"{name}=={version}" for name in known if (version := installed_version(name))][:1]
-    if {name_of(line) for line in package.requirements} & set(known):
+    names = BUILT_IN.get(tracker, ())
+    if not names or {name_of(line) for line in package.requirements} & {*names}:
         return package
-    return replace(package, requirements=(*package.requirements, *found))
+    needed = next((f"{name}=={version}" for name in names if (version := installed_version(name))), names[0])
+    return replace(package, requirements=(*package.requirements, needed), pins=(*package.pins, needed))
 
 
 def check_directory(directory: Path) -> None:
