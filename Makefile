@@ -35,7 +35,7 @@ demo: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 test: lint
 	$(BIN)/python -m pytest -m 'not slow and not live' $(PYTEST_FLAGS)

@@ -3,6 +3,7 @@
     DiLoCoError                      training together failed
     ├── QuorumTimeoutError           also TimeoutError; names the missing ranks
     ├── ContributionError            names, shapes, dtypes or finiteness; also ValueError
+    ├── DuplicateWorkError           several replicas train on the same data
     ├── DivergenceError              two anchors for one round
     ├── FencedError                  a newer attempt owns this rank
     └── AbortedError                 a peer aborted the run
@@ -34,6 +35,10 @@ class QuorumTimeoutError(DiLoCoError, TimeoutError):
 
 class ContributionError(DiLoCoError, ValueError):
     """A model does not fit the run, or its parameters are not finite."""
+
+
+class DuplicateWorkError(DiLoCoError):
+    """Other replicas send the same work, round after round: they train on the same data."""
 
 
 class DivergenceError(DiLoCoError):

@@ -32,6 +32,7 @@ from diloco.rendezvous.membership import find_place
 from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.patient_store import ParallelMap, PatientStore, at_once, is_near
 from diloco.rendezvous.round import Context, Limits, RoundReport
+from diloco.same_data import SameData, SameDataMode
 from diloco.settings import Settings
 from executors.errors import ReplicasError
 from executors.store import Store
@@ -86,6 +87,8 @@ class DiLoCo:
         sync_buffers: average float buffers too, without the outer optimizer. Integer buffers stay local.
         snapshot_every: rounds between snapshots, from which later and returning replicas start.
         allow_no_rounds: let `close()` pass when there was no round: each replica has trained alone, on purpose.
+        same_data: what to do when other replicas send the same work, bit for bit, three rounds in a row: they train on
+            the same data, and the run gains nothing by them. The first such round is a warning.
         name: tells apart several DiLoCos of one run.
         store, run_id, rank, world_size: default to those of `current_replica()`; in a process that is no replica, as
             in `python train.py`, to a world of 1, in memory, which stderr says. rank="join": one more replica of a run
@@ -119,6 +122,7 @@ class DiLoCo:
         sync_buffers: bool = True,
         snapshot_every: int = 10,
         allow_no_rounds: bool = False,
+        same_data: SameDataMode = "raise",
         name: str = "main",
         store: Store | str | None = None,
         run_id: str | None = None,
@@ -139,8 +143,8 @@ class DiLoCo:
             outer_momentum=outer_momentum, momentum_warmup=momentum_warmup, final_average=final_average,
             total_steps=total_steps, n_fragments=len(fragments_), overlap_steps=overlap_steps, mix=mix, wire=wire,
             late=late, min_quorum=min_quorum, grace_s=grace_s, round_timeout_s=round_timeout_s, weight=weight,
-            snapshot_every=snapshot_every, allow_no_rounds=allow_no_rounds, world_size=place.world_size,
-            rank=place.world_size if place.rank is None else place.rank,
+            snapshot_every=snapshot_every, allow_no_rounds=allow_no_rounds, same_data=same_data,
+            world_size=place.world_size, rank=place.world_size if place.rank is None else place.rank,
         )  # fmt: skip
         settings.check()
         settings.warn_of_few_rounds()
@@ -178,6 +182,7 @@ class DiLoCo:
         for layout in context.layouts:
             self._model_state.reserve(layout.kept_bytes(place.world_size, streams=patient.streams))
         self._attached = AttachedState(patient, keys, me, self._background, settings.plan)
+        self._same_data = SameData(same_data, me.rank, self._replica)
         self._participant = Participant(context)
         self._steps = 0
         """Steps of this process."""
@@ -210,6 +215,7 @@ class DiLoCo:
             DivergenceError: this replica's anchor is not the others', also after reloading it.
             FencedError: a newer attempt of this rank has begun; this one is to end.
             AbortedError: a peer aborted the run.
+            DuplicateWorkError: other replicas train on the same data.
             RunNotFoundError: the run was deleted.
         """
         self._check_open()
@@ -367,6 +373,7 @@ class DiLoCo:
         if report is not None:
             self._show_progress()
         self._record(reports)
+        self._same_data.check(reports)
         return report
 
     def _record(self, reports: Sequence[RoundReport]) -> None:

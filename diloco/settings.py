@@ -41,6 +41,7 @@ class Settings:
     weight: float | Callable[[], float]
     snapshot_every: int
     allow_no_rounds: bool
+    same_data: str
     world_size: int
     rank: int
 
@@ -82,6 +83,7 @@ class Settings:
                 )
         _one_of("wire", self.wire, ("fp32",))
         _one_of("late", self.late, ("carry", "drop"))
+        _one_of("same_data", self.same_data, ("raise", "warn", "allow"))
         _number("outer_lr", self.outer_lr)
         _number("outer_momentum", self.outer_momentum, below=1.0)
         _number("mix", self.mix, high=1.0)

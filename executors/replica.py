@@ -88,6 +88,34 @@ class Replica:
         record = retry(lambda: find_run_record(self.store, self.run_id))
         return None if record is None else record.continues
 
+    @property
+    def seed(self) -> int:
+        """A seed of this attempt's own, below 2**31: another one in each run, rank and attempt."""
+        import hashlib
+
+        source = f"{self.run_id}/{self.rank}/{self.attempt}".encode()
+        return int.from_bytes(hashlib.sha256(source).digest()[:4], "big") >> 1
+
+    def shard(self, dataset: Any) -> Any:
+        """Return this replica's share of a data set: every `world_size`th item, or for `datasets` what that splits.
+
+        No two of the ranks that were launched have an item in common, and no item is left out; the longest share has
+        one item more than the shortest. A replica that joined later, whose rank is beyond these, gets one share of
+        `rank + 1`: its items are others', too.
+
+        Args:
+            dataset: of `datasets` (by its `split_dataset_by_node`); a sequence, an array or a table; anything with
+                `__len__` and `__getitem__`, as a data set of torch; or an iterable, whose other items are read and left
+                out. Each replica must see the same order: shuffle the share, not what it is made of.
+
+        Raises:
+            TypeError: it is not a data set, or has no order, as a set.
+            ValueError: it has too few items.
+        """
+        from executors.shard import share_of
+
+        return share_of(dataset, self.rank, max(self.world_size, self.rank + 1))
+
     def report(self, *, step: int | None = None, loss: float | None = None, **numbers: float) -> None:
         """Show progress: in the live table and `status`, and over time in `Run.metrics()`, at most once a second.
 

@@ -15,6 +15,8 @@ from executors.protocol import BY_USER, Outcome, ReplicaStatus, as_status
 FAILED_EARLY = "failed before the first round"
 STEPS_PER_S, TOTAL_STEPS = "steps_per_s", "total_steps"
 COLUMNS = ("rank", "attempt", "status", "round", "step", STEPS_PER_S, "left", "loss", "round_s", "note")
+SAME_DATA_AS = "same_data_as"  # reported by DiLoCo: a rank that sends the same work; the note says it
+NO_COLUMNS = (TOTAL_STEPS, SAME_DATA_AS)
 N_MORE = 3  # columns for other numbers, where nobody says which
 MAX_STEPS, MAX_LEFT_S = 1e15, 1e9  # reports may be any numbers
 MAX_COLUMNS = 50  # in a notebook
@@ -88,7 +90,7 @@ class ReplicaState:
 
     @property
     def note(self) -> str:
-        """A few words on how it ended, on what it waits for, or on a heartbeat that is overdue."""
+        """A few words on how it ended, on what it waits for, on its data, or on a heartbeat that is overdue."""
         if self.outcome is not None and self.outcome.reason is not None:
             if self.outcome.reason == "cancelled":
                 error = self.outcome.error or ""
@@ -98,6 +100,8 @@ class ReplicaState:
             return self.doing
         if self.status is ReplicaStatus.RUNNING and (self.heartbeat_age_s or 0) > 30:
             return f"last heartbeat {self.heartbeat_age_s:.0f} s ago"
+        if (peer := self.reported.get(SAME_DATA_AS)) is not None:
+            return f"trains on the same data as rank {peer:.0f}"
         return ""
 
     @property
@@ -267,7 +271,7 @@ class RunStatus:
             more: which other numbers that replicas report to show. None: the first `n_more`.
         """
         *fixed, note = COLUMNS
-        reported = dict.fromkeys(name for r in self.replicas for name in r.reported if name != TOTAL_STEPS)
+        reported = dict.fromkeys(name for r in self.replicas for name in r.reported if name not in NO_COLUMNS)
         others = [name for name in (more if more is not None else reported) if name not in COLUMNS]
         others = others[: n_more if more is None else None]
         columns = [*fixed, *dict.fromkeys(others), note]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from executors import LocalProcessExecutor
 if TYPE_CHECKING:
     from servers.modal.server import ModalServer
     from support.fake_jobs import Machines
+    from support.third_party import PopenExecutor
 
 os.environ["MODAL_CONFIG_PATH"] = os.devnull  # the SDK reads the user's settings when it is imported
 os.environ[MARK] = str(os.getpid())  # every process that a test starts inherits it
@@ -60,6 +62,10 @@ os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": "/nonexistent/hugging
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {str(Path(__file__).parent / file): number for number, file in enumerate(SLOW_FIRST)}
     items.sort(key=lambda item: order.get(str(item.path), len(order)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported is no garbage: to look through it takes a tenth of a second each time
 
 
 @pytest.fixture(autouse=True)
@@ -215,3 +221,24 @@ def here(folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def local() -> LocalProcessExecutor:
     """The local executor, for work without torch. Its zygote is shared by all tests."""
     return LocalProcessExecutor(preload=(), term_grace_s=0.5)
+
+
+@pytest.fixture
+def third_party(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[PopenExecutor]:
+    """An executor of somebody else's, whose processes end with the test."""
+    from support.third_party import PopenExecutor
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    started: list[Any] = []
+    launch_replicas = PopenExecutor.launch_replicas
+
+    @functools.wraps(launch_replicas)
+    def remember(*args: Any, **kwargs: Any) -> Any:
+        started.extend(tickets := launch_replicas(*args, **kwargs))
+        return tickets
+
+    monkeypatch.setattr(PopenExecutor, "launch_replicas", remember)
+    yield PopenExecutor()
+    for ticket in started:
+        ticket.process.kill()
+        ticket.process.wait()

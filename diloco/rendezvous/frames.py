@@ -12,7 +12,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -150,6 +150,8 @@ class Seal:
     """The digest of the mean, when these bytes are not the mean any more."""
     phase_s: float = 0.0
     """The longest inner phase of a member; 0: nobody knew."""
+    same: tuple[tuple[int, ...], ...] = ()
+    """Groups of members that sent the same work, as on the same data. No decision depends on it."""
 
     @property
     def inputs(self) -> dict[int, Member]:
@@ -169,6 +171,7 @@ class Seal:
             "anchor": self.anchor,
             "shards": self.shards,
             "phase_s": float(f"{self.phase_s:.6g}"),
+            "same": self.same,
         }
         if not self.shards:
             fields["mean"] = xxh3_128_hexdigest(self.mean)
@@ -192,18 +195,18 @@ class Seal:
                 int(_rank(rank)): Member.of(*typed(list, m)) for rank, m in typed(dict, fields["members"]).items()
             }
             anchor, phase_s = _digest(fields["anchor"]), _seconds(fields["phase_s"])
-            shards = _whole(fields["shards"], MAX_SHARDS)
+            shards, same = _whole(fields["shards"], MAX_SHARDS), _groups(fields["same"], members.keys())
             digest = None if shards else _digest(fields["mean"])
             if not members:
                 raise ValueError("it names nobody")
         mean = memoryview(data)[end:]
         if digest is None:
-            return cls(members, anchor, shards, phase_s=phase_s)
+            return cls(members, anchor, shards, phase_s=phase_s, same=same)
         if xxh3_128_hexdigest(mean) != digest:
             if whole:
                 raise BadRecordError("The mean in this seal is not what was sealed.")
-            return cls(members, anchor, shards, b"", digest, phase_s)
-        seal = cls(members, anchor, shards, mean, phase_s=phase_s)
+            return cls(members, anchor, shards, b"", digest, phase_s, same)
+        seal = cls(members, anchor, shards, mean, phase_s=phase_s, same=same)
         expected_bytes = len(mean) if size_bytes is None else size_bytes if seal.inputs else 0
         if len(mean) != expected_bytes:
             raise BadRecordError(f"The mean in this seal has {len(mean)} bytes instead of {expected_bytes}.")
@@ -312,6 +315,15 @@ def _split_digests(text: Any) -> tuple[str, ...]:
     if not isinstance(text, str) or len(text) % 32:
         raise ValueError("block digests are not a multiple of 32 characters")
     return tuple(text[at : at + 32] for at in range(0, len(text), 32))
+
+
+def _groups(value: Any, ranks: Set[int]) -> tuple[tuple[int, ...], ...]:
+    """Read groups of some of these ranks, each rank in one group at most."""
+    groups = tuple(tuple(_whole(rank, MAX_RANK) for rank in typed(list, group)) for group in typed(list, value))
+    named = [rank for group in groups for rank in group]
+    if len(set(named)) < len(named) or not ranks >= set(named) or any(len(group) < 2 for group in groups):
+        raise ValueError(f"{str(value)[:40]!r} instead of groups of its members")
+    return groups
 
 
 def _whole(value: Any, most: int | None = None) -> int:

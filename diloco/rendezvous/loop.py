@@ -178,13 +178,15 @@ class Rendezvous:
         self._waited_s = 0.0 if self._phase.is_out else max(0.0, entry.wait_s - self._phase.head_start_s)
         if not self._phase.is_out:
             self.sealer.learn(entry, self._waited_s)
+        is_counted = self.seals.verdict(seal) is Verdict.COUNTED
         return RoundReport(
             round=entry.index + 1,
             fragment=entry.fragment,
             ranks=tuple(rank for rank in seal.inputs if rank not in entry.left_out),
-            counted=self.seals.verdict(seal) is Verdict.COUNTED,
+            counted=is_counted,
             verdict=fate,
             work=work,
+            same=next((group for group in seal.same if is_counted and self._me.rank in group), ()),
             bytes_up=self._store.written_bytes - entry.written_before,
             bytes_down=self._store.read_bytes - entry.read_before,
             wait_s=entry.wait_s,

@@ -237,6 +237,8 @@ class RoundReport:
     """What became of this replica's work."""
     work: float
     """How much work that is: what a callable `weight` said, else inner steps."""
+    same: tuple[int, ...]
+    """The ranks, this one included, that sent the same work, bit for bit: they train on the same data."""
     bytes_up: int
     bytes_down: int
     wait_s: float
@@ -270,6 +272,7 @@ class RoundReport:
             **seconds,
             "norm": self.norm,
             "mean_norm": self.mean_norm,
+            **({"same": self.same} if self.same else {}),
         }
 
     @classmethod

@@ -305,7 +305,9 @@ class Sealer:
             for rank, (head, digest) in sorted(entry.seen.items())
             if rank in good
         }
-        seal = Seal(members, anchor, 0, mean or b"", phase_s=max(entry.seen[rank][0].phase_s for rank in good))
+        heads = {rank: entry.seen[rank][0] for rank in good}
+        phase_s, same = max(head.phase_s for head in heads.values()), groups_of_same_work(heads)
+        seal = Seal(members, anchor, 0, mean or b"", phase_s=phase_s, same=same)
         if mean is None and seal.inputs:
             seal = replace(seal, shards=entry.layout.n_shards(len(seal.owners)))
         self._store.create(self._context.keys.seal(entry.index), seal.data())
@@ -330,6 +332,15 @@ class Sealer:
         finally:
             entry.reduce_s += self._context.clock() - began
         return out
+
+
+def groups_of_same_work(heads: Mapping[int, Contribution]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks that sent the same work, in groups; work of zeros, as of a frozen model, says nothing."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for rank, head in sorted(heads.items()):
+        if any(head.norms):
+            groups.setdefault(head.blocks, []).append(rank)
+    return tuple(tuple(ranks) for ranks in groups.values() if len(ranks) > 1)
 
 
 def _spread_seen(entry: EntryState) -> float:

@@ -39,7 +39,7 @@ EXAMPLES = {
     "chaos": ["kill:rank=1,round=3"],
     "columns": "lr,gnorm",
 }
-PROFILE = "Use [profile.NAME] of the settings files."
+PROFILE = "Use this profile of the settings files."
 CONFIG = "Read settings from this file, too. Repeatable; the last one wins."
 ProfileOption = Annotated[str | None, Option("--profile", metavar="NAME", help=PROFILE)]
 ConfigOption = Annotated[list[Path] | None, Option("--config", metavar="FILE", help=CONFIG)]

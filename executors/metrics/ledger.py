@@ -15,16 +15,18 @@ were made while a contribution was on its way (`overlap_steps`) are in no line: 
 
     goodput = counted / (replicas x longest x speed)
 
-`replicas` were launched, the one that lived longest, over all its attempts, did so for `longest` seconds, and `speed`
-is the median, over all replicas, of the work counted in a second of an undisturbed minute: one in which each round
-counted the replica, and the same others as the round before. An attempt's first round, before which it starts, is not
-among them. Where no undisturbed stretch lasts a minute they are taken as they are; where there is none, all rounds are.
+`replicas` were launched, or joined; the one that lived longest, over all its attempts, did so for `longest` seconds;
+and `speed` is the median, over all replicas, of the work counted in a second of an undisturbed minute: one in which
+each round counted the replica, and the same others as the round before. An attempt's first round, before which it
+starts, is not among them. Where no undisturbed stretch lasts a minute they are taken as they are; where there is none,
+all rounds are.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -89,15 +91,18 @@ class Life:
 
 def make_ledger(world_size: int, by_name: Mapping[str, Sequence[Life]]) -> Ledger:
     """Add up the work of all attempts, by the name of the DiLoCo."""
-    parts, goodputs = list[tuple[int, Work]](), list[float]()
+    parts, goodputs = dict[int, list[Work]](), list[float]()
     for lives in by_name.values():
-        book = _Book(lives)
-        parts += [(life.rank, book.work_of(life)) for life in lives]
-        speed, longest = book.speed(), book.longest_s()
+        book, alive_s, counted = _Book(lives), defaultdict[int, float](float), 0.0
+        for life in lives:
+            work = book.work_of(life)
+            parts.setdefault(life.rank, []).append(work)
+            alive_s[life.rank] += life.alive_s
+            counted += work.counted
+        speed, longest = book.speed(), max(alive_s.values(), default=0.0)
         if speed and longest:
-            counted = sum(book.work_of(life).counted for life in lives)
-            goodputs.append(counted / (world_size * longest * speed))
-    by_rank = {rank: Work.sum_of(work for r, work in parts if r == rank) for rank in sorted({r for r, _ in parts})}
+            goodputs.append(counted / (max(world_size, len(alive_s)) * longest * speed))
+    by_rank = {rank: Work.sum_of(works) for rank, works in sorted(parts.items())}
     total = Work.sum_of(by_rank.values())
     return Ledger(**vars(total), goodput=fmean(goodputs) if goodputs else None, by_rank=by_rank)
 
@@ -122,21 +127,22 @@ class _Book:
         for row in life.rounds:
             if row.verdict != "carried":
                 fates[row.verdict] += row.weight / self._n_fragments
-        missing = self._missing.get((life.rank, life.attempt), [])
-        usual, rest = self._usual_work, 0.0
-        for fragment in range(self._n_fragments):
-            n_missing = sum(entry % self._n_fragments == fragment for entry in missing)
-            carried, made = self._undecided(life, fragment)
-            undecided = carried + min(made, usual * (1 + n_missing)) if life.left is None else life.left
-            sent = min(undecided, carried + usual * n_missing) if n_missing else 0.0
-            fates["counted"] += sent / self._n_fragments
-            rest += (undecided - sent) / self._n_fragments
+        n_missing = Counter(entry % self._n_fragments for entry in self._missing.get((life.rank, life.attempt), []))
+        pace, usual, rest = self._pace(life.rounds) or self._usual_pace, self._usual_work, 0.0
+        last, later_s = dict[int, tuple[Round, float]](), 0.0
+        for row in reversed(life.rounds):
+            last.setdefault(row.fragment, (row, later_s))
+            later_s += row.round_s
+        told, began = last.keys() | n_missing.keys(), _began(life.rounds[0]) if life.rounds else self._usual_start
+        for fragment, n_alike in [*((each, 1) for each in told), (-1, self._n_fragments - len(told))]:
+            before, rounds_s = last.get(fragment, (None, later_s))
+            carried = before.weight if before is not None and before.verdict == "carried" else 0.0
+            made = pace * max(0.0, life.alive_s - (began if before is None else before.t) - rounds_s)
+            undecided = carried + min(made, usual * (1 + n_missing[fragment])) if life.left is None else life.left
+            sent = min(undecided, carried + usual * n_missing[fragment]) if n_missing[fragment] else 0.0
+            fates["counted"] += n_alike * sent / self._n_fragments
+            rest += n_alike * (undecided - sent) / self._n_fragments
         return Work(**fates, **({"lost": rest} if life.has_failed else {"carried": rest}))
-
-    def longest_s(self) -> float:
-        """Return how long the rank lived that lived longest."""
-        ranks = {life.rank for life in self._lives}
-        return max((sum(life.alive_s for life in self._lives if life.rank == rank) for rank in ranks), default=0.0)
 
     def speed(self) -> float | None:
         """Return the work that is counted in a second of an undisturbed minute; None: no round was counted."""
@@ -151,17 +157,17 @@ class _Book:
 
     def _find_missing(self, rounds: Sequence[Round]) -> dict[tuple[int, int], list[int]]:
         """Return the entries that name a rank which left no line about them, by the attempt that has sent its work."""
-        sealed_s = dict[int, float]()
-        for life in self._lives:
+        sealed_s, of_rank = dict[int, float](), dict[int, list[Life]]()
+        for life in sorted(self._lives, key=lambda life: life.attempt):
+            of_rank.setdefault(life.rank, []).append(life)
             for row in life.rounds:
                 sealed_s[row.entry] = min(sealed_s.get(row.entry, math.inf), life.started_s + row.t)
-        named = {(rank, row.entry) for row in rounds for rank in row.ranks}
+        named = {(rank, row.entry) for row in rounds for rank in of_rank.keys() & row.ranks}
         found = dict[tuple[int, int], list[int]]()
         for rank, entry in sorted(named - {(row.rank, row.entry) for row in rounds}):
-            lives = sorted((life for life in self._lives if life.rank == rank), key=lambda life: life.attempt)
+            lives = of_rank[rank]
             trained = [life for life in lives if life.started_s + self._usual_start < sealed_s[entry]] or lives[:1]
-            if trained:
-                found.setdefault((rank, trained[-1].attempt), []).append(entry)
+            found.setdefault((rank, trained[-1].attempt), []).append(entry)
         return found
 
     def _pace(self, rounds: Sequence[Round]) -> float:
@@ -173,16 +179,6 @@ class _Book:
                 decided += row.weight
                 until_last[row.fragment] = trained_s
         return decided / sum(until_last.values()) if any(until_last.values()) else 0.0
-
-    def _undecided(self, life: Life, fragment: int) -> tuple[float, float]:
-        """Return how much work for a fragment the last round carried, and an estimate of what was made since."""
-        own = [row for row in life.rounds if row.fragment == fragment]
-        if own:
-            since, carried = own[-1].t, own[-1].weight if own[-1].verdict == "carried" else 0.0
-        else:
-            since, carried = (_began(life.rounds[0]) if life.rounds else self._usual_start), 0.0
-        trained_s = life.alive_s - since - sum(row.round_s for row in life.rounds if row.t > since)
-        return carried, max(0.0, trained_s) * (self._pace(life.rounds) or self._usual_pace)
 
     def _undisturbed(self, life: Life) -> Iterator[tuple[list[float], list[float]]]:
         """Yield stretches of undisturbed rounds: the start and each end, and the work that was counted until then."""

@@ -114,6 +114,8 @@ class Round(Record):
     """Of this replica's pseudo-gradient; None: it sent none."""
     mean_norm: float | None = checked(NORM, None)
     """Of the mean; None: there was none."""
+    same: tuple[int, ...] = checked(list_of(RANK), ())
+    """The ranks, its own included, that sent the same work: they train on the same data."""
 
     @property
     def round_s(self) -> float:

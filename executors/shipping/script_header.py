@@ -64,7 +64,10 @@ def script_header(file: Path) -> dict[str, Any]:
         EntrypointError: there are two of them, or it is not TOML.
     """
     try:
-        text = read_text(file)
+        text = file.read_text(encoding="utf-8-sig", errors="replace")  # Python's own coding lines are not looked at
+    except OSError:  # there is none to read, as in a zip
+        return {}
+    try:
         blocks = list(BLOCK.finditer(text))
         if len(blocks) > 1:
             raise ValueError(f"{file} has {len(blocks)} blocks '# /// script'. Keep one of them.")

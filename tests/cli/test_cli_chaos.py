@@ -22,18 +22,6 @@ from executors.testing.helpers import environment
 KILL = "kill:rank=1,at=claim,when=after"
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
-    (tmp_path / "work").mkdir()
-    monkeypatch.syspath_prepend(tmp_path / "work")  # for what is resumed from here
-    return Folder(tmp_path / "work")
-
-
-@pytest.fixture
-def here(folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> HereInstead:
-    return HereInstead(folder, monkeypatch, capsys)
-
-
 def bring_back(run_id: str) -> Run:
     found = attach(run_id)
     run = resume(Run(found.store, run_id, executor=LocalProcessExecutor(preload=())))

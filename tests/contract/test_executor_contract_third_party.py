@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -24,22 +22,8 @@ NO_REASONS = "it knows an exit code and a log, nothing more"
 
 
 @pytest.fixture
-def executor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[PopenExecutor]:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    started: list[Any] = []
-    launch_replicas = PopenExecutor.launch_replicas
-
-    @functools.wraps(launch_replicas)
-    def remember(*args: Any, **kwargs: Any) -> Any:
-        tickets = launch_replicas(*args, **kwargs)
-        started.extend(tickets)
-        return tickets
-
-    monkeypatch.setattr(PopenExecutor, "launch_replicas", remember)
-    yield PopenExecutor()
-    for ticket in started:
-        ticket.process.kill()
-        ticket.process.wait()
+def executor(third_party: PopenExecutor) -> PopenExecutor:
+    return third_party
 
 
 class TestThirdPartyExecutor(ExecutorContract):

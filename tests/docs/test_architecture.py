@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process"),
     ("native", "errors"),
-    ("logs", "store", "entrypoint", "status", "root_cause"),
+    ("logs", "store", "entrypoint", "status", "root_cause", "shard"),
     ("attempt", "task", "run_index", "registry", "chaos", "inventory"),
     ("metrics",),
     ("report",),

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support.cli import HereInstead
@@ -24,24 +20,6 @@ MIXED = (
     "import job\nfrom executors import current_replica\n"
     "def main():\n    return job.fail([1]) if current_replica().rank == 1 else job.hang()\n"
 )
-
-
-@pytest.fixture
-def third_party(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[PopenExecutor]:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    started: list[Any] = []
-    launch_replicas = PopenExecutor.launch_replicas
-
-    @functools.wraps(launch_replicas)
-    def remember(*args: Any, **kwargs: Any) -> Any:
-        started.extend(tickets := launch_replicas(*args, **kwargs))
-        return tickets
-
-    monkeypatch.setattr(PopenExecutor, "launch_replicas", remember)
-    yield PopenExecutor()
-    for ticket in started:
-        ticket.process.kill()
-        ticket.process.wait()
 
 
 def test_where_nobody_else_does_it_the_one_who_waits_ends_the_run(

@@ -292,6 +292,7 @@ def test_the_keys_of_a_run_are_those_of_the_documentation(local: LocalProcessExe
     run = launch(local, tasks.report_and_keep, 1, args={"path": str(tmp_path / "file")}, rendezvous=rendezvous)
     run.wait()
     assert [entry.key.removeprefix(f"{run.run_id}/") for entry in run.store.list("")] == [
+        "metrics/0000/0/000000.jsonl",
         "replicas/0000/0/artifacts/model/weights.bin",
         "replicas/0000/0/handle.json",
         "replicas/0000/0/heartbeat.json",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import FAST, Folder, HereInstead
+from support.cli import FAST, HereInstead
 from support.records import read_json
 
 from executors import LocalProcessExecutor, Run, attach, launch, open_store
@@ -20,17 +20,6 @@ from executors.store.records import to_bytes
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
 FAIL = "executors.testing.tasks:fail"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    (tmp_path / "work").mkdir()
-    return Folder(tmp_path / "work")
-
-
-@pytest.fixture
-def here(folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> HereInstead:
-    return HereInstead(folder, monkeypatch, capsys)
 
 
 def touch_and_fail(path: str) -> None:

@@ -255,6 +255,8 @@ class Invariants:
                 raise Violation(f"entry {entry}: the seal does not say of rank {rank} what its contribution does")
         if seal.phase_s != max(head.phase_s for head, _ in sent.values()):
             raise Violation(f"entry {entry}: the seal does not have the longest phase of its members")
+        if seal.same:  # each process's work is its own
+            raise Violation(f"entry {entry}: the seal takes the work of {seal.same} for the same")
         if seal.shards and any(self.keys.mean(entry, shard) not in self.store.ever for shard in range(seal.shards)):
             return  # everybody died before there was a mean
         mean, left_out = self.stored_mean(entry)

@@ -71,12 +71,13 @@ class Toy:
         self._payload[:] = self._sent[:] = self.undone[entry % len(self.anchor)]
         payload = self._payload.data.cast("B")
         digests = digests_of(payload, BLOCK_BYTES)
+        norms = (float(np.abs(self._payload).max()),) * len(digests)
         first, end = keep or (0, len(payload))
         if write is not None:
             write(payload)
             for at in [*range(first), *range(end, len(payload))]:
                 payload[at] = 0xFF  # what is not to be kept is no longer there
-        return Packed(digests, (0.0,) * len(digests), payload[first:end], first)
+        return Packed(digests, norms, payload[first:end], first)
 
     def apply(
         self, entry: int, mean: Sequence[memoryview], verdict: Verdict, part: Sequence[memoryview] | None = None

@@ -96,6 +96,7 @@ def test_what_a_seal_counted_after_a_state_was_kept_is_not_there_again_in_who_st
     died, gone_on, was_back = threading.Event(), threading.Event(), threading.Event()
     limits = Limits(grace_s=0.05, takeover_after_s=0.01)
     options: dict[str, Any] = {"inner_steps": 4, "fragments": 2, "snapshot_every": 2, "_limits": limits, **PLAIN}
+    options["same_data"] = "allow"
 
     def begin(where: Mapping[str, Any]) -> tuple[nn.Module, DiLoCo]:
         model = nn.Sequential(zeros(1), zeros(1))

@@ -68,7 +68,7 @@ def test_a_run_of_sixty_rounds_never_keeps_more_than_the_protocol_says(sharded: 
             for _ in range(ROUNDS):
                 with torch.no_grad():
                     for parameter in model.parameters():
-                        parameter.add_(0.01)
+                        parameter.add_(0.01 * (1 + where["rank"]))
                 diloco.step()
                 diloco._background.finish()  # what is kept is stored before the next round: here rounds take no time
             return diloco.rounds

@@ -62,7 +62,7 @@ def record(fields: Any, payload: bytes = b"") -> bytes:
 
 MEAN = np.ones(4, np.float32).tobytes()
 SEAL: dict[str, Any] = {
-    "members": {"0": ["nonce", 0, 1.0, D, True]}, "anchor": D, "shards": 0, "phase_s": 1.0,
+    "members": {"0": ["nonce", 0, 1.0, D, True]}, "anchor": D, "shards": 0, "phase_s": 1.0, "same": [],
     "mean": xxh3_128_hexdigest(MEAN),
 }  # fmt: skip
 CONTRIBUTION: dict[str, Any] = {
@@ -120,6 +120,7 @@ HOSTILE_SEALS: list[dict[str, Any]] = [
     *({"shards": value} for value in [*WHOLE, 65, 10**9]),
     *({"mean": value} for value in [*DIGESTS, "e" * 32]),
     *({"phase_s": value} for value in ("1", None, True, [1.0], 10**400)),
+    *({"same": value} for value in (*LISTS, [[]], [[0]], [[0, 0]], [[0, 1]], [[0], [0]], [[0, None]], [{"0": 0}])),
 ]
 HOSTILE_CONTRIBUTIONS: list[dict[str, Any]] = [
     *({"rank": value} for value in [*WHOLE, 10**7]),

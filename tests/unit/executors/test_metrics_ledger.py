@@ -165,6 +165,10 @@ def test_goodput_is_the_share_that_undisturbed_replicas_would_have_had_counted(
     assert found == (None if goodput is None else pytest.approx(goodput))
 
 
+def test_replicas_that_joined_could_have_had_work_counted_as_well() -> None:
+    assert make_ledger(1, {"main": [rank_of_two(0, 60), rank_of_two(1, 60)]}).goodput == pytest.approx(1.0)
+
+
 def test_the_works_of_two_models_are_added_up() -> None:
     lives = [rank_of_two(0, 60), rank_of_two(1, 60)]
     one, both = make_ledger(2, {"main": lives}), make_ledger(2, {"critic": lives, "main": lives})

@@ -225,3 +225,10 @@ def test_at_a_bucket_each_object_is_asked_for_once_and_many_at_a_time(monkeypatc
     scene.store._url = "s3://bucket"
     assert scene.read().rows == near.rows
     assert len(asked) == len(set(asked)) == 5
+
+
+def test_rounds_that_lie_do_not_stop_the_ledger() -> None:
+    lie = {**ROUND, "fragment": 10**6, "ranks": [*range(5000)], "weight": 1e299, "train_s": 1e-9, "entry": 2**53}
+    scene = Scene().claim(T0).claim(T0, rank=1).segment(*saw(10.0, 20.0), lie).segment(*saw(10.0, 20.0), rank=1)
+    assert scene.read().problems == []
+    assert scene.read().ledger.by_rank.keys() == {0, 1}

@@ -94,6 +94,16 @@ def test_those_given_by_hand_win_over_the_script_header_and_that_over_requiremen
             requirements_of((), tmp_path, script)
 
 
+def test_a_header_is_found_whatever_else_is_in_the_file(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_bytes(
+        b"# -*- coding: latin-1 -*-\r\n# /// script\r\n# dependencies = ['mine']\r\n# ///\r\nx = '\xe9'\r\n"
+    )
+    assert requirements_of((), tmp_path, script) == (*PINS, "mine")
+    script.write_text("# /// other\n# a = 1\n# ///\nx = '# /// script'\n")
+    assert requirements_of((), tmp_path, script) == requirements_of((), tmp_path, tmp_path / "gone.py") == PINS
+
+
 def test_a_script_that_asks_for_another_python_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

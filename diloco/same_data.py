@@ -1,0 +1,62 @@
+"""Replicas that train on the same data: nothing is gained by their number, and everything looks well. So it is told.
+
+Work of equal bits comes from equal data. On GPUs whose kernels add in any order, or on unlike processors, the same data
+gives other bits, and is not found here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Literal
+
+from diloco.errors import DuplicateWorkError
+from diloco.rendezvous.round import RoundReport
+from executors.replica import Replica
+
+log = logging.getLogger(__name__)
+
+SameDataMode = Literal["raise", "warn", "allow"]
+ROUNDS = 3
+"""One round may be chance, as of a dataset that begins with the same batch everywhere."""
+ADVICE = "Give each replica its own: replica.shard(dataset), or a seed that depends on current_replica().rank."
+
+
+class SameData:
+    """What this replica knows of others that send the same work as it does."""
+
+    def __init__(self, mode: SameDataMode, rank: int, replica: Replica | None) -> None:
+        self._mode = mode
+        self._rank = rank
+        self._replica = replica
+        self._in_a_row = 0
+
+    def check(self, reports: Iterable[RoundReport]) -> None:
+        """Warn when it begins; show it beside the replica's other numbers while it lasts.
+
+        Raises: DuplicateWorkError: it goes on.
+        """
+        for report in reports:
+            if not report.counted or report.norm == 0.0 or self._mode == "allow":  # work of zeros says nothing
+                continue
+            self._in_a_row = self._in_a_row + 1 if report.same else 0
+            self._show(next((rank for rank in report.same if rank != self._rank), None))
+            if self._in_a_row == 1:
+                log.warning("rank %s: %s", self._rank, _sentence(report, f"in round {report.round}"))
+            elif self._in_a_row == ROUNDS and self._mode == "raise":
+                said = _sentence(report, f"{ROUNDS} rounds in a row, up to round {report.round}")
+                raise DuplicateWorkError(
+                    f'{said} Where it is meant, as in a toy that sees all data at once: same_data="allow", or "warn".'
+                )
+
+    def _show(self, peer: int | None) -> None:
+        if self._replica is not None and peer is not None:
+            self._replica.report(same_data_as=peer)
+        elif self._replica is not None:
+            self._replica.reported.pop("same_data_as", None)
+
+
+def _sentence(report: RoundReport, when: str) -> str:
+    *others, last = report.same
+    ranks = f"Ranks {', '.join(map(str, others))} and {last}"
+    return f"{ranks} sent identical contributions {when}: they train on the same data. {ADVICE}"

@@ -1,0 +1,97 @@
+"""A DiLoCo beside a trainer: what the callbacks of all trainers share."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from diloco.errors import ContributionError
+from diloco.outer import DiLoCo
+from diloco.rendezvous.round import RoundReport
+
+ROUNDS_PER_SNAPSHOT, MOST_ROUNDS = 20, 10
+
+
+class Companion:
+    """Goes with one training from its begin to its end.
+
+    Args:
+        total_steps: that the trainer plans; None: it has no end.
+        options: DiLoCo's arguments.
+        begun_at: the trainer's step at which the run begins.
+    """
+
+    def __init__(
+        self, model: nn.Module, total_steps: int | None, options: Mapping[str, Any], *, begun_at: int = 0
+    ) -> None:
+        self.model = model
+        self.begun_at = begun_at
+        self.total_steps = None if total_steps is None else total_steps - begun_at
+        self.last: RoundReport | None = None
+        """The newest round."""
+        try:
+            self.diloco = DiLoCo(
+                model, total_steps=self.total_steps, **{"snapshot_every": self._snapshot_every(options), **options}
+            )
+        except ContributionError as error:
+            error.add_note(
+                f"This trainer plans {total_steps} steps. Where replicas plan unlike numbers of them, because their "
+                "shares of the data have unlike lengths, tell all the same: max_steps=…"
+            )
+            raise
+
+    def _snapshot_every(self, options: Mapping[str, Any]) -> int:
+        """Let short runs keep what is attached more often: a replica that is killed early has an optimizer, too."""
+        if self.total_steps is None:
+            return MOST_ROUNDS
+        rounds: int = self.total_steps // max(1, options["inner_steps"])
+        return max(1, min(MOST_ROUNDS, rounds // ROUNDS_PER_SNAPSHOT))
+
+    def attach_schedule(self, name: str, schedule: Any) -> None:
+        """Keep a schedule that the trainer steps once a step, and let it follow where the run jumps ahead."""
+        counts = isinstance(getattr(schedule, "last_epoch", None), int) and not isinstance(schedule, ReduceLROnPlateau)
+        self.diloco.attach_state(name, schedule, follow=counts)
+
+    def step(self) -> None:
+        """Count a step, once everything else has taken its own."""
+        self.last = self.diloco.step() or self.last
+
+    @property
+    def trainer_step(self) -> int:
+        """The step that the trainer is at: the run's, which went on where this replica was away."""
+        return self.begun_at + self.capped(self.diloco.inner_step)
+
+    def capped(self, step: int) -> int:
+        return step if self.total_steps is None else min(step, self.total_steps)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all planned steps were made."""
+        return self.total_steps is not None and self.diloco.inner_step >= self.total_steps
+
+    @torch.no_grad()
+    def finish(self, *, keep_model: bool = False) -> None:
+        """Give the model the anchor, which all replicas have in common, and leave the run.
+
+        Args:
+            keep_model: the trainer has put another into its place, as the best one.
+        """
+        live = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        self.diloco.close()
+        if not keep_model and self.diloco.rounds:
+            for name, value in self.diloco.anchor().items():
+                live[name].copy_(value)
+
+
+def check_options(inner_steps: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for DiLoCo, as far as the trainer does not know them.
+
+    Raises: TypeError: DiLoCo takes no such argument, or it is the trainer's to say.
+    """
+    inspect.signature(DiLoCo).bind(nn.Module(), inner_steps=inner_steps, total_steps=None, **options)
+    return {"inner_steps": inner_steps, **options}

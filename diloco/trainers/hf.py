@@ -1,0 +1,222 @@
+"""The `Trainer` of transformers with DiLoCo beside its optimizer.
+
+    args = replica_arguments(TrainingArguments("out", max_steps=4000))
+    trainer = Trainer(model, args, train_dataset=…, callbacks=[DiLoCoCallback(inner_steps=100)])
+    trainer.train()
+
+A round is at the end of an update: the schedule has stepped, gradients are zeroed, and neither a checkpoint nor an
+evaluation of this step was made yet. So what is saved or evaluated at a multiple of `inner_steps` is the anchor, and
+so is the model that `train()` leaves.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from diloco.errors import DuplicateWorkError
+from diloco.trainers.companion import Companion, check_options
+from diloco.trainers.data_position import DataPosition
+from executors.replica import Replica, current_replica, find_replica
+
+A = TypeVar("A", bound=TrainingArguments)
+log = logging.getLogger(__name__)
+
+SAME_ORDER = (
+    "The Trainer's seed is the same in each replica, and so is the order of the data, unless each has its own share: "
+    "Trainer(model, replica_arguments(args), …), from diloco.trainers.hf, gives each its own."
+)
+SEEDS_APART = 10_007
+"""The order of epoch e comes from seed + e: seeds that are next to each other have the same orders, an epoch later."""
+
+
+def replica_arguments(args: A) -> A:
+    """Return a replica's own copy of the arguments: another order of the data, another folder, another name.
+
+    Pass it to `Trainer` in the place of `args`. Outside a replica nothing is changed.
+    """
+    own, replica = copy.copy(args), find_replica()
+    if replica is not None:
+        own.output_dir = os.path.join(args.output_dir or "trainer_output", str(replica.rank))
+        own.run_name = f"{args.run_name or replica.run_id}-{replica.rank}"
+        own.data_seed = (args.seed if args.data_seed is None else args.data_seed) + SEEDS_APART * replica.rank
+        own.seed = args.seed + SEEDS_APART * replica.rank
+        own.of_replica = replica.rank
+    return own
+
+
+class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
+    """Trains one model together with the other replicas of the run; in a process that is no replica, alone.
+
+    A replica that comes back goes on with its optimizer, its schedule and its data where its newest snapshot was, and
+    at the step where the run is. When training ends, the model is the anchor, unless `load_best_model_at_end` chose
+    another.
+
+    Args:
+        inner_steps: updates from one round to the next, whatever `gradient_accumulation_steps` is.
+        options: other arguments of `DiLoCo`, but `total_steps`, which is the trainer's `max_steps`. `snapshot_every` is
+            smaller than there where few rounds are planned.
+
+    Raises:
+        ValueError: when training begins, for what cannot be: several processes in one replica, DeepSpeed, FSDP, a
+            folder that is another replica's too, `resume_from_checkpoint` in a replica that came back.
+    """
+
+    def __init__(self, inner_steps: int = 500, **options: Any) -> None:
+        self._options = check_options(inner_steps, options)
+        self._companion: Companion | None = None
+        self._data = DataPosition()
+        self._folder: OwnFolder | None = None
+        self._was_terminated = False
+
+    @property
+    def diloco(self) -> Any:
+        """The `DiLoCo`, once training has begun."""
+        return None if self._companion is None else self._companion.diloco
+
+    # -- begin -------------------------------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **with_: Any
+    ) -> None:
+        replica = current_replica()
+        if self._companion is not None:
+            raise ValueError("A DiLoCoCallback goes with one call of train(): give the next Trainer its own.")
+        if problem := _problem_of(args, state, replica):
+            raise ValueError(problem)
+        self._folder = OwnFolder(Path(args.output_dir), replica)
+        self._folder.check()
+        if replica.world_size > 1 and getattr(args, "of_replica", None) != replica.rank:
+            log.warning("rank %s: %s", replica.rank, SAME_ORDER)
+        companion = Companion(with_["model"], state.max_steps, self._options, begun_at=state.global_step)
+        optimizer = with_["optimizer"]
+        companion.diloco.attach_state("optimizer", getattr(optimizer, "optimizer", optimizer))
+        companion.attach_schedule("schedule", with_["lr_scheduler"])
+        if (scaler := getattr(optimizer, "scaler", None)) is not None:
+            companion.diloco.attach_state("scaler", scaler)
+        companion.diloco.attach_state("data", self._data)
+        self._data.go_to(with_["train_dataloader"])
+        state.global_step = companion.trainer_step
+        self._companion = companion
+        self._folder.check()
+        if args.enable_jit_checkpoint:
+            self._note_sigterm()
+
+    def _note_sigterm(self) -> None:
+        """Let the trainer save its checkpoint at SIGTERM, and the replica end after that."""
+        save = signal.getsignal(signal.SIGTERM)
+
+        def handle(number: int, frame: Any) -> None:
+            self._was_terminated = True
+            if callable(save):
+                save(number, frame)
+
+        signal.signal(signal.SIGTERM, handle)
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **with_: Any) -> None:
+        self._data.epoch_begins()
+
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **with_: Any) -> None:
+        self._data.batch_seen()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **with_: Any) -> None:
+        companion, folder = self._companion, self._folder
+        assert companion is not None
+        assert folder is not None
+        self._data.batch_seen()
+        before = companion.last
+        try:
+            companion.step()
+        except DuplicateWorkError as error:
+            raise DuplicateWorkError(f"{error} {SAME_ORDER}") from None
+        if before is None or before is not companion.last:  # a replica that came later may have it, too
+            folder.check()
+        state.global_step = companion.trainer_step
+        state.epoch = self._data.epochs(state.epoch)
+        if companion.is_over:
+            control.should_training_stop = True
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **with_: Any) -> None:
+        if self._data.began_in_the_midst:
+            with_["model"].zero_grad()  # of a last update that was cut short
+            if not self._data.has_seen_any:
+                control.should_training_stop = False  # nothing was left of this epoch, which is no reason to end
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **with_: Any
+    ) -> None:
+        if self._companion is not None and (last := self._companion.last) is not None:
+            ours = {"diloco/round": last.round, "diloco/wait_s": round(last.wait_s, 3)}
+            logs.update(ours)
+            if state.log_history:
+                state.log_history[-1].update(ours)
+        numbers = {name: value for name, value in logs.items() if type(value) in (int, float)}
+        current_replica().report(**{**numbers, "step": state.global_step})
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **with_: Any) -> None:
+        assert self._companion is not None
+        if self._was_terminated and find_replica() is not None:  # the trainer has saved, and put the handler back
+            os.kill(os.getpid(), signal.SIGTERM)
+        is_best = bool(args.load_best_model_at_end and state.best_model_checkpoint)
+        self._companion.finish(keep_model=is_best)
+        if self._folder is not None:
+            self._folder.leave()
+
+
+def _problem_of(args: TrainingArguments, state: TrainerState, replica: Replica) -> str | None:
+    if args.deepspeed or args.fsdp:
+        return f"DiLoCoCallback cannot go with {'DeepSpeed' if args.deepspeed else 'FSDP'}: a replica is one process."
+    if args.world_size != 1:
+        return (
+            f"DiLoCoCallback takes one process a replica, this one is rank {args.process_index} of {args.world_size} "
+            "in a process group. Start replicas with `replicas launch`, not with torchrun or accelerate launch."
+        )
+    if args.auto_find_batch_size:
+        return "DiLoCoCallback needs a batch size that stays: auto_find_batch_size=False."
+    if state.global_step and replica.attempt:
+        return (
+            "resume_from_checkpoint: this replica has come back, and goes on with the run's own state, which is newer "
+            "than a checkpoint. Call train() without it."
+        )
+    return None
+
+
+class OwnFolder:
+    """A folder that no other replica of the run may write to.
+
+    It may be one on all machines, or one on each: so each replica leaves its number there and looks for others.
+    """
+
+    def __init__(self, folder: Path, replica: Replica) -> None:
+        self._folder = folder
+        self._replica = replica
+        self._numbers = folder / ".replicas" / replica.run_id
+
+    def check(self) -> None:
+        """Raises: ValueError: another replica has it."""
+        if self._replica.world_size == 1:
+            return
+        self._numbers.mkdir(parents=True, exist_ok=True)
+        (self._numbers / str(self._replica.rank)).touch()
+        others = sorted(int(number) for number in os.listdir(self._numbers) if number != str(self._replica.rank))
+        if others:
+            raise ValueError(
+                f"Rank {others[0]} writes to output_dir={str(self._folder)!r}, too: the replicas would overwrite each "
+                "other's checkpoints. Give each its own folder, and its own order of the data: "
+                "Trainer(model, replica_arguments(args), …), from diloco.trainers.hf."
+            )
+
+    def leave(self) -> None:
+        """Take the number away."""
+        (self._numbers / str(self._replica.rank)).unlink(missing_ok=True)
+        for folder in (self._numbers, self._numbers.parent):
+            if folder.is_dir() and not os.listdir(folder):
+                folder.rmdir()

@@ -1,0 +1,138 @@
+"""The `Trainer` of Lightning with DiLoCo beside its optimizer.
+
+    trainer = Trainer(max_steps=4000, callbacks=[DiLoCoCallback(inner_steps=100)])
+    trainer.fit(module, DataLoader(current_replica().shard(dataset)))
+
+Give each replica its own data, and its own `default_root_dir` where they share a file system.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from diloco.trainers.companion import Companion, check_options
+from diloco.trainers.data_position import DataPosition
+from executors.replica import current_replica
+
+
+class DiLoCoCallback(Callback):  # type: ignore[misc]
+    """Trains one model together with the other replicas of the run; in a process that is no replica, alone.
+
+    A replica that comes back goes on with its optimizers, its schedules and its data where its newest snapshot was, and
+    at the step where the run is. Data are where they were to the item with `StatefulDataLoader`; else as many batches
+    of the epoch are left out as were seen. When training ends, the module is the anchor.
+
+    Args:
+        inner_steps: batches with a step of the optimizer from one round to the next.
+        options: other arguments of `DiLoCo`, but `total_steps`, which is the trainer's.
+
+    Raises:
+        ValueError: when training begins, for a strategy of several processes, or a `ckpt_path` in a replica that came
+            back.
+    """
+
+    def __init__(self, inner_steps: int = 500, **options: Any) -> None:
+        self._options = check_options(inner_steps, options)
+        self._companion: Companion | None = None
+        self._data = DataPosition()
+        self._step = 0
+        """The trainer's, after the newest batch."""
+        self._loaded: dict[str, Any] | None = None
+
+    @property
+    def diloco(self) -> Any:
+        """The `DiLoCo`, once training has begun."""
+        return None if self._companion is None else self._companion.diloco
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        replica = current_replica()
+        if trainer.world_size != 1 or not isinstance(trainer.strategy, SingleDeviceStrategy):
+            raise ValueError(
+                f"DiLoCoCallback takes one process and one device a replica, got {trainer.world_size} processes and "
+                f"{type(trainer.strategy).__name__}: Trainer(devices=1), in replicas of `replicas launch`."
+            )
+        if trainer.global_step and replica.attempt:
+            raise ValueError(
+                "ckpt_path: this replica has come back, and goes on with the run's own state, which is newer than a "
+                "checkpoint. Call fit() without it."
+            )
+        is_simple = pl_module.automatic_optimization  # else a batch may have any number of steps
+        planned = trainer.estimated_stepping_batches if is_simple else math.inf
+        own = {name: values.clone() for name, values in pl_module.state_dict().items()} if self._loaded else {}
+        self._companion = companion = Companion(
+            pl_module,
+            None if planned == math.inf else int(planned),
+            self._options,
+            begun_at=trainer.global_step if is_simple and not self._loaded else 0,
+        )
+        if self._loaded:  # a checkpoint of this run
+            pl_module.load_state_dict(own)
+            companion.diloco.load_state_dict(self._loaded)
+        for number, optimizer in enumerate(trainer.optimizers):
+            companion.diloco.attach_state(f"optimizer {number}", optimizer)
+        for number, each in enumerate(trainer.lr_scheduler_configs):
+            if each.interval == "step" and each.frequency == 1:
+                companion.attach_schedule(f"schedule {number}", each.scheduler)
+            else:
+                companion.diloco.attach_state(f"schedule {number}", each.scheduler)
+        self._attach_data(trainer)
+        self._set_step(trainer, pl_module)
+
+    def _attach_data(self, trainer: Trainer) -> None:
+        """Let the loader begin where the data were; the trainer made its iterator before."""
+        loader, diloco = trainer.train_dataloader, self.diloco
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+            diloco.attach_state("data", loader)
+        else:
+            diloco.attach_state("data", self._data)
+            self._data.go_to(loader)
+        if current_replica().attempt or diloco.rounds:
+            iter(trainer.fit_loop._data_fetcher)
+
+    def _set_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._companion is not None and pl_module.automatic_optimization:
+            progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+            progress.total.completed = progress.total.ready = self._companion.trainer_step
+        self._step = trainer.global_step
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._data.epoch_begins()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        companion = self._companion
+        assert companion is not None
+        self._data.batch_seen()
+        if trainer.global_step == self._step:
+            return  # gradients are being accumulated
+        before = companion.last
+        companion.step()
+        self._set_step(trainer, pl_module)
+        numbers: dict[str, Any] = {}
+        if companion.last is not None and companion.last is not before:
+            numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        current_replica().report(**{**numbers, "step": companion.trainer_step})
+        if companion.is_over:
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._companion is not None:
+            self._companion.finish()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._companion is not None:
+            self._companion.diloco.__exit__(type(exception), exception, exception.__traceback__)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._companion is None:
+            return {}
+        return {"run_id": current_replica().run_id, "diloco": self._companion.diloco.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict.get("run_id") == current_replica().run_id:
+            self._loaded = state_dict["diloco"]

@@ -1,0 +1,83 @@
+"""Trainings by other people's trainers, for replicas."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from executors import LocalProcessExecutor, Run, launch
+from executors.attempt import Attempt
+from executors.resume import resume
+from executors.testing import eventually
+from support.runs import pid_of
+
+LOCAL = LocalProcessExecutor(term_grace_s=30)
+STARTS_WITHIN_S = 100.0  # importing transformers takes a while where all cores are busy
+
+
+def calm_and_killed(
+    entrypoint: str | Callable[..., Any], args: Mapping[str, Any], *, round: int
+) -> tuple[list[Any], list[Any]]:
+    """Return the results of two replicas, and of two of which one was killed before a round and came back.
+
+    The other stands still while it is away: else it would be at the end before.
+    """
+    import os
+
+    calm = launch(LOCAL, entrypoint, 2, args=args, seed=1).results()
+    run = launch(LOCAL, entrypoint, 2, args=args, seed=1, chaos=[f"kill:rank=1,round={round}"])
+    died = Attempt(run.store, run.run_id, 1, 0).outcome
+    eventually(died, "rank 1 is killed", within_s=STARTS_WITHIN_S)
+    pid = pid_of(run.handles[0])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        run = resume(run, ranks=[1])
+        eventually(partial(presents_itself, run, 1), "rank 1 trains again", within_s=STARTS_WITHIN_S)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    return calm, run.results()
+
+
+def presents_itself(run: Run, rank: int) -> bool:
+    """Whether a rank has sent something for the open round."""
+    sent = run.store.list(f"{run.run_id}/diloco/main/r")
+    return any(entry.key.endswith(f"/contribution/{rank}") for entry in sent)
+
+
+def has_reported(run: Run, rank: int, attempt: int) -> bool:
+    """Whether an attempt of a rank has made steps."""
+    replica = run.status().replicas[rank]
+    return replica.attempt == attempt and replica.reported.get("step", 0) > 0
+
+
+def train_for_ever(folder: str) -> None:
+    """A Trainer that saves a checkpoint at SIGTERM."""
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from diloco.trainers.hf import DiLoCoCallback
+    from executors import current_replica
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.linear(x.unsqueeze(1)).square().mean()}
+
+    class Slow(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **with_: Any) -> None:
+            time.sleep(0.02)
+            current_replica().report(step=state.global_step)
+
+    args = TrainingArguments(
+        folder, max_steps=1_000_000, report_to="none", disable_tqdm=True, enable_jit_checkpoint=True, use_cpu=True,
+        remove_unused_columns=False, save_strategy="no", logging_strategy="no",
+    )  # fmt: skip
+    data = [{"x": float(at)} for at in range(64)]
+    Trainer(Model(), args, train_dataset=data, callbacks=[DiLoCoCallback(inner_steps=5), Slow()]).train()
+    raise AssertionError("the replica was cancelled")

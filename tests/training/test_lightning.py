@@ -1,0 +1,119 @@
+"""The Trainer of Lightning with a DiLoCo beside it, against the real one. A replica dies here by an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.training import next_process, place
+from torch import nn
+
+from executors.replica import Replica, set_current_replica
+from executors.store import MemoryStore
+
+lightning = pytest.importorskip("lightning.pytorch", reason="pip install 'serverless-replicas[lightning]'")
+from diloco.trainers.lightning import DiLoCoCallback  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning has advice for everything
+N_ITEMS, STEPS, INNER = 26, 24, 4
+
+
+@pytest.fixture(autouse=True)
+def _a_replica() -> Iterator[None]:
+    next_process()
+    set_current_replica(Replica(0, 1, "another", 0, "memory://lightning"))  # else each test says that it is none
+    yield
+    set_current_replica(None)
+
+
+class Killed(Exception):
+    pass
+
+
+class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    def __init__(self, dies_at: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 1)
+        self.dies_at = dies_at
+        self.seen: list[int] = []
+        self.rates: dict[int, float] = {}
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.global_step == self.dies_at:
+            raise Killed
+        self.seen += batch.tolist()
+        self.rates[self.global_step] = self.trainer.optimizers[0].param_groups[0]["lr"]
+        x = torch.stack([torch.sin(batch + k) for k in range(3)], 1)
+        loss: torch.Tensor = (self.linear(x).squeeze(1) - batch / N_ITEMS).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.05)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def fit(store: Any, loader: Any, *, dies_at: int | None = None, folder: Path, **more: Any) -> tuple[Any, Module, Any]:
+    ours, module = DiLoCoCallback(inner_steps=INNER, outer_lr=1.0, outer_momentum=0.0, **place(store)), Module(dies_at)
+    options: dict[str, Any] = {"max_steps": STEPS, "logger": False, "enable_checkpointing": False, **more}
+    trainer = lightning.Trainer(
+        accelerator="cpu", callbacks=[ours], enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder, **options,
+    )  # fmt: skip
+    if dies_at is None:
+        trainer.fit(module, loader)
+    else:
+        with pytest.raises(Killed):
+            trainer.fit(module, loader)
+        ours.diloco._background.finish()
+    return ours, module, trainer
+
+
+def plain_loader() -> Any:
+    return torch.utils.data.DataLoader(torch.arange(N_ITEMS), batch_size=2)  # type: ignore[arg-type]
+
+
+def stateful_loader() -> Any:
+    kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    n = 4 * STEPS  # one epoch: the order of the next is another after a return, as torchdata has it
+    return kind(torch.arange(n), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("loader", [plain_loader, stateful_loader])
+@pytest.mark.parametrize(("dies_at", "accumulated"), [(9, 1), (14, 1), (6, 2)])
+def test_a_replica_that_comes_back_has_its_optimizer_schedule_data_and_step(
+    tmp_path: Path, loader: Any, dies_at: int, accumulated: int
+) -> None:
+    more: dict[str, Any] = {"folder": tmp_path, "accumulate_grad_batches": accumulated}
+    _, calm, _ = fit(MemoryStore(), loader(), **more)
+    next_process()
+    store = MemoryStore()
+    _, died, _ = fit(store, loader(), dies_at=dies_at, **more)
+    next_process()
+    ours, back, trainer = fit(store, loader(), **more)
+    kept = dies_at // INNER * INNER * 2 * accumulated
+    assert trainer.global_step == STEPS
+    assert ours.diloco.rounds == STEPS // INNER
+    if accumulated == 1:  # else the last update of the epoch in which it came back is another
+        assert died.seen[:kept] + back.seen == calm.seen
+        assert {step: calm.rates[step] for step in back.rates} == back.rates
+        for name, values in calm.state_dict().items():
+            assert torch.equal(back.state_dict()[name], values), name
+    for name, values in ours.diloco.anchor().items():
+        assert torch.equal(back.get_parameter(name), values), name
+
+
+def test_a_checkpoint_has_the_state_and_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    ours, _, trainer = fit(MemoryStore(), plain_loader(), folder=tmp_path, max_steps=8)
+    trainer.save_checkpoint(tmp_path / "it.ckpt")
+    kept = torch.load(tmp_path / "it.ckpt", weights_only=True)["callbacks"]["DiLoCoCallback"]
+    assert (kept["run_id"], kept["diloco"]["rounds"]) == ("another", ours.diloco.rounds)
+    next_process()
+    set_current_replica(Replica(0, 1, "another", 1, "memory://lightning"))
+    again = lightning.Trainer(accelerator="cpu", callbacks=[DiLoCoCallback()], max_steps=9, logger=False)
+    with pytest.raises(ValueError, match="ckpt_path: this replica has come back"):
+        again.fit(Module(), plain_loader(), ckpt_path=tmp_path / "it.ckpt", weights_only=True)
