@@ -119,8 +119,8 @@ class Replica:
     def report(self, *, step: int | None = None, loss: float | None = None, **numbers: float) -> None:
         """Show progress: in the live table and `status`, and over time in `Run.metrics()`, at most once a second.
 
-        The first report after a round is always kept. Costs some microseconds, so it may be called at every step. Call
-        it in the process that runs the entrypoint.
+        The first two reports after a round are always kept. Costs some microseconds, so it may be called at every step.
+        Call it in the process that runs the entrypoint.
 
         Raises:
             TypeError: a value is not a number.

@@ -203,8 +203,8 @@ class LaunchPlan:
         known = None if request.run_id is None else locate(self.run_id)
         if known is not None and (known != store.url or exists(store, f"{self.run_id}/run.json")):
             raise RunExistsError(
-                f"Run {self.run_id!r} exists at {known}: `replicas status {self.run_id}`. Choose another run id, or "
-                f"remove it: `replicas rm {self.run_id}`."
+                f"Run {self.run_id!r} exists at {known}. Look at it with executors.attach({self.run_id!r}) or "
+                f"`replicas status {self.run_id}`. Choose another run id, or `replicas rm {self.run_id}`."
             )
         spec = create_run(request, self.run_id, store, describe_executor(executor), self.package)
         try:

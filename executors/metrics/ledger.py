@@ -17,8 +17,8 @@ were made while a contribution was on its way (`overlap_steps`) are in no line: 
 
 `replicas` were launched, the one that lived longest, over all its attempts, did so for `longest` seconds, and `speed`
 is the median, over all replicas, of the work counted in a second of an undisturbed minute: one in which each round
-counted the replica, and as many others as any round did. Where no undisturbed stretch lasts a minute they are taken as
-they are.
+counted the replica, and the same others as the round before. An attempt's first round, before which it starts, is not
+among them. Where no undisturbed stretch lasts a minute they are taken as they are; where there is none, all rounds are.
 """
 
 from __future__ import annotations
@@ -109,7 +109,6 @@ class _Book:
         self._lives = lives
         rounds = [row for life in lives for row in life.rounds]
         self._n_fragments = 1 + max((row.fragment for row in rounds), default=0)
-        self._most_ranks = max((len(row.ranks) for row in rounds), default=0)
         paces = [pace for life in lives if (pace := self._pace(life.rounds))]
         self._usual_pace = median(paces) if paces else 0.0
         self._usual_work = _usual_work(lives)
@@ -140,11 +139,14 @@ class _Book:
         return max((sum(life.alive_s for life in self._lives if life.rank == rank) for rank in ranks), default=0.0)
 
     def speed(self) -> float | None:
-        """Return the work that is counted in a second of an undisturbed minute; None: there is none."""
+        """Return the work that is counted in a second of an undisturbed minute; None: no round was counted."""
         stretches = [stretch for life in self._lives for stretch in self._undisturbed(life)]
-        speeds = [speed for stretch in stretches for speed in _speeds(stretch)] or [
-            (work[-1] - work[0]) / (times[-1] - times[0]) for times, work in stretches if times[-1] > times[0]
-        ]
+        speeds = [speed for stretch in stretches for speed in _speeds(stretch)]
+        speeds = speeds or [(work[-1] - work[0]) / (times[-1] - times[0]) for times, work in stretches]
+        if not speeds:
+            lives = [life for life in self._lives if life.rounds]
+            spans = [(self.work_of(life).counted, life.rounds[-1].t - _began(life.rounds[0])) for life in lives]
+            speeds = [counted / span_s for counted, span_s in spans if counted and span_s > 0]
         return median(speeds) if speeds else None
 
     def _find_missing(self, rounds: Sequence[Round]) -> dict[tuple[int, int], list[int]]:
@@ -185,18 +187,15 @@ class _Book:
     def _undisturbed(self, life: Life) -> Iterator[tuple[list[float], list[float]]]:
         """Yield stretches of undisturbed rounds: the start and each end, and the work that was counted until then."""
         times, work = list[float](), list[float]()
-        before: Round | None = None
-        for row in life.rounds:
-            was_counted = before.verdict == "counted" if before else not life.attempt
-            if was_counted and row.verdict == "counted" and len(row.ranks) == self._most_ranks:
+        for before, row in pairwise(life.rounds):
+            if before.verdict == row.verdict == "counted" and before.ranks == row.ranks and row.t > before.t:
                 if not times:
-                    times, work = [before.t if before else max(0.0, _began(row))], [0.0]
+                    times, work = [before.t], [0.0]
                 times.append(row.t)
                 work.append(work[-1] + row.weight / self._n_fragments)
             elif times:
                 yield times, work
                 times, work = [], []
-            before = row
         if times:
             yield times, work
 

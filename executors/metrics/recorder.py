@@ -26,7 +26,8 @@ NEAR_S, FAR_S = 5.0, 60.0  # how long lines wait for others; at a bucket each se
 NEAR_SHARE = 0.01  # of the attempt's age, once that is more: else a day were 17,000 files for each replica
 RETRY_S = 5.0
 WAITING_BYTES = 8 << 20
-LINE_S = 1.0  # the least time between two lines of reported numbers, but for the first after a round
+LINE_S = 1.0  # the least time between two lines of reported numbers, but for those after a round
+AFTER_ROUND = 2  # one is the anchor's loss: the second, where `report` comes behind `diloco.step` in the loop
 LINES_PER_DOUBLING = 20_000
 USAGE_S = 30.0
 
@@ -60,7 +61,8 @@ class Recorder:
         self._reported = deque[tuple[float, Mapping[str, float]]]()
         self._merged = list[tuple[float, dict[str, float]]]()
         """At most one item: the numbers reported since the last line, and when the last of them was."""
-        self._is_after_round = False
+        self._n_after_round = 0
+        """How many reports are to have a line of their own because a round was just before."""
         self._line_s, self._line_at, self._n_lines = LINE_S, 0.0, 0
         # Of the thread beside the training.
         self._lines = list[bytes]()
@@ -75,15 +77,15 @@ class Recorder:
     # -- in the training's thread --------------------------------------------------------------------------------------
 
     def report(self, numbers: Mapping[str, float]) -> None:
-        """Take numbers: a line of their own when one is due, or when they are the first after a round."""
+        """Take numbers: a line of their own when one is due, or when they are the first or second after a round."""
         now = self._clock()
         try:
             _, merged = self._merged.pop()
             merged.update(numbers)
         except IndexError:
             merged = dict(numbers)
-        if self._is_after_round:
-            self._is_after_round = False
+        if self._n_after_round:
+            self._n_after_round -= 1
         elif now < self._line_at:
             self._merged.append((now, merged))
             return
@@ -97,7 +99,7 @@ class Recorder:
     def round(self, ended: float, fields: Mapping[str, Any]) -> None:
         """Take what a round was, which was over at `ended`."""
         self._made.append((ended, fields))
-        self._is_after_round = True
+        self._n_after_round = AFTER_ROUND
 
     def left(self, name: str, work: float) -> None:
         """Take how much work is in no round at the end."""

@@ -43,14 +43,16 @@ def thin(
     each bin every line keeps its least and its greatest value, in their order.
 
     Args:
-        above: further lines, by name; each of their points is moved to the nearest x that there is.
+        above: further lines of few points, by name. Where there are bins, they are moved to the nearest x.
     """
     lines = [line for line in lines if len(line.xs)]
     if not lines:
         return {"x": [], "lines": [], "above": {}, "bins": None, "points": 0}
+    more = {name: np.array(points).T for name, points in (above or {}).items() if points}
     grid = np.unique(np.concatenate([line.xs for line in lines]))
     bins = None
     if len(grid) <= max_points:
+        grid = np.unique(np.concatenate([grid, *(xs for xs, _ in more.values())]))
         laid = [_laid_on(grid, line.xs, line.ys) for line in lines]
     else:
         bins = max_points // 2
@@ -58,7 +60,6 @@ def thin(
         grid = (edges[:-1, None] + np.diff(edges)[:, None] * [0.25, 0.75]).ravel()
         laid = [_extremes(edges, line) for line in lines]
     drawn = zip(lines, laid, strict=True)
-    more = {name: np.array(points).T for name, points in (above or {}).items() if points}
     return {
         "x": _plain(grid, 7),
         "lines": [{"rank": line.rank, "attempt": line.attempt, "y": _plain(ys)} for line, ys in drawn],
@@ -76,15 +77,16 @@ def middle(lines: Sequence[Line], n_points: int = N_MIDDLE) -> list[Point]:
     n_bins = max(1, min(n_points, int(np.median([len(line.xs) for line in lines])) // 2))
     edges = np.linspace(min(line.xs[0] for line in lines), max(line.xs[-1] for line in lines), n_bins + 1)
     ranks = sorted({line.rank for line in lines})
-    sums, counts = np.zeros((2, len(ranks), n_bins))
+    sums, x_sums, counts = np.zeros((3, len(ranks), n_bins))
     for line in lines:
         which = _bins(edges, line.xs)
         sums[ranks.index(line.rank)] += np.bincount(which, line.ys, minlength=n_bins)
+        x_sums[ranks.index(line.rank)] += np.bincount(which, line.xs, minlength=n_bins)
         counts[ranks.index(line.rank)] += np.bincount(which, minlength=n_bins)
     means = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)  # (ranks, bins)
-    full = np.flatnonzero(2 * (counts > 0).sum(axis=0) >= len(ranks))
-    centers = (edges[:-1] + edges[1:]) / 2
-    return [(float(centers[i]), float(np.nanmedian(means[:, i]))) for i in full]
+    full = np.flatnonzero((2 * (counts > 0).sum(axis=0) >= len(ranks)) & counts.any(axis=0))
+    xs = x_sums.sum(axis=0)[full] / counts.sum(axis=0)[full]
+    return [(float(x), float(np.nanmedian(means[:, i]))) for x, i in zip(xs, full, strict=True)]
 
 
 def _bins(edges: Array, xs: Array) -> NDArray[np.int64]:

@@ -36,21 +36,28 @@ def failures_document(outcomes: Iterable[Outcome], newest: Sequence[int], world_
     Args:
         newest: by rank, the number of its newest attempt: what failed before was resumed.
     """
-    found = [
+    found, resumed = list[Outcome](), list[Outcome]()
+    for outcome in outcomes:
+        is_resumed = outcome.rank < len(newest) and outcome.attempt < newest[outcome.rank]
+        (resumed if is_resumed else found).append(outcome)
+    groups = [
+        *((group, False) for group in group_failures(found)),
+        *((group, True) for group in group_failures(resumed)),
+    ]
+    return [
         {
             "words": _sentence(group, world_size),
             "reason": group[0].reason,
             "replicas": [{"rank": each.rank, "attempt": each.attempt} for each in group],
-            "resumed": all(each.rank < len(newest) and each.attempt < newest[each.rank] for each in group),
+            "resumed": is_resumed,
             "exit_code": group[0].exit_code,
             "finished_at": group[0].finished_at,
             "frames": last_lines("\n".join(last_frames(group[0])), 20),
-            "stack": last_lines(group[0].error or "", MAX_STACK_LINES),
+            "stack": last_lines(group[0].error or "", MAX_STACK_LINES) if group[0].error_line is not None else "",
             "output": last_lines(group[0].output_tail, MAX_OUTPUT_LINES),
         }
-        for group in group_failures(outcomes)
+        for group, is_resumed in groups[:MAX_GROUPS]
     ]
-    return sorted(found, key=lambda failure: bool(failure["resumed"]))[:MAX_GROUPS]
 
 
 def _sentence(group: Sequence[Outcome], world_size: int) -> str:
@@ -58,4 +65,4 @@ def _sentence(group: Sequence[Outcome], world_size: int) -> str:
     if first.error_line is not None:
         return one_line(headline(first, ranks, world_size), MAX_WORDS)
     names = name_ranks(ranks).capitalize()
-    return f"{names}{'' if SUBJECT.match(first.headline) else ':'} {words_of(first)}"
+    return f"{names}{'' if SUBJECT.match(first.headline) and len(ranks) == 1 else ':'} {words_of(first)}"

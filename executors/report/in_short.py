@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from statistics import median
 from typing import Any
 
 from executors.report.words import name_moment, name_number, name_share
@@ -11,7 +12,7 @@ from executors.status import name_duration
 
 MAX_LATE = 3  # ranks that are named
 NOTABLE = 0.02  # of the replicas' time; less is nobody's fault
-UNEVEN = 1.5  # times what a rank costs on average
+UNEVEN = 1.9  # times what a rank costs on average
 MAX_FAILURES = 3
 
 
@@ -39,7 +40,9 @@ def _loss(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     found = [(x, y) for x, y in zip(curve["x"], ys, strict=True) if y is not None]
     if len(found) < 2:
         return
-    (x0, first), (x1, last) = found[0], found[-1]
+    firsts = [line["y"] for line in curve["lines"] if line["attempt"] == 0] or [ys]
+    first = median(next(y for y in line if y is not None) for line in firsts)  # before any of it was averaged
+    x0, (x1, last) = curve["x"][0], found[-1]
     over = f"steps {x0:,.0f} to {x1:,.0f}" if curves["over"] == "step" else name_duration(x1 - x0)
     words = f"Loss {name_number(first)} → {name_number(last)} over {over}{f' ({whose})' if whose else ''}."
     yield ("good" if last < first else "bad"), words
@@ -49,7 +52,7 @@ def is_late(document: Mapping[str, Any], rank: int) -> bool:
     """Return whether so much time was lost by waiting for a rank that it is worth a word."""
     costs = {each: row["cost_s"] for each, row in document["rounds"]["by_rank"].items()}
     mean_s = sum(costs.values()) / max(1, len(document["replicas"]))
-    return bool(costs.get(rank, 0.0) > max(NOTABLE * document["numbers"]["alive_s"], UNEVEN * mean_s))
+    return bool(costs.get(rank, 0.0) >= max(NOTABLE * document["numbers"]["alive_s"], UNEVEN * mean_s) > 0)
 
 
 def _late(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -71,12 +74,14 @@ def _late(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _lost(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     restarts = document["numbers"]["restarts_by_rank"]
+    resumed = [each["words"].rstrip(".") for each in document["failures"] if each["resumed"]][:MAX_FAILURES]
+    came_back = [f"{words}, and came back." for words in resumed]
+    if restarts and not came_back:
+        came_back = [f"{name_ranks(restarts).capitalize()} came back."]
+    yield from (("plain", words) for words in came_back)
     work = document["numbers"]["work"] or {}
     made, gone = sum(work.values()), work.get("lost", 0.0) + work.get("dropped", 0.0)
-    what = f"{name_share(gone / made)} of the work was lost" if made and gone else "no work was lost"
-    if restarts:
-        n = sum(restarts.values())
-        times = "" if n == len(restarts) else " twice" if (n, len(restarts)) == (2, 1) else f" {n} times in all"
-        yield "bad" if gone else "plain", f"{name_ranks(restarts).capitalize()} came back{times}; {what}."
-    elif gone:
-        yield "bad", f"{what[0].upper()}{what[1:]}."
+    if gone:
+        yield "bad", f"{name_share(gone / made)} of the work was lost."
+    elif restarts and made:
+        yield "good", "No work was lost."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -11,10 +11,12 @@ from typing import Any
 from executors.metrics.metrics import Metrics
 from executors.metrics.rows import Round
 from executors.report.curves import Line, Point, thin
+from executors.report.words import one_line
 
 DRIFT = 2.0  # times the median, or less than a half of it
 MIN_RANKS = 3  # for a median that one of them does not make alone
 UNNOTICED = {"last": 0, "missing": 0, "drifting": 0, "cost_s": 0.0}
+MAX_NAME = 40  # characters
 MAX_ROUNDS = 200  # in the table
 
 
@@ -22,6 +24,8 @@ MAX_ROUNDS = 200  # in the table
 class Meeting:
     """One round of a run; its seconds are on the run's time line."""
 
+    name: str
+    """Of the DiLoCo: a run may have several."""
     entry: int
     rows: Mapping[int, Round]
     """By rank: what each measured that has adopted it."""
@@ -69,11 +73,12 @@ class Meeting:
 
 def meetings(metrics: Metrics) -> list[Meeting]:
     """Return the rounds of a run in their order."""
-    by_entry: dict[int, dict[int, Round]] = defaultdict(dict)
+    by_entry: dict[tuple[str, int], dict[int, Round]] = defaultdict(dict)
     for row in metrics.rounds:
-        by_entry[row.entry][row.rank] = row
-    found, began_s = [], 0.0
-    for entry, rows in sorted(by_entry.items()):
+        by_entry[row.name, row.entry][row.rank] = row
+    found, began_s, before = list[Meeting](), 0.0, ""
+    for (name, entry), rows in sorted(by_entry.items()):
+        began_s, before = began_s if name == before else 0.0, name
         ended_s = max(metrics.at(row) for row in rows.values())
         counted = next(iter(rows.values())).ranks
         alive = {
@@ -81,7 +86,7 @@ def meetings(metrics: Metrics) -> list[Meeting]:
             for span in metrics.attempts
             if span.started_s < ended_s and (span.ended_s is None or span.ended_s > began_s)
         }
-        found.append(Meeting(entry, rows, ended_s, counted, sorted(alive - {*counted})))
+        found.append(Meeting(name, entry, rows, ended_s, counted, sorted(alive - {*counted})))
         began_s = ended_s
     return found
 
@@ -91,8 +96,9 @@ def rounds_document(found: Sequence[Meeting]) -> dict[str, Any]:
     whole = [min(each.waits.values()) for each in found if not each.missing and each.waits]
     usual_s = median(whole) if whole else 0.0
     by_rank: dict[int, dict[str, float]] = defaultdict(lambda: dict(UNNOTICED))
+    charted = Counter(each.name for each in found).most_common(1)[0][0] if found else ""
     rows: list[dict[str, Any]] = []
-    norms, mean_norms = defaultdict[int, list[Point]](list), list[Point]()
+    norms, mean_norms = defaultdict[tuple[int, int], list[Point]](list), list[Point]()
     for each in found:
         blamed, drifting = each.blamed(usual_s), each.drifting
         for rank, cost_s in blamed.items():
@@ -104,12 +110,13 @@ def rounds_document(found: Sequence[Meeting]) -> dict[str, Any]:
         if each.last is not None:
             by_rank[each.last]["last"] += 1
         for rank, row in each.rows.items():
-            if row.norm is not None:
-                norms[rank].append((each.entry + 1, row.norm))
+            if row.norm is not None and each.name == charted:
+                norms[rank, row.attempt].append((each.entry + 1, row.norm))
         mean_norm = next((row.mean_norm for row in each.rows.values() if row.mean_norm is not None), None)
-        mean_norms += [] if mean_norm is None else [(each.entry + 1, mean_norm)]
+        mean_norms += [] if mean_norm is None or each.name != charted else [(each.entry + 1, mean_norm)]
         rows.append(
             {
+                "name": one_line(each.name, MAX_NAME),
                 "round": each.entry + 1,
                 "ended_s": round(each.ended_s, 2),
                 "fragment": next(iter(each.rows.values())).fragment,
@@ -122,14 +129,17 @@ def rounds_document(found: Sequence[Meeting]) -> dict[str, Any]:
                 "drifting": {str(rank): round(ratio, 2) for rank, ratio in drifting.items()},
             }
         )
-    kept = sorted(sorted(rows, key=lambda row: -row["waited_s"])[:MAX_ROUNDS], key=lambda row: row["round"])
+    kept = sorted(sorted(rows, key=lambda row: -row["waited_s"])[:MAX_ROUNDS], key=lambda row: row["ended_s"])
+    waited = [(row["round"], row["waited_s"]) for row, each in zip(rows, found, strict=True) if each.name == charted]
     return {
         "n": len(found),
+        "names": sorted({row["name"] for row in rows}),
+        "charted": one_line(charted, MAX_NAME),
         "by_rank": {rank: {**row, "cost_s": round(row["cost_s"], 3)} for rank, row in sorted(by_rank.items())},
         "usual_wait_s": round(usual_s, 3),
-        "waited": thin([Line.of(0, 0, [(row["round"], row["waited_s"]) for row in rows])]),
+        "waited": thin([Line.of(0, 0, waited)]),
         "norms": thin(
-            [Line.of(rank, 0, points) for rank, points in sorted(norms.items())], above={"the mean’s": mean_norms}
+            [Line.of(*key, points) for key, points in sorted(norms.items())], above={"the mean’s": mean_norms}
         ),
         "table": kept,
     }

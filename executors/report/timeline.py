@@ -46,7 +46,8 @@ def timeline_document(metrics: Metrics) -> dict[str, Any]:
         rounds[row.rank, row.attempt].append(row)
     first: dict[tuple[int, int], float] = {}
     for number in metrics.numbers:
-        first.setdefault((number.rank, number.attempt), metrics.at(number))
+        if (number.rank, number.attempt) not in first:
+            first[number.rank, number.attempt] = metrics.at(number)
     merged = max(1, math.ceil(4 * len(metrics.rounds) / max(1, MAX_SPANS - 3 * len(metrics.attempts))))
     end_s = max([metrics.as_of_s, *(span.ended_s or 0.0 for span in metrics.attempts)])
     lanes: dict[int, dict[str, Any]] = {}

@@ -42,6 +42,7 @@ class Waiter:
     def as_completed(self, view: View | None) -> Iterator[Outcome]:
         """Yield how each replica ended when it has, until all have; once more where one was resumed meanwhile."""
         observer, told = self._observer, set[tuple[int, int]]()
+        pauses = observer.pauses()  # which go on where they were: to look often after each end costs
         new: list[Outcome] = []
         is_over = False
 
@@ -57,7 +58,7 @@ class Waiter:
 
         while not is_over:
             with showing(view):
-                wait_until(has_news, None, observer.pauses())
+                wait_until(has_news, None, pauses)
             yield from sorted(new, key=lambda outcome: outcome.finished_at)
 
     def end_early(self, now: RunStatus, option: str) -> str | None:

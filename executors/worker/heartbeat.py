@@ -112,17 +112,12 @@ class Heartbeat:
             if not self._is_stopped:
                 self._write()
 
-    def stop(self, limit_s: float = -1) -> None:
+    def stop(self) -> None:
         """Write what was reported and measured since the last beat, and end: nothing is written after this returns.
 
         Else a late beat would make the folder of a run again that somebody deletes once it has ended.
-
-        Args:
-            limit_s: how long a write that hangs is waited for; -1: to its end.
         """
-        if not self._writing.acquire(timeout=limit_s):
-            return
-        try:
+        with self._writing:
             if not self._is_stopped:
                 self._is_stopped = True
                 self._stop.release()
@@ -130,8 +125,11 @@ class Heartbeat:
                 self._write()
             if self._replica.recorder is not None and not self._run_is_gone:
                 self._replica.recorder.look(is_last=True)
-        finally:
-            self._writing.release()
+
+    def stop_behind_outcome(self, limit_s: float) -> None:
+        """Write what was measured since, unless another write hangs so long: nothing is written after this returns."""
+        if self._writing.acquire(timeout=limit_s) and self._replica.recorder is not None:  # held for good
+            self._replica.recorder.look(is_last=True)
 
     @property
     def _run_is_gone(self) -> bool:

@@ -278,7 +278,7 @@ class _Worker:
         """Leave the outcome and the process, in a thread beside the entrypoint's."""
         try:
             self._record(outcome)
-            self.heartbeat.stop(LAST_WRITE_S)
+            self.heartbeat.stop_behind_outcome(LAST_WRITE_S)
             kill_descendants(os.getpid())
         finally:
             os._exit(exit_code)

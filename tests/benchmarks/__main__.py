@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import exactness, far, launch, looking, metrics, noticing, outer_step, rounds, trainer
+from . import exactness, far, launch, looking, metrics, noticing, outer_step, pages, rounds, trainer
 from .harness import Comparison, Options, report
 
 Benchmark = Callable[[Options], list[Comparison]]
@@ -25,6 +25,7 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("O1", "O2"): outer_step.outer_step,
     ("Q1", "Q2", "Q3", "Q4"): looking.looking,
     ("M1", "M3"): metrics.metrics,
+    ("M2",): pages.pages,
     ("T1",): trainer.trainer,
     ("C1",): exactness.exactness,
 }

@@ -28,6 +28,7 @@ PEERS = {
     "Q3": None,
     "Q4": None,
     "M1": None,
+    "M2": None,
     "M3": None,
     "C1": None,
 }

@@ -90,9 +90,12 @@ class Impatient(ExecutorContract):
 Impatient.__test__ = False  # type: ignore[attr-defined]
 CONTRACT = Impatient()
 MUTANTS: list[tuple[type[PopenExecutor], Callable[[Any], None]]] = [
-    (DrainsItsResults, CONTRACT.test_collecting_after_polling_and_again_gives_the_same),
+    (
+        DrainsItsResults,
+        CONTRACT.test_one_failure_leaves_the_other_and_polling_cancelling_and_collecting_again_change_nothing,
+    ),
     (KillsWhenItsPatienceEnds, CONTRACT.test_collects_own_time_limit_ends_nothing),
-    (CallsACancellationAFailure, CONTRACT.test_what_is_cancelled_stays_cancelled),
+    (CallsACancellationAFailure, CONTRACT.test_what_is_cancelled_stays_cancelled_and_leaves_the_others),
     (AsksPolitelyOnly, CONTRACT.test_a_replica_deaf_to_sigterm_is_cancelled_all_the_same),
     (KeepsOneLaunch, CONTRACT.test_two_launches_of_one_executor_stay_apart),
     (AnswersInItsOwnOrder, CONTRACT.test_rows_come_in_the_order_of_the_handles_given),

@@ -55,9 +55,14 @@ def name_of(path: Path) -> str:
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports_of(path: Path, *, only_at_the_top: bool = False) -> frozenset[str]:
     """The modules a file imports, as dotted names, also for the type checker alone; `from a import b` is a and a.b."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     found: set[str] = set()
     for node in tree.body if only_at_the_top else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -236,7 +241,7 @@ def test_private_functions_take_seven_values_at_most() -> None:
     """Four values that travel together are a thing with a name."""
     offenders = []
     for name, path in files_of("executors", "diloco").items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("_") and not node.name.startswith("__"):
                 n = len(node.args.args) + len(node.args.kwonlyargs)
                 offenders += [f"{name}.{node.name} takes {n}"] if n > MAX_PRIVATE_PARAMETERS + 1 else []

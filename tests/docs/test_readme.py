@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.cli import HereInstead
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
@@ -40,15 +42,19 @@ def test_the_python_example_has_six_lines() -> None:
     assert len(lines) <= 6
 
 
-def test_the_commands_train_follow_collect_and_remove_a_run(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(block_with(PYTHON, "# train.py"))
+def test_the_commands_train_follow_collect_and_remove_a_run(here: HereInstead) -> None:
+    folder = here.folder.path
+    (folder / "train.py").write_text(block_with(PYTHON, "# train.py"))
     outputs = {}
     for line in block_with(SHELL, "replicas launch train.py:main").splitlines():
-        outputs[line.split()[1]] = run(line.split(), tmp_path)
+        program, verb, *arguments = line.split()
+        told = here.replicas(verb, *arguments)
+        assert (program, told.code) == ("replicas", 0), told
+        outputs[verb] = told.stdout
     assert "first-try" in outputs["ls"]
     assert "succeeded" in outputs["status"]
-    assert (tmp_path / "first-try-results" / "results.json").is_file()
-    assert "first-try" not in run(["replicas", "ls"], tmp_path)
+    assert (folder / "first-try-results" / "results.json").is_file()
+    assert "first-try" not in run(["replicas", "ls"], folder)
 
 
 def test_the_smoke_test_of_the_readme_is_the_file_in_examples() -> None:

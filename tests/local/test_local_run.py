@@ -63,6 +63,8 @@ def test_who_waits_is_shown_how_far_the_run_is(
         assert state.progress.share == state.reported["step"] / 1e6
         assert state.left_s is not None
     assert run.status().left_s is not None
+    run.show()
+    assert f"or the command `replicas wait {run.run_id}`." in capsys.readouterr().err
     tasks.mark(tmp_path / "go")
     assert [outcome.rank for outcome in run.as_completed()] in ([0, 1], [1, 0])
     lines = capsys.readouterr().err.splitlines()

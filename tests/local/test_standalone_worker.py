@@ -171,6 +171,7 @@ def test_helpers_that_it_spawns_find_the_users_modules(cloud: Cloud, workspace: 
     assert outcome_of(spec).result == [2, 4]
 
 
+@pytest.mark.slow
 def test_replicas_train_one_model_together_through_a_bucket(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
     def train_together(steps: int) -> dict[str, object]:
         import torch

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from executors.metrics.ledger import Ledger, Work
 from executors.metrics.metrics import AttemptSpan, Metrics
 from executors.metrics.rows import Numbers, Round, Row, Verdict
 from executors.protocol import Outcome, ReplicaStatus
@@ -60,7 +59,7 @@ def made_up(scene: Scene, run_id: str = "made-up-run", seed: int = 0, **record: 
     rows: list[Row] = []
     spans: list[AttemptSpan] = []
     origins: dict[tuple[int, int], float] = {}
-    began, lost = {}, 0.0
+    began: dict[int, float] = {}
     attempt = dict.fromkeys(range(scene.n), 0)
     dead: dict[int, int] = {}
     for rank in range(scene.n):
@@ -89,7 +88,6 @@ def made_up(scene: Scene, run_id: str = "made-up-run", seed: int = 0, **record: 
             arrivals[rank] = (starts_s + scene.inner * step_s, scene.inner * step_s)
         for rank in dying:
             ended_s = now_s + 0.5 * scene.inner * STEP_S
-            lost += scene.inner / 2
             error = f"Replica {rank} of {scene.n} was ended by signal 9 (SIGKILL)."
             outcome = Outcome(
                 rank, attempt[rank], ReplicaStatus.FAILED, "signal", -9, signal="SIGKILL", error=error,
@@ -127,27 +125,11 @@ def made_up(scene: Scene, run_id: str = "made-up-run", seed: int = 0, **record: 
             spans.append(_span(rank, attempt[rank], began[rank], now_s + 0.3, outcome))
     spans.sort(key=lambda span: (span.rank, span.attempt))
     rows.sort(key=lambda row: (row.rank, row.attempt, row.t))
-    return subject(run_id, scene.n, spans, rows, origins, lost=lost, **record)
+    return subject(run_id, scene.n, spans, rows, origins, **record)
 
 
 def _span(rank: int, attempt: int, started_s: float, ended_s: float, outcome: Outcome) -> AttemptSpan:
     return AttemptSpan(rank=rank, attempt=attempt, started_s=started_s, ended_s=ended_s, outcome=outcome)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MadeUpMetrics(Metrics):
-    """Metrics with a ledger that was made up with them."""
-
-    lost: float = 0.0
-
-    @property
-    def ledger(self) -> Ledger:
-        work = dict.fromkeys(("counted", "carried", "dropped"), 0.0)
-        for row in self.rounds:
-            work[row.verdict] += row.weight
-        lived = sum((span.ended_s or self.as_of_s) - span.started_s for span in self.attempts)
-        goodput = min(1.0, work["counted"] * STEP_S / lived) if lived and self.rounds else None
-        return Ledger(**work, lost=self.lost, goodput=goodput, by_rank={0: Work(counted=work["counted"])})
 
 
 def subject(
@@ -157,7 +139,6 @@ def subject(
     rows: list[Row],
     origins: dict[tuple[int, int], float],
     *,
-    lost: float = 0.0,
     problems: tuple[str, ...] = (),
     task: Mapping[str, Any] | None = None,
     url: str = "",
@@ -174,9 +155,9 @@ def subject(
         for rank in range(n)
     ]
     end_s = max([0.0, *(span.ended_s or 0.0 for span in spans)])
-    metrics = MadeUpMetrics(
+    metrics = Metrics(
         run_id=run_id, world_size=n, began_at=BEGAN_AT, as_of_s=end_s, attempts=spans, rows=rows, problems=problems,
-        origins=origins, lost=lost,
+        origins=origins,
     )  # fmt: skip
     written = {
         "backend": "local", "world_size": n, "entrypoint": "train.py:main", "task_digest": "0" * 64,

@@ -18,7 +18,7 @@ from diloco.rendezvous.round import Layout, Limits
 from diloco.testing import run_replicas
 from executors.store import Data, MemoryStore
 
-N, EVERY, ROUNDS, BLOCK_BYTES = 3, 4, 200, 64
+N, EVERY, ROUNDS, BLOCK_BYTES = 3, 4, 60, 64
 SIZE_BYTES = 48 * 4
 KINDS = ("contribution", "mean", "part", "own", "seal", "snapshot")
 
@@ -56,7 +56,7 @@ class Counting(MemoryStore):
 @pytest.mark.parametrize("n_fragments", [1, 2])
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.filterwarnings("ignore:.* in nobody.s average")  # of staggered fragments without a known end
-def test_a_run_of_two_hundred_rounds_never_keeps_more_than_the_protocol_says(sharded: bool, n_fragments: int) -> None:
+def test_a_run_of_sixty_rounds_never_keeps_more_than_the_protocol_says(sharded: bool, n_fragments: int) -> None:
     store = Counting()
 
     def body(where: Mapping[str, Any]) -> int:

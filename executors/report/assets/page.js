@@ -60,7 +60,7 @@
         };
         const widest = Math.max(...spec.lines.flatMap((line) => [number(Math.min(...line.y.filter((y) => y != null))), number(Math.max(...line.y.filter((y) => y != null)))]).map((text) => text.length));
         plot = new uPlot({
-          width, height, legend: { show: false }, padding: [0.6 * size, 0.8 * size, 0, 0],
+          width, height, legend: { show: false }, padding: [0.6 * size, 1.6 * size, 0, 0],
           scales: { x: { time: false, range: spec.bars ? (u, low, high) => [low - 0.5, high + 0.5] : undefined }, y: spec.log ? { distr: 3 } : spec.fromZero ? { range: (u, low, high) => [0, 1.05 * high || 1] } : {} },
           axes: [
             { ...axis, size: 2.1 * size, label: spec.over, incrs: spec.over === "time" ? TIMES : WHOLE, space: 5 * size, values: (u, ticks) => ticks.map((x) => (spec.over === "time" ? duration(x) : number(x))) },

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
@@ -29,20 +28,6 @@ def client(hub: HubServer) -> Client:
     return Client(hub)
 
 
-def test_a_job_runs_and_says_how_it_ended(hub: HubServer, client: Client) -> None:
-    job = client.run("print('hello')", labels={"team": "ml"}, name="first")
-    assert job.status.stage in ("SCHEDULING", "RUNNING")
-    done = client.ended(job)
-    assert (done.status.stage, done.status.message) == ("COMPLETED", None)
-    assert done.labels == {"team": "ml", "name": "first"}
-    assert done.created_at is not None
-    assert client.logs(job) == ["hello"]
-    failed = client.ended(client.run("raise SystemExit(3)"))
-    assert (failed.status.stage, failed.status.message) == ("ERROR", "Job failed with exit code: 3. Reason: Error")
-    nothing = client.ended(client.run_command(["no-such-command"]))
-    assert nothing.status.message == "Job failed with exit code: 128. Reason: StartError"
-
-
 def test_a_job_finds_what_the_service_gives_it_and_its_own_environment(client: Client) -> None:
     names = ["JOB_ID", "ACCELERATOR", "CPU_CORES", "MEMORY", "MINE", "HIDDEN", "HF_HOME", "VIRTUAL_ENV"]
     code = f"import os; [print(name, os.environ.get(name)) for name in {names}]"
@@ -66,15 +51,6 @@ def test_a_secret_is_found_wherever_else_it_is_sent(hub: HubServer, client: Clie
     assert hub.places_of("s3cr3t") == [f"POST {path}"]
 
 
-def test_a_job_that_takes_too_long_is_stopped(hub: HubServer, client: Client) -> None:
-    hub.jobs.term_grace_s = 0.1
-    job = client.run("import signal; signal.signal(15, signal.SIG_IGN); signal.pause()", timeout=1)
-    assert client.ended(job).status.message == "Job timeout"
-    process = hub.job(job.id).process
-    assert process is not None
-    assert not is_alive(process.pid)
-
-
 def test_a_job_may_be_cancelled_twice_and_one_that_is_over_is_not_changed(hub: HubServer, client: Client) -> None:
     job = client.run(
         "import signal, sys\ndef leave(*_): print('leaving'); sys.exit()\n"
@@ -89,27 +65,6 @@ def test_a_job_may_be_cancelled_twice_and_one_that_is_over_is_not_changed(hub: H
     done = client.ended(client.run())
     client.cancel(done)
     assert client.look(done).status.stage == "COMPLETED"
-
-
-def test_a_job_waits_for_hardware_that_is_not_to_be_had(hub: HubServer, client: Client) -> None:
-    hub.hold(GPU)
-    first, second = client.run(flavor=GPU), client.run(flavor=GPU)
-    assert client.ended(client.run()).status.stage == "COMPLETED"  # other hardware is there
-    assert {client.look(job).status.stage for job in (first, second)} == {"SCHEDULING"}
-    client.cancel(first)
-    assert client.logs(first) == []
-    hub.release(GPU)
-    assert client.ended(second).status.stage == "COMPLETED"
-    assert client.look(first).status.stage == "CANCELED"
-
-
-def test_jobs_are_listed_by_label_newest_first(hub: HubServer, client: Client) -> None:
-    hub.hold(GPU)
-    wanted = [client.run(flavor=GPU, labels={"run": "a", "rank": str(rank)}).id for rank in range(3)]
-    other = client.run(flavor=GPU, labels={"run": "b"})
-    assert client.listed() == [other.id, *reversed(wanted)]
-    assert client.listed(labels={"run": "a", "rank": "1"}) == [wanted[1]]
-    assert client.listed(labels={"run": "c"}) == []
 
 
 def test_a_job_that_breaks_the_rules_is_refused(client: Client) -> None:
@@ -129,13 +84,6 @@ def test_the_hardware_is_what_the_client_knows(client: Client) -> None:
     assert hardware["a10g-largex4"].accelerator is not None
     assert hardware["a10g-largex4"].accelerator.quantity == "4"
     assert hardware["cpu-basic"].unit_cost_micro_usd == 167
-
-
-def test_a_log_and_its_tail_are_replayed(client: Client) -> None:
-    job = client.ended(client.run("import sys; print('a'); print('b', file=sys.stderr); print(); print('é\\tü')"))
-    assert client.logs(job) == ["a", "b", "", "é\tü"]
-    assert client.logs(job, tail=2) == ["", "é\tü"]
-    assert client.logs(job, tail=0) == []
 
 
 def test_a_log_stays_open_from_before_the_job_starts_until_it_ends(hub: HubServer, client: Client) -> None:
@@ -230,17 +178,6 @@ def test_a_fault_hits_the_requests_it_is_meant_for_as_often_as_said(hub: HubServ
     hub.forgive()
     client.run()
     assert len(client.listed()) == 3
-
-
-def test_a_silent_server_is_waited_for_without_end(hub: HubServer, client: Client) -> None:
-    job = client.run()
-    hub.fail("inspect", "silent")
-    with ThreadPoolExecutor(1) as pool:
-        looking = pool.submit(client.look, job)
-        hub.until(lambda: hub.count("inspect") == 1)
-        assert not looking.done()
-        hub.forgive()
-        assert isinstance(looking.exception(60), httpx2.RemoteProtocolError)
 
 
 def test_a_log_that_breaks_off_is_an_error(hub: HubServer, client: Client) -> None:

@@ -247,16 +247,16 @@ def test_a_pin_that_is_installed_costs_no_pip_and_one_that_cannot_be_is_told(
     assert "No matching distribution found for nowhere-to-be-found==1.0" in err
 
 
-def fake_uv(folder: Path, exit_code: str = "$?") -> dict[str, str]:
-    """Put a `uv` on the path that writes down its arguments; it installs by pip, which is offline here."""
+def fake_uv(folder: Path, *, installs: bool) -> dict[str, str]:
+    """Put a `uv` on the path that writes down its arguments, and unpacks the last one, which is a wheel; or fails."""
     folder.mkdir()
     script = folder / "uv"
+    unpack = "zipfile.ZipFile(sys.argv[-1]).extractall(sysconfig.get_path('purelib'))"
     script.write_text(f"""#!/bin/sh
 echo "$@" > {folder}/arguments
+{"" if installs else "exit 2"}
 while [ "$1" != --python ]; do shift; done
-python=$2; shift 2
-"$python" -m pip install --quiet --no-index --disable-pip-version-check "$@"
-exit {exit_code}
+exec "$2" -c "import sys, sysconfig, zipfile; {unpack}" "$@"
 """)
     script.chmod(0o755)
     return {"PATH": f"{folder}:{os.environ['PATH']}", "PIP_CONFIG_FILE": os.devnull}
@@ -268,13 +268,13 @@ def test_uv_installs_where_it_can_be_had_and_pip_where_it_cannot(cloud: Cloud, t
     made = wheel(workspace, "wheel_of_user", "1.5", "VERSION = '1.5'")
     (workspace / "requirements.txt").write_text(f"--extra-index-url https://mine.example.com\n./{made.name}\n")
     spec = ship(shared, workspace, "main_of_user")
-    code, _, err = ended(cloud.start(spec, environ=fake_uv(tmp_path / "bin")))
+    code, _, err = ended(cloud.start(spec, environ=fake_uv(tmp_path / "bin", installs=True)))
     assert (code, err) == (0, f"replicas: installing ./{made.name}\n")
     assert outcome_of(spec).result == "1.5"
     arguments = (tmp_path / "bin" / "arguments").read_text().split()
     assert {"--no-cache", "--break-system-packages", "--extra-index-url=https://mine.example.com"} <= set(arguments)
     again = ship(tmp_path / "other", workspace, "main_of_user")
-    code, _, err = ended(cloud.start(again, environ=fake_uv(tmp_path / "broken", exit_code="2")))
+    code, _, err = ended(cloud.start(again, environ=fake_uv(tmp_path / "broken", installs=False)))
     assert (code, err.splitlines()[1:]) == (0, ["replicas: uv could not install this; pip tries"])
 
 

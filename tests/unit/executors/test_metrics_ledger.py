@@ -147,14 +147,16 @@ def rank_of_two(
         ([rank_of_two(0, 60), rank_of_two(1, 60)], 1.0),
         ([rank_of_two(0, 60, alone_from=30), rank_of_two(1, 30)], 0.75),
         ([rank_of_two(0, 60)], 0.5),
-        ([rank_of_two(0, 2), rank_of_two(1, 2)], 0.9375),
+        ([rank_of_two(0, 60, alone_from=2), rank_of_two(1, 2, every_s=24.0)], 0.5 + 1 / 60),
+        ([rank_of_two(0, 2), rank_of_two(1, 2)], 1.0),
+        ([rank_of_two(0, 1), rank_of_two(1, 1)], 0.875),
         ([rank_of_two(0, 60, alive_s=960.0), rank_of_two(1, 60)], 0.75),
         ([a_life(alive_s=60.0)], None),
         ([a_life(a_round(0, 30.0, "carried"), alive_s=60.0)], None),
         ([], None),
     ],
-    ids=["undisturbed", "one dies half-way", "one never came", "less than a minute", "long start", "no round",
-         "none counted", "nobody"],
+    ids=["undisturbed", "one dies half-way", "one never came", "one dies after slow rounds", "less than a minute",
+         "one round", "long start", "no round", "none counted", "nobody"],
 )  # fmt: skip
 def test_goodput_is_the_share_that_undisturbed_replicas_would_have_had_counted(
     lives: list[Life], goodput: float | None

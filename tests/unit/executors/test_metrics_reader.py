@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -205,3 +206,22 @@ def test_the_ledger_of_a_run_knows_who_failed_and_who_left_with_what() -> None:
     assert ledger.lost == pytest.approx(10.0), "10 units in 3 s of training, and 3 s until it was killed"
     assert ledger.by_rank[1].lost == ledger.lost
     assert not math.isnan(ledger.goodput or math.nan)
+
+
+def test_at_a_bucket_each_object_is_asked_for_once_and_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, asked, both = Scene(), list[str](), threading.Barrier(2)
+    scene.claim(T0).claim(T0, rank=1).record("outcome", outcome_json(1), rank=1)
+    for number in range(2):
+        scene.segment({**NUMBERS, "t": number}, number=number)
+    near, get = scene.read(), scene.store.get
+
+    def counted(key: str, **part: Any) -> memoryview:
+        asked.append(key)
+        if "/metrics/" in key:
+            both.wait(30)  # a second one is under way
+        return get(key, **part)
+
+    monkeypatch.setattr(scene.store, "get", counted)
+    scene.store._url = "s3://bucket"
+    assert scene.read().rows == near.rows
+    assert len(asked) == len(set(asked)) == 5

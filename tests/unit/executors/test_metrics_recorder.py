@@ -83,14 +83,15 @@ def test_the_last_report_of_a_second_is_not_kept_back_until_the_next() -> None:
     assert scene.segments() == [[{"t": 0.0, "step": 1}, {"t": 0.5, "step": 2}]]
 
 
-def test_the_first_report_after_a_round_has_a_line_of_its_own_however_soon_it_comes() -> None:
+def test_the_first_two_reports_after_a_round_have_lines_of_their_own_however_soon_they_come() -> None:
     scene = Scene()
     scene.at(0.0).replica.report(loss=4.0)
     for n in range(3):
         scene.at(0.1 + n / 10).replica.record_round(scene.now, **{**ROUND, "entry": n})
         scene.at(0.15 + n / 10).replica.report(loss=n)
-        scene.at(0.16 + n / 10).replica.report(loss=99.0)
-    assert [line["loss"] for line in scene.lines() if "loss" in line] == [4.0, 0, 1, 2, 99.0]
+        scene.at(0.16 + n / 10).replica.report(loss=n + 0.5)
+        scene.at(0.17 + n / 10).replica.report(loss=99.0)
+    assert [line["loss"] for line in scene.lines() if "loss" in line] == [4.0, 0, 0.5, 1, 1.5, 2, 2.5, 99.0]
 
 
 @pytest.mark.parametrize(

@@ -68,15 +68,16 @@ def test_a_thinned_line_keeps_the_least_and_the_greatest_value_of_each_bin() -> 
 def test_a_short_line_stays_as_it_is_without_what_is_not_finite() -> None:
     lines = [Line.of(0, 0, [(3, 0.5), (1, 2.0), (2, math.nan)]), Line.of(1, 0, [(2, 1.0), (4, math.inf)])]
     thinned = thin(lines, above={"middle": [(2.4, 7.0)]})
-    assert thinned["x"] == [1, 2, 3]
-    assert [line["y"] for line in thinned["lines"]] == [[2, None, 0.5], [None, 1, None]]
-    assert (thinned["above"], thinned["bins"]) == ({"middle": [None, 7, None]}, None)
+    assert thinned["x"] == [1, 2, 2.4, 3]
+    assert [line["y"] for line in thinned["lines"]] == [[2, None, None, 0.5], [None, 1, None, None]]
+    assert (thinned["above"], thinned["bins"]) == ({"middle": [None, None, 7, None]}, None)
 
 
 def test_the_middle_is_the_median_of_ranks_where_most_of_them_are() -> None:
     lines = [Line.of(rank, 0, [(x, float(rank * rank)) for x in range(100 if rank else 10)]) for rank in range(5)]
     assert {round(y, 3) for x, y in middle(lines) if x > 10} == {6.5}  # of 1, 4, 9, 16
     assert middle(lines)[0][1] == 4
+    assert all(y == pytest.approx(3 * x) for x, y in middle([Line.of(0, 0, [(x * x, 3.0 * x * x) for x in range(90)])]))
 
 
 def test_a_loss_that_was_computed_before_a_round_is_not_called_the_first_after_it() -> None:
@@ -123,7 +124,7 @@ def test_who_is_missing_is_charged_with_what_everybody_waited(kills: tuple[Subje
     assert (row["missing"], row["attempt"], row["cost_s"] > 15) == (2, 2, True), "three waited 3 s, twice"
     texts = [each["text"] for each in made["in_short"]]
     assert any(text.startswith("Rank 3 held the others up for ") for text in texts)
-    assert any(text.startswith("Rank 1 came back twice; ") for text in texts)
+    assert texts[-2:] == ["Rank 1 was ended by signal 9 (SIGKILL), and came back.", "0.3 % of the work was lost."]
 
 
 def test_a_norm_that_drifts_is_marked_in_its_round(kills: tuple[Subject, Document]) -> None:
@@ -170,7 +171,7 @@ def test_the_six_numbers_are_sums_over_the_rows(kills: tuple[Subject, Document])
     assert six["in_rounds"] == pytest.approx(sum(row.move_s + row.reduce_s + row.step_s for row in rounds) / alive)
     assert (six["bytes_up"], six["restarts"]) == (sum(row.up for row in rounds) / 4, 2)
     assert six["data_parallel_bytes"] == pytest.approx(3_000_000 * 800, rel=0.001)
-    assert six["work"]["lost"] == 10
+    assert six["work"]["lost"] == pytest.approx(10, rel=0.05), "half a round, twice"
 
 
 def test_a_run_that_failed_at_once_begins_with_its_cause() -> None:
