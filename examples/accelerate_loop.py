@@ -23,13 +23,13 @@ def main(steps: int = 400, inner_steps: int = 10) -> dict[str, object]:
     replica = current_replica()
     stateful = DataLoaderConfiguration(use_stateful_dataloader=True)  # so that its position can be kept
     accelerator = Accelerator(gradient_accumulation_steps=2, dataloader_config=stateful)
-    x, noise = torch.randn(2, 32768, 16, generator=torch.Generator().manual_seed(0))
+    x, noise = torch.randn(2, 65536, 16, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, torch.tanh(x @ torch.linspace(-1, 1, 16)) + 0.3 * noise[:, 0])
     held_out, training = data[:8192], TensorDataset(*data[8192:])
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1), torch.nn.Flatten(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    loader = DataLoader(replica.shard(training), batch_size=16, shuffle=True)  # <-
+    loader = DataLoader(replica.shard(training), batch_size=64, shuffle=True)  # <-
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     loss_before = loss_of(model, held_out)
     diloco = DiLoCo(model, inner_steps=inner_steps, total_steps=steps, outer_momentum=0.8, snapshot_every=2)  # <-

@@ -29,9 +29,15 @@ class Line:
     def of(cls, rank: int, attempt: int, points: Iterable[Point]) -> Line:
         """Make a line of points in any order."""
         found = np.array(list(points), dtype=np.float64).reshape(-1, 2)
-        found = found[np.isfinite(found).all(axis=1)]
-        xs, ys = found[np.argsort(found[:, 0], kind="stable")].T
-        return cls(rank, attempt, xs, ys)
+        return cls.over(rank, attempt, found[:, 0], found[:, 1])
+
+    @classmethod
+    def over(cls, rank: int, attempt: int, xs: Array, ys: Array) -> Line:
+        """Make a line of its x and y in any order."""
+        is_finite = np.isfinite(xs) & np.isfinite(ys)
+        xs, ys = xs[is_finite], ys[is_finite]
+        order = np.argsort(xs, kind="stable")
+        return cls(rank, attempt, xs[order], ys[order])
 
 
 def thin(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from itertools import pairwise
-from statistics import fmean, median
+from itertools import groupby
+from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from executors.metrics.metrics import Metrics
 from executors.protocol import Outcome
-from executors.report.curves import MAX_POINTS, MIN_POINTS, Line, Point, middle, thin
+from executors.report.curves import MAX_POINTS, MIN_POINTS, Array, Line, Point, middle, thin
 from executors.report.failures import failures_document
 from executors.report.in_short import in_short, is_late
 from executors.report.measures import Measures
@@ -125,16 +127,17 @@ def curves(metrics: Metrics) -> dict[str, Any]:
     """Return what replicas reported, over their steps, or over seconds where most lines name no step."""
     rows = metrics.numbers
     over = "step" if 2 * sum("step" in row.values for row in rows) >= max(1, len(rows)) else "seconds"
-    points: dict[str, dict[tuple[int, int], list[Point]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        x = row.values.get("step") if over == "step" else metrics.at(row)
-        if x is not None:
-            for name, value in row.values.items():
-                points[name][row.rank, row.attempt].append((x, value))
-    for name in ("step", TOTAL_STEPS):
-        points.pop(name, None)
-    names = sorted(points, key=lambda name: (name != "loss", not name.startswith("eval_"), name))
-    lines = {name: [Line.of(*key, found) for key, found in sorted(points[name].items())] for name in names[:MAX_NAMES]}
+    reported = {*metrics.names()} - {"step", TOTAL_STEPS}
+    names = sorted(reported, key=lambda name: (name != "loss", not name.startswith("eval_"), name))
+    lines: dict[str, list[Line]] = {name: [] for name in names[:MAX_NAMES]}
+    for key, group in groupby(rows, key=lambda row: (row.rank, row.attempt)):
+        mine = list(group)
+        values = [row.values for row in mine]
+        xs = _column(values, "step") if over == "step" else np.array([metrics.at(row) for row in mine])
+        for name, found in lines.items():
+            line = Line.over(*key, xs, _column(values, name))
+            found += [line] if len(line.xs) else []
+    lines = {name: found for name, found in lines.items() if found}
     max_points = min(MAX_POINTS, max(MIN_POINTS, MAX_VALUES // max(1, sum(map(len, lines.values())))))
     above = {name: {"median of replicas": middle(found)} for name, found in lines.items() if len(metrics.attempts) > 1}
     if over == "step" and (anchor := _anchor(metrics)):
@@ -153,28 +156,32 @@ def curves(metrics: Metrics) -> dict[str, Any]:
     }
 
 
+def _column(rows: Sequence[Mapping[str, float]], name: str) -> Array:
+    """Return one number of each row; NaN where it has none."""
+    return np.array([row.get(name, math.nan) for row in rows])
+
+
 def first_losses(metrics: Metrics) -> dict[int, list[Point]]:
     """Return step and loss of the first report after each entry, if they were reported soon enough after most rounds.
 
     They are the anchor's own, where `mix` and `overlap_steps` are 0: a replica then goes on from it. What is reported
     within half a step of the round was computed before it.
     """
-    losses: dict[tuple[int, int], list[tuple[float, float, float]]] = defaultdict(list)
-    for row in metrics.numbers:
-        if "step" in row.values and "loss" in row.values:
-            losses[row.rank, row.attempt].append((row.t, row.values["step"], row.values["loss"]))
-    step_s = {
-        key: median((b[0] - a[0]) / (b[1] - a[1]) for a, b in pairs)
-        for key, found in losses.items()
-        if (pairs := [(a, b) for a, b in pairwise(found) if b[1] > a[1]])
-    }
+    losses: dict[tuple[int, int], tuple[Array, Array, Array, float]] = {}
+    for key, group in groupby(metrics.numbers, key=lambda row: (row.rank, row.attempt)):
+        mine = [row for row in group if "step" in row.values and "loss" in row.values]
+        ts, steps = np.array([row.t for row in mine]), np.array([row.values["step"] for row in mine])
+        goes_on = np.diff(steps) > 0
+        step_s = float(np.median(np.diff(ts)[goes_on] / np.diff(steps)[goes_on])) if goes_on.any() else 0.0
+        losses[key] = ts, steps, np.array([row.values["loss"] for row in mine]), step_s
     found: dict[int, list[Point]] = defaultdict(list)
     for each in metrics.rounds:
-        key = (each.rank, each.attempt)
-        soon_s = each.t + step_s.get(key, 0.0) / 2
-        at = bisect_right(losses[key], soon_s, key=lambda loss: loss[0])
-        if at < len(losses[key]) and losses[key][at][0] - soon_s <= AFTER * each.train_s:
-            found[each.entry].append(losses[key][at][1:])
+        if (each.rank, each.attempt) in losses:
+            ts, steps, values, step_s = losses[each.rank, each.attempt]
+            soon_s = each.t + step_s / 2
+            at = int(np.searchsorted(ts, soon_s, side="right"))
+            if at < len(ts) and ts[at] - soon_s <= AFTER * each.train_s:
+                found[each.entry].append((float(steps[at]), float(values[at])))
     if len(found) < 2 or 2 * len(found) < len({each.entry for each in metrics.rounds}):
         return {}
     return dict(sorted(found.items()))

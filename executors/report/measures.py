@@ -11,6 +11,7 @@ from typing import Any
 from executors.metrics.metrics import Metrics
 from executors.metrics.rows import Round
 
+SHOWN = ("step", "loss")
 FATES = ("counted", "carried", "dropped", "lost")
 SMALL_BYTES = 4 << 20  # a smaller mean travels in the seal, and no replica sends a share of it
 
@@ -40,10 +41,11 @@ class Measures:
 
     @cached_property
     def newest_values(self) -> dict[int, dict[str, float]]:
-        """By rank, what it reported last of each number."""
+        """By rank, the step and the loss that it reported last."""
         found: dict[int, dict[str, float]] = defaultdict(dict)
-        for row in self.metrics.numbers:
-            found[row.rank].update(row.values)
+        for row in reversed(self.metrics.numbers):
+            if len(known := found[row.rank]) < len(SHOWN):
+                known |= {name: row.values[name] for name in SHOWN if name in row.values and name not in known}
         return found
 
     @property

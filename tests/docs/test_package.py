@@ -24,6 +24,12 @@ from test_readme import PYTHON, TEXT, block_with
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = sorted(PROJECT["optional-dependencies"].keys() - {"all", "dev"})
+PARTS = {
+    "s3": "boto3, executors.store.s3.store",
+    "hf-trainer": "diloco.trainers.hf",
+    "lightning": "diloco.trainers.lightning",
+}
+"""What an extra is for that is no backend."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -119,8 +125,8 @@ def test_an_extra_brings_what_its_part_needs(
 ) -> None:
     environment = Environment(scratch / extra, below=installed)
     environment.install(f"{wheel}[{extra}]")
-    if extra == "s3":
-        environment.run(tmp_path, "python", "-c", "import boto3, executors.store.s3.store")
+    if extra in PARTS:
+        environment.run(tmp_path, "python", "-c", f"import {PARTS[extra]}")
     else:
         assert problems(environment, tmp_path)[extra] is None
 
