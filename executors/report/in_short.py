@@ -61,6 +61,9 @@ def _late(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     n, alive_s = document["rounds"]["n"], document["numbers"]["alive_s"]
     if not n:
         return
+    for same in document["rounds"]["same"]:
+        words = f"{name_ranks(same['ranks']).capitalize()} sent identical work in {same['rounds']} of {n} rounds"
+        yield "bad", f"{words}: they train on the same data."
     late = {rank: row for rank, row in document["rounds"]["by_rank"].items() if is_late(document, rank)}
     for rank, row in sorted(late.items(), key=lambda each: -each[1]["cost_s"])[:MAX_LATE]:
         when = [f"last in {row['last']}"] if row["last"] else []

@@ -17,6 +17,7 @@ DRIFT = 2.0  # times the median, or less than a half of it
 MIN_RANKS = 3  # for a median that one of them does not make alone
 UNNOTICED = {"last": 0, "missing": 0, "drifting": 0, "cost_s": 0.0}
 MAX_NAME = 40  # characters
+MAX_SAME = 3  # groups of ranks
 MAX_ROUNDS = 200  # in the table
 
 
@@ -98,6 +99,7 @@ def rounds_document(found: Sequence[Meeting]) -> dict[str, Any]:
     by_rank: dict[int, dict[str, float]] = defaultdict(lambda: dict(UNNOTICED))
     charted = Counter(each.name for each in found).most_common(1)[0][0] if found else ""
     rows: list[dict[str, Any]] = []
+    same = Counter(ranks for each in found for ranks in {tuple(row.same) for row in each.rows.values() if row.same})
     norms, mean_norms = defaultdict[tuple[int, int], list[Point]](list), list[Point]()
     for each in found:
         blamed, drifting = each.blamed(usual_s), each.drifting
@@ -136,6 +138,7 @@ def rounds_document(found: Sequence[Meeting]) -> dict[str, Any]:
         "names": sorted({row["name"] for row in rows}),
         "charted": one_line(charted, MAX_NAME),
         "by_rank": {rank: {**row, "cost_s": round(row["cost_s"], 3)} for rank, row in sorted(by_rank.items())},
+        "same": [{"ranks": list(ranks), "rounds": n} for ranks, n in same.most_common(MAX_SAME)],
         "usual_wait_s": round(usual_s, 3),
         "waited": thin([Line.of(0, 0, waited)]),
         "norms": thin(

@@ -127,6 +127,15 @@ def test_who_is_missing_is_charged_with_what_everybody_waited(kills: tuple[Subje
     assert texts[-2:] == ["Rank 1 was ended by signal 9 (SIGKILL), and came back.", "0.3 % of the work was lost."]
 
 
+def test_ranks_that_train_on_the_same_data_are_named_on_top() -> None:
+    made = made_up(Scene(n=3, rounds=10))
+    for row in made.metrics.rounds:
+        if row.rank < 2 and row.entry < 4:
+            object.__setattr__(row, "same", (0, 1))
+    texts = [each["text"] for each in document(made)["in_short"]]
+    assert "Ranks 0-1 sent identical work in 4 of 10 rounds: they train on the same data." in texts
+
+
 def test_a_norm_that_drifts_is_marked_in_its_round(kills: tuple[Subject, Document]) -> None:
     _, made = kills
     drifting = {row["round"]: [*row["drifting"]] for row in made["rounds"]["table"] if row["drifting"]}
