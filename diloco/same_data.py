@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 SameDataMode = Literal["raise", "warn", "allow"]
 ROUNDS = 3
 """One round may be chance, as of a dataset that begins with the same batch everywhere."""
+MOST_NAMED = 4
+"""Ranks; so that the advice is in the one line that tables and summaries show."""
 ADVICE = "Give each replica its own: replica.shard(dataset), or a seed that depends on current_replica().rank."
 
 
@@ -45,9 +47,7 @@ class SameData:
                 log.warning("rank %s: %s", self._rank, _sentence(report, f"in round {report.round}"))
             elif self._in_a_row == ROUNDS and self._mode == "raise":
                 said = _sentence(report, f"{ROUNDS} rounds in a row, up to round {report.round}")
-                raise DuplicateWorkError(
-                    f'{said} Where it is meant, as in a toy that sees all data at once: same_data="allow", or "warn".'
-                )
+                raise DuplicateWorkError(f'{said} Where it is meant: same_data="allow", or "warn".')
 
     def _show(self, peer: int | None) -> None:
         if self._replica is not None and peer is not None:
@@ -57,6 +57,7 @@ class SameData:
 
 
 def _sentence(report: RoundReport, when: str) -> str:
-    *others, last = report.same
-    ranks = f"Ranks {', '.join(map(str, others))} and {last}"
+    named, rest = report.same[:MOST_NAMED], len(report.same) - MOST_NAMED
+    *others, last = [*map(str, named), f"{rest} more"] if rest > 0 else map(str, named)
+    ranks = f"Ranks {', '.join(others)} and {last}"
     return f"{ranks} sent identical contributions {when}: they train on the same data. {ADVICE}"

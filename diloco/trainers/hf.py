@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from diloco.errors import DuplicateWorkError
+from diloco.same_data import ADVICE
 from diloco.trainers.companion import Companion, check_options
 from diloco.trainers.data_position import DataPosition
 from executors.replica import Replica, current_replica, find_replica
@@ -32,6 +33,7 @@ SAME_ORDER = (
     "The Trainer's seed is the same in each replica, and so is the order of the data, unless each has its own share: "
     "Trainer(model, replica_arguments(args), …), from diloco.trainers.hf, gives each its own."
 )
+OWN_ORDER = "Give each its own order: Trainer(model, replica_arguments(args), …), of diloco.trainers.hf."
 SEEDS_APART = 10_007
 """The order of epoch e comes from seed + e: seeds that are next to each other have the same orders, an epoch later."""
 
@@ -74,6 +76,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         self._data = DataPosition()
         self._folder: OwnFolder | None = None
         self._was_terminated = False
+        self._begun_at = self._logged_at = 0
+        self._n_steps = self._n_unlogged = 0
+        """Those that this replica made; the run's went on where it was away."""
 
     @property
     def diloco(self) -> Any:
@@ -94,6 +99,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         self._folder.check()
         if replica.world_size > 1 and getattr(args, "of_replica", None) != replica.rank:
             log.warning("rank %s: %s", replica.rank, SAME_ORDER)
+        self._begun_at = self._logged_at = state.global_step
         companion = Companion(with_["model"], state.max_steps, self._options, begun_at=state.global_step)
         optimizer = with_["optimizer"]
         companion.diloco.attach_state("optimizer", getattr(optimizer, "optimizer", optimizer))
@@ -132,11 +138,12 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         assert companion is not None
         assert folder is not None
         self._data.batch_seen()
+        self._n_steps, self._n_unlogged = self._n_steps + 1, self._n_unlogged + 1
         before = companion.last
         try:
             companion.step()
         except DuplicateWorkError as error:
-            raise DuplicateWorkError(f"{error} {SAME_ORDER}") from None
+            raise DuplicateWorkError(str(error).replace(ADVICE, OWN_ORDER)) from None
         if before is None or before is not companion.last:  # a replica that came later may have it, too
             folder.check()
         state.global_step = companion.trainer_step
@@ -153,13 +160,24 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **with_: Any
     ) -> None:
+        self._mend_means(logs, state.global_step)
         if self._companion is not None and (last := self._companion.last) is not None:
-            ours = {"diloco/round": last.round, "diloco/wait_s": round(last.wait_s, 3)}
-            logs.update(ours)
-            if state.log_history:
-                state.log_history[-1].update(ours)
+            logs.update({"diloco/round": last.round, "diloco/wait_s": round(last.wait_s, 3)})
+        if state.log_history:
+            state.log_history[-1].update(logs)
         numbers = {name: value for name, value in logs.items() if type(value) in (int, float)}
         current_replica().report(**{**numbers, "step": state.global_step})
+
+    def _mend_means(self, logs: dict[str, Any], step: int) -> None:
+        """Let means be those of this replica's steps: the trainer divides by the run's, made while it was away, too."""
+        if "loss" in logs and "learning_rate" in logs and self._n_unlogged:
+            logs["loss"] *= (step - self._logged_at) / self._n_unlogged
+            self._logged_at, self._n_unlogged = step, 0
+        elif "train_loss" in logs and self._n_steps:
+            factor = (step - self._begun_at) / self._n_steps
+            logs["train_loss"] *= factor
+            for name in {"train_samples_per_second", "train_steps_per_second"} & logs.keys():
+                logs[name] /= factor
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **with_: Any) -> None:
         assert self._companion is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,16 @@ import torch
 from support.training import next_process, place
 from torch import nn
 
+from diloco.errors import DuplicateWorkError
 from diloco.outer import DiLoCo
+from diloco.same_data import SameData
 from executors.replica import Replica, set_current_replica
+from executors.report.root_cause import MAX_CHARACTERS
 from executors.store import MemoryStore
 
 transformers = pytest.importorskip("transformers", reason="pip install 'serverless-replicas[hf-trainer]'")
-from diloco.trainers.hf import DiLoCoCallback, OwnFolder, replica_arguments  # noqa: E402
+from diloco.trainers.companion import Companion  # noqa: E402
+from diloco.trainers.hf import OWN_ORDER, DiLoCoCallback, OwnFolder, replica_arguments  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Only .* rounds are planned"),
@@ -148,9 +153,12 @@ def test_a_replica_that_comes_back_has_its_optimizer_schedule_data_and_step(
         assert back.state.epoch == pytest.approx(calm.state.epoch)
     assert back.optimizer.state_dict()["state"][0]["step"] == calm.optimizer.state_dict()["state"][0]["step"]
     logged = [
-        [row["learning_rate"] for row in each.state.log_history if "learning_rate" in row] for each in (calm, back)
+        [(row["learning_rate"], pytest.approx(row["loss"])) for row in each.state.log_history if "loss" in row]
+        for each in (calm, back)
     ]
     assert logged[0][-len(logged[1]) :] == logged[1]
+    own = [row["loss"] for row in back.state.log_history if "loss" in row]
+    assert back.state.log_history[-1]["train_loss"] == pytest.approx(sum(own) / len(own)), "of its own steps"
     for name, values in calm.model.state_dict().items():
         assert torch.equal(back.model.state_dict()[name], values), name
 
@@ -285,6 +293,21 @@ def test_who_has_the_seed_of_all_is_told_before_training(
     one.train()
     said = [record.getMessage() for record in caplog.records if "seed is the same in each" in record.getMessage()]
     assert len(said) == (0 if has_own else 1)
+
+
+def test_who_trains_on_the_same_data_is_told_of_its_own_arguments_where_a_table_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report: Any = SimpleNamespace(round=10, counted=True, norm=1.0, same=tuple(range(4, 64)))
+    monkeypatch.setattr(Companion, "step", lambda self: SameData("raise", 4, None).check([report] * 3))
+    with pytest.raises(DuplicateWorkError) as error:
+        trainer(tmp_path, MemoryStore()).train()
+    assert str(error.value) == (
+        "Ranks 4, 5, 6, 7 and 56 more sent identical contributions 3 rounds in a row, up to round 10: they train on "
+        f'the same data. {OWN_ORDER} Where it is meant: same_data="allow", or "warn".'
+    )
+    assert "replica_arguments(args)" in OWN_ORDER
+    assert len(f"diloco.errors.DuplicateWorkError: {error.value}") <= MAX_CHARACTERS
 
 
 def test_each_replica_has_arguments_of_its_own_and_a_plain_script_keeps_its() -> None:

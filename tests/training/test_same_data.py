@@ -17,6 +17,7 @@ from diloco.rendezvous.round import Limits
 from diloco.rendezvous.seal import groups_of_same_work
 from diloco.testing import run_replicas
 from executors import launch
+from executors.report.root_cause import MAX_CHARACTERS
 
 SHARDED = Limits(small_bytes=0, block_bytes=64)
 Ends = list[tuple[list[tuple[int, ...]], str]]
@@ -52,8 +53,9 @@ def test_ranks_that_send_the_same_three_rounds_in_a_row_end_and_the_others_go_on
     assert first[1] == (
         "Ranks 0 and 2 sent identical contributions 3 rounds in a row, up to round 3: they train on the same data. "
         "Give each replica its own: replica.shard(dataset), or a seed that depends on current_replica().rank. "
-        'Where it is meant, as in a toy that sees all data at once: same_data="allow", or "warn".'
+        'Where it is meant: same_data="allow", or "warn".'
     )
+    assert len(f"diloco.errors.DuplicateWorkError: {first[1]}") < MAX_CHARACTERS, "a table shows no more of it"
     warnings = sorted(record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     said = "Ranks 0 and 2 sent identical contributions in round 1: they train on the same data."
     assert [warning.partition(" Give")[0] for warning in warnings] == [f"rank {rank}: {said}" for rank in (0, 2)]
