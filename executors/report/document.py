@@ -158,7 +158,7 @@ def curves(metrics: Metrics) -> dict[str, Any]:
 
 def _column(rows: Sequence[Mapping[str, float]], name: str) -> Array:
     """Return one number of each row; NaN where it has none."""
-    return np.array([row.get(name, math.nan) for row in rows])
+    return np.array([row.get(name, math.nan) for row in rows], dtype=np.float64)  # an integer may be beyond 64 bits
 
 
 def _anchor(metrics: Metrics) -> list[Point]:
@@ -170,10 +170,11 @@ def _anchor(metrics: Metrics) -> list[Point]:
     losses: dict[tuple[int, int], tuple[Array, Array, Array, float]] = {}
     for key, group in groupby(metrics.numbers, key=lambda row: (row.rank, row.attempt)):
         mine = [row for row in group if "step" in row.values and "loss" in row.values]
-        ts, steps = np.array([row.t for row in mine]), np.array([row.values["step"] for row in mine])
+        ts, reported = np.array([row.t for row in mine]), [row.values for row in mine]
+        steps = _column(reported, "step")
         goes_on = np.diff(steps) > 0
         step_s = float(np.median(np.diff(ts)[goes_on] / np.diff(steps)[goes_on])) if goes_on.any() else 0.0
-        losses[key] = ts, steps, np.array([row.values["loss"] for row in mine]), step_s
+        losses[key] = ts, steps, _column(reported, "loss"), step_s
     found: dict[int, list[Point]] = defaultdict(list)
     for each in metrics.rounds:
         if (each.rank, each.attempt) in losses:
