@@ -175,17 +175,17 @@ def _anchor(metrics: Metrics) -> list[Point]:
         goes_on = np.diff(steps) > 0
         step_s = float(np.median(np.diff(ts)[goes_on] / np.diff(steps)[goes_on])) if goes_on.any() else 0.0
         losses[key] = ts, steps, _column(reported, "loss"), step_s
-    found: dict[int, list[Point]] = defaultdict(list)
+    found: dict[tuple[str, int], list[Point]] = defaultdict(list)
     for each in metrics.rounds:
         if (each.rank, each.attempt) in losses:
             ts, steps, values, step_s = losses[each.rank, each.attempt]
             soon_s = each.t + step_s / 2
             at = int(np.searchsorted(ts, soon_s, side="right"))
             if at < len(ts) and ts[at] - soon_s <= AFTER * each.train_s:
-                found[each.entry].append((float(steps[at]), float(values[at])))
-    if len(found) < 2 or 2 * len(found) < len({each.entry for each in metrics.rounds}):
+                found[each.name, each.entry].append((float(steps[at]), float(values[at])))
+    if len(found) < 2 or 2 * len(found) < len({(each.name, each.entry) for each in metrics.rounds}):
         return []
-    return [(fmean(x for x, _ in points), fmean(y for _, y in points)) for _, points in sorted(found.items())]
+    return sorted((fmean(x for x, _ in points), fmean(y for _, y in points)) for points in found.values())
 
 
 def _launched(subject: Subject) -> list[list[str]]:

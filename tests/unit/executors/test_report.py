@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tarfile
 from collections.abc import Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -181,6 +182,26 @@ def test_the_six_numbers_are_sums_over_the_rows(kills: tuple[Subject, Document])
     assert (six["bytes_up"], six["restarts"]) == (sum(row.up for row in rounds) / 4, 2)
     assert six["data_parallel_bytes"] == pytest.approx(3_000_000 * 800, rel=0.001)
     assert six["work"]["lost"] == pytest.approx(10, rel=0.05), "half a round, twice"
+
+
+def test_rounds_that_count_a_rank_which_was_killed_before_it_wrote_a_line_are_its_rounds(
+    kills: tuple[Subject, Document],
+) -> None:
+    subject, made = kills
+    unwritten = [row for row in subject.metrics.rows if (row.rank, row.attempt) != (1, 0)]
+    left = document(replace(subject, metrics=replace(subject.metrics, rows=unwritten)))
+    assert left["replicas"][1]["rounds"]["counted"] == made["replicas"][1]["rounds"]["counted"] > 50
+
+
+def test_two_dilocos_are_not_taken_for_one() -> None:
+    subject = made_up(Scene(n=2, rounds=10))
+    rounds = subject.metrics.rounds
+    other = [replace(row, name="other", entry=entry) for row in rounds if (entry := row.entry - 5) >= 0]
+    both = document(replace(subject, metrics=replace(subject.metrics, rows=[*subject.metrics.rows, *other])))
+    alone = document(subject)
+    assert both["numbers"]["data_parallel_bytes"] == 2 * alone["numbers"]["data_parallel_bytes"]
+    first, second = (made["curves"]["shown"][0] for made in (alone, both))
+    assert second["above"][ANCHOR] == first["above"][ANCHOR], "the other's rounds were at the same steps"
 
 
 def test_a_run_that_failed_at_once_begins_with_its_cause() -> None:
