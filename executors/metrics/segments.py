@@ -46,7 +46,7 @@ class Lines:
 
     def add(self, key: str, body: bytes) -> None:
         """Take a segment's lines."""
-        refused = list[str]()
+        refused = [] if body else [f"{key!r} is empty."]  # as after a power cut
         for number, line in enumerate(_decoded(body), 1):
             if row_like := self._like_before(line):
                 self.rows.append(row_like)
@@ -81,8 +81,9 @@ class Lines:
             self.problems.append(f"{whose} segments are missing, the first is number {gaps[0]}.")
         if self._left_out:
             self.problems.append(f"{whose} {self._left_out} lines were dropped, because no segment could be written.")
+        strange = f"that is not finite, or beyond {LARGEST:g}"
         for name, n in sorted(self._strange.items())[:10]:
-            self.problems.append(f"{whose} {name!r} was reported {n} times as a value that is not finite.")
+            self.problems.append(f"{whose} {name!r} was reported {n} times as a value {strange}.")
         if self._unnamed:
             limits = f"beyond {MAX_NAMES}, or longer than {MAX_NAME} characters,"
             self.problems.append(f"{whose} {len(self._unnamed)} names of numbers {limits} are left out.")

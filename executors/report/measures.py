@@ -109,7 +109,7 @@ class Measures:
             "step": values.get("step"),
             "loss": values.get("loss"),
             "alive_s": self.alive_s.get(rank, 0.0),
-            "training_s": sum(row.train_s for row in rounds),
+            "training_s": _training_s(rounds),
             "waiting_s": sum(row.wait_s for row in rounds),
             "in_rounds_s": sum(row.round_s - row.wait_s for row in rounds),
             "rounds": {
@@ -120,3 +120,9 @@ class Measures:
             "bytes_up": sum(row.up for row in rounds),
             "bytes_down": sum(row.down for row in rounds),
         }
+
+
+def _training_s(rounds: Sequence[Round]) -> float:
+    """Return how long a replica trained: what each of several DiLoCos measured has the rounds of the others in it."""
+    names = {row.name for row in rounds}
+    return max([0.0, *(sum(row.train_s if row.name == name else -row.round_s for row in rounds) for name in names)])

@@ -113,18 +113,21 @@ def test_numbers_that_are_not_finite_or_too_large_are_left_out_and_counted() -> 
         {"step": 3, "loss": 2.5},
         *({"step": n} for n in range(1, 6)),
     ]
-    assert found.problems == ["Rank 0, attempt 0: 'loss' was reported 5 times as a value that is not finite."]
+    said = "Rank 0, attempt 0: 'loss' was reported 5 times as a value that is not finite, or beyond 1e+300."
+    assert found.problems == [said]
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene().segment(NUMBERS).segment({"t": 3, "left_out": 7}, number=3)
     scene.store.put("run/metrics/0000/0/000004.jsonl", b" " * (5 << 20))
+    scene.store.put("run/metrics/0000/0/000005.jsonl", b"")
     scene.store.put(f"run/metrics/{ANSI.replace(chr(0), '')}/x", b"")
     problems = scene.read().problems
     assert [said for said in problems if not said.isprintable()] == []
-    foreign, large, gap, dropped = problems
+    foreign, large, empty, gap, dropped = problems
     assert "is not a segment." in foreign
     assert "has 5242880 bytes" in large
+    assert empty == "'run/metrics/0000/0/000005.jsonl' is empty."
     assert gap == "Rank 0, attempt 0: segments are missing, the first is number 1."
     assert dropped == "Rank 0, attempt 0: 7 lines were dropped, because no segment could be written."
     monkeypatch.setattr(segments_module, "MAX_BYTES", 100)

@@ -200,6 +200,8 @@ def test_two_dilocos_are_not_taken_for_one() -> None:
     both = document(replace(subject, metrics=replace(subject.metrics, rows=[*subject.metrics.rows, *other])))
     alone = document(subject)
     assert both["numbers"]["data_parallel_bytes"] == 2 * alone["numbers"]["data_parallel_bytes"]
+    trained_s = [made["replicas"][0]["training_s"] for made in (alone, both)]
+    assert trained_s[1] <= trained_s[0], "and not twice the time"
     first, second = (made["curves"]["shown"][0] for made in (alone, both))
     assert second["above"][ANCHOR] == first["above"][ANCHOR], "the other's rounds were at the same steps"
 
