@@ -139,7 +139,11 @@ def curves(metrics: Metrics) -> dict[str, Any]:
             found += [line] if len(line.xs) else []
     lines = {name: found for name, found in lines.items() if found}
     max_points = min(MAX_POINTS, max(MIN_POINTS, MAX_VALUES // max(1, sum(map(len, lines.values())))))
-    above = {name: {"median of replicas": middle(found)} for name, found in lines.items() if len(metrics.attempts) > 1}
+    above = {
+        name: {"median of replicas": points}
+        for name, found in lines.items()
+        if len(metrics.attempts) > 1 and len(points := middle(found)) > 1
+    }
     if over == "step" and (anchor := _anchor(metrics)):
         above["loss"] = {ANCHOR: anchor}
     elif "loss" in lines and (evaluations := [name for name in lines if name.startswith("eval_") and "loss" in name]):
