@@ -223,6 +223,13 @@ def test_a_run_that_failed_at_once_begins_with_its_cause() -> None:
     text = page(made)
     assert text.index("<h2>Failures") < text.index("<h2>Time line")
     assert "last words" in text
+    assert "No replica reported a number." in text
+
+
+def test_a_young_run_is_not_said_to_have_reported_nothing() -> None:
+    lone = SCENES["lone"]()
+    text = page(document(replace(lone, metrics=replace(lone.metrics, rows=[]))))
+    assert "Nothing that replicas reported is written down yet." in text
 
 
 # The page
