@@ -19,6 +19,7 @@ from executors.cli.backends import backends
 from executors.cli.collect import collect
 from executors.cli.config import config, use_settings
 from executors.cli.doctor import doctor
+from executors.cli.export import export
 from executors.cli.launch import launch, resume
 from executors.cli.logs import logs
 from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, inert
@@ -36,6 +37,7 @@ SYNONYMS = {
     **dict.fromkeys(("results", "fetch", "get"), "collect"),
     **dict.fromkeys(("restart", "retry"), "resume"),
     **dict.fromkeys(("page", "html", "plot"), "report"),
+    **dict.fromkeys(("csv", "tensorboard", "dump"), "export"),
     **dict.fromkeys(("remove", "delete", "del"), "rm"),
 }
 """What other tools call our verbs."""
@@ -84,7 +86,7 @@ app = typer.Typer(
     epilog="[bold]First steps[/bold]\n\nreplicas launch --n 4\n\nreplicas launch train.py:main --n 8 --arg steps=500"
     "\n\nreplicas logs RUN -f    replicas status RUN    replicas collect RUN --out results",
 )
-for verb in (launch, ls, status, logs, wait, collect, report, cancel, resume, rm, doctor, backends, config):
+for verb in (launch, ls, status, logs, wait, collect, report, export, cancel, resume, rm, doctor, backends, config):
     app.command(cls=_Verb, epilog=getattr(verb, "epilog", None))(verb)
 
 

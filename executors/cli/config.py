@@ -37,6 +37,7 @@ EXAMPLES = {
     "secret": ["wandb"],
     "volume": ["corpus:/data"],
     "chaos": ["kill:rank=1,round=3"],
+    "tracker": "trackio",
     "columns": "lr,gnorm",
 }
 PROFILE = "Use this profile of the settings files."

@@ -51,6 +51,7 @@ CHAOS = (
     "or store:lost=0.02,error=0.01,delay=0.3. Repeatable."
 )
 FAIL_FAST = "End the run at the first failure before anybody's first round. Default: the others train on."
+TRACKER = "What gets the numbers of the replicas, too: trackio, wandb, mlflow, or pkg.mod:Class."
 MIN_REPLICAS = "Start with M when the others cannot be had; the run has succeeded when M have. Default: all."
 GATHER = f"How long --min-replicas waits for all ({DURATIONS}); what comes later joins. Default: 10m."
 TASK_DIGEST = (
@@ -84,6 +85,7 @@ def launch(
     fail_fast: Annotated[bool, Option("--fail-fast", help=FAIL_FAST)] = False,
     min_replicas: Annotated[int | None, Option(metavar="M", help=MIN_REPLICAS)] = None,
     gather: Annotated[float, Option(metavar="DURATION", parser=parse_duration, help=GATHER)] = GATHER_S,
+    tracker: Annotated[str | None, Option(metavar="NAME", help=TRACKER)] = None,
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
     columns: ColumnsOption = None,
@@ -128,6 +130,7 @@ def launch(
                         chaos=chaos or (),
                         fail_fast=fail_fast,
                         min_replicas=min_replicas,
+                        tracker=tracker,
                         gather_s=gather,
                         origins=origins_of(context, backend, given, chosen),
                     )

@@ -22,11 +22,13 @@ from executors.launcher.checks import (
     check_same,
     check_working_directory,
     resolved,
+    with_tracker,
 )
 from executors.launcher.prices import affordable_s, usd_per_hour
 from executors.native import GATHER_S, KeepsOptions, NativeExecutor, Package
 from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
+from executors.report.trackers import check_tracker
 from executors.run_index import NOTE, local_store, locate, new_run_id, preparing, remember, state_path
 from executors.shipping.script_header import check_python, script_header, script_of
 from executors.store import Store, open_store
@@ -65,6 +67,7 @@ def launch(
     min_replicas: int | None = None,
     gather_s: float = GATHER_S,
     fail_fast: bool = False,
+    tracker: str | None = None,
     progress: bool = False,
     config: str | Path | bool | Sequence[str | Path] = False,
     profile: str | None = None,
@@ -96,6 +99,8 @@ def launch(
         min_replicas: start with so many when the others cannot be started, or not within `gather_s` seconds; these join
             when they come, unless `detach`. The run has succeeded when so many have. None: all of them.
         fail_fast: end the run at the first failure before anybody's first round. Otherwise the others train on.
+        tracker: what gets the numbers of the replicas, too, while they train: "trackio", "wandb", "mlflow", or a class
+            as "pkg.mod:Class"; see `report.trackers.Tracker`. One tracker run a rank; what fails there is a warning.
         progress: while this process waits for the run, draw bars with rate and time left, of the steps that replicas
             report; without a terminal, print a line now and then.
         config: take what is left at its default here from the settings that `replicas launch` would find here; files
@@ -127,6 +132,7 @@ def launch(
         "min_replicas": min_replicas,
         "gather_s": gather_s,
         "fail_fast": fail_fast,
+        "tracker": tracker,
     }
     if config is not False or profile is not None:
         from executors.launcher.launch_settings import filled
@@ -323,6 +329,8 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     check_environment(executor, request)
     if (script := script_of(request.entrypoint)) is not None:
         check_python(script_header(script), script)
+    if request.tracker is not None:
+        check_tracker(request.tracker)
     chaos = check_chaos(executor, request) if request.chaos else ()
     request = replace(request, rendezvous=rendezvous, timeout=timeout, chaos=chaos)
     package = None
@@ -335,6 +343,8 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
             request.n, request.entrypoint, args, gpu=request.gpu, timeout=timeout, secrets=request.secrets
         )
         package = native.package(request.entrypoint)
+        if package is not None and request.tracker is not None:
+            package = with_tracker(package, request.tracker)
     elif isinstance(request.entrypoint, str):
         check_entrypoint(request.entrypoint, split_rank_env(args)[0])
     return LaunchPlan(request, executor, request.run_id or new_run_id(), package)
@@ -346,7 +356,7 @@ def _bring_back(
     """Resume a run as `launch(resume=True)` does."""
     given = request.args if request.argv is None else request.argv
     request = resolved(request) if given is not None else replace(resolved(request), args=None)
-    for name in ("chaos", "min_replicas", "fail_fast", "max_cost"):
+    for name in ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker"):
         if getattr(request, name):
             raise ValueError(f"A resumed run keeps the {name} it was launched with: leave {name}= away.")
     if request.run_id is None:

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from executors.entrypoint import SCRIPT, describe, find_definition, is_script, shown, signature_in, split_rank_env
 from executors.errors import NO_DIRECTORY, ReplicasError, StoreError
-from executors.native import NativeExecutor
+from executors.native import NativeExecutor, Package
 from executors.protocol import ServerlessExecutor
 from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED
+from executors.report.trackers import BUILT_IN
 from executors.store import open_store
 from executors.task.arguments import annotations_in, from_texts, to_json
 from executors.task.create import LaunchRequest
-from executors.task.stored import StoredTask
+from executors.task.stored import StoredTask, installed_version
 
 
 def check_working_directory() -> None:
@@ -96,6 +97,17 @@ def check_chaos(executor: ServerlessExecutor, request: LaunchRequest) -> Sequenc
             "Try it with --backend local."
         )
     return chaos.check_chaos(request.chaos, request.n)
+
+
+def with_tracker(package: Package, tracker: str) -> Package:
+    """Return the package with what a tracker needs in a replica: as it is here, unless the user asks for it anyway."""
+    from executors.shipping.requirements import name_of
+
+    names = BUILT_IN.get(tracker, ())
+    if not names or {name_of(line) for line in package.requirements} & {*names}:
+        return package
+    needed = next((f"{name}=={version}" for name in names if (version := installed_version(name))), names[0])
+    return replace(package, requirements=(*package.requirements, needed), pins=(*package.pins, needed))
 
 
 def check_directory(directory: Path) -> None:

@@ -20,6 +20,7 @@ from executors.store.url import is_near
 from executors.task.record import RunRecord
 
 MAX_PROBLEMS = 100
+KINDS = {Numbers: "numbers", Round: "round", Usage: "usage"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,28 +109,32 @@ class Metrics:
         found = {name for row in self.numbers for name in row.values}
         return sorted(found, key=lambda name: (name != "step", name != "loss", name))
 
+    def record(self, row: Row) -> dict[str, Any]:
+        """Return a row by names: what it is, whose, its second on the time line, and its values."""
+        values = dict(row.values) if isinstance(row, Numbers) else asdict(row)
+        head = {"kind": KINDS[type(row)], "rank": row.rank, "attempt": row.attempt, "s": self.at(row)}
+        return head | values | head  # whatever a foreign segment names its numbers
+
     def to_dict(self) -> dict[str, list[Any]]:
         """Return columns, with None where a row has no such value: `pandas.DataFrame(run.metrics().to_dict())`."""
-        kinds = {Numbers: "numbers", Round: "round", Usage: "usage"}
-        rows = [
-            {"kind": kinds[type(row)], "rank": row.rank, "attempt": row.attempt, "s": self.at(row)}
-            | (dict(row.values) if isinstance(row, Numbers) else asdict(row))
-            for row in self.rows
-        ]
+        rows = list(map(self.record, self.rows))
         columns = dict.fromkeys(("kind", "rank", "attempt", "s", *self.names()))
         columns |= dict.fromkeys(name for row in rows for name in row if name != "t")
         return {name: [row.get(name) for row in rows] for name in columns}
 
 
-def read_metrics(store: Store, run_id: str, record: RunRecord) -> Metrics:
+def read_metrics(store: Store, run_id: str, record: RunRecord, kept: dict[str, memoryview] | None = None) -> Metrics:
     """Read what the replicas of a run measured.
 
     What cannot be read is left out, and named in `problems`.
 
+    Args:
+        kept: segments by key, which are not read again; those that are read are added.
+
     Raises:
         StoreError: the store does not answer.
     """
-    found, problems = read_segments(store, run_id)
+    found, problems = read_segments(store, run_id, kept)
     left_by = dict[AttemptKey, set[str]]()
     for rank, number, name in Inventory.of(store, run_id).records:
         left_by.setdefault((rank, number), set()).add(name)

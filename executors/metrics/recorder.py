@@ -56,6 +56,8 @@ class Recorder:
         self._began = began
         self._clock = clock
         self._is_near = is_near(store.url)
+        self.on_line: Callable[[float, Mapping[str, Any]], None] | None = None
+        """Gets each line as it is kept, and its Unix time, in the thread beside the training; never waits."""
         # Between the threads: each hands over by one operation that cannot be interrupted.
         self._made = deque[tuple[float, Mapping[str, Any]]]()
         self._reported = deque[tuple[float, Mapping[str, float]]]()
@@ -149,6 +151,8 @@ class Recorder:
             self._n_bytes = sum(map(len, self._lines))
 
     def _keep(self, at: float, fields: Mapping[str, Any]) -> None:
+        if self.on_line is not None:
+            self.on_line(time.time() - (self._clock() - at), fields)
         line = (json.dumps({"t": round(at - self._began, 3), **fields}) + "\n").encode()
         self._lines.append(line)
         self._n_bytes += len(line)

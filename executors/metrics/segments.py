@@ -115,13 +115,24 @@ class Lines:
         return Numbers(rank=row.rank, attempt=row.attempt, t=row.t, values=kept)
 
 
-def read_segments(store: Store, run_id: str) -> tuple[dict[AttemptKey, Lines], list[str]]:
-    """Read all segments of a run; return the lines of each attempt, and problems with what is no segment."""
+def read_segments(
+    store: Store, run_id: str, kept: dict[str, memoryview] | None = None
+) -> tuple[dict[AttemptKey, Lines], list[str]]:
+    """Read all segments of a run; return the lines of each attempt, and problems with what is no segment.
+
+    Args:
+        kept: segments that were read before, by key: they never change. Those that are read now are added.
+    """
     chosen, problems = _choose(store, run_id)
 
     def read(entry: Entry) -> memoryview | StoreError:
         try:
-            return get_at_most(store, entry.key, MAX_SEGMENT_BYTES)
+            if kept is not None and entry.key in kept:
+                return kept[entry.key]
+            body = get_at_most(store, entry.key, MAX_SEGMENT_BYTES)
+            if kept is not None:
+                kept[entry.key] = body
+            return body
         except StoreError as error:
             return error
 

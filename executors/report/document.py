@@ -34,7 +34,7 @@ ANCHOR = "first loss after each round"
 AFTER = 0.1  # of the way to the next round: a loss that was reported by then is almost the anchor's
 SETTINGS = (
     "env", "secrets", "chaos", "timeout_s", "min_replicas", "fail_fast", "continues", "detach",
-    "seed",
+    "seed", "tracker",
 )  # fmt: skip
 
 
@@ -165,8 +165,10 @@ def _column(rows: Sequence[Mapping[str, float]], name: str) -> Array:
     return np.array([row.get(name, math.nan) for row in rows], dtype=np.float64)  # an integer may be beyond 64 bits
 
 
-def _anchor(metrics: Metrics) -> list[Point]:
-    """Return the mean of the first losses after each round, if they were reported soon enough after most rounds.
+def first_losses(metrics: Metrics) -> dict[tuple[str, int], list[Point]]:
+    """Return step and loss of the first report after each entry, if they were reported soon enough after most rounds.
+
+    By the name of the DiLoCo and the entry of its log.
 
     They are the anchor's own, where `mix` and `overlap_steps` are 0: a replica then goes on from it. What is reported
     within half a step of the round was computed before it.
@@ -188,8 +190,13 @@ def _anchor(metrics: Metrics) -> list[Point]:
             if at < len(ts) and ts[at] - soon_s <= AFTER * each.train_s:
                 found[each.name, each.entry].append((float(steps[at]), float(values[at])))
     if len(found) < 2 or 2 * len(found) < len({(each.name, each.entry) for each in metrics.rounds}):
-        return []
-    return sorted((fmean(x for x, _ in points), fmean(y for _, y in points)) for points in found.values())
+        return {}
+    return dict(sorted(found.items()))
+
+
+def _anchor(metrics: Metrics) -> list[Point]:
+    found = first_losses(metrics).values()
+    return sorted((fmean(x for x, _ in points), fmean(y for _, y in points)) for points in found)
 
 
 def _launched(subject: Subject) -> list[list[str]]:

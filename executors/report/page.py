@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from executors.report.root_cause import name_ranks
+from executors.report.tables import replacing
 from executors.report.timeline import KINDS, MARKS, SHAPES, svg
 from executors.report.words import name_moment, name_number, name_share, name_size
 from executors.status import name_duration
@@ -74,12 +74,8 @@ def head(document: Mapping[str, Any]) -> str:
 
 def write_page(document: Mapping[str, Any], path: Path) -> Path:
     """Write the page, all of it or nothing, over the file if there is one; return its path."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(page(document), encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(page(document))
     return path
 
 

@@ -65,6 +65,7 @@ class LaunchRequest:
     min_replicas: int | None = None
     gather_s: float = GATHER_S
     fail_fast: bool = False
+    tracker: str | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
     """Who said what: a flag, a variable of the environment, a file."""
 
@@ -100,6 +101,8 @@ class LaunchRequest:
             raise ValueError(f"min_replicas is from 1 to n={self.n}, got min_replicas={self.min_replicas!r}.")
         if not isinstance(self.gather_s, int | float) or not 0 <= self.gather_s < FAR_AHEAD:
             raise ValueError(f"gather_s is a number of seconds, got gather_s={self.gather_s!r}.")
+        if not isinstance(self.tracker, str | None):
+            raise TypeError(f"tracker is a name, as in 'trackio' or 'pkg.mod:Class', got {self.tracker!r}.")
         if isinstance(self.chaos, str):
             raise TypeError(f"chaos is a list of specs, as in [{self.chaos!r}], got a string.")
         if self.run_id is not None:
@@ -155,6 +158,7 @@ def plan_run(
         gather_s=request.gather_s,
         max_cost=request.max_cost,
         fail_fast=request.fail_fast,
+        tracker=request.tracker,
     )
     task, pickled = _pack_task(request, launched_with, package)
     record = RunRecord(

@@ -34,6 +34,7 @@ from executors.store.url import RUN_ID
 MAX_WORLD_SIZE = 10_000
 BACKEND_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CLASS_PATH = re.compile(r"[\w.]{1,200}:[\w.<>]{1,200}")  # <locals> is part of a name, too
+TRACKER = re.compile(r"[\w.]{1,200}(:[\w.]{1,200})?")
 OPTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ANY_SEED = 10**100  # more than anybody's generator takes
 
@@ -66,6 +67,9 @@ class LaunchedWith(Record):
     max_cost: float | None = checked(nullable(number(0.0, FAR_AHEAD)), None)
     """The US dollars that the time limit was made of."""
     fail_fast: bool = checked(flag, False)
+    tracker: str | None = checked(nullable(text(400, TRACKER)), None)
+    """What gets the numbers of the replicas, too: a name, or `module:Class`, which is imported in them alone, from the
+    task that the digest vouches for."""
     continues: str | None = checked(nullable(text(40, RUN_ID)), None)
     """The run, in the same store, from whose newest snapshot this one goes on."""
 

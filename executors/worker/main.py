@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from executors import replica as environment
 from executors.attempt import Attempt, Claim, describe_end
@@ -41,6 +41,9 @@ from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.result import to_json_value
 from executors.worker.sigterm import TERMINATED, handle_sigterm, ignore_sigterm, sigterm_arrived
 from executors.worker.surroundings import NoGpuError, check_gpu, seed_generators, set_environment
+
+if TYPE_CHECKING:
+    from executors.worker.tracking import Tracking
 
 MAX_LAST_LINE = 300
 TIMED_OUT = 124  # as the command `timeout` leaves
@@ -104,14 +107,13 @@ def call(run: str, digest: str | None = None) -> Any:
     set_environment(worker.replica)
     worker.heartbeat.start()
     try:
-        task = _load(worker.replica, read_task(worker.attempt.store, run_id, digest))
-        outcome = worker.succeeded(_called(task))
+        outcome = worker.succeeded(_called(worker.load(read_task(worker.attempt.store, run_id, digest))))
         error: BaseException | None = None
     except BaseException as raised:
         outcome, error = worker.raised(raised), raised
         if isinstance(raised, KeyboardInterrupt):
             worker.attempt.request_cancel()
-    worker.heartbeat.stop()
+    worker.stop(outcome)
     recorded = worker.attempt.record(outcome, retry_s=RETRY_S)
     if error is not None:
         raise error
@@ -172,6 +174,7 @@ class _Worker:
         self.heartbeat = Heartbeat(
             self.replica, supervisor_pid=parent, grace_s=grace_s, log=self._log, at_cancel=at_cancel
         )
+        self._tracking: Tracking | None = None
         self._deadline: Deadline | None = None
         if assignment.timeout_s is not None:
             self._deadline = Deadline(assignment.timeout_s, grace_s, self._end_out_of_time)
@@ -186,13 +189,13 @@ class _Worker:
             task = assignment.task or read_task(self.attempt.store, spec.run_id, spec.task_digest)
             if deadline is not None:
                 deadline.start()
-            value = _called(_load(self.replica, task, assignment.gpu))
+            value = _called(self.load(task))
             ignore_sigterm()
             outcome = self.succeeded(value)
         except BaseException as error:
             ignore_sigterm()
             if sigterm_arrived() and assignment.supervisor_pid is not None and not self.heartbeat.supervisor_is_gone:
-                self.heartbeat.stop()
+                self.stop(None)
                 return TERMINATED  # the supervisor sent SIGTERM, knows why, and writes the outcome
             if deadline is not None and deadline.has_passed:
                 outcome = self._out_of_time(TERMINATED)
@@ -204,10 +207,31 @@ class _Worker:
                 sys.stderr.write("\n" * bool(half_a_line) + f"{outcome.error}\n")
         if deadline is not None:
             deadline.stop()
-        self.heartbeat.stop()
+        self.stop(outcome)
         _flush()
         self._record(outcome)
         return outcome.exit_code if outcome.exit_code is not None else 1
+
+    def load(self, task: StoredTask) -> Callable[[], Any]:
+        """Return the task to call, having begun to hand its numbers to the tracker that it names."""
+        launched, replica = task.record.launched_with, self.replica
+        if launched is None or launched.tracker is None or replica.recorder is None:
+            return _load(replica, task, self._assignment.gpu)
+        from executors.worker.tracking import Tracking, tracked
+
+        # Loaded before the generators are seeded: what it draws is not the user's. Begun after: it loads more modules.
+        tracking = Tracking(launched.tracker, tracked(task, replica))
+        loaded = _load(replica, task, self._assignment.gpu)
+        self._tracking, replica.recorder.on_line = tracking, tracking.take
+        tracking.start()
+        return loaded
+
+    def stop(self, outcome: Outcome | None) -> None:
+        """Write what is left of measurements; None: the supervisor ends this process soon, and records how it ended."""
+        self.heartbeat.stop()
+        if self._tracking is not None:
+            has_succeeded = outcome is not None and outcome.status is ReplicaStatus.SUCCEEDED
+            self._tracking.finish(has_succeeded=has_succeeded, is_hurried=outcome is None or sigterm_arrived())
 
     def succeeded(self, value: Any) -> Outcome:
         """Return the outcome of an entrypoint that returned: a success, unless what it returned is not a JSON value."""

@@ -36,6 +36,10 @@ SDKS = {
     "huggingface_hub": "executors/backends/hf_*.py",
     "boto3": "executors/store/s3/*.py",
     "botocore": "executors/store/s3/*.py",
+    "tensorboard": "executors/report/tensorboard.py",
+    "trackio": "executors/report/trackers/trackio.py",
+    "wandb": "executors/report/trackers/wandb.py",
+    "mlflow": "executors/report/trackers/mlflow.py",
 }
 STANDS_ALONE = "executors/shipping/bootstrap.py"  # runs where our packages are not yet
 TESTING = ("executors.testing", "diloco.testing")

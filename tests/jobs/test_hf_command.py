@@ -105,6 +105,13 @@ def test_options_reach_the_request_and_wrong_ones_are_named(hf: HubServer, here:
     request = told.json["request"]["jobs"][7]
     assert (request["flavor"], request["timeout"], request["image"]) == ("a100-large", 990, "python:3.11")
     assert "einops" in told.json["task/task.json"]["requirements"]
+    Path("trackio.py").touch()
+    for pip, users in (("einops", []), ("trackio>=0.1", ["trackio>=0.1"])):
+        told = here.replicas(*LAUNCH, "--dry-run", "--tracker", "trackio", "--option", f'pip=["{pip}"]')
+        task = told.json["task/task.json"]
+        found = [line for line in task["requirements"] if line.startswith("trackio")]
+        assert (len(found), found == users) == (1, users != []), told
+        assert (found[0] in task["pins"]) == (users == [])
     assert hf.count("create") == 0
 
 

@@ -42,7 +42,10 @@ def train(folder: str) -> int:
     model = torch.nn.Linear(8, 1)
     limits = Limits(grace_s=2.0, takeover_after_s=0.5, round_timeout_s=60.0)
     total_steps = INNER_STEPS * N_ROUNDS
-    with DiLoCo(model, inner_steps=INNER_STEPS, total_steps=total_steps, snapshot_every=2, _limits=limits) as diloco:
+    opened = DiLoCo(
+        model, inner_steps=INNER_STEPS, total_steps=total_steps, snapshot_every=2, same_data="allow", _limits=limits
+    )
+    with opened as diloco:
         while diloco.inner_step < total_steps:
             if me.rank == 1 and not me.attempt and diloco.inner_step == KILLED_AT:
                 eventually(lambda: n_entries(me) == KEPT_ENTRIES, "its rounds are in segments")

@@ -118,7 +118,7 @@ def test_launch_with_resume_refuses_other_arguments() -> None:
 
 
 def test_launch_with_resume_refuses_what_it_would_leave_out() -> None:
-    for name, value in {"min_replicas": 1, "fail_fast": True, "max_cost": 2.5}.items():
+    for name, value in {"min_replicas": 1, "fail_fast": True, "max_cost": 2.5, "tracker": "trackio"}.items():
         with pytest.raises(ValueError, match=f"A resumed run keeps the {name} it was launched with"):
             launch(PLAIN, print, 1, run_id="any", resume=True, **{name: value})  # type: ignore[arg-type]
 

@@ -227,7 +227,7 @@ def test_an_exception_leaves_its_traceback_and_the_end_of_the_output_and_an_exit
     outcome = outcome_of(spec)
     assert (code, outcome.exit_code, outcome.reason) == (1, 1, "exception")
     assert outcome.headline == "ValueError: the user's own words"
-    assert outcome.error_place == "tasks_of_user.py:9"
+    assert outcome.error_place == "tasks_of_user.py:10"
     assert str(outcome.error).rstrip() in out
     assert "executors/" not in str(outcome.error)
     assert out.startswith("about to fail\n")

@@ -1,0 +1,93 @@
+"""The verb `export`: what a run measured, for TensorBoard and for tables."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run
+from executors.cli.output import JsonOption, Output, one_line, refuse
+
+if TYPE_CHECKING:
+    from executors.run.run import Run
+
+TENSORBOARD = "Write event files: a folder for each rank, and `anchor`. What the folder holds of the run stays."
+CSV = "Write a table with a line for each row."
+JSONL = "Write a JSON object for each row, on a line of its own."
+FOLLOW = "Go on until the run has ended. Event files grow; the other files are written again as a whole."
+LEAST_PAUSE_S = 5.0  # as often as segments come
+SHARE = 0.1  # of the time, at most, that following a run takes
+
+
+def export(
+    run: RunArgument,
+    tensorboard: Annotated[Path | None, Option("--tensorboard", metavar="DIR", help=TENSORBOARD)] = None,
+    csv: Annotated[Path | None, Option("--csv", metavar="FILE", help=CSV)] = None,
+    jsonl: Annotated[Path | None, Option("--jsonl", metavar="FILE", help=JSONL)] = None,
+    follow: Annotated[bool, Option("--follow", "-f", help=FOLLOW)] = False,
+    rendezvous: RendezvousOption = None,
+    backend: ExecutorOption = None,
+    option: BackendOptions = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Write what the replicas of a run measured over time: losses, rounds, usage.
+
+    No event is written twice, also by an export that is started again.
+    """
+    output = Output(as_json)
+    if tensorboard is None and csv is None and jsonl is None:
+        refuse("Say what to write: --tensorboard DIR, --csv FILE or --jsonl FILE.")
+    found = find_run(run, rendezvous, backend, option)
+    files = {"tensorboard": tensorboard, "csv": csv, "jsonl": jsonl}
+    made: dict[str, Any] = {name: str(path) for name, path in files.items() if path is not None}
+    try:
+        made |= _export(found, tensorboard, csv, jsonl, follow, output)
+    except OSError as error:
+        refuse(f"Cannot write to {str(error.filename or ', '.join(made.values()))!r}: {error.strerror}.")
+    if as_json:
+        output.document({"run_id": found.run_id, **made})
+    places = ", ".join(str(path) for path in files.values() if path is not None)
+    events = "" if tensorboard is None else f" ({made['events']} new events)"
+    output.say(f"Wrote {made['rows']} rows of {found.run_id} to {places}{events}.")
+    for problem in made["problems"]:
+        output.say(one_line(problem), "yellow")
+    return 0
+
+
+def _export(
+    run: Run, tensorboard: Path | None, csv: Path | None, jsonl: Path | None, follow: bool, output: Output
+) -> dict[str, Any]:
+    """Write the files, again and again if the run is to be followed; return what was written."""
+    from executors.metrics.metrics import read_metrics
+    from executors.report.tables import write_csv, write_jsonl
+
+    kept: dict[str, memoryview] | None = {} if follow else None
+    n_events, metrics = 0, None
+    with contextlib.ExitStack() as stack:
+        events = None
+        if tensorboard is not None:
+            from executors.report.tensorboard import open_event_files
+
+            events = stack.enter_context(open_event_files(tensorboard, run.run_id))
+        tell = stack.enter_context(output.busy(f"{'Following' if follow else 'Reading'} {run.run_id}"))
+        for pause_s in run.pauses():
+            began = time.monotonic()
+            is_over = run.status(reports=False).is_terminal  # asked first: nothing comes after that
+            before, metrics = metrics, read_metrics(run.store, run.run_id, run.record, kept)
+            if before is None or len(before) != len(metrics) or is_over:
+                if csv is not None:
+                    write_csv(metrics, csv)
+                if jsonl is not None:
+                    write_jsonl(metrics, jsonl)
+                if events is not None:
+                    n_events += events.write(metrics, is_over=is_over)
+            if is_over or not follow:
+                break
+            tell(f"{len(metrics)} rows")
+            run.wait(max(pause_s, LEAST_PAUSE_S, (time.monotonic() - began) / SHARE))
+    assert metrics is not None
+    return {"rows": len(metrics), "events": n_events, "is_over": is_over, "problems": list(metrics.problems)}

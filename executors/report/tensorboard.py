@@ -1,0 +1,168 @@
+"""The measurements of a run as TensorBoard's event files: a folder for each rank, and `anchor`.
+
+Each event names the row that it is of, as its writer. So an export that goes on with a folder finds there what has been
+written, and a file whose end is missing says where to go on, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from executors.errors import MissingDependencyError, ReplicasError
+from executors.metrics.metrics import Metrics
+from executors.metrics.rows import Round
+from executors.report.document import first_losses
+from executors.report.scalars import scalars
+from executors.report.words import one_line
+
+MISSING = (
+    "Event files for TensorBoard are written with the package 'tensorboard'. Install it with: "
+    "pip install 'serverless-replicas[tensorboard]'"
+)
+NOTE = ".replicas-export"
+ANCHOR = "anchor"
+MAX_WAITING = 1000  # events that wait for the thread that writes them
+
+
+@contextlib.contextmanager
+def open_event_files(directory: Path, run_id: str) -> Iterator[EventFiles]:
+    """Open the folder for the events of a run; it may hold some of them already.
+
+    Raises:
+        MissingDependencyError: tensorboard is not installed.
+        ReplicasError: the folder is of another run, or another process writes to it.
+        OSError: it cannot be written to.
+    """
+    try:
+        from tensorboard.summary.writer import event_file_writer  # noqa: F401 - whether it is here
+    except ImportError as error:
+        raise MissingDependencyError(MISSING) from error
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / NOTE).open("a+", encoding="utf-8") as note:
+        try:
+            fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ReplicasError(f"Another process exports to {str(directory)!r}. Let it, or end it first.") from None
+        note.seek(0)
+        if (found := note.read(200)) not in ("", run_id):
+            raise ReplicasError(
+                f"{str(directory)!r} holds the events of run {one_line(found)!r}. Choose another folder for {run_id!r}."
+            )
+        if not found:
+            note.write(run_id)
+            note.flush()
+        files = EventFiles(directory)
+        try:
+            yield files
+        finally:
+            files.close()
+
+
+class EventFiles:
+    """Adds to a folder of events what it does not hold yet."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._folders: dict[str, _Folder] = {}
+
+    def write(self, metrics: Metrics, *, is_over: bool) -> int:
+        """Write what is new, and return how many events that is.
+
+        Args:
+            is_over: no more rows will come: until then points of the anchor wait for all replicas that live.
+        """
+        width = len(str(metrics.world_size - 1))
+        n_written, names = 0, Counter[tuple[int, str]]()
+        for row in metrics:
+            at_s = metrics.at(row)
+            step, numbers = scalars(row)
+            if step is None:  # TensorBoard drops points that another of the same step follows
+                step = round(1000 * at_s)
+            of = f" {row.entry} {row.name}" if isinstance(row, Round) else ""
+            name = f"{row.attempt} {type(row).__name__} {row.t!r}{of}"
+            names[row.rank, name] += 1
+            if (nth := names[row.rank, name]) > 1:  # within a millisecond
+                name += f" {nth}"
+            folder = self._folder(f"rank-{row.rank:0{width}d}")
+            n_written += folder.add(name, metrics.began_at + at_s, step, numbers)
+        ended = dict[tuple[str, int], list[float]]()
+        for each in metrics.rounds:
+            ended.setdefault((each.name, each.entry), []).append(metrics.at(each))
+        for key, (step, loss) in self._anchor(metrics, is_over=is_over).items():
+            at = metrics.began_at + fmean(ended[key])
+            n_written += self._folder(ANCHOR).add("{} {}".format(*key), at, step, {"loss": loss})
+        for folder in self._folders.values():
+            folder.flush()
+        return n_written
+
+    def close(self) -> None:
+        """End all files."""
+        for folder in self._folders.values():
+            folder.close()
+
+    def _folder(self, name: str) -> _Folder:
+        if name not in self._folders:
+            self._folders[name] = _Folder(self._directory / name)
+        return self._folders[name]
+
+    def _anchor(self, metrics: Metrics, *, is_over: bool) -> dict[tuple[str, int], tuple[int, float]]:
+        """Return the step and the loss of the anchor after each entry behind which all replicas are that live."""
+        alive = [(span.rank, span.attempt) for span in metrics.attempts if span.outcome is None]
+        newest = {(each.name, each.rank, each.attempt): each.entry for each in metrics.rounds}
+        return {
+            (name, entry): (round(fmean(step for step, _ in points)), fmean(loss for _, loss in points))
+            for (name, entry), points in first_losses(metrics).items()
+            if is_over or entry < min((newest.get((name, *key), -1) for key in alive), default=0)
+        }
+
+
+class _Folder:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._writer: Any = None
+        self._known = {name for file in sorted(path.glob("events.out.tfevents.*")) for name in _names_in(file)}
+
+    def add(self, name: str, at: float, step: int, numbers: Mapping[str, float]) -> bool:
+        """Write an event, unless one of this name has been written; return whether."""
+        if not numbers or name in self._known:
+            return False
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+
+        if self._writer is None:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+            self._writer = EventFileWriter(str(self._path), MAX_WAITING)
+        values = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
+        self._writer.add_event(
+            event_pb2.Event(
+                wall_time=at,
+                step=step,
+                summary=summary_pb2.Summary(value=values),
+                source_metadata=event_pb2.SourceMetadata(writer=name),
+            )
+        )
+        self._known.add(name)
+        return True
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _names_in(file: Path) -> Iterator[str]:
+    """Yield the names of the rows whose events a file holds, to where it ends or breaks off."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    for event in LegacyEventFileLoader(str(file)).Load():
+        if event.HasField("summary"):
+            yield event.source_metadata.writer

@@ -1,0 +1,59 @@
+"""MLflow, set up by its own variables: `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`, and credentials as secrets."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from executors.report.trackers import PROJECT, Tracked
+
+FORBIDDEN = re.compile(r"[^\w\-. :/]")  # in names of metrics and parameters
+MAX_NAME, MAX_VALUE = 250, 500
+MAX_PARAMS = 100  # of one call
+RUN, RANK = "replicas.run", "replicas.rank"
+
+
+class Tracker:
+    """One run of MLflow, found again by its tags when the rank is resumed."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client = MlflowClient()
+        experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT)
+        mine = f"tags.`{RUN}` = '{tracked.run_id}' and tags.`{RANK}` = '{tracked.rank}'"
+        if found := self._client.search_runs([experiment], mine, max_results=1):
+            self._run_id = found[0].info.run_id
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
+        tags = {RUN: tracked.run_id, RANK: str(tracked.rank)}
+        self._run_id = self._client.create_run(experiment, tags=tags, run_name=tracked.name).info.run_id
+        config = [Param(_name(name), str(value)[:MAX_VALUE]) for name, value in tracked.config.items()]
+        self._client.log_batch(self._run_id, params=config[:MAX_PARAMS])
+
+    def _experiment(self, name: str) -> str:
+        from mlflow.exceptions import MlflowException
+
+        if found := self._client.get_experiment_by_name(name):
+            return str(found.experiment_id)
+        try:
+            return str(self._client.create_experiment(name))
+        except MlflowException:  # another rank made it
+            if found := self._client.get_experiment_by_name(name):
+                return str(found.experiment_id)
+            raise
+
+    def log(self, numbers: Mapping[str, float], step: int | None, at: float) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [Metric(_name(name), value, int(1000 * at), step or 0) for name, value in numbers.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def finish(self, *, has_succeeded: bool) -> None:
+        self._client.set_terminated(self._run_id, status="FINISHED" if has_succeeded else "FAILED")
+
+
+def _name(text: str) -> str:
+    return FORBIDDEN.sub("_", text)[:MAX_NAME]

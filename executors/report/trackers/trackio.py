@@ -1,0 +1,32 @@
+"""trackio: local first, in SQLite; `TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` send the numbers elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from executors.report.trackers import PROJECT, Tracked
+
+
+class Tracker:
+    """One run of trackio, which a resumed rank goes on with."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        import trackio
+
+        self._run = trackio.init(
+            os.environ.get("TRACKIO_PROJECT") or PROJECT,
+            name=tracked.name,
+            group=tracked.run_id,
+            config=dict(tracked.config),
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,  # `usage/…` says it
+            auto_log_gpu=False,
+        )
+
+    def log(self, numbers: Mapping[str, float], step: int | None, at: float) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def finish(self, *, has_succeeded: bool) -> None:
+        self._run.finish()

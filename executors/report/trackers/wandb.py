@@ -1,0 +1,35 @@
+"""Weights & Biases, set up by its own variables: `WANDB_PROJECT`, `WANDB_MODE`, and `WANDB_API_KEY` as a secret."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from executors.report.trackers import PROJECT, Tracked
+
+
+class Tracker:
+    """One run of W&B, which a resumed rank goes on with."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            group=tracked.run_id,
+            name=tracked.name,
+            id=f"{tracked.run_id}-{tracked.rank}",
+            resume="allow",
+            config=dict(tracked.config),
+            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+        )
+        # W&B's own step must grow, and a resumed rank does some steps again.
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("round/*", step_metric="entry")
+
+    def log(self, numbers: Mapping[str, float], step: int | None, at: float) -> None:
+        over = "entry" if any(name.startswith("round/") for name in numbers) else "step"
+        self._run.log({**numbers, **({} if step is None else {over: step}), "_timestamp": at})
+
+    def finish(self, *, has_succeeded: bool) -> None:
+        self._run.finish(exit_code=0 if has_succeeded else 1)

@@ -1,0 +1,67 @@
+"""Trackers of the tests' own, and a task whose numbers they get."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from executors import current_replica
+from executors.report.trackers import Tracked
+
+
+def train(steps: int = 3, fails_at: int | None = None, sleep_s: float = 0.0) -> int:
+    """Report steps; fail the first attempt at one of them."""
+    me = current_replica()
+    for step in range(1, steps + 1):
+        me.report(step=step, loss=1.0 / step, total_steps=steps)
+        if step == fails_at and not me.attempt:
+            raise RuntimeError("it went wrong")
+        time.sleep(sleep_s)
+    return os.getpid()
+
+
+class Notes:
+    """Keeps all that it is told in a file for each rank and attempt, in the folder `NOTES`."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        self._file = Path(os.environ["NOTES"], f"{tracked.rank}-{tracked.attempt}")
+        self._note({"begin": dict(tracked.config), "name": tracked.name, "of": tracked.world_size})
+
+    def log(self, numbers: Mapping[str, float], step: int | None, at: float) -> None:
+        import threading
+
+        self._note({"step": step, **numbers, "thread": threading.current_thread().name})
+
+    def finish(self, *, has_succeeded: bool) -> None:
+        self._note({"finish": has_succeeded})
+
+    def _note(self, noted: dict[str, Any]) -> None:
+        with self._file.open("a") as file:
+            file.write(f"{json.dumps(noted)}\n")
+
+
+class FailsToBegin(Notes):
+    def __init__(self, tracked: Tracked) -> None:
+        raise SystemExit("no such project")
+
+
+class FailsToLog(Notes):
+    def log(self, numbers: Mapping[str, float], step: int | None, at: float) -> None:
+        raise OSError("the service is away")
+
+
+class FailsToFinish(Notes):
+    def finish(self, *, has_succeeded: bool) -> None:
+        raise OSError("the service is away")
+
+
+class Hangs(Notes):
+    def __init__(self, tracked: Tracked) -> None:
+        from executors.worker import tracking
+
+        tracking.FINISH_S = 0.1
+        time.sleep(600)
