@@ -6,6 +6,7 @@ Every backend gives a replica the same five variables; inside one, `current_repl
 from __future__ import annotations
 
 import functools
+import math
 import os
 import stat
 import sys
@@ -127,7 +128,7 @@ class Replica:
         """
         named = {"step": step, "loss": loss, **numbers}
         reported = {
-            name: value if type(value) in (float, int) else _number(name, value)
+            name: value if type(value) is float else _number(name, value)
             for name, value in named.items()
             if value is not None
         }
@@ -256,4 +257,6 @@ def _number(name: str, value: Any) -> float:
     plain = item() if callable(item) else value
     if isinstance(plain, bool) or not isinstance(plain, (int, float)):
         raise TypeError(f"report() takes numbers, got {name}={value!r}.")
+    if abs(plain) > sys.float_info.max:  # JSON has no integer of thousands of digits
+        return math.inf if plain > 0 else -math.inf
     return plain

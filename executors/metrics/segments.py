@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from executors.errors import CorruptObjectError, StoreError
-from executors.metrics.rows import KEY, MAX_SECONDS, Left, LeftOut, Numbers, Row, parse_line
+from executors.metrics.rows import KEY, LARGEST, MAX_NAME, MAX_SECONDS, Left, LeftOut, Numbers, Row, parse_line
 from executors.store import Entry, Store
 from executors.store.parallel import in_parallel
 from executors.store.records import get_at_most
@@ -40,13 +40,13 @@ class Lines:
     _strange: Counter[str] = field(default_factory=Counter)
     _left_out: int = 0
     _names: set[str] = field(default_factory=set)
-    _too_many: set[str] = field(default_factory=set)
+    _unnamed: set[str] = field(default_factory=set)
     _accepted: set[str] = field(default_factory=set)
     """The keys of the last line of numbers."""
 
     def add(self, key: str, body: bytes) -> None:
         """Take a segment's lines."""
-        refused = list[str]()
+        refused = [] if body else [f"{key!r} is empty."]  # as after a power cut
         for number, line in enumerate(_decoded(body), 1):
             if row_like := self._like_before(line):
                 self.rows.append(row_like)
@@ -81,10 +81,12 @@ class Lines:
             self.problems.append(f"{whose} segments are missing, the first is number {gaps[0]}.")
         if self._left_out:
             self.problems.append(f"{whose} {self._left_out} lines were dropped, because no segment could be written.")
+        strange = f"that is not finite, or beyond {LARGEST:g}"
         for name, n in sorted(self._strange.items())[:10]:
-            self.problems.append(f"{whose} {name!r} was reported {n} times as a value that is not finite.")
-        if self._too_many:
-            self.problems.append(f"{whose} {len(self._too_many)} names of numbers beyond {MAX_NAMES} are left out.")
+            self.problems.append(f"{whose} {name!r} was reported {n} times as a value {strange}.")
+        if self._unnamed:
+            limits = f"beyond {MAX_NAMES}, or longer than {MAX_NAME} characters,"
+            self.problems.append(f"{whose} {len(self._unnamed)} names of numbers {limits} are left out.")
         return self
 
     def _like_before(self, line: Any) -> Numbers | None:
@@ -95,18 +97,19 @@ class Lines:
         try:
             if not NUMBERS.issuperset(map(type, values)) or not 0 <= line["t"] <= MAX_SECONDS:
                 return None
-            if not math.isfinite(math.fsum(values)):
-                return None  # a value is not finite
-        except (OverflowError, ValueError):  # an integer beyond all floats; infinities of both signs
+            if not math.fsum(map(abs, values)) < LARGEST:
+                return None  # a value is not finite, or too large
+        except OverflowError:  # an integer beyond all floats
             return None
         return Numbers(rank=self.rank, attempt=self.attempt, t=line.pop("t"), values=line)
 
     def _named(self, row: Numbers) -> Numbers:
-        """Note the names of a row's numbers; leave those out that are too many."""
+        """Note the names of a row's numbers; leave those out that are too many or too long."""
         for name in row.values:
             if name not in self._names:
-                (self._names if len(self._names) < MAX_NAMES else self._too_many).add(name)
-        if not self._too_many:
+                fits = len(self._names) < MAX_NAMES and len(name) <= MAX_NAME
+                (self._names if fits else self._unnamed).add(name)
+        if not self._unnamed:
             return row
         kept = {name: value for name, value in row.values.items() if name in self._names}
         return Numbers(rank=row.rank, attempt=row.attempt, t=row.t, values=kept)

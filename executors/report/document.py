@@ -139,7 +139,11 @@ def curves(metrics: Metrics) -> dict[str, Any]:
             found += [line] if len(line.xs) else []
     lines = {name: found for name, found in lines.items() if found}
     max_points = min(MAX_POINTS, max(MIN_POINTS, MAX_VALUES // max(1, sum(map(len, lines.values())))))
-    above = {name: {"median of replicas": middle(found)} for name, found in lines.items() if len(metrics.attempts) > 1}
+    above = {
+        name: {"median of replicas": points}
+        for name, found in lines.items()
+        if len(metrics.attempts) > 1 and len(points := middle(found)) > 1
+    }
     if over == "step" and (anchor := _anchor(metrics)):
         above["loss"] = {ANCHOR: anchor}
     elif "loss" in lines and (evaluations := [name for name in lines if name.startswith("eval_") and "loss" in name]):
@@ -158,11 +162,13 @@ def curves(metrics: Metrics) -> dict[str, Any]:
 
 def _column(rows: Sequence[Mapping[str, float]], name: str) -> Array:
     """Return one number of each row; NaN where it has none."""
-    return np.array([row.get(name, math.nan) for row in rows])
+    return np.array([row.get(name, math.nan) for row in rows], dtype=np.float64)  # an integer may be beyond 64 bits
 
 
-def first_losses(metrics: Metrics) -> dict[int, list[Point]]:
+def first_losses(metrics: Metrics) -> dict[tuple[str, int], list[Point]]:
     """Return step and loss of the first report after each entry, if they were reported soon enough after most rounds.
+
+    By the name of the DiLoCo and the entry of its log.
 
     They are the anchor's own, where `mix` and `overlap_steps` are 0: a replica then goes on from it. What is reported
     within half a step of the round was computed before it.
@@ -170,26 +176,27 @@ def first_losses(metrics: Metrics) -> dict[int, list[Point]]:
     losses: dict[tuple[int, int], tuple[Array, Array, Array, float]] = {}
     for key, group in groupby(metrics.numbers, key=lambda row: (row.rank, row.attempt)):
         mine = [row for row in group if "step" in row.values and "loss" in row.values]
-        ts, steps = np.array([row.t for row in mine]), np.array([row.values["step"] for row in mine])
+        ts, reported = np.array([row.t for row in mine]), [row.values for row in mine]
+        steps = _column(reported, "step")
         goes_on = np.diff(steps) > 0
         step_s = float(np.median(np.diff(ts)[goes_on] / np.diff(steps)[goes_on])) if goes_on.any() else 0.0
-        losses[key] = ts, steps, np.array([row.values["loss"] for row in mine]), step_s
-    found: dict[int, list[Point]] = defaultdict(list)
+        losses[key] = ts, steps, _column(reported, "loss"), step_s
+    found: dict[tuple[str, int], list[Point]] = defaultdict(list)
     for each in metrics.rounds:
         if (each.rank, each.attempt) in losses:
             ts, steps, values, step_s = losses[each.rank, each.attempt]
             soon_s = each.t + step_s / 2
             at = int(np.searchsorted(ts, soon_s, side="right"))
             if at < len(ts) and ts[at] - soon_s <= AFTER * each.train_s:
-                found[each.entry].append((float(steps[at]), float(values[at])))
-    if len(found) < 2 or 2 * len(found) < len({each.entry for each in metrics.rounds}):
+                found[each.name, each.entry].append((float(steps[at]), float(values[at])))
+    if len(found) < 2 or 2 * len(found) < len({(each.name, each.entry) for each in metrics.rounds}):
         return {}
     return dict(sorted(found.items()))
 
 
 def _anchor(metrics: Metrics) -> list[Point]:
     found = first_losses(metrics).values()
-    return [(fmean(x for x, _ in points), fmean(y for _, y in points)) for points in found]
+    return sorted((fmean(x for x, _ in points), fmean(y for _, y in points)) for points in found)
 
 
 def _launched(subject: Subject) -> list[list[str]]:

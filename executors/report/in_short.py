@@ -38,7 +38,9 @@ def _loss(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     curve = next((each for each in curves["shown"] if each["name"] == "loss"), None)
     if curve is None or not curve["lines"]:
         return
-    whose, ys = next(iter(curve["above"].items()), ("", curve["lines"][0]["y"]))
+    one = curve["lines"][0]
+    whose = f"rank {one['rank']}" if curve["lines"][1:] else ""
+    whose, ys = next(iter(curve["above"].items()), (whose, one["y"]))
     found = [(x, y) for x, y in zip(curve["x"], ys, strict=True) if y is not None]
     if len(found) < 2:
         return

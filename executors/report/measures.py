@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +29,12 @@ class Measures:
         for row in self.metrics.rounds:
             found[row.rank].append(row)
         return found
+
+    @cached_property
+    def counted(self) -> Counter[int]:
+        """By rank, how many rounds count its work: also those that it left no row of, as it was killed."""
+        ranks = {(row.name, row.entry): row.ranks for row in self.metrics.rounds}
+        return Counter(rank for counted in ranks.values() for rank in counted)
 
     @cached_property
     def alive_s(self) -> dict[int, float]:
@@ -62,11 +68,12 @@ class Measures:
 
         The least that anybody sent for a round is the payload; of a large one, it also sends its share of the mean.
         """
-        least: dict[int, float] = {}
+        least: dict[tuple[str, int], float] = {}
         for row in self.metrics.rounds:
             if row.verdict == "counted" and row.up > 0:
                 share = 1 + 1 / len(row.ranks) if row.ranks and row.up > SMALL_BYTES else 1.0
-                least[row.fragment] = min(least.get(row.fragment, row.up), row.up / share)
+                payload = (row.name, row.fragment)
+                least[payload] = min(least.get(payload, row.up), row.up / share)
         steps = max((values.get("step", 0.0) for values in self.newest_values.values()), default=0.0)
         return sum(least.values()) * steps if least and steps > 0 else None
 
@@ -102,13 +109,20 @@ class Measures:
             "step": values.get("step"),
             "loss": values.get("loss"),
             "alive_s": self.alive_s.get(rank, 0.0),
-            "training_s": sum(row.train_s for row in rounds),
+            "training_s": _training_s(rounds),
             "waiting_s": sum(row.wait_s for row in rounds),
             "in_rounds_s": sum(row.round_s - row.wait_s for row in rounds),
             "rounds": {
-                verdict: sum(row.verdict == verdict for row in rounds) for verdict in ("counted", "carried", "dropped")
+                "counted": self.counted[rank],
+                **{verdict: sum(row.verdict == verdict for row in rounds) for verdict in ("carried", "dropped")},
             },
             "lost": work.lost if work is not None else None,
             "bytes_up": sum(row.up for row in rounds),
             "bytes_down": sum(row.down for row in rounds),
         }
+
+
+def _training_s(rounds: Sequence[Round]) -> float:
+    """Return how long a replica trained: what each of several DiLoCos measured has the rounds of the others in it."""
+    names = {row.name for row in rounds}
+    return max([0.0, *(sum(row.train_s if row.name == name else -row.round_s for row in rounds) for name in names)])

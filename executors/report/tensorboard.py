@@ -91,9 +91,12 @@ class EventFiles:
                 name += f" {nth}"
             folder = self._folder(f"rank-{row.rank:0{width}d}")
             n_written += folder.add(name, metrics.began_at + at_s, step, numbers)
-        for entry, (step, loss) in self._anchor(metrics, is_over=is_over).items():
-            at = metrics.began_at + fmean(metrics.at(each) for each in metrics.rounds if each.entry == entry)
-            n_written += self._folder(ANCHOR).add(f"{entry}", at, step, {"loss": loss})
+        ended = dict[tuple[str, int], list[float]]()
+        for each in metrics.rounds:
+            ended.setdefault((each.name, each.entry), []).append(metrics.at(each))
+        for key, (step, loss) in self._anchor(metrics, is_over=is_over).items():
+            at = metrics.began_at + fmean(ended[key])
+            n_written += self._folder(ANCHOR).add("{} {}".format(*key), at, step, {"loss": loss})
         for folder in self._folders.values():
             folder.flush()
         return n_written
@@ -108,16 +111,14 @@ class EventFiles:
             self._folders[name] = _Folder(self._directory / name)
         return self._folders[name]
 
-    def _anchor(self, metrics: Metrics, *, is_over: bool) -> dict[int, tuple[int, float]]:
+    def _anchor(self, metrics: Metrics, *, is_over: bool) -> dict[tuple[str, int], tuple[int, float]]:
         """Return the step and the loss of the anchor after each entry behind which all replicas are that live."""
-        alive = {(span.rank, span.attempt): -1 for span in metrics.attempts if span.outcome is None}
-        for each in metrics.rounds:
-            if (each.rank, each.attempt) in alive:
-                alive[each.rank, each.attempt] = each.entry
+        alive = [(span.rank, span.attempt) for span in metrics.attempts if span.outcome is None]
+        newest = {(each.name, each.rank, each.attempt): each.entry for each in metrics.rounds}
         return {
-            entry: (round(fmean(step for step, _ in points)), fmean(loss for _, loss in points))
-            for entry, points in first_losses(metrics).items()
-            if is_over or entry < min(alive.values(), default=0)
+            (name, entry): (round(fmean(step for step, _ in points)), fmean(loss for _, loss in points))
+            for (name, entry), points in first_losses(metrics).items()
+            if is_over or entry < min((newest.get((name, *key), -1) for key in alive), default=0)
         }
 
 

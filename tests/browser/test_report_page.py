@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,18 @@ def test_any_reported_number_can_be_chosen_and_what_is_under_the_pointer_is_told
         assert "rank 2 at" in tab.locator(".lanes .tip").text_content()
         tab.set_viewport_size({"width": 700, "height": 900})
         tab.wait_for_function("document.querySelector('figure.curves canvas').clientWidth < 700")
+
+
+def test_the_legend_names_each_rank_once_also_one_whose_first_attempt_left_no_line(
+    browser: Any, tmp_path: Path
+) -> None:
+    subject = with_kills()
+    unwritten = [row for row in subject.metrics.rows if (row.rank, row.attempt) != (1, 0)]
+    made = document(replace(subject, metrics=replace(subject.metrics, rows=unwritten)))
+    (tmp_path / "page.html").write_text(page(made), encoding="utf-8")
+    with Shown(browser, tmp_path / "page.html") as tab:
+        named = tab.locator("figure.curves .legend li").all_text_contents()
+        assert named[1:] == ["rank 0", "rank 1, attempt 1", "rank 2", "rank 3"]
 
 
 def test_two_fragments_on_one_page_are_drawn_each(browser: Any, tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def hostile() -> Subject:
             rank=0,
             attempt=0,
             t=float(at),
-            values={"step": at, "loss": 1.0 / (1 + at), HOSTILE[:190]: at, "__proto__": 1},
+            values={"step": at, "loss": 1.0 / (1 + at), HOSTILE[:190]: at, "__proto__": 1, "vast": 10**299},
         )
         for at in range(1, 9)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,12 @@ def test_a_process_that_nobody_launched_is_rank_0_of_1_and_one_line_says_so(
     (line,) = capsys.readouterr().err.splitlines()
     assert "not a replica, so it is alone: world size 1, in memory, and nothing is kept. With others: " in line
     assert find_replica() is None, "code that wants to know can tell the difference"
+
+
+def test_an_integer_beyond_all_floats_is_reported_as_infinite() -> None:
+    me = current_replica()
+    me.report(step=10**5000, loss=-(10**5000), tokens=2**60)
+    assert me.reported == {"step": math.inf, "loss": -math.inf, "tokens": 2**60}, "what a heartbeat can hold"
 
 
 def test_what_is_no_file_is_refused_as_an_artifact_and_left_out_of_a_folder_with_a_word(

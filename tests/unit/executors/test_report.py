@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tarfile
 from collections.abc import Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -89,6 +90,14 @@ def test_a_loss_that_was_computed_before_a_round_is_not_called_the_first_after_i
     object.__setattr__(made.metrics, "rows", [*sparse, *made.metrics.rounds])
     made.metrics.__dict__.pop("numbers", None)
     assert list(curves(made.metrics)["shown"][0]["above"]) == ["median of replicas"]
+
+
+def test_a_run_that_reported_a_few_times_says_how_its_loss_went() -> None:
+    made = made_up(Scene(n=2, rounds=1, inner=3))
+    rows = list(made.metrics.numbers)
+    told = document(replace(made, metrics=replace(made.metrics, rows=rows)))
+    assert told["curves"]["shown"][0]["above"] == {}, "a median of one point is no line"
+    assert re.fullmatch(r"Loss \S+ → \S+ over steps 1 to 3 \(rank 0\)\.", told["in_short"][0]["text"])
 
 
 # Rounds and the time line
@@ -183,6 +192,28 @@ def test_the_six_numbers_are_sums_over_the_rows(kills: tuple[Subject, Document])
     assert six["work"]["lost"] == pytest.approx(10, rel=0.05), "half a round, twice"
 
 
+def test_rounds_that_count_a_rank_which_was_killed_before_it_wrote_a_line_are_its_rounds(
+    kills: tuple[Subject, Document],
+) -> None:
+    subject, made = kills
+    unwritten = [row for row in subject.metrics.rows if (row.rank, row.attempt) != (1, 0)]
+    left = document(replace(subject, metrics=replace(subject.metrics, rows=unwritten)))
+    assert left["replicas"][1]["rounds"]["counted"] == made["replicas"][1]["rounds"]["counted"] > 50
+
+
+def test_two_dilocos_are_not_taken_for_one() -> None:
+    subject = made_up(Scene(n=2, rounds=10))
+    rounds = subject.metrics.rounds
+    other = [replace(row, name="other", entry=entry) for row in rounds if (entry := row.entry - 5) >= 0]
+    both = document(replace(subject, metrics=replace(subject.metrics, rows=[*subject.metrics.rows, *other])))
+    alone = document(subject)
+    assert both["numbers"]["data_parallel_bytes"] == 2 * alone["numbers"]["data_parallel_bytes"]
+    trained_s = [made["replicas"][0]["training_s"] for made in (alone, both)]
+    assert trained_s[1] <= trained_s[0], "and not twice the time"
+    first, second = (made["curves"]["shown"][0] for made in (alone, both))
+    assert second["above"][ANCHOR] == first["above"][ANCHOR], "the other's rounds were at the same steps"
+
+
 def test_a_run_that_failed_at_once_begins_with_its_cause() -> None:
     made = document(failed_at_once())
     assert made["in_short"][0] == {
@@ -192,6 +223,13 @@ def test_a_run_that_failed_at_once_begins_with_its_cause() -> None:
     text = page(made)
     assert text.index("<h2>Failures") < text.index("<h2>Time line")
     assert "last words" in text
+    assert "No replica reported a number." in text
+
+
+def test_a_young_run_is_not_said_to_have_reported_nothing() -> None:
+    lone = SCENES["lone"]()
+    text = page(document(replace(lone, metrics=replace(lone.metrics, rows=[]))))
+    assert "Nothing that replicas reported is written down yet." in text
 
 
 # The page
