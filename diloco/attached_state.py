@@ -69,7 +69,9 @@ class AttachedState:
         self.kept = self._find(keys) if me.attempt else None
         """What an earlier attempt left, if there was one."""
         self.step = 0 if self.kept is None else plan.step_before(self.kept.position)
-        """The run's step that what is attached is of."""
+        """The run's step when `follow` was last called; before, the one that what was kept is of."""
+        self._missed = 0
+        """Steps of the run that what is attached did not take."""
 
     def __bool__(self) -> bool:
         return bool(self._attached)
@@ -120,9 +122,11 @@ class AttachedState:
         for schedule in self._followers:
             while schedule.last_epoch < step:
                 schedule.step()
-        if step - self.step - made >= self._plan.steps_per_entry and len(self._attached) > len(self._followers):
-            log.warning("rank %s: went on at step %s; what is attached is from step %s", self._me.rank, step, self.step)
-        self.step = step
+        gap, self.step = step - self.step - made, step
+        self._missed += gap
+        if gap >= self._plan.steps_per_entry and len(self._attached) > len(self._followers):
+            own = step - self._missed
+            log.warning("rank %s: went on at step %s; what is attached is from step %s", self._me.rank, step, own)
 
     def keep(self, position: int, progress: Sequence[Tensor]) -> None:
         """Copy all states as they are now, and store the copy in the background."""
