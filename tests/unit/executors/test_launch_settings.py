@@ -213,10 +213,11 @@ def test_every_option_of_the_command_is_a_setting_and_python_knows_them_all() ->
 
 
 def test_python_takes_from_the_settings_what_it_leaves_at_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    write("job.py", "def main(steps, name): return [steps, name]\n")
+    # Loaded in this process, where another test may have loaded a job.py of its own.
+    write("job_of_settings.py", "def main(steps, name): return [steps, name]\n")
     write(
         "replicas.toml",
-        'entrypoint = "job.py"\nn = 1\nbackend = "inline"\nseed = 3\n[args]\nsteps = 4\nname = "5"\n'
+        'entrypoint = "job_of_settings.py"\nn = 1\nbackend = "inline"\nseed = 3\n[args]\nsteps = 4\nname = "5"\n'
         "[profile.p]\nfail_fast = true\nargs.steps = 5\n",
     )
     run = launch(config=True, profile="p", seed=7)
@@ -231,5 +232,5 @@ def test_python_takes_from_the_settings_what_it_leaves_at_its_default(monkeypatc
     with pytest.raises(TypeError, match="needs an executor"):
         launch()
     monkeypatch.setattr(launch_settings, "read_settings", lambda *_, **__: pytest.fail("read without being asked"))
-    assert launch("inline", "job.py", 1, args={"steps": 1, "name": "x"}).results() == [[1, "x"]]
+    assert launch("inline", "job_of_settings.py", 1, args={"steps": 1, "name": "x"}).results() == [[1, "x"]]
     assert json.dumps(dict(run.record.origins))

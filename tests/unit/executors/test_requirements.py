@@ -54,7 +54,7 @@ print(json.dumps(sorted({{name.partition(".")[0] for name in set(sys.modules) - 
     by_module = packages_distributions()
     distributions = {name_of(found) for module in json.loads(done.stdout) for found in by_module.get(module, [])}
     brought_by_boto3 = {"botocore", "s3transfer", "jmespath", "urllib3", "python-dateutil", "six"}
-    optional = {"certifi", "tornado"}  # looked for by botocore and tenacity, and missed by nobody
+    optional = {"certifi", "tornado", "brotli"}  # looked for by botocore and tenacity, and missed by nobody
     known = {name_of(name) for name in OURS} | brought_by_boto3 | optional | {"serverless-replicas"}
     assert distributions <= known
     late = {
