@@ -20,7 +20,8 @@ from executors.store.url import directory_of
 from executors.task.arguments import describe, parse_duration
 
 FILE, PROJECT = "replicas.toml", "pyproject.toml"
-SECRET = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+# A name has no twenty letters and digits in a row; a token, which somebody may take for one, has.
+SECRET = re.compile(r"(?!.*(?=[A-Za-z]*[0-9])[A-Za-z0-9]{20})[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 Place = tuple[str, ...]  # ("n",), ("args", "steps") or ("option", "modal", "region")
 
 

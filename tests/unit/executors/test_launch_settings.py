@@ -138,6 +138,7 @@ REFUSED = {
     "[secret]\nHF_TOKEN = 'hunter2'": "{file}: secret is a list of names, as in ['wandb'].",
     "secret = ['HF_TOKEN=hunter2']": "{file}: secret is a list of names, as in ['wandb'].",
     "secret = 'hunter2'": "{file}: secret is a list of names, as in ['wandb'].",
+    "secret = ['hf_hunter2AbCdEfGhIjKlMnOpQrStUv']": "{file}: secret is a list of names, as in ['wandb'].",
     "args = 3": "{file}: args is a table, as in [args].",
     "[args]\nday = 2026-01-01": "{file}: the argument 'day' holds a date or a time.",
     "[option]\nmax_parallel = 2": "{file}: the option 'max_parallel' belongs into the table of its backend",
