@@ -28,9 +28,9 @@ HOSTILE = (
 )
 """What a record of a run may hold, for whoever shows it."""
 TRACEBACK = """Traceback (most recent call last):
-  File "/home/me/work/train.py", line 41, in main
+  File "/home/me/project/train.py", line 41, in main
     batch = next(batches)
-  File "/home/me/work/data.py", line 12, in batches
+  File "/home/me/project/data.py", line 12, in batches
     raise ValueError(f"no shard {name!r}")
 ValueError: no shard 'corpus-0003'
 """
