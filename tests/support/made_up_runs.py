@@ -161,7 +161,7 @@ def subject(
     )  # fmt: skip
     written = {
         "backend": "local", "world_size": n, "entrypoint": "train.py:main", "task_digest": "0" * 64,
-        "created_at": BEGAN_AT - 2.0, "created_by": "me@host:4711", "cwd": "/home/me/work", "python": "3.11.7",
+        "created_at": BEGAN_AT - 2.0, "created_by": "me@host:4711", "cwd": "/home/me/project", "python": "3.11.7",
         "code": {"commit": "3f2a9c1d5b7e8f90" * 2, "dirty": True},
     }  # fmt: skip
     about = {"python": "3.11", "entrypoint": "train.py:main", "args": {"steps": 600, "lr": 3e-4}, "torch": "2.13.0"}
