@@ -41,6 +41,12 @@ class RunSpec:
     """How long the others are waited for."""
     fail_fast: bool = False
     """Whether the first failure ends the run, as long as nobody has had a round."""
+    restarts: str | None = None
+    """The policy of restarts, as `Restarts.parse` reads it. None: nothing restarts."""
+    hang: str = "auto"
+    """The limits on making no progress, as `HangLimits.parse` reads them."""
+    launched_at: float = 0.0
+    """Unix time of the launch."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 Reason = Literal[
     "exception",  # the entrypoint raised
+    "hang",  # made no progress within its limit
     "timeout",  # ran into the time limit of its launch
     "signal",  # ended by a signal that `replicas` did not send
     "oom",  # the kernel killed it for want of memory
@@ -160,6 +161,20 @@ class Outcome:
     output_tail: str = ""
     reported: Mapping[str, float] | None = None
     """What the replica reported last. None: its last heartbeat says it."""
+    reached: Mapping[str, float] | None = None
+    """The `round` and `step` that it reported last."""
+    marks: int = 0
+    """How often it made progress."""
+    kept: int = 0
+    """How often it left something that its next attempt need not do again."""
+    fingerprint: str | None = None
+    """The same for two ends by the same error at the same place."""
+    how: str | None = None
+    """How the attempt was started: "fork", "launch", "spare:0"; None: by a launch or a person."""
+    notice: str | None = None
+    """The signal that announced the end of its machine, if one did."""
+    stacks: tuple[str, ...] = ()
+    """The names of the dumps of its threads' stacks."""
 
     @classmethod
     def of_row(cls, rank: int, attempt: int, row: Mapping[str, Any]) -> Outcome:

@@ -109,6 +109,9 @@ def resume(
         min_replicas=launched.min_replicas,
         gather_s=launched.gather_s if gather_s is None else gather_s,
         fail_fast=launched.fail_fast,
+        restarts=launched.restarts,
+        hang=launched.hang,
+        launched_at=run.record.created_at,
     )
     limits: Any = {
         "gpu": gpu if gpu is not None else launched.gpu,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from executors.attempt import PID, TICKS, Attempt, collect_rows
+from executors.attempt import TICKS, Attempt, collect_rows
+from executors.attempt.outcome import PID
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import BackendError
 from executors.logs.readers import TailedLog

@@ -29,9 +29,9 @@ from executors.cli.options import (
     parse_texts,
 )
 from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, refuse, usage_errors
+from executors.durations import DURATIONS
 from executors.errors import BackendError, LaunchError, StoreError
 from executors.native import GATHER_S, NativeExecutor
-from executors.task.arguments import DURATIONS
 
 if TYPE_CHECKING:
     from executors.cli.live import Interrupts
@@ -54,6 +54,11 @@ FAIL_FAST = "End the run at the first failure before anybody's first round. Defa
 TRACKER = "What gets the numbers of the replicas, too: trackio, wandb, mlflow, or pkg.mod:Class."
 MIN_REPLICAS = "Start with M when the others cannot be had; the run has succeeded when M have. Default: all."
 GATHER = f"How long --min-replicas waits for all ({DURATIONS}); what comes later joins. Default: 10m."
+RESTARTS = (
+    "Bring back replicas that end, up to N times each: N, N/1h for any hour, with caps for reasons or exit codes as in "
+    "3,oom=0,75=inf. 0: only what is nobody's fault. Default: nothing restarts."
+)
+HANG = "How long a replica may go on without progress: SOFT[:HARD] as in 2m:3m, auto or off. Default: auto."
 TASK_DIGEST = (
     "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
     "task_digest."
@@ -85,6 +90,8 @@ def launch(
     fail_fast: Annotated[bool, Option("--fail-fast", help=FAIL_FAST)] = False,
     min_replicas: Annotated[int | None, Option(metavar="M", help=MIN_REPLICAS)] = None,
     gather: Annotated[float, Option(metavar="DURATION", parser=parse_duration, help=GATHER)] = GATHER_S,
+    restarts: Annotated[str | None, Option(metavar="N[/SPAN],…", help=RESTARTS)] = None,
+    hang_timeout: Annotated[str | None, Option(metavar="SOFT[:HARD]", help=HANG)] = None,
     tracker: Annotated[str | None, Option(metavar="NAME", help=TRACKER)] = None,
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
@@ -130,6 +137,8 @@ def launch(
                         chaos=chaos or (),
                         fail_fast=fail_fast,
                         min_replicas=min_replicas,
+                        restarts=restarts,
+                        hang_timeout=hang_timeout,
                         tracker=tracker,
                         gather_s=gather,
                         origins=origins_of(context, backend, given, chosen),

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from executors import durations
 from executors.cli.backends import check_options
 from executors.cli.output import UsageProblem, refuse, usage_errors
+from executors.durations import DURATIONS
 from executors.errors import BackendError
 from executors.native import KeepsOptions
-from executors.task import arguments
-from executors.task.arguments import DURATIONS, json_or_text
+from executors.task.arguments import json_or_text
 
 if TYPE_CHECKING:
     from executors.run.run import Run
@@ -60,7 +61,7 @@ ColumnsOption = Annotated[
 def parse_duration(text: str) -> float:
     """Return the seconds of `90`, `90s`, `5m`, `2h` or `1h30m`."""
     try:
-        return arguments.parse_duration(text)
+        return durations.parse_duration(text)
     except ValueError as error:
         raise UsageProblem(str(error)) from None
 

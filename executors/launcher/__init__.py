@@ -26,6 +26,7 @@ from executors.launcher.checks import (
 )
 from executors.launcher.prices import affordable_s, usd_per_hour
 from executors.native import GATHER_S, KeepsOptions, NativeExecutor, Package
+from executors.policy import Restarts
 from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
 from executors.report.trackers import check_tracker
@@ -68,6 +69,8 @@ def launch(
     gather_s: float = GATHER_S,
     fail_fast: bool = False,
     tracker: str | None = None,
+    restarts: Restarts | int | str | None = None,
+    hang_timeout: str | float | None = None,
     progress: bool = False,
     config: str | Path | bool | Sequence[str | Path] = False,
     profile: str | None = None,
@@ -101,6 +104,10 @@ def launch(
         fail_fast: end the run at the first failure before anybody's first round. Otherwise the others train on.
         tracker: what gets the numbers of the replicas, too, while they train: "trackio", "wandb", "mlflow", or a class
             as "pkg.mod:Class"; see `report.trackers.Tracker`. One tracker run a rank; what fails there is a warning.
+        restarts: bring back replicas that end, up to so many times each: a number, a text as "3/1h,oom=0", or a
+            `Restarts`. 0: only those whose end is nobody's fault. None: nothing restarts.
+        hang_timeout: how long a replica may go on without progress: seconds, "SOFT:HARD" as in "2m:3m", "off", or
+            "auto": learned. With "auto" a replica is ended only where `restarts` is given.
         progress: while this process waits for the run, draw bars with rate and time left, of the steps that replicas
             report; without a terminal, print a line now and then.
         config: take what is left at its default here from the settings that `replicas launch` would find here; files
@@ -133,6 +140,8 @@ def launch(
         "gather_s": gather_s,
         "fail_fast": fail_fast,
         "tracker": tracker,
+        "restarts": Restarts.of(restarts),
+        "hang_timeout": None if hang_timeout is None else str(hang_timeout),
     }
     if config is not False or profile is not None:
         from executors.launcher.launch_settings import filled
@@ -356,7 +365,7 @@ def _bring_back(
     """Resume a run as `launch(resume=True)` does."""
     given = request.args if request.argv is None else request.argv
     request = resolved(request) if given is not None else replace(resolved(request), args=None)
-    for name in ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker"):
+    for name in ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker", "restarts", "hang_timeout"):
         if getattr(request, name):
             raise ValueError(f"A resumed run keeps the {name} it was launched with: leave {name}= away.")
     if request.run_id is None:

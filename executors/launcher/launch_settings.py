@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from executors.durations import parse_duration
 from executors.errors import BackendError, unknown_name
 from executors.launcher.settings_files import (
     FILE,
@@ -30,7 +31,7 @@ from executors.launcher.settings_files import (
     header_level,
 )
 from executors.registry import executor_class
-from executors.task.arguments import convert, describe, json_or_text, parse_duration
+from executors.task.arguments import convert, describe, json_or_text
 from executors.task.create import LaunchRequest
 
 RENAMED = {"secrets": "secret", "gather_s": "gather"}

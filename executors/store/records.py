@@ -231,6 +231,15 @@ def text(max_characters: int = MAX_TEXT, pattern: re.Pattern[str] | None = None)
     return check
 
 
+def parsed(parse: Callable[[str], Any]) -> Check[str]:
+    """Expect a text that parses, and take it as what it means is written."""
+
+    def check(value: Any) -> str:
+        return str(parse(text(400)(value)))
+
+    return check
+
+
 def one_of(*words: str) -> Check[str]:
     """Expect one of some words."""
     return _expect(f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words)

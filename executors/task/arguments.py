@@ -20,9 +20,6 @@ from typing import Any, Literal, NoReturn, Optional, Union
 
 from executors.errors import EntrypointArgumentsError
 
-DURATIONS = "90, 90s, 5m, 2h, 1h30m"
-_NUMBER = r"(\d+(?:\.\d+)?)"
-_DURATION = re.compile(f"(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s?)?")
 REST = "**"  # the name under which the annotation of **kwargs is kept
 BOOLS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
 NONES = ("none", "null")
@@ -68,19 +65,6 @@ def json_or_text(text: str) -> Any:
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return text
-
-
-def parse_duration(text: str) -> float:
-    """Return the seconds of `90`, `90s`, `5m`, `2h` or `1h30m`.
-
-    Raises:
-        ValueError: it is none of these.
-    """
-    found = _DURATION.fullmatch(str(text).strip())
-    if found is None or not any(found.groups()):
-        raise ValueError(f"{text!r} is not a duration. Give seconds, or hours, minutes and seconds: {DURATIONS}.")
-    hours, minutes, seconds = (float(part or 0) for part in found.groups())
-    return hours * 3600 + minutes * 60 + seconds
 
 
 def to_json(value: Any) -> Any:

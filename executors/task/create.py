@@ -26,6 +26,7 @@ from typing import Any
 from executors.entrypoint import check_call, describe, split_rank_env
 from executors.errors import CorruptObjectError, EntrypointArgumentsError, EntrypointError, RunExistsError, kind_of
 from executors.native import GATHER_S, Package, RunSpec
+from executors.policy import HangLimits, Restarts
 from executors.store import Store
 from executors.store.records import FAR_AHEAD, MAX_DEPTH, is_deeper_than, to_bytes
 from executors.store.url import address_of, check_run_id, check_scheme
@@ -66,6 +67,8 @@ class LaunchRequest:
     gather_s: float = GATHER_S
     fail_fast: bool = False
     tracker: str | None = None
+    restarts: Restarts | str | None = None
+    hang_timeout: str | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
     """Who said what: a flag, a variable of the environment, a file."""
 
@@ -101,6 +104,7 @@ class LaunchRequest:
             raise ValueError(f"min_replicas is from 1 to n={self.n}, got min_replicas={self.min_replicas!r}.")
         if not isinstance(self.gather_s, int | float) or not 0 <= self.gather_s < FAR_AHEAD:
             raise ValueError(f"gather_s is a number of seconds, got gather_s={self.gather_s!r}.")
+        Restarts.of(self.restarts), HangLimits.parse(self.hang_timeout)
         if not isinstance(self.tracker, str | None):
             raise TypeError(f"tracker is a name, as in 'trackio' or 'pkg.mod:Class', got {self.tracker!r}.")
         if isinstance(self.chaos, str):
@@ -158,6 +162,8 @@ def plan_run(
         gather_s=request.gather_s,
         max_cost=request.max_cost,
         fail_fast=request.fail_fast,
+        restarts=None if request.restarts is None else str(Restarts.of(request.restarts)),
+        hang=str(HangLimits.parse(request.hang_timeout)),
         tracker=request.tracker,
     )
     task, pickled = _pack_task(request, launched_with, package)
@@ -189,6 +195,9 @@ def plan_run(
         min_replicas=request.min_replicas,
         gather_s=request.gather_s,
         fail_fast=request.fail_fast,
+        restarts=launched_with.restarts,
+        hang=launched_with.hang,
+        launched_at=record.created_at,
     )
     return NewRun(spec, written, task, pickled, None if package is None else package.archive)
 

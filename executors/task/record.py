@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from executors.native import GATHER_S
+from executors.policy import HangLimits, Restarts
 from executors.store import Store
 from executors.store.records import (
     FAR_AHEAD,
@@ -27,6 +28,7 @@ from executors.store.records import (
     nested,
     nullable,
     number,
+    parsed,
     text,
 )
 from executors.store.url import RUN_ID
@@ -67,6 +69,10 @@ class LaunchedWith(Record):
     max_cost: float | None = checked(nullable(number(0.0, FAR_AHEAD)), None)
     """The US dollars that the time limit was made of."""
     fail_fast: bool = checked(flag, False)
+    restarts: str | None = checked(nullable(parsed(Restarts.parse)), None)
+    """Which ends are answered by a restart. None: nothing restarts."""
+    hang: str = checked(parsed(HangLimits.parse), "auto")
+    """How long a replica may go on without progress."""
     tracker: str | None = checked(nullable(text(400, TRACKER)), None)
     """What gets the numbers of the replicas, too: a name, or `module:Class`, which is imported in them alone, from the
     task that the digest vouches for."""

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from executors import replica as environment
-from executors.attempt import Attempt, Claim, describe_end
+from executors.attempt import Attempt, Claim
+from executors.attempt.outcome import describe_end
 from executors.errors import ReplicasError, ResultError, StoreError
 from executors.metrics.recorder import Recorder
 from executors.native import RunSpec

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from executors import replica as environment
-from executors.attempt import OUTPUT_TAIL_BYTES
+from executors.attempt.outcome import OUTPUT_TAIL_BYTES
 from executors.errors import ReplicasError
 from executors.native import RunSpec
 from executors.process import become_subreaper, usable_cores

@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from executors.attempt import Attempt, Claim, describe_end
+from executors.attempt import Attempt, Claim
+from executors.attempt.outcome import describe_end
 from executors.errors import LaunchError, StoreError
 from executors.native import RunSpec
 from executors.process import children, kill_descendants, oom_kills

@@ -19,10 +19,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process"),
-    ("native", "errors"),
-    ("logs", "store", "entrypoint", "status", "shard"),
+    ("native", "errors", "durations"),
+    ("logs", "store", "entrypoint", "status", "shard", "policy"),
     ("attempt", "task", "run_index", "registry", "chaos"),
-    ("metrics",),
+    ("metrics", "supervision"),
     ("report",),
     ("run", "replica"),
     ("resume", "worker", "shipping"),

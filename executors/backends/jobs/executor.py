@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
-from executors.attempt import MAX_ATTEMPTS, OUTPUT_TAIL_BYTES, Attempt, Intent, collect_rows
+from executors.attempt import Attempt, Intent, collect_rows
+from executors.attempt.outcome import MAX_ATTEMPTS, OUTPUT_TAIL_BYTES
 from executors.backends.jobs.gang_start import GangStart
 from executors.backends.jobs.job_logs import PatientLog
 from executors.backends.jobs.job_states import MAX_THREADS, SIGNALS, JobStates, explain

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from executors.attempt import ENDINGS
+from executors.attempt.outcome import ENDINGS
 from executors.backends.jobs.sdk import PollThrottle, TokenBucket
 from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobState
 from executors.protocol import Reason

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from executors.attempt import PID, TICKS, Attempt, Claim, collect_rows
+from executors.attempt import TICKS, Attempt, Claim, collect_rows
+from executors.attempt.outcome import PID
 from executors.backends.local.local_log import open_local_log
 from executors.backends.local.preload import AUTO, PRELOAD, imports_at_the_top, note_imports, noted_imports
 from executors.backends.local.request import LocalLaunch, log_file, surroundings

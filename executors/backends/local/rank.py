@@ -16,7 +16,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from executors.attempt import OUTPUT_TAIL_BYTES, Attempt
+from executors.attempt import Attempt
+from executors.attempt.outcome import OUTPUT_TAIL_BYTES
 from executors.backends.local.request import LocalLaunch, adopt
 from executors.errors import LaunchError, ReplicasError
 from executors.logs import tail_text

@@ -1,0 +1,122 @@
+"""How an attempt ended, as a record in its run's store and as a sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from executors.protocol import ENDED, REASONS, Outcome, ReplicaStatus
+from executors.store.records import (
+    FAR_AHEAD,
+    LONG_AGO,
+    Fields,
+    anything,
+    integer,
+    is_plain_number,
+    json_object,
+    list_of,
+    nullable,
+    number,
+    one_of,
+    text,
+    to_bytes,
+)
+
+MAX_RANK = 10**6  # beyond those launched, replicas may join
+MAX_ATTEMPTS = 10_000
+PID = integer(1, 2**31 - 1)
+COUNT = integer(0, 2**53)
+OUTPUT_TAIL_BYTES = 64 * 1024
+MAX_OUTCOME_BYTES = 32 << 20
+MAX_ERROR = 1 << 20  # characters
+MAX_PLACE = 1000  # characters
+
+
+def parse_outcome(data: Any, key: str = "outcome.json", url: str = "") -> Outcome:
+    """Read `outcome.json`.
+
+    Raises:
+        CorruptObjectError: it is not an outcome; the message names what of it does not fit.
+    """
+    fields = Fields(data, key, url)
+    reason: Any = fields.take("reason", nullable(one_of(*REASONS)), None)
+    reported = fields.take("reported", nullable(json_object), None)
+    reached = fields.take("reached", nullable(json_object), None)
+    return Outcome(
+        rank=fields.take("rank", integer(0, MAX_RANK)),
+        attempt=fields.take("attempt", integer(0, MAX_ATTEMPTS)),
+        status=ReplicaStatus(fields.take("status", one_of(*ENDED))),
+        reason=reason,
+        exit_code=fields.take("exit_code", nullable(integer(-(2**31), 2**31)), None),
+        signal=fields.take("signal", nullable(text(100)), None),
+        error=fields.take("error", nullable(text(MAX_ERROR)), None),
+        error_line=fields.take("error_line", nullable(text(MAX_ERROR)), None),
+        error_place=fields.take("error_place", nullable(text(MAX_PLACE)), None),
+        result=fields.take("result", anything, None),
+        host=fields.take("host", text(1000), ""),
+        pid=fields.take("pid", nullable(PID), None),
+        started_at=fields.take("started_at", nullable(number(LONG_AGO, FAR_AHEAD)), None),
+        finished_at=fields.take("finished_at", number(LONG_AGO, FAR_AHEAD), 0.0),
+        output_tail=fields.take("output_tail", text(MAX_ERROR), ""),
+        reported=None if reported is None else only_numbers(reported),
+        reached=None if reached is None else only_numbers(reached),
+        marks=fields.take("marks", COUNT, 0),
+        kept=fields.take("kept", COUNT, 0),
+        fingerprint=fields.take("fingerprint", nullable(text(100)), None),
+        how=fields.take("how", nullable(text(40)), None),
+        notice=fields.take("notice", nullable(text(40)), None),
+        stacks=fields.take("stacks", list_of(text(100)), ()),
+    )
+
+
+def only_numbers(found: Mapping[str, Any]) -> dict[str, float]:
+    """Leave out what is not a number to show: reports are for people only."""
+    return {name: value for name, value in found.items() if is_plain_number(value) or value in (math.inf, -math.inf)}
+
+
+def encode_outcome(outcome: Outcome) -> bytes:
+    """Encode an outcome within the bounds that its readers keep."""
+    if outcome.error is not None and len(outcome.error) > MAX_ERROR:
+        half = MAX_ERROR // 2 - 10  # of a traceback: where it came from, and what it says
+        outcome = replace(outcome, error=f"{outcome.error[:half]}\n…\n{outcome.error[-half:]}")
+    if outcome.error_line is not None and len(outcome.error_line) > MAX_ERROR:
+        outcome = replace(outcome, error_line=outcome.error_line[:MAX_ERROR])
+    if outcome.error_place is not None:
+        outcome = replace(outcome, error_place=outcome.error_place[-MAX_PLACE:])
+    data = to_bytes(asdict(outcome))
+    if len(data) <= MAX_OUTCOME_BYTES:
+        return data
+    error = (
+        f"The result has {len(data) >> 20} MiB as JSON, more than {MAX_OUTCOME_BYTES >> 20}. Keep it as a file with "
+        "current_replica().save_artifact(name, path)."
+    )
+    failed = replace(
+        outcome, status=ReplicaStatus.FAILED, reason="result_not_serializable", exit_code=1, error=error, result=None
+    )
+    return to_bytes(asdict(failed))
+
+
+ENDINGS = {
+    "timeout": "ran into its time limit of {limit_s:g} s.",
+    "oom": "was killed by the kernel (SIGKILL): out of memory.",
+    "signal": "was ended by signal {number} ({name}).",
+    "terminated": "was terminated by SIGTERM, not sent by `replicas`.",
+    "cancelled": "was terminated by SIGTERM, since it was cancelled.",
+    "orphaned": "was lost: its supervisor is gone (was it killed?). `replicas resume` brings it back.",
+    "no_result": "ended by itself with {code}, before its entrypoint returned a result.",
+    # as a service reports it
+    "killed": "was killed: {cause}.",
+    "preempted": "was preempted: {service} took its machine back.",
+    "cancelled_there": "was cancelled at {service}, not by `replicas`.",
+    "not_run": "could not run.",
+    "by_exit_code": "was ended by {name} ({code}).",
+    "not_reached": "ended with {code} before its entrypoint was reached.{why}",
+}
+"""How a replica ended, in the words that follow `Replica 3 of 8`."""
+
+
+def describe_end(ending: str, rank: int, world_size: int, **values: Any) -> str:
+    """Return a sentence, as in `Replica 3 of 8 ran into its time limit of 60 s.`"""
+    return f"Replica {rank} of {world_size} {ENDINGS[ending].format(**values)}"

@@ -1,0 +1,22 @@
+"""Spans of time as people write them."""
+
+from __future__ import annotations
+
+import re
+
+DURATIONS = "90, 90s, 5m, 2h, 1h30m"
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_DURATION = re.compile(f"(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s?)?")
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of `90`, `90s`, `5m`, `2h` or `1h30m`.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    found = _DURATION.fullmatch(str(text).strip())
+    if found is None or not any(found.groups()):
+        raise ValueError(f"{text!r} is not a duration. Give seconds, or hours, minutes and seconds: {DURATIONS}.")
+    hours, minutes, seconds = (float(part or 0) for part in found.groups())
+    return hours * 3600 + minutes * 60 + seconds

@@ -1,0 +1,189 @@
+"""What is to follow when a replica ends or hangs, as `--restarts` and `--hang-timeout` say it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from executors.durations import parse_duration
+from executors.errors import unknown_name
+from executors.protocol import REASONS
+
+DEFAULT_CAPS: Mapping[str, float] = {"preempted": math.inf, "timeout": 0, "result_not_serializable": 0, "oom": 1}
+NEVER_RESTARTED = ("cancelled", "fenced")
+HOWS = ("fork", "launch")
+MAX_RESTARTS = 1000
+MAX_S = 1e8
+SETTINGS = ("run", "backoff", "no_progress", "within", "together", "how")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restarts:
+    """Which ends of replicas are answered by a restart.
+
+    Raises:
+        ValueError: a value makes no sense.
+    """
+
+    per_replica: int = 3
+    """How many charged restarts a replica has: in all, or in any `per_s` seconds. 0: only what is free."""
+    per_s: float | None = None
+    run: int | None = None
+    """How many charged restarts the whole run has. None: as many as its replicas have together."""
+    reasons: Mapping[str, float] = field(default_factory=dict)
+    """Caps for single reasons, or exit codes as text; inf: free, and so not charged. Over `DEFAULT_CAPS`."""
+    backoff_s: tuple[float, float] = (1.0, 60.0)
+    """The wait before a restart after an attempt that made no progress, doubled with each, and the longest."""
+    no_progress: int = 3
+    """How many attempts in a row may end without progress."""
+    within_s: float | None = None
+    """No restart so long after the launch."""
+    together: bool = False
+    """Whether a restart names every rank: for replicas that talk to each other outside DiLoCo."""
+    how: str = "fork"
+    """The narrowest way: "fork", a new process where the old one was; "launch", a new container or supervisor."""
+
+    def __post_init__(self) -> None:
+        for name, least, value in (
+            ("per_replica", 0, self.per_replica),
+            ("run", 0, self.run),
+            ("no_progress", 1, self.no_progress),
+        ):
+            if value is not None and not (type(value) is int and least <= value <= MAX_RESTARTS):
+                raise ValueError(f"restarts: {name} is from {least} to {MAX_RESTARTS}, got {value!r}.")
+        if self.how not in HOWS:
+            raise ValueError("restarts: " + unknown_name("way", self.how, HOWS))
+        for reason, cap in self.reasons.items():
+            _check_reason(reason, cap)
+        first_s, longest_s = self.backoff_s
+        if not 0 <= first_s <= longest_s <= MAX_S:
+            raise ValueError(f"restarts: backoff is FIRST:LONGEST in seconds, as in 1s:60s, got {self.backoff_s}.")
+        for name, span in (("the window", self.per_s), ("within", self.within_s)):
+            if span is not None and not 0 < span <= MAX_S:
+                raise ValueError(f"restarts: {name} is a time of more than 0 s, got {span:g} s.")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `3`, `3/1h`, `3,oom=0,timeout=2,75=inf,run=10,backoff=1s:60s,no_progress=3,within=8h,together`.
+
+        Raises:
+            ValueError: it is none; names the part that does not fit, and what would.
+        """
+        first, *rest = (part.strip() for part in text.split(","))
+        values: dict[str, Any] = {"reasons": {}}
+        count, slash, window = first.partition("/")
+        values["per_replica"] = _integer(count, "how many restarts a replica has, as in 3 or 3/1h")
+        if slash:
+            values["per_s"] = parse_duration(window)
+        seen = set()
+        for part in rest:
+            name, equals, value = part.partition("=")
+            if name in seen:
+                raise ValueError(f"restarts: {name!r} is given twice in {text!r}.")
+            seen.add(name)
+            if name == "together" and not equals:
+                values["together"] = True
+            elif not equals or not value:
+                raise ValueError(f"restarts: {part!r} needs a value, as in oom=1.")
+            elif name in ("run", "no_progress"):
+                values[name] = _integer(value, name)
+            elif name == "within":
+                values["within_s"] = parse_duration(value)
+            elif name == "backoff":
+                low, _, high = value.partition(":")
+                values["backoff_s"] = (parse_duration(low), parse_duration(high or low))
+            elif name == "how":
+                values["how"] = value
+            elif name in REASONS or name.lstrip("-").isdigit():
+                values["reasons"][name] = math.inf if value == "inf" else float(_integer(value, name))
+            else:
+                raise ValueError("restarts: " + unknown_name("setting", name, (*SETTINGS, *_CAPPED)))
+        return cls(**values)
+
+    @classmethod
+    def of(cls, asked: Restarts | int | str | None) -> Restarts | None:
+        """Return what somebody asked for, in any of its forms.
+
+        Raises:
+            TypeError, ValueError: it is none.
+        """
+        if asked is None or isinstance(asked, Restarts):
+            return asked
+        if isinstance(asked, bool) or not isinstance(asked, int | str):
+            raise TypeError(f"restarts is a number, a text as '3/1h,oom=0', or a Restarts, got {asked!r}.")
+        return cls.parse(str(asked))
+
+    def __str__(self) -> str:
+        parts = [str(self.per_replica) + ("" if self.per_s is None else f"/{self.per_s:.15g}s")]
+        parts += [f"{name}={'inf' if cap == math.inf else int(cap)}" for name, cap in self.reasons.items()]
+        parts += [] if self.run is None else [f"run={self.run}"]
+        if self.backoff_s != (1.0, 60.0):
+            parts.append("backoff={:.15g}s:{:.15g}s".format(*self.backoff_s))
+        parts += [] if self.no_progress == 3 else [f"no_progress={self.no_progress}"]
+        parts += [] if self.within_s is None else [f"within={self.within_s:.15g}s"]
+        parts += ["together"] if self.together else []
+        parts += [] if self.how == "fork" else [f"how={self.how}"]
+        return ",".join(parts)
+
+    def cap(self, reason: str | None, exit_code: int | None) -> tuple[str | None, float]:
+        """Return the cap of an end, under the name of its exit code or reason; None: only the replica's counts."""
+        caps = {**DEFAULT_CAPS, **self.reasons}
+        return next(
+            ((name, caps[name]) for name in (str(exit_code), str(reason)) if name in caps), (None, MAX_RESTARTS)
+        )
+
+
+@dataclass(frozen=True)
+class HangLimits:
+    """How long a replica may go on without progress: `--hang-timeout`.
+
+    Both None: learned from the intervals between marks ("auto"); `is_off`: never judged.
+    """
+
+    soft_s: float | None = None
+    hard_s: float | None = None
+    is_off: bool = False
+
+    @classmethod
+    def parse(cls, text: str | float | None) -> Self:
+        """Read `auto`, `off`, `SOFT` or `SOFT:HARD`; a number alone has a hard limit of one and a half times it.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if text is None or text == "auto":
+            return cls()
+        if text == "off":
+            return cls(is_off=True)
+        soft, colon, hard = str(text).partition(":")
+        try:
+            soft_s = parse_duration(soft)
+            hard_s = parse_duration(hard) if colon else 1.5 * soft_s
+        except ValueError:
+            raise ValueError(f"hang_timeout is SOFT, SOFT:HARD, auto or off, as in 2m:3m, got {text!r}.") from None
+        if not 0 < soft_s <= hard_s <= MAX_S:
+            raise ValueError(f"hang_timeout: the soft limit is more than 0 and at most the hard one, got {text!r}.")
+        return cls(soft_s, hard_s)
+
+    def __str__(self) -> str:
+        return "off" if self.is_off else "auto" if self.soft_s is None else f"{self.soft_s:.15g}s:{self.hard_s:.15g}s"
+
+
+_CAPPED = tuple(reason for reason in REASONS if reason not in NEVER_RESTARTED)
+
+
+def _check_reason(reason: str, cap: float) -> None:
+    if reason in NEVER_RESTARTED:
+        raise ValueError(f"restarts: what ended {reason} is never restarted, so {reason}= has no cap.")
+    if not reason.lstrip("-").isdigit() and reason not in _CAPPED:
+        raise ValueError("restarts: " + unknown_name("reason", reason, _CAPPED))
+    if not (cap == math.inf or (cap == int(cap) and 0 <= cap <= MAX_RESTARTS)):
+        raise ValueError(f"restarts: {reason}= is from 0 to {MAX_RESTARTS}, or inf, got {cap}.")
+
+
+def _integer(text: str, name: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"restarts: {name} is a whole number, got {text!r}.")
+    return int(text)

@@ -1,0 +1,180 @@
+"""The log of decisions: what follows each end, as write-once records `decisions/<k>.json`, dense from 0.
+
+Anybody may decide, because a decision is computed from records that never change; the create of entry k says who was
+first. A later entry is computed again from the longer log.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from executors.errors import CorruptObjectError, StoreError
+from executors.policy import HangLimits, Restarts
+from executors.process import this_process
+from executors.store import Store
+from executors.store.records import (
+    FAR_AHEAD,
+    LONG_AGO,
+    Record,
+    checked,
+    find_record,
+    flag,
+    integer,
+    json_object,
+    nullable,
+    number,
+    one_of,
+    parsed,
+    retry,
+    text,
+    to_bytes,
+)
+
+MAX_DECISIONS = 1_000_000
+MAX_RANK, MAX_ATTEMPT = 10**6, 10_000
+MAX_WORDS = 2000
+MAX_TRIES = 1000  # of an append, each lost to another writer
+KINDS = ("restart", "give_up", "stop", "cancel", "resume", "policy")
+
+
+def _attempts(value: Any) -> dict[int, int]:
+    """Expect an object from ranks to numbers of attempts."""
+    rank_of, attempt_of = integer(0, MAX_RANK), integer(0, MAX_ATTEMPT)
+    return {rank_of(int(rank)): attempt_of(attempt) for rank, attempt in json_object(value).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision(Record):
+    """One entry of the log."""
+
+    kind: str = checked(one_of(*KINDS))
+    rank: int | None = checked(nullable(integer(0, MAX_RANK)), None)
+    """Whose end it answers; of a cancel, whose; None: nobody's in particular, or every rank's."""
+    ended: int | None = checked(nullable(integer(0, MAX_ATTEMPT)), None)
+    """The attempt whose end it answers."""
+    start: dict[int, int] = checked(_attempts, {})
+    """The attempts to start, by rank: of a restart or a resume."""
+    how: str | None = checked(nullable(text(40)), None)
+    charged: bool = checked(flag, False)
+    strikes: int = checked(integer(0, MAX_ATTEMPT), 0)
+    not_before: float = checked(number(LONG_AGO, FAR_AHEAD), 0.0)
+    reason: str | None = checked(nullable(text(40)), None)
+    """Of the end that it answers."""
+    exit_code: int | None = checked(nullable(integer(-(2**31), 2**31)), None)
+    fingerprint: str | None = checked(nullable(text(100)), None)
+    reached: dict[str, float] = checked(json_object, {})
+    """How far that attempt came: `round` and `step`."""
+    kept: bool = checked(flag, False)
+    """Whether it left something that its successor need not do again."""
+    why: str = checked(text(MAX_WORDS), "")
+    """Of give_up and stop: `deterministic`, `no_progress`, `budget`, `min_replicas`, `asked`."""
+    words: str = checked(text(MAX_WORDS), "")
+    """The end in a few words, for people."""
+    within_s: float | None = checked(nullable(number(0.0, FAR_AHEAD)), None)
+    """Of a stop that was asked for: how long replicas have to come to a good place."""
+    restarts: str | None = checked(nullable(parsed(Restarts.parse)), None)
+    """Of a policy: the new one."""
+    hang: str | None = checked(nullable(parsed(HangLimits.parse)), None)
+    by: str = checked(text(1000), "")
+    nonce: str = checked(text(100), "")
+    at: float = checked(number(LONG_AGO, FAR_AHEAD), 0.0)
+    """When it was made, by the clock of who made it; never before the entry before it."""
+
+    def to_bytes(self) -> bytes:
+        """Write it as it is stored."""
+        return to_bytes({**asdict(self), "start": {str(rank): number for rank, number in self.start.items()}})
+
+
+class DecisionLog:
+    """The log of one run, as this process has read it."""
+
+    def __init__(self, store: Store, run_id: str, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._clock = clock
+        self.entries: list[Decision] = []
+
+    def key(self, index: int) -> str:
+        """Name an entry."""
+        return f"{self._run_id}/decisions/{index:06d}.json"
+
+    def read(self) -> Sequence[Decision]:
+        """Read what was added since, and return all.
+
+        Raises:
+            StoreError: the store does not answer, or holds something else there.
+        """
+        while (found := self._find(len(self.entries))) is not None:
+            self.entries.append(found)
+        return self.entries
+
+    def append(self, compute: Callable[[Sequence[Decision]], Decision | None]) -> Decision | None:
+        """Add an entry that is computed from the whole log before it; return it, None when there is none to add.
+
+        Args:
+            compute: called again whenever somebody else's entry stands first. Its entries need no nonce, by and at.
+
+        Raises:
+            StoreError: the store does not answer; the entry may stand or not.
+        """
+        for _ in range(MAX_TRIES):
+            entry = compute(self.read())
+            if entry is None:
+                return None
+            last_at = self.entries[-1].at if self.entries else 0.0
+            entry = replace(entry, nonce=os.urandom(8).hex(), by=this_process(), at=max(self._clock(), last_at))
+            key, index = self.key(len(self.entries)), len(self.entries)
+            problem: StoreError | None = None
+            try:
+                self._store.put_if_absent(key, entry.to_bytes())
+            except StoreError as error:  # perhaps done: only what stands decides
+                problem = error
+            standing = retry(functools.partial(self._find, index))
+            if standing is None:
+                if problem is not None:
+                    raise problem
+                continue  # a stale answer
+            self.entries.append(standing)
+            if standing.nonce == entry.nonce:
+                return standing
+        raise StoreError(f"No decision could be added to run {self._run_id!r}: others were always first.")
+
+    def _find(self, index: int) -> Decision | None:
+        if index >= MAX_DECISIONS:
+            raise CorruptObjectError(f"Run {self._run_id!r} has more than {MAX_DECISIONS} decisions.")
+        return find_record(self._store, self.key(index), Decision.parse)
+
+
+def is_barred(log: Sequence[Decision], rank: int) -> bool:
+    """Return whether a stop, or a cancel of this rank, stands: no resume of the rank came after it."""
+    for entry in reversed(log):
+        if entry.kind == "resume" and rank in entry.start:
+            return False
+        if entry.kind == "stop" or (entry.kind == "cancel" and entry.rank in (None, rank)):
+            return True
+    return False
+
+
+def answer_to(log: Sequence[Decision], rank: int, attempt: int) -> Decision | None:
+    """Return what answers the end of an attempt: the entry that starts a later one of the rank, or gives it up."""
+    for entry in reversed(log):
+        if entry.kind == "restart" and entry.start.get(rank, -1) > attempt:
+            return entry
+        if entry.kind == "resume" and entry.start.get(rank, -1) > attempt:
+            return entry
+        if entry.kind in ("restart", "give_up", "stop") and entry.rank == rank and (entry.ended or 0) >= attempt:
+            return entry
+    return None
+
+
+def policy_of(log: Sequence[Decision], launched: Restarts | None) -> Restarts | None:
+    """Return which policy counts now: the last in the log, else the launch's."""
+    for entry in reversed(log):
+        if entry.kind == "policy" and entry.restarts is not None:
+            return Restarts.parse(entry.restarts)
+    return launched
