@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from executors.policy import Restarts
@@ -111,16 +111,20 @@ def made_progress(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome]
     return step is not None and step > max(earlier, default=0.0)
 
 
-def too_few_left(log: Sequence[Decision], done: int, gone: int, world_size: int, min_replicas: int | None) -> bool:
+def too_few_left(log: Sequence[Decision], ends: Iterable[Outcome], world_size: int, min_replicas: int | None) -> bool:
     """Return whether fewer than `min_replicas` can still succeed, and nothing has ended the run.
 
-    Args:
-        done: ranks that have succeeded.
-        gone: ranks that ended otherwise, and will not be restarted.
+    What a person ended before they resumed anything does not count: they know.
     """
-    if min_replicas is None or world_size - gone >= min_replicas or done >= min_replicas:
+    since = _resumed(log)
+    if min_replicas is None or any(e.kind == "stop" or (e.kind == "cancel" and e.rank is None) for e in since):
         return False
-    return not any(entry.kind == "stop" or (entry.kind == "cancel" and entry.rank is None) for entry in _resumed(log))
+    gone, done = {entry.rank for entry in since if entry.kind == "give_up"}, 0
+    for end in ends:
+        done += end.status is ReplicaStatus.SUCCEEDED
+        if end.status is ReplicaStatus.CANCELLED and is_barred(since, end.rank) >= is_barred(log, end.rank):
+            gone.add(end.rank)
+    return done < min_replicas and world_size - len(gone) < min_replicas
 
 
 def _resumed(log: Sequence[Decision]) -> Sequence[Decision]:
