@@ -16,7 +16,7 @@ from executors.supervision.decisions import Decision, DecisionLog, answer_to, ba
 from executors.supervision.rules import LAST_CALL_S, RunFacts, decide, is_own, too_few_left
 
 CARRY_S = 60.0  # what another keeper decided, and has not begun for so long, is carried out
-NEEDS_LAUNCH = ("start_failed", "lost", "preempted")
+NEEDS_LAUNCH = ("start_failed", "lost", "preempted", "timeout")  # a time limit begins anew with a launch alone
 MOST_FORK_STRIKES = 2  # of a rank; then whoever has wider hands leaves the machine
 
 
@@ -209,7 +209,7 @@ class Keeper:
             if entry.start[rank] <= sight.newest.get(rank, -1) or not self.hands.may_start(rank):
                 continue
             is_anothers = entry.kind == "resume" or (entry.how != "fork" and entry.rank == rank)
-            if not (is_anothers and self.hands.how == "fork") and not self.barred_by(rank):
+            if not (self.hands.how == "fork" and is_anothers) and not self.barred_by(rank):
                 pending[rank] = entry
         return pending
 

@@ -97,6 +97,11 @@ def charged_of(log: Sequence[Decision], rank: int) -> list[Decision]:
     return found
 
 
+def charged_of_run(log: Sequence[Decision]) -> int:
+    """Return how many restarts of the run count against its budget: since a person last resumed anything."""
+    return sum(entry.charged for entry in _resumed(log))
+
+
 def made_progress(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome]) -> bool:
     """Return whether an attempt left something that its successor need not do again.
 
@@ -146,7 +151,7 @@ def _is_everybodys(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome
 def _is_used_up(log: Sequence[Decision], mine: Sequence[Decision], policy: Restarts, now: float) -> bool:
     if len(_within(mine, policy, now)) >= policy.per_replica:
         return True
-    return policy.run is not None and sum(entry.charged for entry in _resumed(log)) >= policy.run
+    return policy.run is not None and charged_of_run(log) >= policy.run
 
 
 def _is_capped(mine: Sequence[Decision], policy: Restarts, name: str | None, cap: float, now: float) -> bool:
@@ -160,15 +165,16 @@ def _within(mine: Sequence[Decision], policy: Restarts, now: float) -> list[Deci
 
 def _others(log: Sequence[Decision], ends: Sequence[Outcome], facts: RunFacts) -> dict[int, int]:
     """Return which attempts of other ranks are started with one: not of those that are over."""
-    over = {end.rank for end in ends if end.status is not ReplicaStatus.FAILED}
-    over |= {rank for rank in facts.newest if is_barred(log, rank)}
+    given_up: set[int] = set()
     decided: dict[int, int] = {}
     for entry in log:
         decided.update(entry.start)
         if entry.kind == "give_up" and entry.rank is not None:
-            over.add(entry.rank)
+            given_up.add(entry.rank)
         elif entry.kind == "resume":
-            over -= entry.start.keys()
+            given_up -= entry.start.keys()
+    over = given_up | {end.rank for end in ends if end.status is not ReplicaStatus.FAILED}
+    over |= {rank for rank in facts.newest if is_barred(log, rank)}
     return {rank: max(newest, decided.get(rank, 0)) + 1 for rank, newest in facts.newest.items() if rank not in over}
 
 

@@ -18,3 +18,8 @@ def test_supervision_keeps_its_invariants_in_random_schedules_of_faults() -> Non
 
 def test_a_seed_replays_its_schedule_of_supervision() -> None:
     assert run_schedule(7).world.schedule() == run_schedule(7).world.schedule()
+
+
+def test_schedules_of_supervision_that_once_found_something_stay_fine() -> None:
+    """A rank that was resumed, and ended by a later stop, was started together with others."""
+    run_schedule(100051, is_traced=False)
