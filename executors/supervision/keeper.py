@@ -156,7 +156,7 @@ class Keeper:
         entry = self._append(compute)
         if entry is not None:
             self._answered[end.rank] = end.attempt
-            self._ready_at[entry.nonce] = self._monotonic() + max(0.0, entry.not_before - self._clock())
+            self._ready_at[entry.nonce] = self._monotonic() + self._wait_s(entry)
         return entry
 
     def due(self, sight: Sight) -> dict[int, int]:
@@ -216,12 +216,14 @@ class Keeper:
         """Return how long an entry's attempts are still to wait, by this process's own clock since it saw the entry."""
         assert self.hands is not None
         if entry.nonce not in self._ready_at:
-            policy = self.policy
-            longest_s = 0.0 if policy is None else policy.backoff_s[1]
-            wait_s = min(max(0.0, entry.not_before - self._clock()), longest_s)
             carry_s = 0.0 if self.hands.how == "fork" else CARRY_S  # it is somebody else's
-            self._ready_at[entry.nonce] = self._monotonic() + max(wait_s, carry_s)
+            self._ready_at[entry.nonce] = self._monotonic() + max(self._wait_s(entry), carry_s)
         return max(0.0, self._ready_at[entry.nonce] - self._monotonic())
+
+    def _wait_s(self, entry: Decision) -> float:
+        """Return how long an entry wants to be waited for, whatever the clock said by which it was made."""
+        longest_s = 0.0 if self.policy is None else self.policy.backoff_s[1]
+        return max(0.0, min(entry.not_before - self._clock(), entry.not_before - entry.at, longest_s))
 
     def _fold(self) -> None:
         """Take note of what was added to the log."""
