@@ -224,7 +224,7 @@ class Outside:
         self._intents: dict[tuple[int, int], float] = {}
 
     def may_start(self, rank: int) -> bool:
-        return not self.simulation.is_living(rank)
+        return not self.simulation.seems_living(rank)
 
     def start(self, attempts: Mapping[int, int]) -> None:
         self.simulation.check_start(attempts)
@@ -267,7 +267,7 @@ class Outside:
         """Record what the service says is gone."""
         simulation, store = self.simulation, self.simulation.store
         for rank, number in list(store.newest.items()):
-            if (rank, number) in store.ends or simulation.is_living(rank):
+            if (rank, number) in store.ends or simulation.seems_living(rank):
                 continue
             seen_s = self._intents.setdefault((rank, number), simulation.world.now)
             if (rank, number) in store.claims or simulation.world.now >= seen_s + INTENT_S:

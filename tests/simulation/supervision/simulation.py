@@ -109,6 +109,7 @@ class Simulation:
             launched_at=0.0,
             min_replicas=plan.min_replicas,
             hands=hands,
+            has_wider=plan.has_wider,
             clock=clock,
             monotonic=world.clock,
         )
@@ -137,6 +138,10 @@ class Simulation:
     def is_living(self, rank: int) -> bool:
         """Return whether the service still runs a container of the rank."""
         return any(container.is_alive and rank in container.attempts for container in self.containers)
+
+    def seems_living(self, rank: int) -> bool:
+        """Return what the service says of it."""
+        return self.is_living(rank) and not self.world.happens(self.plan.lies)
 
     def decided(self, entry: Decision) -> None:
         """Take note of an entry that stands now; what it ends has to be gone in time."""
