@@ -146,9 +146,11 @@ class DecisionLog:
                 return None
             index, last_at = len(self.entries), self.entries[-1].at if self.entries else 0.0
             entry = replace(entry, nonce=nonce, by=this_process(), at=max(self._clock(), last_at))
+            data = entry.to_bytes()
             problem: StoreError | None = None
+            Decision.parse(data, self.key(index))  # what nobody could read would be the end of the log
             try:
-                self.store.put_if_absent(self.key(index), entry.to_bytes())
+                self.store.put_if_absent(self.key(index), data)
             except StoreError as error:  # perhaps done: only what stands decides
                 problem = error
             if retry(functools.partial(self._find, index)) is None and problem is not None:

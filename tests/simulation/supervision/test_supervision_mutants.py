@@ -103,7 +103,7 @@ MUTANTS: dict[str, Patch] = {
     "an end is answered twice": replaced(rules, "answer_to", lambda log, rank, attempt: None),
     "what is free is charged": answering(lambda answer: replace(answer, charged=True)),
     "caps of reasons and exit codes are ignored": replaced(rules, "_is_capped", lambda *seen: False),
-    "budgets of a replica have no window": replaced(rules, "_within", lambda mine, policy, now: mine),
+    "budgets of a replica have no window": replaced(rules, "_recent", lambda mine, policy, now: mine),
     "a replica has no budget": with_policy(per_replica=1000),
     "the run has no budget": with_policy(run=None),
     "restarts go on after within": with_policy(within_s=None),
