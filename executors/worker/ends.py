@@ -10,7 +10,6 @@ from typing import Any
 from executors.attempt import Attempt, Claim
 from executors.attempt.outcome import describe_end
 from executors.errors import StoreError
-from executors.process import oom_kills
 from executors.protocol import Reason, ReplicaStatus
 from executors.store.records import RETRY_S, is_gone
 from executors.worker.ranks import Running
@@ -24,9 +23,7 @@ class Ends:
         count_oom_kills: counts what the kernel has killed for want of memory.
     """
 
-    def __init__(
-        self, world_size: int, timeout_s: float | None, count_oom_kills: Callable[[], int] = oom_kills
-    ) -> None:
+    def __init__(self, world_size: int, timeout_s: float | None, count_oom_kills: Callable[[], int]) -> None:
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._count_oom_kills = count_oom_kills
@@ -42,13 +39,15 @@ class Ends:
             return "cancelled", None  # its marker says why
         if running.ending == "timeout":
             return because("timeout", limit_s=self._timeout_s)
+        if running.ending == "signal":
+            return because("signal", "terminated", name=running.page.notice)
         if exit_code == -signal.SIGKILL and (now_killed := self._count_oom_kills()) > self._oom_kills:
             self._oom_kills = now_killed
             return because("oom")
         if exit_code < 0:
             return because("signal", number=-exit_code, name=signal_name(-exit_code))
         if exit_code == 128 + signal.SIGTERM:
-            return because("signal", "terminated")
+            return because("signal", "terminated", name="SIGTERM")
         return because("no_result", code=f"exit code {exit_code}")
 
 
@@ -72,12 +71,12 @@ def is_cancelled(asked: Attempt, pid: int | None = None) -> bool:
     return False  # asked again in a second
 
 
-def mark_abandoned(asked: Attempt, pid: int | None = None) -> None:
-    """Leave the cancel marker of an attempt whose launcher is gone."""
+def mark_abandoned(why: str, asked: Attempt, pid: int | None = None) -> None:
+    """Leave the cancel marker of an attempt that nobody watches."""
     with contextlib.suppress(StoreError):
         attempt = claimed_by(pid, asked)
         if attempt.outcome() is None:  # else it is only tidying up
-            attempt.request_cancel("the launcher of this attached run ended")
+            attempt.request_cancel(why)
 
 
 def record_end(attempt: Attempt, reason: Reason, error: str | None, retry_s: float = RETRY_S, **more: Any) -> None:

@@ -13,13 +13,15 @@ import select
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 
 from executors.attempt import Attempt
 from executors.errors import LaunchError, StoreError
 from executors.native import RunSpec
-from executors.process import children, kill_descendants
-from executors.protocol import Outcome, ReplicaStatus
-from executors.store import store_at
+from executors.process import children, kill_descendants, oom_kills
+from executors.protocol import Outcome, Reason, ReplicaStatus
+from executors.shared_page import SharedPage
+from executors.store import Store, store_at
 from executors.store.records import is_gone
 from executors.worker.ends import Ends, claimed_by, is_cancelled, mark_abandoned, record_end, signal_name
 from executors.worker.fail_fast import end_others
@@ -39,6 +41,9 @@ class Supervisor:
         timeout_s: seconds each may run, from its own start. None: no limit.
         term_grace_s: seconds between SIGTERM and SIGKILL.
         launcher_pidfd: the launcher, with which an attached run ends. None: the run is detached.
+        store: that of the run, as this process uses it.
+        look_s: how often it looks for cancel markers.
+        count_oom_kills: counts what the kernel has killed for want of memory.
     """
 
     def __init__(
@@ -50,23 +55,28 @@ class Supervisor:
         timeout_s: float | None,
         term_grace_s: float,
         launcher_pidfd: int | None,
+        store: Store | None = None,
+        look_s: float = CANCEL_LOOK_S,
+        count_oom_kills: Callable[[], int] = oom_kills,
     ) -> None:
         self._ranks = ranks
         self._world_size = spec.world_size
         self._fail_fast = spec.fail_fast
         self._n_spare = len(spec.ranks) - (spec.min_replicas or len(spec.ranks))
         self._timeout_s = timeout_s
-        self._ends = Ends(spec.world_size, timeout_s)
+        self._ends = Ends(spec.world_size, timeout_s, count_oom_kills)
         self._term_grace_s = term_grace_s
         self._launcher_pidfd = launcher_pidfd
-        store = store_at(spec.store_url)
+        store = store or store_at(spec.store_url)
         self._asked = [Attempt(store, spec.run_id, rank, spec.attempt) for rank in spec.ranks]
         self._waiting: deque[Attempt] = deque()
         self._running: dict[int, Running] = {}
         self._copying: dict[int, tuple[Running, Attempt, int]] = {}
         """Ranks that ended and whose logs are being copied, with the attempt and the exit code, by who copies."""
         self._free_places = deque(range(places))
-        self._look_at = time.monotonic() + CANCEL_LOOK_S
+        self._look_s = look_s
+        self._look_at = time.monotonic() + look_s
+        self._signals: tuple[signal.Signals, ...] = (signal.SIGCHLD, signal.SIGUSR1)
         self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def start(self) -> list[Attempt]:
@@ -78,7 +88,7 @@ class Supervisor:
             LaunchError: a rank could not be started. Those before it were ended, and every outcome is written.
         """
         signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
-        for number in (signal.SIGCHLD, signal.SIGUSR1):
+        for number in self._signals:
             signal.signal(number, lambda *_: None)
         attempt, begun = self._asked[0], []
         try:
@@ -122,14 +132,15 @@ class Supervisor:
             ready = {descriptor for descriptor, _ in poller.poll(min(left_s, 60.0) * 1000)}
             if self._wakeup in ready:
                 with contextlib.suppress(BlockingIOError):
-                    if bytes([signal.SIGUSR1]) in os.read(self._wakeup, 4096):
-                        self._look_at = 0.0
+                    self._hear(os.read(self._wakeup, 4096))
             self._reap()
             if self._launcher_pidfd in ready and self._launcher_pidfd is not None:
                 poller.unregister(self._launcher_pidfd)
                 self._launcher_pidfd = None
-                self._end_abandoned()
-            self._look_for_cancels()
+                self._end_abandoned("the launcher of this attached run ended")
+            if time.monotonic() >= self._look_at:
+                self._look_at = time.monotonic() + self._look_s
+                self._look()
             self._enforce_deadlines()
             while self._waiting and self._free_places:
                 attempt = self._waiting.popleft()
@@ -142,10 +153,11 @@ class Supervisor:
 
     def _start(self, attempt: Attempt) -> None:
         place = self._free_places[0]
-        pid = self._ranks.start(attempt, place, None, (self._wakeup, self._wakeup_writer))
+        page = SharedPage.create()
+        pid = self._ranks.start(attempt, place, page, (self._wakeup, self._wakeup_writer))
         self._free_places.popleft()
         deadline = NEVER if self._timeout_s is None else time.monotonic() + self._timeout_s
-        self._running[pid] = Running(pid, attempt, place, time.time(), deadline)
+        self._running[pid] = Running(pid, attempt, place, page, time.time(), deadline)
 
     def _leave_out(self, attempt: Attempt, error: OSError) -> None:
         """Go on without a rank that cannot be started, as long as enough others are left."""
@@ -196,10 +208,13 @@ class Supervisor:
                 kill_descendants(os.getpid(), spare=spare, limit_s=UNKILLABLE_S)
             self._conclude(running, os.waitstatus_to_exitcode(status))
 
-    def _look_for_cancels(self) -> None:
-        if time.monotonic() < self._look_at:
-            return
-        self._look_at = time.monotonic() + CANCEL_LOOK_S
+    def _hear(self, signals: bytes) -> None:
+        """Take note of signals that arrived, by their numbers."""
+        if signal.SIGUSR1 in signals:
+            self._look_at = 0.0
+
+    def _look(self) -> None:
+        """Look into the store for what others ask for."""
         for running in self._running.values():
             if running.ending is None and is_cancelled(running.asked, running.pid):
                 running.terminate("cancelled", self._term_grace_s)
@@ -211,23 +226,23 @@ class Supervisor:
         now = time.monotonic()
         for running in self._running.values():
             if now >= running.deadline:
-                running.terminate("timeout", self._term_grace_s)
+                running.terminate(running.why_then, self._term_grace_s)
             if now >= running.kill_at:
                 os.kill(running.pid, signal.SIGKILL)
                 kill_descendants(running.pid, limit_s=0.0)
                 running.kill_at = now + UNKILLABLE_S
 
-    def _end_abandoned(self) -> None:
-        """End the whole run: its launcher is gone. What was asked to end before gets no more time."""
+    def _end_abandoned(self, why: str) -> None:
+        """End the whole run: nobody is there to watch it. What was asked to end before gets no more time."""
         for running in self._running.values():
             was_asked = running.ending is not None or is_cancelled(running.asked, running.pid)
-            mark_abandoned(running.asked, running.pid)
+            mark_abandoned(why, running.asked, running.pid)
             if running.ending is None:
                 running.terminate("cancelled", self._term_grace_s)
             if was_asked:
                 running.kill_at = time.monotonic()
         for attempt in self._waiting:
-            mark_abandoned(attempt)
+            mark_abandoned(why, attempt)
         self._look_at = 0.0
 
     # Concluding
@@ -252,12 +267,14 @@ class Supervisor:
 
     def _record_end(self, running: Running, attempt: Attempt, exit_code: int) -> None:
         reason, error = self._ends.explain(running, exit_code)
+        self._tell(running, reason, error)
         record_end(
             attempt,
             reason,
             error,
             exit_code=exit_code,
-            signal=signal_name(-exit_code) if exit_code < 0 else None,
+            signal=signal_name(-exit_code) if exit_code < 0 else running.page.notice,
+            notice=running.page.notice,
             pid=running.pid,
             started_at=running.started_at,
             output_tail=self._ranks.output_tail(running.asked),
@@ -265,6 +282,9 @@ class Supervisor:
         with contextlib.suppress(StoreError):
             if self._fail_fast and (outcome := attempt.outcome()) is not None:
                 self._end_others(attempt, outcome)
+
+    def _tell(self, running: Running, reason: Reason, error: str | None) -> None:
+        """Show how a rank ended that left no outcome, where its log has no other end."""
 
     def _end_others(self, attempt: Attempt, outcome: Outcome) -> None:
         """Let the first failure end the run, if that was asked for."""
