@@ -10,8 +10,9 @@ from typing import Any
 from executors.attempt import Attempt, Claim
 from executors.attempt.outcome import describe_end
 from executors.errors import StoreError
-from executors.protocol import Reason, ReplicaStatus
+from executors.protocol import BY_USER, Outcome, Reason, ReplicaStatus
 from executors.store.records import RETRY_S, is_gone
+from executors.supervision.decisions import Decision
 from executors.worker.ranks import Running
 
 
@@ -39,6 +40,8 @@ class Ends:
             return "cancelled", None  # its marker says why
         if running.ending == "timeout":
             return because("timeout", limit_s=self._timeout_s)
+        if running.ending == "fenced":
+            return because("fenced")
         if running.ending == "signal":
             return because("signal", "terminated", name=running.page.notice)
         if exit_code == -signal.SIGKILL and (now_killed := self._count_oom_kills()) > self._oom_kills:
@@ -71,26 +74,47 @@ def is_cancelled(asked: Attempt, pid: int | None = None) -> bool:
     return False  # asked again in a second
 
 
-def mark_abandoned(why: str, asked: Attempt, pid: int | None = None) -> None:
-    """Leave the cancel marker of an attempt that nobody watches."""
+def is_overtaken(running: Running) -> bool:
+    """Return whether a living process has lost its attempt: to an outcome of somebody else, or to a later claim."""
+    with contextlib.suppress(StoreError):
+        attempt = claimed_by(running.pid, running.asked)
+        outcome = attempt.outcome()
+        return attempt.at(attempt.number + 1).has("started.json") or (
+            outcome is not None and outcome.pid != running.pid
+        )
+    return False
+
+
+def why_barred(entry: Decision) -> str:
+    """Say why a stop or cancel in the log ends a rank."""
+    if entry.kind == "cancel":
+        return BY_USER
+    return f"the run was stopped ({entry.why})" + (f": {entry.words}" if entry.words else "")
+
+
+def mark_cancelled(why: str, asked: Attempt, pid: int | None = None) -> None:
+    """Leave the cancel marker of the attempt that a child claimed, unless that has its outcome."""
     with contextlib.suppress(StoreError):
         attempt = claimed_by(pid, asked)
         if attempt.outcome() is None:  # else it is only tidying up
             attempt.request_cancel(why)
 
 
-def record_end(attempt: Attempt, reason: Reason, error: str | None, retry_s: float = RETRY_S, **more: Any) -> None:
-    """Record how an attempt ended, unless its run was deleted or an outcome stands."""
+def record_end(
+    attempt: Attempt, reason: Reason, error: str | None, retry_s: float = RETRY_S, **more: Any
+) -> Outcome | None:
+    """Record how an attempt ended; return the outcome that counts. None: its run was deleted, or the store fails."""
     status = ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED
     if is_gone(attempt.store, f"{attempt.run_id}/run.json"):  # it was deleted, and would begin to exist again
-        return
+        return None
     try:
-        attempt.record(attempt.ended(status, reason, error=error, **more), retry_s=retry_s)
+        return attempt.record(attempt.ended(status, reason, error=error, **more), retry_s=retry_s)
     except StoreError as failure:
         # The next poll finds this process gone, and reports what the store says.
         import logging  # 2 ms, on the way of every replica otherwise
 
         logging.getLogger(__name__).error("rank %d: no outcome could be written: %s", attempt.rank, failure)
+        return None
 
 
 def signal_name(number: int) -> str:

@@ -20,6 +20,7 @@ from executors.store import store_at
 from executors.task.stored import StoredTask, read_task
 
 NEVER = float("inf")
+ATOMIC_LOOK_S = 0.5
 
 
 class Ranks(Protocol):
@@ -68,12 +69,22 @@ class Running:
     """Why it is ended at its deadline."""
     ending: Reason | None = None
     """Why the supervisor ended it."""
+    asked_at: float = NEVER
+    grace_s: float = 0.0
     kill_at: float = NEVER
 
     def terminate(self, why: Reason, grace_s: float) -> None:
         """Ask the rank to end; only the rank: its helpers are part of how it cleans up."""
-        self.ending, self.deadline, self.kill_at = why, NEVER, time.monotonic() + grace_s
+        self.ending, self.deadline = why, NEVER
+        self.asked_at, self.grace_s = time.monotonic(), grace_s
+        self.kill_at = self.asked_at + grace_s
         os.kill(self.pid, signal.SIGTERM)
+
+    def may_be_killed(self, now: float) -> bool:
+        """Return whether it is time to: what the rank must not be interrupted in keeps that off for a while."""
+        at = self.page.kill_at(self.asked_at, self.grace_s)
+        self.kill_at = min(at, now + ATOMIC_LOOK_S)
+        return at <= now
 
     def end_by(self, deadline: float, why: Reason) -> None:
         """Have it asked to end at a time of the monotonic clock, if it is not to end before."""

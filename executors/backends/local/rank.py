@@ -176,6 +176,7 @@ class LocalRanks:
                 term_grace_s=self._launch.term_grace_s,
                 torch_threads=self._torch_threads,
                 gpu=self._launch.gpu if self._launch.gpu_slots is not None else None,
+                how=None if attempt.number == self._launch.spec.attempt else "fork",
             )
         except BaseException:
             sys.excepthook(*sys.exc_info())
