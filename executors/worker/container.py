@@ -88,6 +88,7 @@ class ContainerSupervisor(Supervisor):
         if notice is None or self._notice is not None:
             return
         self._notice = notice
+        self._answers.leave_all()
         self._waiting.clear()
         self._look_at = 0.0  # what was cancelled is not given the time of a notice
         end_at = time.monotonic() + self._notice_s
@@ -122,7 +123,7 @@ class ContainerSupervisor(Supervisor):
     def _tell(self, running: Running, reason: Reason, error: str | None) -> None:
         """Write into the log of the container how its rank ended, as the rank would have."""
         if reason == "cancelled":
-            error = describe_end("cancelled", running.asked.rank, self._world_size)
+            error = describe_end("cancelled", running.asked.rank, self._spec.world_size)
         half_a_line = running.page.tail().rpartition("\n")[2]
         line = "\n" * bool(half_a_line) + f"{error}\n"
         running.page.write_tail(line.encode())
@@ -139,12 +140,13 @@ class ContainerRanks:
         self._gpu = gpu
         self._torch_threads = usable_cores()
         self._task: StoredTask | None = None
-        self._pages: dict[int, SharedPage] = {}
+        self._page: SharedPage | None = None
 
     def prepare(self, attempt: Attempt) -> None:
         """Read the task, and import torch if the user's code does: each attempt then has it from the start."""
-        self._task = read_task_ahead(self._spec)
-        if self._task is not None and imports_torch(self._task, Path.cwd()):
+        if self._task is None:
+            self._task = read_task_ahead(self._spec)
+        if self._task is not None and attempt.number == self._spec.attempt and imports_torch(self._task, Path.cwd()):
             for name in PRELOAD:
                 with contextlib.suppress(Exception):  # not there, or not for this machine: the user's import says so
                     importlib.import_module(name)
@@ -155,7 +157,7 @@ class ContainerRanks:
 
     def start(self, attempt: Attempt, place: int, page: SharedPage, close: Iterable[int]) -> int:
         """Fork an attempt's process; return its pid."""
-        self._pages[attempt.number] = page
+        self._page = page
         parent = os.getpid()
         gc.freeze()  # the rank's collector finds nothing of the supervisor's to look at, and so to copy
         pid = fork()
@@ -165,7 +167,7 @@ class ContainerRanks:
 
     def output_tail(self, attempt: Attempt) -> str:
         """Return the end of what an attempt printed."""
-        return self._pages[attempt.number].tail()
+        return "" if self._page is None else self._page.tail()
 
     def copy_log(self, asked: Attempt, claimed: Attempt) -> None:
         """Copy nothing: the service has the log."""

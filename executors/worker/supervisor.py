@@ -171,10 +171,7 @@ class Supervisor:
 
     def _start(self, attempt: Attempt) -> None:
         place = self._free_places[0]
-        before = self._pages.get(attempt.rank)
-        page = self._pages[attempt.rank] = SharedPage.create(before)
-        if before is not None:
-            before.close()
+        page = self._pages[attempt.rank] = SharedPage.create(self._pages.get(attempt.rank))
         pid = self._ranks.start(attempt, place, page, (self._wakeup, self._wakeup_writer))
         self._free_places.popleft()
         deadline = NEVER if self._timeout_s is None else time.monotonic() + self._timeout_s
