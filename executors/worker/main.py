@@ -74,6 +74,8 @@ class Assignment:
     """The time limit of the entrypoint, where this process has to end itself."""
     gpu: str | None = None
     """What was asked for, and is here as far as the backend knows."""
+    how: str | None = None
+    """How the attempt was started; see `Outcome`."""
     page: SharedPage | None = None
     """What the parent sees of this process."""
 
@@ -303,7 +305,7 @@ class _Worker:
         reported, page = dict(self.replica.reported), self.replica.page
         reached = {name: reported[name] for name in ("round", "step") if name in reported} or None
         more = {"reached": reached, **({} if page is None else page.told()), **more}
-        more |= {"pid": os.getpid(), "started_at": self._started_at, "reported": reported}
+        more |= {"pid": os.getpid(), "started_at": self._started_at, "reported": reported, "how": self._assignment.how}
         return self.attempt.ended(status, reason, **more)
 
     def _sentence(self, ending: str, **values: Any) -> str:
