@@ -6,7 +6,7 @@ import html
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -311,6 +311,18 @@ def name_duration(seconds: float) -> str:
 def name_rate(per_s: float) -> str:
     """Write a rate for people: `123`, `12.3`, `1.23`, `0.0123`."""
     return f"{per_s:.3g}" if not 0.1 <= per_s < 1e6 else f"{per_s:.{2 if per_s < 10 else 1 if per_s < 100 else 0}f}"
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Name ranks briefly: `rank 3`, `ranks 0-2, 5`."""
+    spans: list[list[int]] = []
+    ranks = sorted(ranks)
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, span)) for span in spans)
 
 
 def pauses(first_s: float = FIRST_PAUSE_S, longest_s: float = LONGEST_PAUSE_S) -> Iterator[float]:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from executors.errors import ReplicasError
-from executors.report.root_cause import name_ranks as name_ranks
 from executors.report.words import MAX_CHARACTERS as MAX_CHARACTERS
 from executors.report.words import inert as inert
 from executors.report.words import name_age as name_age
 from executors.report.words import one_line as one_line
 from executors.status import name_duration as name_duration
+from executors.status import name_ranks as name_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -20,10 +20,10 @@ from executors.cli.output import (
 from executors.entrypoint import shown
 from executors.protocol import Outcome, ReplicaStatus
 from executors.report.failures import group_failures, words_of
-from executors.report.root_cause import headline, last_frames, name_ranks
+from executors.report.root_cause import headline, last_frames
 from executors.run.run import Run
 from executors.run_index import locate
-from executors.status import FAILED_EARLY
+from executors.status import FAILED_EARLY, name_ranks
 
 K = TypeVar("K")
 V = TypeVar("V")

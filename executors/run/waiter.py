@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 
 from executors.errors import BackendError, RunNotFoundError
 from executors.protocol import Outcome, ReplicaStatus
-from executors.report.root_cause import name_ranks
 from executors.run.observer import Observer
 from executors.run.progress import View
-from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
+from executors.status import FAILED_EARLY, ReplicaState, RunStatus, name_ranks, wait_until
 from executors.task.record import RunRecord
 
 MAX_WHY = 2000  # characters
