@@ -22,7 +22,8 @@ from executors.errors import (
     StoreError,
     UntrustedTaskError,
 )
-from executors.native import KeepsOptions, NativeExecutor, RunSpec
+from executors.native import KeepsOptions, NativeExecutor, RunSpec, restarts_replicas
+from executors.policy import HangLimits, Restarts
 from executors.process import this_process
 from executors.protocol import ReplicaStatus
 from executors.registry import is_given
@@ -30,8 +31,8 @@ from executors.run.handles import keep_handles
 from executors.run.run import Run
 from executors.run_index import new_run_id, remember
 from executors.store.records import SHA256, exists
-from executors.supervision.decisions import DecisionLog
-from executors.supervision.orders import order_resume
+from executors.supervision.decisions import DecisionLog, hang_of, policy_of
+from executors.supervision.orders import order_policy, order_resume
 from executors.task.create import continue_run
 from executors.task.stored import StoredTask, read_task
 
@@ -48,6 +49,8 @@ def resume(
     env: Mapping[str, str] | None = None,
     secrets: Sequence[str] = (),
     gather_s: float | None = None,
+    restarts: Restarts | int | str | None = None,
+    hang_timeout: str | float | None = None,
     detach: bool = False,
     task_digest: str | None = None,
     trust_bucket: bool = False,
@@ -60,6 +63,7 @@ def resume(
         run: the run; those of its replicas that still run go on undisturbed.
         ranks: start these instead; each must have ended.
         gpu, timeout, gather_s: None: as the run was launched. `gather_s` goes with its `min_replicas`.
+        restarts, hang_timeout: as for `launch`, for all ranks from here on. None: as before.
         env, secrets: as for `launch`. Values are not recorded, so those of the launch have to be given again.
         detach: go on when this process ends.
         task_digest: the sha256 of the task, for a run that another machine launched: `Run.task_digest` there.
@@ -83,10 +87,14 @@ def resume(
         LaunchError: the run was cancelled or stopped meanwhile.
         StoreError: the run was aborted, which is final for its id; or its task is not the one that was launched.
     """
+    new_restarts = Restarts.of(restarts)
+    new_hang = None if hang_timeout is None else HangLimits.parse(hang_timeout)
     task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
     launched, executor = task.launched_with, run.executor
     if not isinstance(executor, NativeExecutor):
         raise BackendError(f"Backend {run.backend!r} starts all ranks or none; it cannot resume some of a run.")
+    if (new_restarts or new_hang) and not restarts_replicas(executor):
+        raise ValueError(f"Backend {run.backend!r} starts nothing again: leave restarts= and hang_timeout= away.")
     if from_snapshot:
         _check_that_all_ended(run, ranks)
     elif exists(run.store, f"{run.run_id}/abort.json"):
@@ -100,6 +108,8 @@ def resume(
             f"Give it again: --env {missing[0]}=… or env={{{missing[0]!r}: …}}."
         )
     secret_names = _secrets_to_give(run, task, secrets)
+    log = DecisionLog(run.store, run.run_id)
+    policy = new_restarts or policy_of(log.read(), Restarts.of(launched.restarts))
     all_ranks = RunSpec(
         run_id=run.run_id,
         store_url=run.store.url,
@@ -113,8 +123,8 @@ def resume(
         min_replicas=launched.min_replicas,
         gather_s=launched.gather_s if gather_s is None else gather_s,
         fail_fast=launched.fail_fast,
-        restarts=launched.restarts,
-        hang=launched.hang,
+        restarts=None if policy is None else str(policy),
+        hang=str(new_hang or hang_of(log.entries, HangLimits.parse(launched.hang))),
         launched_at=run.record.created_at,
     )
     limits: Any = {
@@ -123,7 +133,8 @@ def resume(
     }
     if from_snapshot:
         return _begin_from_snapshot(run, task, replace(all_ranks, run_id=new_run_id(), chaos=()), limits, tell)
-    log = DecisionLog(run.store, run.run_id)
+    if new_restarts or new_hang:
+        order_policy(log, new_restarts, new_hang)
     n_seen = len(log.read())
     next_attempts = _next_attempts(run, ranks)
     if (barring := order_resume(log, next_attempts, n_seen)) is not None:
