@@ -211,8 +211,8 @@ def test_a_dry_run_shows_the_exact_request_and_leaves_no_trace(folder: Folder, s
     rendezvous.mkdir()
     before = sorted(folder.path.rglob("*"))
     arguments = ("--arg", "times=3", "--env", "TOKEN=hunter2", "--rendezvous", rendezvous, "--timeout", "90")
-    arguments += ("--restarts", "3/1h,oom=0", "--hang-timeout", "2m")
-    result = folder.launch("job:main", *arguments, "--run-id", "planned", "--dry-run", PYTHONDONTWRITEBYTECODE="1")
+    more = ("--restarts", "3/1h,oom=0", "--hang-timeout", "2m", "--run-id", "planned", "--dry-run")
+    result = folder.launch("job:main", *arguments, *more, PYTHONDONTWRITEBYTECODE="1")
     assert result.code == 0, result
     request = result.json["request"]
     assert request["spec"]["run_id"] == "planned"
