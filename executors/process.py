@@ -155,7 +155,9 @@ def oom_kills() -> int:
 
 def oom_kills_in_group(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Count those that it killed in this process's control group, as a container has one; 0 when it does not report."""
-    files = (folder / name for folder in _groups("memory", root, own) for name in ("memory.events", "memory.oom_control"))
+    files = (
+        folder / name for folder in _groups("memory", root, own) for name in ("memory.events", "memory.oom_control")
+    )
     return next((count for file in files if (count := _oom_kills(file)) is not None), 0)
 
 

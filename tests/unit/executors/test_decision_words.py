@@ -9,9 +9,9 @@ import pytest
 
 from executors.policy import Restarts
 from executors.protocol import Outcome, ReplicaStatus
+from executors.supervision.decision_words import line_of, note_of
 from executors.supervision.decisions import Decision
 from executors.supervision.rules import RunFacts, decide
-from executors.supervision.decision_words import line_of, note_of
 
 REACHED = {"step": 812.0}
 ERROR = "ValueError: no shard 'corpus-0003'"
