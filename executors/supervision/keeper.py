@@ -16,7 +16,7 @@ from executors.supervision.decisions import Decision, DecisionLog, answer_to, ba
 from executors.supervision.rules import LAST_CALL_S, RunFacts, decide, is_own, too_few_left
 
 CARRY_S = 60.0  # what another keeper decided, and has not begun for so long, is carried out
-NEEDS_LAUNCH = ("start_failed", "lost", "preempted")
+NEEDS_LAUNCH = ("start_failed", "lost", "preempted", "timeout")  # a time limit begins anew with a launch alone
 MOST_FORK_STRIKES = 2  # of a rank; then whoever has wider hands leaves the machine
 
 
@@ -212,8 +212,11 @@ class Keeper:
         for rank, entry in self._starts.items():
             if entry.start[rank] <= sight.newest.get(rank, -1) or not self.hands.may_start(rank):
                 continue
-            is_to_leave = self.hands.how == "fork" and entry.how != "fork" and entry.rank == rank
-            if not is_to_leave and not self.barred_by(rank):
+            # Whoever resumes a rank starts it; a machine that is to be left starts nothing.
+            is_others = self.hands.how == "fork" and (
+                entry.kind == "resume" or (entry.how != "fork" and entry.rank == rank)
+            )
+            if not is_others and not self.barred_by(rank):
                 pending[rank] = entry
         return pending
 
