@@ -37,7 +37,7 @@ from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
 from executors.store.url import address_of
-from executors.supervision.decisions import DecisionLog
+from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.lease import LeaseHolder
 from executors.task.record import RunRecord, find_run_record
 
@@ -214,7 +214,12 @@ class Run:
         """
         states = self._look()
         replicas = self._observer.with_reports(states) if reports else states
-        return RunStatus(self.run_id, self.backend, replicas, self._observer.count_joined(), self.record.min_replicas)
+        return self._observer.status(replicas)
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """What was decided on the run, as far as a look at it needed to know, oldest first."""
+        return self._observer.decisions
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look at the run and the next: at a bucket, requests cost."""

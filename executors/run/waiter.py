@@ -99,13 +99,13 @@ class Waiter:
 
     def _ended(self, view: View | None) -> list[ReplicaState]:
         """Look at the run once, show it, and return the replicas that have ended."""
-        observer, record = self._observer, self._record
+        observer = self._observer
         states = observer.look(observer.ranks)
         self._keep(states)
         has_failed = self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states)
         if view is not None or has_failed:
             reported = observer.with_reports(states)
-            now = RunStatus(self._run_id, record.backend, reported, observer.count_joined(), record.min_replicas)
+            now = observer.status(reported)
             if view is not None:
                 view.update(now)
             if has_failed and (told := self.end_early(now, "fail_fast=True")):
