@@ -178,11 +178,12 @@ def oom_kills() -> int:
 
 
 def oom_kills_in_group(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Count those that it killed in this process's control group, as a container has one; 0 when it does not report."""
-    files = (
-        folder / name for folder in _groups("memory", root, own) for name in ("memory.events", "memory.oom_control")
-    )
-    return next((count for file in files if (count := _oom_kills(file)) is not None), 0)
+    """Count those that it killed in this process's control group, as a container has one, as far as it reports that."""
+    for folder in _groups("memory", root, own):
+        for name in ("memory.events", "memory.oom_control"):
+            if (count := _oom_kills(folder / name)) is not None:
+                return count
+    return 0
 
 
 def _oom_kills(file: Path) -> int | None:
@@ -194,7 +195,7 @@ def _oom_kills(file: Path) -> int | None:
 
 
 def be_killed_first(by: int = 500) -> None:
-    """Let the kernel, when memory is short, end this process and what it starts before others; where that is allowed."""
+    """Let the kernel, when memory is short, end this process and what it starts before others, where that can be."""
     file = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError, ValueError):
         file.write_text(str(min(1000, int(file.read_text()) + by)))

@@ -159,7 +159,7 @@ class SharedPage:
         """Keep the end of what is printed."""
         data = memoryview(data).cast("B")[-TAIL_BYTES:]
         # In one go between two threads: reserved first, then written.
-        start = self._written
+        start = max(self._written, int(self._numbers[WRITTEN]))  # its supervisor adds how it ended
         self._written = end = start + len(data)
         at = start % TAIL_BYTES
         n_first = min(len(data), TAIL_BYTES - at)

@@ -212,11 +212,8 @@ class Keeper:
         for rank, entry in self._starts.items():
             if entry.start[rank] <= sight.newest.get(rank, -1) or not self.hands.may_start(rank):
                 continue
-            # Whoever resumes a rank starts it; a machine that is to be left starts nothing.
-            is_others = self.hands.how == "fork" and (
-                entry.kind == "resume" or (entry.how != "fork" and entry.rank == rank)
-            )
-            if not is_others and not self.barred_by(rank):
+            is_anothers = entry.kind == "resume" or (entry.how != "fork" and entry.rank == rank)
+            if not (self.hands.how == "fork" and is_anothers) and not self.barred_by(rank):
                 pending[rank] = entry
         return pending
 

@@ -129,10 +129,14 @@ class Answers:
         if (outcome := record_end(attempt, "cancelled", None)) is not None:
             self.ended(outcome)
 
-    def close(self, why: str) -> None:
-        """Answer nothing and begin nothing any more; what was to be begun is cancelled."""
-        for rank in list(self._newest):
-            self.take_back(rank, why)
+    def close(self, why: str | None = None) -> None:
+        """Answer nothing and begin nothing any more.
+
+        Args:
+            why: what was to be begun is cancelled for this reason. None: it is left to others.
+        """
+        for rank in list(self._newest) if why is not None else ():
+            self.take_back(rank, why or "")
         self._is_closed = True
 
     # The hands of the keeper
