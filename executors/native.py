@@ -266,6 +266,11 @@ class Log(Protocol):
         """Let go of connections, at once."""
 
 
+def restarts_replicas(executor: ServerlessExecutor) -> bool:
+    """Whether single replicas of an executor can be started again, and watched by a supervisor."""
+    return isinstance(executor, NativeExecutor) and executor.backend_name != "inline"
+
+
 def page_of_job(handle: Any) -> str | None:
     """Return the page of a replica's job at its service, as its handle names it."""
     job = handle.metadata.get("job") if isinstance(handle, ReplicaHandle) else None

@@ -22,7 +22,8 @@ from executors.errors import (
     StoreError,
     UntrustedTaskError,
 )
-from executors.native import KeepsOptions, NativeExecutor, RunSpec
+from executors.native import KeepsOptions, NativeExecutor, RunSpec, restarts_replicas
+from executors.policy import HangLimits, Restarts
 from executors.process import this_process
 from executors.protocol import ReplicaStatus
 from executors.registry import is_given
@@ -31,9 +32,9 @@ from executors.run.launch_hands import Recipe
 from executors.run.run import Run
 from executors.run_index import new_run_id, remember
 from executors.store.records import SHA256, exists
-from executors.supervision.decisions import DecisionLog
+from executors.supervision.decisions import DecisionLog, hang_of, policy_of
 from executors.supervision.lease import hold_lease, release_lease
-from executors.supervision.orders import order_resume
+from executors.supervision.orders import order_policy, order_resume
 from executors.task.create import continue_run
 from executors.task.stored import StoredTask, read_task
 
@@ -50,6 +51,8 @@ def resume(
     env: Mapping[str, str] | None = None,
     secrets: Sequence[str] = (),
     gather_s: float | None = None,
+    restarts: Restarts | int | str | None = None,
+    hang_timeout: str | float | None = None,
     detach: bool = False,
     task_digest: str | None = None,
     trust_bucket: bool = False,
@@ -62,6 +65,7 @@ def resume(
         run: the run; those of its replicas that still run go on undisturbed.
         ranks: start these instead; each must have ended.
         gpu, timeout, gather_s: None: as the run was launched. `gather_s` goes with its `min_replicas`.
+        restarts, hang_timeout: as for `launch`, for all ranks from here on. None: as before.
         env, secrets: as for `launch`. Values are not recorded, so those of the launch have to be given again.
         detach: go on when this process ends.
         task_digest: the sha256 of the task, for a run that another machine launched: `Run.task_digest` there.
@@ -85,10 +89,14 @@ def resume(
         LaunchError: the run was cancelled or stopped meanwhile.
         StoreError: the run was aborted, which is final for its id; or its task is not the one that was launched.
     """
+    new_restarts = Restarts.of(restarts)
+    new_hang = None if hang_timeout is None else HangLimits.parse(hang_timeout)
     task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
     launched = task.launched_with
     recipe = recipe_of(run, task, gpu=gpu, timeout=timeout, env=env, secrets=secrets, detach=detach)
     executor, limits = native_executor(run), recipe.limits
+    if (new_restarts or new_hang) and not restarts_replicas(executor):
+        raise ValueError(f"Backend {run.backend!r} starts nothing again: leave restarts= and hang_timeout= away.")
     if from_snapshot:
         _check_that_all_ended(run, ranks)
     elif exists(run.store, f"{run.run_id}/abort.json"):
@@ -99,9 +107,15 @@ def resume(
                 f"Run {run.run_id!r} was launched without min_replicas, so gather_s= (--gather) says nothing."
             )
         recipe = replace(recipe, spec=replace(recipe.spec, gather_s=gather_s))
+    log = DecisionLog(run.store, run.run_id)
+    policy = new_restarts or policy_of(log.read(), Restarts.of(launched.restarts))
+    hang = new_hang or hang_of(log.entries, HangLimits.parse(launched.hang))
+    kept = replace(recipe.spec, restarts=None if policy is None else str(policy), hang=str(hang))
+    recipe = replace(recipe, spec=kept)
     if from_snapshot:
         return _begin_from_snapshot(run, task, recipe, tell)
-    log = DecisionLog(run.store, run.run_id)
+    if new_restarts or new_hang:
+        order_policy(log, new_restarts, new_hang)
     n_seen = len(log.read())
     next_attempts = _next_attempts(run, ranks)
     if (barring := order_resume(log, next_attempts, n_seen)) is not None:

@@ -23,6 +23,7 @@ from executors.launcher.checks import (
     check_same,
     check_working_directory,
     resolved,
+    with_policy,
     with_tracker,
 )
 from executors.launcher.prices import affordable_s, usd_per_hour
@@ -324,6 +325,7 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     if timeout is None:
         timeout = PLAIN_TIMEOUT_S if native is None else native.default_timeout_s
     check_environment(executor, request)
+    request = with_policy(executor, request)
     if (script := script_of(request.entrypoint)) is not None:
         check_python(script_header(script), script)
     if request.tracker is not None:
@@ -353,7 +355,7 @@ def _bring_back(
     """Resume a run as `launch(resume=True)` does."""
     given = request.args if request.argv is None else request.argv
     request = resolved(request) if given is not None else replace(resolved(request), args=None)
-    for name in ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker", "restarts", "hang_timeout"):
+    for name in ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker"):
         if getattr(request, name):
             raise ValueError(f"A resumed run keeps the {name} it was launched with: leave {name}= away.")
     if request.run_id is None:
@@ -373,5 +375,7 @@ def _bring_back(
         env=request.env,
         secrets=request.secrets,
         detach=request.detach,
+        restarts=request.restarts,
+        hang_timeout=request.hang_timeout,
         task_digest=task.digest,
     )
