@@ -22,7 +22,7 @@ from executors.entrypoint import shown
 from executors.protocol import Outcome, ReplicaStatus
 from executors.report.failures import group_failures, words_of
 from executors.report.root_cause import headline, last_frames
-from executors.run.answers import is_hopeless, was_stopped
+from executors.run.restart_states import is_hopeless, was_stopped
 from executors.run.run import Run
 from executors.status import FAILED_EARLY, name_ranks
 from executors.supervision.decisions import Decision

@@ -6,13 +6,17 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import fake_jobs
 from support.fake_jobs import FakeJob, Machines, attached, start
 
 from executors import Run
+from executors.attempt import Attempt
+from executors.backends.jobs.service import Job
 from executors.resume import recipe_of, resume, vouched_task
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.lease import LeaseHolder
@@ -59,6 +63,17 @@ def waiting(run: Run) -> Iterator[None]:
         thread.join()
 
 
+@pytest.fixture
+def _time_after_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_jobs, "TERM_GRACE_S", 20.0)
+    add = Machines.add
+
+    def add_hurried(self: Machines, job: Job) -> FakeJob:
+        return add(self, replace(job, env={**job.env, "REPLICA_NOTICE_S": "0.01"}))  # its replica ends at once
+
+    monkeypatch.setattr(Machines, "add", add_hurried)
+
+
 def log_of(run: Run) -> list[Decision]:
     return list(DecisionLog(run.store, run.run_id).read())
 
@@ -72,13 +87,15 @@ def preempt(machines: Machines, job: FakeJob) -> None:
     machines.end(job, "preempted")
 
 
-def told(machines: Machines, job: FakeJob) -> None:
+def give_notice(machines: Machines, job: FakeJob) -> None:
+    """Preempt a job whose container hears of it, and leaves an outcome that knows no more than a signal."""
     machines.end(job, "preempted", gently=True)
 
 
+@pytest.mark.usefixtures("_time_after_a_notice")
 @pytest.mark.parametrize(
     ("restarts", "end", "reason"),
-    [("2", lose_container, "signal"), ("0", preempt, "preempted"), ("0", told, "preempted")],
+    [("2", lose_container, "signal"), ("0", preempt, "preempted"), ("0", give_notice, "preempted")],
 )
 def test_who_launched_starts_anew_what_lost_its_container(
     machines: Machines, folder: Path, restarts: str, end: Callable[[Machines, FakeJob], None], reason: str
@@ -91,8 +108,10 @@ def test_who_launched_starts_anew_what_lost_its_container(
     assert run.results() == [0, 1]
     assert [(e.kind, e.start, e.how, e.reason) for e in log_of(run)] == [("restart", {1: 1}, "launch", reason)]
     assert len(machines.jobs) == 3
+    assert Attempt(run.store, run.run_id, 1).outcome().notice == ("SIGTERM" if end is give_notice else None)  # type: ignore[union-attr]
 
 
+@pytest.mark.usefixtures("_time_after_a_notice")
 def test_what_was_cancelled_at_the_service_stays_so(machines: Machines, folder: Path) -> None:
     run = waits(folder, restarts="5")
     with waiting(run):
@@ -100,6 +119,7 @@ def test_what_was_cancelled_at_the_service_stays_so(machines: Machines, folder: 
         eventually(lambda: attached().status().replicas[1].status.is_terminal, "rank 1 is over")
         (folder / "go").touch()
     assert [str(outcome.status) for outcome in run.outcomes()] == ["succeeded", "failed"]
+    assert [(e.kind, e.rank, e.words) for e in log_of(run)] == [("cancel", 1, "cancelled at the backend 'fake'")]
     assert len(machines.jobs) == 2
 
 
