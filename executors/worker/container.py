@@ -90,6 +90,7 @@ class ContainerSupervisor(Supervisor):
         self._notice = notice
         self._answers.leave_all()
         self._waiting.clear()
+        self._answers.close()
         self._look_at = 0.0  # what was cancelled is not given the time of a notice
         end_at = time.monotonic() + self._notice_s
         for running in self._running.values():
@@ -190,6 +191,7 @@ class ContainerRanks:
                 term_grace_s=self._term_grace_s,
                 torch_threads=self._torch_threads,
                 gpu=self._gpu,
+                how=None if attempt.number == self._spec.attempt else "fork",
             )
         except BaseException:  # noqa: BLE001 - a forked child must never return into the supervisor
             sys.excepthook(*sys.exc_info())

@@ -214,7 +214,7 @@ class Supervisor:
         for running in self._running.values():
             running.terminate("cancelled", self._term_grace_s)
         self._waiting.clear()
-        self._answers.close("")
+        self._answers.close()
         reason = f"Rank {failed.rank} could not be started: {error}"
         mine = []
         for attempt in self._asked:  # those not reached yet, too; left alone where the store does not answer
