@@ -47,8 +47,9 @@ ARG = "An argument of the entrypoint, as its annotation says; without one JSON, 
 TIMEOUT = f"How long each replica may run ({DURATIONS}). Default: no limit locally, one hour elsewhere."
 MAX_COST = "What all replicas may cost together: a time limit, where the backend tells prices."
 CHAOS = (
-    "A fault to inject, local backend only: kill:rank=1,round=3 (counted from 1; or at=POINT,count=N,when=after), "
-    "or store:lost=0.02,error=0.01,delay=0.3. Repeatable."
+    "A fault to inject, local backend only: kill:rank=1,round=3 (counted from 1; or at=POINT,count=N,when=after; "
+    "attempt=all), likewise hang:…,how=gil|spin|lock|loop|stop, raise:…, exit:…,code=75, oom:…; kill:every=5: a random "
+    "rank; or store:lost=0.02,error=0.01,delay=0.3. Repeatable."
 )
 FAIL_FAST = "End the run at the first failure before anybody's first round. Default: the others train on."
 TRACKER = "What gets the numbers of the replicas, too: trackio, wandb, mlflow, or pkg.mod:Class."
