@@ -67,6 +67,11 @@ class Supervisor:
         """Ranks that ended and whose logs are being copied, with the attempt and the exit code, by who copies."""
         self._free_places = deque(range(places))
         self._look_at = time.monotonic() + CANCEL_LOOK_S
+        self._killer = None
+        if spec.chaos:
+            from executors.chaos import Killer
+
+            self._killer = Killer(spec.chaos, spec.run_id)
         self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def start(self) -> list[Attempt]:
@@ -118,7 +123,8 @@ class Supervisor:
             poller.register(self._launcher_pidfd, select.POLLIN)
         while self._running or self._waiting or self._copying:
             events = (min(running.deadline, running.kill_at) for running in self._running.values())
-            left_s = max(0.0, min(self._look_at, *events, NEVER) - time.monotonic())
+            kill_at = NEVER if self._killer is None else self._killer.next_at
+            left_s = max(0.0, min(self._look_at, kill_at, *events, NEVER) - time.monotonic())
             ready = {descriptor for descriptor, _ in poller.poll(min(left_s, 60.0) * 1000)}
             if self._wakeup in ready:
                 with contextlib.suppress(BlockingIOError):
@@ -131,6 +137,8 @@ class Supervisor:
                 self._end_abandoned()
             self._look_for_cancels()
             self._enforce_deadlines()
+            if self._killer is not None:
+                self._killer.strike({running.asked.rank: running.pid for running in self._running.values()})
             while self._waiting and self._free_places:
                 attempt = self._waiting.popleft()
                 try:
