@@ -37,6 +37,7 @@ EXAMPLES = {
     "secret": ["wandb"],
     "volume": ["corpus:/data"],
     "chaos": ["kill:rank=1,round=3"],
+    "health-check": "checks.py:gpu",
     "tracker": "trackio",
     "columns": "lr,gnorm",
 }

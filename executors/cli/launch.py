@@ -60,6 +60,7 @@ RESTARTS = (
     "3,oom=0,75=inf. 0: only what is nobody's fault. Default: nothing restarts."
 )
 HANG = "How long a replica may go on without progress: SOFT[:HARD] as in 2m:3m, auto or off. Default: auto."
+HEALTH_CHECK = "A function that each new process calls before the task, for 60 s at most: pkg.mod:f, path/file.py:f."
 TASK_DIGEST = (
     "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
     "task_digest."
@@ -93,6 +94,7 @@ def launch(
     gather: Annotated[float, Option(metavar="DURATION", parser=parse_duration, help=GATHER)] = GATHER_S,
     restarts: Annotated[str | None, Option(metavar="N[/SPAN],…", help=RESTARTS)] = None,
     hang_timeout: Annotated[str | None, Option(metavar="SOFT[:HARD]", help=HANG)] = None,
+    health_check: Annotated[str | None, Option(metavar="NAME", help=HEALTH_CHECK)] = None,
     tracker: Annotated[str | None, Option(metavar="NAME", help=TRACKER)] = None,
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
@@ -140,6 +142,7 @@ def launch(
                         min_replicas=min_replicas,
                         restarts=restarts,
                         hang_timeout=hang_timeout,
+                        health_check=health_check,
                         tracker=tracker,
                         gather_s=gather,
                         origins=origins_of(context, backend, given, chosen),
