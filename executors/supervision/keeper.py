@@ -16,7 +16,7 @@ from executors.supervision.decisions import Decision, DecisionLog, answer_to, ba
 from executors.supervision.rules import LAST_CALL_S, RunFacts, decide, is_own, too_few_left
 
 CARRY_S = 60.0  # what another keeper decided, and has not begun for so long, is carried out
-NEEDS_LAUNCH = ("start_failed", "lost", "preempted")
+NEEDS_LAUNCH = ("start_failed", "lost", "preempted", "timeout")  # a time limit begins anew with a launch alone
 MOST_FORK_STRIKES = 2  # of a rank; then whoever has wider hands leaves the machine
 
 
@@ -204,8 +204,8 @@ class Keeper:
             entry = start_of(self.log.entries, rank)
             if entry is None or entry.start[rank] <= sight.newest.get(rank, -1) or self.barred_by(rank):
                 continue
-            if self.hands.how == "fork" and entry.how != "fork" and entry.rank == rank:
-                continue  # its machine is to be left
+            if self.hands.how == "fork" and (entry.kind == "resume" or (entry.how != "fork" and entry.rank == rank)):
+                continue  # whoever resumes it starts it; its machine is to be left
             if self.hands.may_start(rank):
                 pending[rank] = entry
         return pending

@@ -73,6 +73,8 @@ class Assignment:
     """The time limit of the entrypoint, where this process has to end itself."""
     gpu: str | None = None
     """What was asked for, and is here as far as the backend knows."""
+    how: str | None = None
+    """How the attempt was started; see `Outcome`."""
 
 
 class CancelledBeforeStart(ReplicasError):
@@ -280,7 +282,12 @@ class _Worker:
         return self._ended(ReplicaStatus.FAILED, reason, error=error, exit_code=exit_code, **more)
 
     def _ended(self, status: ReplicaStatus, reason: Reason | None, **more: Any) -> Outcome:
-        more |= {"pid": os.getpid(), "started_at": self._started_at, "reported": dict(self.replica.reported)}
+        more |= {
+            "how": self._assignment.how,
+            "pid": os.getpid(),
+            "started_at": self._started_at,
+            "reported": dict(self.replica.reported),
+        }
         return self.attempt.ended(status, reason, **more)
 
     def _sentence(self, ending: str, **values: Any) -> str:

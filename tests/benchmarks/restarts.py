@@ -108,7 +108,7 @@ def _delays(run: Run) -> dict[str, float]:
 
 
 def goodput(options: Options) -> list[Comparison]:
-    """R6: eight replicas, of which a random one is killed every few seconds; for a while, so `--seconds` shortens it."""
+    """R6: eight replicas, of which a random one is killed every few seconds; `--seconds` shortens it."""
     cases = [(8, 2.0, 5.0, 600.0, 0.05), (8, 40.0, 60.0, 1200.0, 0.08)]
     if options.quick:
         cases = [(2, 0.5, 1.0, 4.0, 1.0)]

@@ -102,9 +102,7 @@ def false_alarms(options: Options) -> list[Comparison]:
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(load)]
     try:
         with state_of_its_own():
-            run = launch(
-                LocalProcessExecutor(preload=()), f"{FILE}:step_for", n, args={"seconds": seconds}, restarts=3
-            )
+            run = launch(LocalProcessExecutor(preload=()), f"{FILE}:step_for", n, args={"seconds": seconds}, restarts=3)
             run.wait(seconds + 300)
             alarms = sum(len(_stacks_of(run, rank)) for rank in range(n))
             ends = sum(outcome.status != "succeeded" for outcome in run.outcomes())
