@@ -11,7 +11,6 @@ import math
 import mmap
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
@@ -25,8 +24,8 @@ OTHERS = "others"
 # Where what is in the page, in doubles.
 (
     READY, BEAT, TICK, MARK, MARKS, KEPT, SINCE, ROW, LIMIT, UNWATCHED, ATOMIC_SINCE, ATOMIC_LEFT, ENDING_AT, NOTICE,
-    STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN,
-) = range(20)  # fmt: skip
+    STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN, HANG_RAISED_AT,
+) = range(21)  # fmt: skip
 ROWS, ROW_SIZE, N_ROWS = 32, 8, 24  # of each section: a name of 48 bytes, its longest interval, how many there were
 LONGEST, COUNT = 6, 7
 NAME_BYTES = LONGEST * 8
@@ -71,12 +70,15 @@ class SharedPage:
     """More than 0: it is not to be judged."""
     atomic_since = _Number(ATOMIC_SINCE)
     """Since when it is in what is not to be interrupted; 0: it is not."""
+    atomic_left = _Number(ATOMIC_LEFT)
     main_thread = _Number(MAIN_THREAD)
     """The main thread's ident, by which a dump of the stacks names it."""
     stacks_file = _Number(STACKS_FILE)
-    """The descriptor, in the rank, of what its stacks are dumped to; 0: none."""
+    """The descriptor, in the rank, of what its stacks are dumped to; -1: none."""
     n_stacks = _Number(N_STACKS)
     """How many dumps its supervisor has kept."""
+    hang_raised_at = _Number(HANG_RAISED_AT)
+    """When the rank raised `HangError`; 0: it has not."""
 
     def __init__(self, after: SharedPage | None = None) -> None:
         self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)  # shared with what is forked from here
@@ -89,12 +91,13 @@ class SharedPage:
         self._row_of(STEPS)
         self._open = list[tuple[float, float, float, float]]()
         """The sections around the innermost one: row, limit and since, and when the one in it was entered."""
-        self._row, self._n_atomic = FIRST_ROW, 0
-        self._written = 0
+        self._row = FIRST_ROW
+        self._written = self.n_atomic = 0
         self.deferred: BaseException | None = None
         """Raised in the rank when it leaves `atomic`."""
         self._numbers[ROW], self._numbers[LIMIT] = FIRST_ROW, math.nan
         self._numbers[STEP] = self._numbers[ROUND] = math.nan
+        self.stacks_file = -1
         self.since = self.beat = self.tick = monotonic()
 
     @classmethod
@@ -102,10 +105,12 @@ class SharedPage:
         """Make a page; see the class."""
         return cls(after)
 
-    def close(self) -> None:
-        """Give the memory back, in this process."""
-        self._numbers.release()
-        self._memory.close()
+    def detach(self) -> None:
+        """Share nothing any more, in this process: what is written from here on is its own."""
+        head = self._memory[:HEAD_BYTES]
+        self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)
+        self._memory[:HEAD_BYTES] = head
+        self._numbers = memoryview(self._memory)[:HEAD_BYTES].cast("d")
 
     # -- progress, by the rank ---------------------------------------------------------------------------------------
 
@@ -150,38 +155,11 @@ class SharedPage:
         self._row = int(outer)
         numbers[ROW] = outer
 
-    @contextmanager
-    def unwatched_section(self) -> Iterator[None]:
-        """Not to be judged in here; the time does not count around it."""
-        self.enter("unwatched", math.inf)
-        self.unwatched += 1
-        try:
-            yield
-        finally:
-            self.unwatched -= 1
-            self.leave(learns=False)
-
-    @contextmanager
-    def atomic(self) -> Iterator[None]:
-        """Not to be ended in here; what was to be raised meanwhile is raised at its end."""
-        self._n_atomic += 1
-        if self._n_atomic == 1:
-            self._numbers[ATOMIC_SINCE] = monotonic()
-        try:
-            yield
-        finally:
-            self._n_atomic -= 1
-            if not self._n_atomic:
-                self._numbers[ATOMIC_LEFT], self._numbers[ATOMIC_SINCE] = monotonic(), 0.0
-                error, self.deferred = self.deferred, None
-                if error is not None:
-                    raise error
-
     def write_tail(self, data: Any) -> None:
         """Keep the end of what is printed."""
         data = memoryview(data).cast("B")[-TAIL_BYTES:]
         # In one go between two threads: reserved first, then written.
-        start = self._written
+        start = max(self._written, int(self._numbers[WRITTEN]))  # its supervisor adds how it ended
         self._written = end = start + len(data)
         at = start % TAIL_BYTES
         n_first = min(len(data), TAIL_BYTES - at)
@@ -229,7 +207,7 @@ class SharedPage:
     def kill_at(self, asked_at: float, grace_s: float) -> float:
         """Return when a rank that was asked to end is killed: what it does in `atomic` keeps that off for 60 s."""
         latest = asked_at + ATOMIC_LIMIT_S
-        since = latest if self.atomic_since else min(max(asked_at, self._numbers[ATOMIC_LEFT]), latest)
+        since = latest if self.atomic_since else min(max(asked_at, self.atomic_left), latest)
         return since + grace_s
 
     # -- written by the supervisor -----------------------------------------------------------------------------------
@@ -291,3 +269,57 @@ class SharedPage:
     def _name_at(self, row: int) -> str:
         at = (row - LONGEST) * 8
         return self._memory[at : at + NAME_BYTES].rstrip(b"\0").decode(errors="replace")
+
+
+class Section:
+    """A section of a rank's work, as a context."""
+
+    __slots__ = ("_limit_s", "_name", "_page")
+
+    def __init__(self, page: SharedPage, name: str, limit_s: float | None) -> None:
+        self._page, self._name, self._limit_s = page, name, limit_s
+
+    def __enter__(self) -> None:
+        self._page.enter(self._name, self._limit_s)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._page.leave(learns=kind is None)
+
+
+class Unwatched(Section):
+    """A section in which the rank is not judged, nor in those inside it."""
+
+    def __init__(self, page: SharedPage) -> None:
+        super().__init__(page, "unwatched", math.inf)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._page.unwatched += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._page.unwatched -= 1
+        self._page.leave(learns=False)
+
+
+class Atomic:
+    """What is not to be interrupted, as a context."""
+
+    def __init__(self, page: SharedPage) -> None:
+        self._page = page
+
+    def __enter__(self) -> None:
+        page = self._page
+        page.n_atomic += 1
+        if page.n_atomic == 1:
+            page.atomic_since = monotonic()
+
+    def __exit__(self, *_: Any) -> None:
+        page = self._page
+        page.n_atomic -= 1
+        if page.n_atomic:
+            return
+        page.atomic_left, page.atomic_since = monotonic(), 0.0
+        error, page.deferred = page.deferred, None
+        if error is not None:
+            page.hang_raised_at = page.atomic_left
+            raise error

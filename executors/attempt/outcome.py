@@ -100,6 +100,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
 
 ENDINGS = {
     "timeout": "ran into its time limit of {limit_s:g} s.",
+    "hang": "made no progress for {for_s:.0f} s (limit {limit_s:.3g} s){where}: {diagnosis}.{stacks}",
     "oom": "was killed by the kernel (SIGKILL): out of memory.",
     "signal": "was ended by signal {number} ({name}).",
     "terminated": "was terminated by {name}, not sent by `replicas`.",

@@ -15,7 +15,7 @@ from executors.policy import Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
 from executors.store.records import RETRY_S
-from executors.supervision.decisions import Decision, DecisionLog, start_of
+from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.keeper import Keeper, Sight
 from executors.task.record import find_run_record
 from executors.worker.ends import record_end
@@ -120,7 +120,7 @@ class Answers:
 
     def take_back(self, rank: int, why: str) -> None:
         """Record a rank's attempt as cancelled that was decided and is not begun."""
-        entry = start_of(self._log.entries, rank)
+        entry = self._starts().get(rank)
         if entry is None or entry.kind == "resume" or entry.start[rank] <= self._newest[rank]:
             return
         attempt = Attempt(self._store, self._spec.run_id, rank, entry.start[rank])
@@ -129,10 +129,14 @@ class Answers:
         if (outcome := record_end(attempt, "cancelled", None)) is not None:
             self.ended(outcome)
 
-    def close(self, why: str) -> None:
-        """Answer nothing and begin nothing any more; what was to be begun is cancelled."""
-        for rank in list(self._newest):
-            self.take_back(rank, why)
+    def close(self, why: str | None = None) -> None:
+        """Answer nothing and begin nothing any more.
+
+        Args:
+            why: what was to be begun is cancelled for this reason. None: it is left to others.
+        """
+        for rank in list(self._newest) if why is not None else ():
+            self.take_back(rank, why or "")
         self._is_closed = True
 
     # The hands of the keeper
@@ -154,10 +158,13 @@ class Answers:
         self._ends.pop(rank, None)
 
     def _leave_resumed(self) -> None:
-        for rank, number in list(self._newest.items()):
-            entry = start_of(self._log.entries, rank)
-            if entry is not None and entry.kind == "resume" and entry.start[rank] > number:
+        for rank, entry in self._starts().items():
+            if entry.kind == "resume" and entry.start[rank] > self._newest.get(rank, entry.start[rank]):
                 self.leave(rank)
+
+    def _starts(self) -> dict[int, Decision]:
+        """Return the last entry that starts an attempt of each rank."""
+        return {rank: entry for entry in self._log.entries for rank in entry.start}
 
     def _sight(self) -> Sight:
         """Return how the run's ranks ended: this supervisor's own from memory, others from the store."""

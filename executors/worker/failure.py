@@ -50,6 +50,10 @@ def _place(trace: TracebackType | None) -> str | None:
     return f"{shown}:{found.tb_lineno}"
 
 
-def _is_users(trace: TracebackType) -> bool:
-    file = trace.tb_frame.f_code.co_filename
+def is_users_file(file: str) -> bool:
+    """Tell whether a file is the user's: not of Python, not installed, not of ours."""
     return not file.startswith(("<frozen ", STANDARD_LIBRARY, *OURS)) and not any(mark in file for mark in INSTALLED)
+
+
+def _is_users(trace: TracebackType) -> bool:
+    return is_users_file(trace.tb_frame.f_code.co_filename)

@@ -179,10 +179,7 @@ class Supervisor:
 
     def _start(self, attempt: Attempt) -> None:
         place = self._free_places[0]
-        before = self._pages.get(attempt.rank)
-        page = self._pages[attempt.rank] = SharedPage.create(before)
-        if before is not None:
-            before.close()
+        page = self._pages[attempt.rank] = SharedPage.create(self._pages.get(attempt.rank))
         pid = self._ranks.start(attempt, place, page, (self._wakeup, self._wakeup_writer))
         self._free_places.popleft()
         deadline = NEVER if self._timeout_s is None else time.monotonic() + self._timeout_s
@@ -225,7 +222,7 @@ class Supervisor:
         for running in self._running.values():
             running.terminate("cancelled", self._term_grace_s)
         self._waiting.clear()
-        self._answers.close("")
+        self._answers.close()
         reason = f"Rank {failed.rank} could not be started: {error}"
         mine = []
         for attempt in self._asked:  # those not reached yet, too; left alone where the store does not answer
