@@ -10,11 +10,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from diloco.rendezvous.frames import Seal
 from executors import LocalProcessExecutor, Run, launch
-from executors.attempt import replica_key
+from executors.attempt import Attempt, Claim
 from executors.supervision.decisions import DecisionLog
 
 from .harness import Comparison, Options, interleave
@@ -96,15 +95,15 @@ def _first_steps(folder: Path, wanted: set[tuple[int, int]]) -> dict[tuple[int, 
 
 
 def _delays(run: Run) -> dict[str, float]:
-    """Return the seconds from outcome to decision, and from decision to claim, by the times of the files."""
-    folder = Path(urlsplit(run.store.url).path)
-    names = (
-        replica_key(run.run_id, VICTIM, 0, "outcome.json"),
-        f"{run.run_id}/decisions/000000.json",
-        replica_key(run.run_id, VICTIM, 1, "started.json"),
-    )
-    outcome, decision, claim = ((folder / name).stat().st_mtime for name in names)
-    return {"outcome": decision - outcome, "decision": claim - decision}
+    """Return the seconds from outcome to decision, and from decision to claim, by the times in these records."""
+    log = DecisionLog(run.store, run.run_id)
+    log.read()
+    outcome = Attempt(run.store, run.run_id, VICTIM, 0).outcome()
+    claim = Attempt(run.store, run.run_id, VICTIM, 1).find("started.json", Claim.parse)
+    assert outcome is not None
+    assert claim is not None
+    decided_at = log.entries[0].at
+    return {"outcome": decided_at - outcome.finished_at, "decision": (claim.at or 0.0) - decided_at}
 
 
 def goodput(options: Options) -> list[Comparison]:

@@ -38,8 +38,11 @@ def step_on(folder: str) -> None:
         time.sleep(0.02)
 
 
-def train(rounds: int, round_s: float) -> dict[str, Any]:
+def train(rounds: int, round_s: float, orders: str = "") -> dict[str, Any]:
     """Train a small model in steps that sleep, so that the processor is not what a round waits for.
+
+    Args:
+        orders: a folder; a file there, named by a rank, has the chaos that this rank is to suffer now.
 
     Returns: the rounds, and the anchor, bit for bit.
     """
@@ -52,7 +55,8 @@ def train(rounds: int, round_s: float) -> dict[str, Any]:
     inner_steps = max(1, round(round_s / STEP_S))
     model = torch.nn.Linear(16, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    data = torch.Generator().manual_seed(current_replica().rank)
+    rank = current_replica().rank
+    data = torch.Generator().manual_seed(rank)
     total = rounds * inner_steps
 
     def work() -> float:
@@ -68,9 +72,21 @@ def train(rounds: int, round_s: float) -> dict[str, Any]:
             optimizer.zero_grad()
             time.sleep(max(0.0, STEP_S - (time.monotonic() - began)))
             diloco.step()
+            if orders:
+                _obey(Path(orders, str(rank)))
         anchor = diloco.anchor()
     bits = {name: [value.hex() for value in values.flatten().tolist()] for name, values in anchor.items()}
     return {"rounds": diloco.rounds, "anchor": bits}
+
+
+def _obey(order: Path) -> None:
+    from executors.chaos import Strike, parse
+
+    if order.exists():
+        strike = parse(order.read_text())
+        order.unlink()
+        assert isinstance(strike, Strike)
+        strike.strike()
 
 
 if __name__ == "__main__":
