@@ -40,6 +40,7 @@ from executors.task.record import RunRecord
 from executors.task.stored import StoredTask, read_task
 from executors.worker.fail_fast import end_others
 from executors.worker.failure import describe_failure, fingerprint_of
+from executors.worker.health_check import LIMIT_S, UnhealthyError, check_health
 from executors.worker.heartbeat import Deadline, Heartbeat
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.result import to_json_value
@@ -173,6 +174,7 @@ class _Worker:
 
     def __init__(self, assignment: Assignment, *, owns_process: bool) -> None:
         self._assignment = assignment
+        self._owns_process = owns_process
         self._started_at = time.time()
         spec, rank = assignment.spec, assignment.rank
         store = store_at(spec.store_url)
@@ -240,8 +242,12 @@ class _Worker:
             end_watch(self._assignment.page)
 
     def load(self, task: StoredTask) -> Callable[[], Any]:
-        """Return the task to call, having begun to hand its numbers to the tracker that it names."""
+        """Return the task to call, having checked this process's health and begun to hand its numbers to a tracker."""
         launched, replica = task.record.launched_with, self.replica
+        if launched is not None and launched.health_check is not None:
+            seed_generators(replica, task.record.seed, but=set())  # the check may import the user's module
+            with replica.section("health check", LIMIT_S):
+                check_health(launched.health_check, self._end_unhealthy if self._owns_process else None)
         if launched is None or launched.tracker is None or replica.recorder is None:
             return _load(replica, task, self._assignment.gpu)
         from executors.worker.tracking import Tracking, tracked
@@ -284,6 +290,8 @@ class _Worker:
             return self._failed("no_result", text, code, fingerprint=fingerprint_of(error))
         if isinstance(error, NoGpuError):
             return self._failed("start_failed", str(error), 1, fingerprint=fingerprint_of(error))
+        if isinstance(error, UnhealthyError):
+            return self._failed("start_failed", str(error), 1)  # perhaps the machine's fault: not `deterministic`
         reason: Any = error.outcome_reason if isinstance(error, ReplicasError | HangError) else "exception"
         return self._failed(reason, exit_code=1, **describe_failure(error))
 
@@ -336,6 +344,9 @@ class _Worker:
 
     def _end_out_of_time(self) -> None:
         self._end_at_once(self._out_of_time(TIMED_OUT), TIMED_OUT)
+
+    def _end_unhealthy(self, words: str) -> None:
+        self._end_at_once(self._failed("start_failed", words, 1), 1)
 
     def _end_cancelled(self) -> None:
         self._end_at_once(self._terminated_from_outside(), TERMINATED)
