@@ -18,8 +18,8 @@ from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED
 from executors.report.trackers import BUILT_IN
 from executors.store import open_store
 from executors.task.arguments import annotations_in, from_texts, to_json
-from executors.task.placeholders import fill
 from executors.task.create import LaunchRequest
+from executors.task.placeholders import fill
 from executors.task.stored import StoredTask, installed_version
 
 
