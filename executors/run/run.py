@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -27,8 +29,8 @@ from executors.report.root_cause import raise_root_cause
 from executors.run.notebook import Display, in_notebook
 from executors.run.observer import RECENT_S, Observer
 from executors.run.progress import View, open_view
+from executors.run.run_logs import EVERYTHING, Lines, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
-from executors.run.run_logs import Ranks, RunLogs, Which
 from executors.run.waiter import Waiter
 from executors.run_index import Note, folder_of_run, forget, noted_at_launch
 from executors.status import ReplicaState, RunStatus
@@ -218,14 +220,29 @@ class Run:
 
     @overload
     def logs(
-        self, rank: Ranks = None, tail: int = 200, follow: Literal[False] = False, *, attempt: Which = None
+        self,
+        rank: Ranks = None,
+        tail: int = 200,
+        follow: Literal[False] = False,
+        *,
+        attempt: Which = None,
+        grep: str | None = None,
+        since: float | None = None,
     ) -> str: ...
     @overload
     def logs(
-        self, rank: Ranks = None, tail: int = 200, *, follow: Literal[True], attempt: Which = None
-    ) -> Iterator[str]: ...
+        self, rank: Ranks = None, tail: int = 200, *, follow: Literal[True], attempt: Which = None,
+        grep: str | None = None,
+    ) -> Iterator[str]: ...  # fmt: skip
     def logs(
-        self, rank: Ranks = None, tail: int = 200, follow: bool = False, *, attempt: Which = None
+        self,
+        rank: Ranks = None,
+        tail: int = 200,
+        follow: bool = False,
+        *,
+        attempt: Which = None,
+        grep: str | None = None,
+        since: float | None = None,
     ) -> str | Iterator[str]:
         """Return the last lines of one replica's output, or of several or all, each line then led by `[rank]`.
 
@@ -235,23 +252,32 @@ class Run:
             follow: return an iterator over these and all later lines instead, which ends with the run. Where a rank is
                 resumed meanwhile, it goes on with the new attempt.
             attempt: the number of one, "all", or None: the newest of each rank.
+            grep: only the lines in which this regular expression is found.
+            since: only the lines of the last so many seconds; not for `follow`.
         """
-        pieces = self.log_pieces(rank, tail, follow, attempt)
+        lines = Lines(grep=re.compile(grep) if grep else None, since=None if since is None else time.time() - since)
+        pieces = self.log_pieces(rank, tail, follow, attempt, lines)
         return pieces if follow else "".join(pieces)
 
     def log_pieces(
-        self, rank: Ranks, tail: int, follow: bool, attempt: Which = None, note: LogNote = log.warning
+        self,
+        rank: Ranks,
+        tail: int,
+        follow: bool,
+        attempt: Which = None,
+        lines: Lines = EVERYTHING,
+        note: LogNote = log.warning,
     ) -> Iterator[str]:
         """Yield what `logs` returns, rank after rank; followed, line after line.
 
         Args:
+            lines: which ones, and how they are shown.
             note: is given a line about each log that is not read where its replica writes to.
         """
-        logs = RunLogs(self._observer, self.executor, attempt, note)
-        is_one = isinstance(rank, int)
+        logs = RunLogs(self._observer, self.executor, attempt, lines, note, is_one=isinstance(rank, int))
         chosen = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
         ranks = [self._check_rank(r) for r in chosen]
-        return logs.followed(ranks, tail, is_one=is_one) if follow else logs.tails(ranks, tail, is_one=is_one)
+        return logs.followed(ranks, tail) if follow else logs.tails(ranks, tail)
 
     def metrics(self) -> Metrics:
         """Return what the replicas measured over time, on one time line, and what became of their work."""
