@@ -47,6 +47,8 @@ class RunSpec:
     """The limits on making no progress, as `HangLimits.parse` reads them."""
     launched_at: float = 0.0
     """Unix time of the launch."""
+    lease_s: float | None = None
+    """How long its containers go on while nobody renews the lease of the run. None: it needs none."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from executors.errors import (
     AlreadyResumedError,
     BackendError,
     CorruptObjectError,
+    LaunchError,
     RunNotFoundError,
     StoreError,
     UntrustedTaskError,
@@ -29,6 +30,8 @@ from executors.run.handles import keep_handles
 from executors.run.run import Run
 from executors.run_index import new_run_id, remember
 from executors.store.records import SHA256, exists
+from executors.supervision.decisions import DecisionLog
+from executors.supervision.orders import order_resume
 from executors.task.create import continue_run
 from executors.task.stored import StoredTask, read_task
 
@@ -77,6 +80,7 @@ def resume(
         BackendError: the backend cannot start single ranks.
         AlreadyResumedError: another process is resuming the same ranks. When it is some of them, the others are
             resumed, and those are named on stderr.
+        LaunchError: the run was cancelled or stopped meanwhile.
         StoreError: the run was aborted, which is final for its id; or its task is not the one that was launched.
     """
     task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
@@ -119,7 +123,12 @@ def resume(
     }
     if from_snapshot:
         return _begin_from_snapshot(run, task, replace(all_ranks, run_id=new_run_id(), chaos=()), limits, tell)
+    log = DecisionLog(run.store, run.run_id)
+    n_seen = len(log.read())
     next_attempts = _next_attempts(run, ranks)
+    if (barring := order_resume(log, next_attempts, n_seen)) is not None:
+        what = "cancelled" if barring.kind == "cancel" else "stopped"
+        raise LaunchError(f"Run {run.run_id!r} was {what} meanwhile by {_name(barring.by)}.", cancelled=True)
     by_attempt: dict[int, list[int]] = {}
     for rank, attempt in next_attempts.items():
         by_attempt.setdefault(attempt, []).append(rank)
@@ -245,7 +254,12 @@ def _begun_by(run: Run, begun: Attempt) -> str:
             by = intent.by
         elif handle := begun.handle(run.backend):
             by = handle.metadata.get("by")
-    if not isinstance(by, str) or len(by) > MAX_NAME:
+    return _name(by)
+
+
+def _name(by: Any) -> str:
+    """Return the name of a process, as a record has it, for people."""
+    if not isinstance(by, str) or not 0 < len(by) <= MAX_NAME:
         return "an unnamed process"
     return by if by.isprintable() else repr(by)
 

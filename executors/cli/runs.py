@@ -101,7 +101,7 @@ def status(
 ) -> int:
     """Show the status of each replica of a run."""
     from executors.cli.live import note_unknown_columns
-    from executors.cli.summary import Summary, exit_code, heading
+    from executors.cli.summary import Summary, code_of, heading
     from executors.cli.table import replica_table, title
     from executors.run.progress import bars
 
@@ -116,7 +116,7 @@ def status(
         return 0
     now, record = found.status(), found.record
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]
-    summary = Summary(found, outcomes, exit_code(outcomes, enough=record.min_replicas) if now.is_terminal else None)
+    summary = Summary(found, outcomes, code_of(found, outcomes) if now.is_terminal else None)
     pages = list(map(page_of_job, found.handles)) if as_json or verbose else []
     if as_json:
         document = {**summary.document(), **now.to_json()}

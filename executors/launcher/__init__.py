@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executors.attempt import Attempt
+from executors.attempt import Attempt, half_way
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import BackendError, ReplicasError, RunExistsError, StoreError
 from executors.launcher.checks import (
@@ -35,6 +35,8 @@ from executors.shipping.script_header import check_python, script_header, script
 from executors.store import Store, open_store
 from executors.store.records import exists
 from executors.store.url import address_of, directory_of, shared_rendezvous
+from executors.supervision.decisions import DecisionLog
+from executors.supervision.orders import order_cancel
 from executors.task.create import LaunchRequest, create_run, plan_run
 
 if TYPE_CHECKING:
@@ -238,6 +240,8 @@ class LaunchPlan:
             with contextlib.suppress(StoreError):
                 for rank in range(request.n):
                     Attempt(store, self.run_id, rank).abandon(error)
+                # No keeper goes on with it.
+                order_cancel(DecisionLog(store, self.run_id), None, request.n, half_way(error))
             raise
         keep_handles(store, self.run_id, 0, handles)
         return Run(store, self.run_id, executor=executor, handles=handles)

@@ -22,10 +22,11 @@ from executors.errors import (
     UnknownHandleError,
 )
 from executors.metrics.metrics import Metrics, read_metrics
-from executors.native import NativeExecutor, page_of_job
+from executors.native import page_of_job
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import executor_of_record
 from executors.report.root_cause import raise_root_cause
+from executors.run.canceller import Canceller
 from executors.run.notebook import Display, in_notebook
 from executors.run.observer import RECENT_S, Observer
 from executors.run.progress import View, open_view
@@ -36,8 +37,8 @@ from executors.run_index import Note, folder_of_run, forget, noted_at_launch
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
-from executors.store.parallel import in_parallel
 from executors.store.url import address_of
+from executors.supervision.decisions import Decision
 from executors.task.record import RunRecord, find_run_record
 from executors.task.stored import read_task
 
@@ -212,7 +213,12 @@ class Run:
         """
         states = self._look()
         replicas = self._observer.with_reports(states) if reports else states
-        return RunStatus(self.run_id, self.backend, replicas, self._observer.count_joined(), self.record.min_replicas)
+        return self._observer.status(replicas)
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """What was decided on the run, as far as a look at it needed to know, oldest first."""
+        return self._observer.decisions
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look at the run and the next: at a bucket, requests cost."""
@@ -329,29 +335,11 @@ class Run:
 
     def request_cancel(self) -> None:
         """Leave the cancel marker of every replica that has not ended; `cancel` also waits for their end."""
-        alive = [state.rank for state in self._look() if not state.status.is_terminal]
-        self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(), alive)
+        self._canceller.request()
 
     def cancel(self, rank: int | None = None) -> None:
         """Cancel one replica, or all that still run; returns when they are gone. Nothing changes for the others."""
-        observer = self._observer
-        ranks = observer.ranks if rank is None else [self._check_rank(rank)]
-        states = [state for state in observer.look(ranks) if not state.status.is_terminal]
-        alive = [state.rank for state in states if not state.is_over]
-        launched = [r for r in alive if self.handle(r) is not None]
-        for r in set(alive) - set(launched):
-            attempt = observer.attempt(r)
-            if not isinstance(self.executor, NativeExecutor):
-                raise RunNotFoundError(
-                    f"Run {self.run_id!r}: backend {self.backend!r} left no handle that another process can read. "
-                    "Cancel it in the process that launched it."
-                )
-            attempt.request_cancel()  # its launcher died, or has not come to it; one that comes up late ends, too
-            attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
-        in_parallel(lambda r: self.executor.cancel(self.handle(r)), launched)
-        for state in states:
-            if state.is_over:  # raises what is wrong with its records
-                self.executor.cancel(self.handle(state.rank))
+        self._canceller.cancel(None if rank is None else self._check_rank(rank))
         if rank is None:
             self._settle()
 
@@ -398,6 +386,10 @@ class Run:
     @cached_property
     def _waiter(self) -> Waiter:
         return Waiter(self.run_id, self.record, self._observer, self.cancel)
+
+    @cached_property
+    def _canceller(self) -> Canceller:
+        return Canceller(self.store, self.run_id, self._observer, self.backend, lambda: self.executor)
 
     @cached_property
     def _display(self) -> Display:

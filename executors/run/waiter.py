@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 
 from executors.errors import BackendError, RunNotFoundError
 from executors.protocol import Outcome, ReplicaStatus
-from executors.report.root_cause import name_ranks
 from executors.run.observer import Observer
 from executors.run.progress import View
-from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
+from executors.status import FAILED_EARLY, ReplicaState, RunStatus, name_ranks, wait_until
 from executors.task.record import RunRecord
 
 MAX_WHY = 2000  # characters
@@ -91,12 +90,12 @@ class Waiter:
 
     def _ended(self, view: View | None) -> list[ReplicaState]:
         """Look at the run once, show it, and return the replicas that have ended."""
-        observer, record = self._observer, self._record
+        observer = self._observer
         states = observer.look(observer.ranks)
         has_failed = self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states)
         if view is not None or has_failed:
             reported = observer.with_reports(states)
-            now = RunStatus(self._run_id, record.backend, reported, observer.count_joined(), record.min_replicas)
+            now = observer.status(reported)
             if view is not None:
                 view.update(now)
             if has_failed and (told := self.end_early(now, "fail_fast=True")):

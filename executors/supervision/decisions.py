@@ -94,14 +94,14 @@ class DecisionLog:
     """The log of one run, as this process has read it."""
 
     def __init__(self, store: Store, run_id: str, clock: Callable[[], float] = time.time) -> None:
-        self._store = store
-        self._run_id = run_id
+        self.store = store
+        self.run_id = run_id
         self._clock = clock
         self.entries: list[Decision] = []
 
     def key(self, index: int) -> str:
         """Name an entry."""
-        return f"{self._run_id}/decisions/{index:06d}.json"
+        return f"{self.run_id}/decisions/{index:06d}.json"
 
     def read(self) -> Sequence[Decision]:
         """Read what was added since, and return all.
@@ -131,7 +131,7 @@ class DecisionLog:
             key, index = self.key(len(self.entries)), len(self.entries)
             problem: StoreError | None = None
             try:
-                self._store.put_if_absent(key, entry.to_bytes())
+                self.store.put_if_absent(key, entry.to_bytes())
             except StoreError as error:  # perhaps done: only what stands decides
                 problem = error
             standing = retry(functools.partial(self._find, index))
@@ -142,22 +142,32 @@ class DecisionLog:
             self.entries.append(standing)
             if standing.nonce == entry.nonce:
                 return standing
-        raise StoreError(f"No decision could be added to run {self._run_id!r}: others were always first.")
+        raise StoreError(f"No decision could be added to run {self.run_id!r}: others were always first.")
 
     def _find(self, index: int) -> Decision | None:
         if index >= MAX_DECISIONS:
-            raise CorruptObjectError(f"Run {self._run_id!r} has more than {MAX_DECISIONS} decisions.")
-        return find_record(self._store, self.key(index), Decision.parse)
+            raise CorruptObjectError(f"Run {self.run_id!r} has more than {MAX_DECISIONS} decisions.")
+        return find_record(self.store, self.key(index), Decision.parse)
 
 
 def is_barred(log: Sequence[Decision], rank: int) -> bool:
     """Return whether a stop, or a cancel of this rank, stands: no resume of the rank came after it."""
+    return barred_by(log, rank) is not None
+
+
+def barred_by(log: Sequence[Decision], rank: int) -> Decision | None:
+    """Return the stop, or the cancel of this rank, that stands: no resume of the rank came after it."""
     for entry in reversed(log):
         if entry.kind == "resume" and rank in entry.start:
-            return False
+            return None
         if entry.kind == "stop" or (entry.kind == "cancel" and entry.rank in (None, rank)):
-            return True
-    return False
+            return entry
+    return None
+
+
+def start_of(log: Sequence[Decision], rank: int) -> Decision | None:
+    """Return the last entry that starts an attempt of a rank."""
+    return next((entry for entry in reversed(log) if rank in entry.start), None)
 
 
 def answer_to(log: Sequence[Decision], rank: int, attempt: int) -> Decision | None:

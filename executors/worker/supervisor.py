@@ -13,65 +13,20 @@ import select
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
 
-from executors.attempt import Attempt, Claim
-from executors.attempt.outcome import describe_end
+from executors.attempt import Attempt
 from executors.errors import LaunchError, StoreError
 from executors.native import RunSpec
-from executors.process import children, kill_descendants, oom_kills
-from executors.protocol import Outcome, Reason, ReplicaStatus
+from executors.process import children, kill_descendants
+from executors.protocol import Outcome, ReplicaStatus
 from executors.store import store_at
-from executors.store.records import RETRY_S, is_gone
+from executors.store.records import is_gone
+from executors.worker.ends import Ends, claimed_by, is_cancelled, mark_abandoned, record_end, signal_name
 from executors.worker.fail_fast import end_others
+from executors.worker.ranks import NEVER, Ranks, Running
 
 CANCEL_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves only its marker
 UNKILLABLE_S = 5.0  # how long a process stuck in the kernel is waited for
-NEVER = float("inf")
-
-
-class Ranks(Protocol):
-    """How the ranks of one launch become processes of this machine."""
-
-    def prepare(self, rank: int) -> None:
-        """Do what a rank needs, as far as it can be done before the first process is started."""
-
-    def begin(self, rank: int) -> bool:
-        """Begin a rank's attempt, or find that this process has; False if it is another process's."""
-
-    def start(self, rank: int, place: int, close: Iterable[int]) -> int:
-        """Start a rank's process at one of the places; return its pid. `close`: descriptors that it must not keep."""
-
-    def output_tail(self, rank: int) -> str:
-        """Return the end of a rank's output, for its outcome."""
-
-    def copy_log(self, attempt: Attempt) -> int | None:
-        """Begin to copy the end of a rank's output into the run's store, if it is to be there.
-
-        Returns: the pid of the process that does, and ends soon; None: there is nothing to copy.
-        """
-
-
-@dataclass
-class _Running:
-    """A rank's process."""
-
-    pid: int
-    asked: Attempt
-    """The attempt asked for; the process may have claimed a later one."""
-    place: int
-    started_at: float
-    deadline: float
-    ending: Reason | None = None
-    """Why the supervisor ended it."""
-    kill_at: float = NEVER
-
-    def terminate(self, why: Reason, grace_s: float) -> None:
-        """Ask the rank to end; only the rank: its helpers are part of how it cleans up."""
-        self.ending, self.deadline, self.kill_at = why, NEVER, time.monotonic() + grace_s
-        os.kill(self.pid, signal.SIGTERM)
 
 
 class Supervisor:
@@ -101,21 +56,21 @@ class Supervisor:
         self._fail_fast = spec.fail_fast
         self._n_spare = len(spec.ranks) - (spec.min_replicas or len(spec.ranks))
         self._timeout_s = timeout_s
+        self._ends = Ends(spec.world_size, timeout_s)
         self._term_grace_s = term_grace_s
         self._launcher_pidfd = launcher_pidfd
         store = store_at(spec.store_url)
         self._asked = [Attempt(store, spec.run_id, rank, spec.attempt) for rank in spec.ranks]
         self._waiting: deque[Attempt] = deque()
-        self._running: dict[int, _Running] = {}
-        self._copying: dict[int, tuple[_Running, Attempt, int]] = {}
+        self._running: dict[int, Running] = {}
+        self._copying: dict[int, tuple[Running, Attempt, int]] = {}
         """Ranks that ended and whose logs are being copied, with the attempt and the exit code, by who copies."""
         self._free_places = deque(range(places))
-        self._oom_kills = oom_kills()
         self._look_at = time.monotonic() + CANCEL_LOOK_S
         self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
-    def start(self) -> list[int]:
-        """Begin the attempts and start what may run at once; return the ranks that are this process's.
+    def start(self) -> list[Attempt]:
+        """Begin the attempts and start what may run at once; return those that are this process's.
 
         An attempt that another process has begun is left to it.
 
@@ -131,14 +86,14 @@ class Supervisor:
             for attempt in self._asked:
                 problem = None
                 try:
-                    self._ranks.prepare(attempt.rank)
+                    self._ranks.prepare(attempt)
                 except OSError as error:
                     if self._n_spare < 1:
                         raise
                     problem = error
-                if not self._ranks.begin(attempt.rank):
+                if not self._ranks.begin(attempt):
                     continue
-                begun.append(attempt.rank)
+                begun.append(attempt)
                 if problem is None:
                     self._waiting.append(attempt)
                 else:
@@ -181,23 +136,23 @@ class Supervisor:
                 try:
                     self._start(attempt)
                 except OSError as error:
-                    _record(attempt, "start_failed", str(error), retry_s=0)
+                    record_end(attempt, "start_failed", str(error), retry_s=0)
 
     # Starting
 
     def _start(self, attempt: Attempt) -> None:
         place = self._free_places[0]
-        pid = self._ranks.start(attempt.rank, place, (self._wakeup, self._wakeup_writer))
+        pid = self._ranks.start(attempt, place, None, (self._wakeup, self._wakeup_writer))
         self._free_places.popleft()
         deadline = NEVER if self._timeout_s is None else time.monotonic() + self._timeout_s
-        self._running[pid] = _Running(pid, attempt, place, time.time(), deadline)
+        self._running[pid] = Running(pid, attempt, place, time.time(), deadline)
 
     def _leave_out(self, attempt: Attempt, error: OSError) -> None:
         """Go on without a rank that cannot be started, as long as enough others are left."""
         if self._n_spare < 1:
             raise error
         self._n_spare -= 1
-        _record(attempt, "start_failed", f"Rank {attempt.rank} could not be started: {error}", retry_s=0)
+        record_end(attempt, "start_failed", f"Rank {attempt.rank} could not be started: {error}", retry_s=0)
 
     def _undo_start(self, failed: Attempt, error: Exception) -> None:
         """End what was started before one rank failed."""
@@ -208,7 +163,7 @@ class Supervisor:
         mine = []
         for attempt in self._asked:  # those not reached yet, too; left alone where the store does not answer
             with contextlib.suppress(StoreError):
-                if self._ranks.begin(attempt.rank):
+                if self._ranks.begin(attempt):
                     mine.append(attempt)
         with contextlib.suppress(StoreError):  # the store may be the very thing that failed
             for attempt in mine:
@@ -218,7 +173,7 @@ class Supervisor:
         self.run()
         for attempt in mine:
             if attempt.rank not in started:
-                _record(attempt, "start_failed", reason, retry_s=0)
+                record_end(attempt, "start_failed", reason, retry_s=0)
 
     # Watching
 
@@ -246,11 +201,11 @@ class Supervisor:
             return
         self._look_at = time.monotonic() + CANCEL_LOOK_S
         for running in self._running.values():
-            if running.ending is None and _is_cancelled(running.asked, running.pid):
+            if running.ending is None and is_cancelled(running.asked, running.pid):
                 running.terminate("cancelled", self._term_grace_s)
-        for attempt in [waiting for waiting in self._waiting if _is_cancelled(waiting)]:
+        for attempt in [waiting for waiting in self._waiting if is_cancelled(waiting)]:
             self._waiting.remove(attempt)
-            _record(attempt, "cancelled", None)
+            record_end(attempt, "cancelled", None)
 
     def _enforce_deadlines(self) -> None:
         now = time.monotonic()
@@ -265,47 +220,47 @@ class Supervisor:
     def _end_abandoned(self) -> None:
         """End the whole run: its launcher is gone. What was asked to end before gets no more time."""
         for running in self._running.values():
-            was_asked = running.ending is not None or _is_cancelled(running.asked, running.pid)
-            _mark_abandoned(running.asked, running.pid)
+            was_asked = running.ending is not None or is_cancelled(running.asked, running.pid)
+            mark_abandoned(running.asked, running.pid)
             if running.ending is None:
                 running.terminate("cancelled", self._term_grace_s)
             if was_asked:
                 running.kill_at = time.monotonic()
         for attempt in self._waiting:
-            _mark_abandoned(attempt)
+            mark_abandoned(attempt)
         self._look_at = 0.0
 
     # Concluding
 
-    def _conclude(self, running: _Running, exit_code: int) -> None:
+    def _conclude(self, running: Running, exit_code: int) -> None:
         """See that a rank that ended has an outcome, and its log a copy."""
         attempt = running.asked
         with contextlib.suppress(StoreError):
-            attempt = _claimed_by(running.pid, attempt)
+            attempt = claimed_by(running.pid, attempt)
             if (outcome := attempt.outcome()) is not None:
                 self._end_others(attempt, outcome)
                 return
-            if not running.asked.has("handle.json"):
+            if is_gone(attempt.store, f"{attempt.run_id}/run.json"):
                 return  # the run was deleted since: an outcome would bring its folder back
         copier = None
         with contextlib.suppress(OSError):
-            copier = self._ranks.copy_log(attempt)
+            copier = self._ranks.copy_log(running.asked, attempt)
         if copier is None:
             self._record_end(running, attempt, exit_code)
         else:
             self._copying[copier] = running, attempt, exit_code
 
-    def _record_end(self, running: _Running, attempt: Attempt, exit_code: int) -> None:
-        reason, error = self._explain(running, exit_code)
-        _record(
+    def _record_end(self, running: Running, attempt: Attempt, exit_code: int) -> None:
+        reason, error = self._ends.explain(running, exit_code)
+        record_end(
             attempt,
             reason,
             error,
             exit_code=exit_code,
-            signal=_signal_name(-exit_code) if exit_code < 0 else None,
+            signal=signal_name(-exit_code) if exit_code < 0 else None,
             pid=running.pid,
             started_at=running.started_at,
-            output_tail=self._ranks.output_tail(attempt.rank),
+            output_tail=self._ranks.output_tail(running.asked),
         )
         with contextlib.suppress(StoreError):
             if self._fail_fast and (outcome := attempt.outcome()) is not None:
@@ -316,68 +271,3 @@ class Supervisor:
         if self._fail_fast and outcome.status is ReplicaStatus.FAILED:
             end_others(attempt, outcome, self._world_size)
             self._look_at = 0.0
-
-    def _explain(self, running: _Running, exit_code: int) -> tuple[Reason, str | None]:
-        """Name the reason of an end without an outcome, and put it into a sentence."""
-
-        def because(reason: Reason, ending: str = "", **values: Any) -> tuple[Reason, str]:
-            return reason, describe_end(ending or reason, running.asked.rank, self._world_size, **values)
-
-        if running.ending == "cancelled":
-            return "cancelled", None  # its marker says why
-        if running.ending == "timeout":
-            return because("timeout", limit_s=self._timeout_s)
-        if exit_code == -signal.SIGKILL and (now_killed := oom_kills()) > self._oom_kills:
-            self._oom_kills = now_killed
-            return because("oom")
-        if exit_code < 0:
-            return because("signal", number=-exit_code, name=_signal_name(-exit_code))
-        if exit_code == 128 + signal.SIGTERM:
-            return because("signal", "terminated")
-        return because("no_result", code=f"exit code {exit_code}")
-
-
-def _claimed_by(pid: int | None, asked: Attempt) -> Attempt:
-    """Return the attempt that a child of this process claimed; the one it was asked for when it claimed none.
-
-    Not simply the newest: another process may have claimed that, and live on when the child ends.
-    """
-    attempt = asked
-    while pid is not None and (claim := attempt.find("started.json", Claim.parse)):
-        if claim.pid == pid:
-            return attempt
-        attempt = attempt.at(attempt.number + 1)
-    return asked
-
-
-def _is_cancelled(asked: Attempt, pid: int | None = None) -> bool:
-    with contextlib.suppress(StoreError):
-        return _claimed_by(pid, asked).has("cancel.json")
-    return False  # asked again in a second
-
-
-def _mark_abandoned(asked: Attempt, pid: int | None = None) -> None:
-    with contextlib.suppress(StoreError):
-        attempt = _claimed_by(pid, asked)
-        if attempt.outcome() is None:  # else it is only tidying up
-            attempt.request_cancel("the launcher of this attached run ended")
-
-
-def _record(attempt: Attempt, reason: Reason, error: str | None, retry_s: float = RETRY_S, **more: Any) -> None:
-    status = ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED
-    if is_gone(attempt.store, f"{attempt.run_id}/run.json"):  # it was deleted, and would begin to exist again
-        return
-    try:
-        attempt.record(attempt.ended(status, reason, error=error, **more), retry_s=retry_s)
-    except StoreError as failure:
-        # The next poll finds this process gone, and reports what the store says.
-        import logging  # 2 ms, on the way of every replica otherwise
-
-        logging.getLogger(__name__).error("rank %d: no outcome could be written: %s", attempt.rank, failure)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal, as 40
-        return f"SIG{number}"

@@ -206,11 +206,11 @@ class LocalProcessExecutor:
         here, in the name of a process that never existed, and ended.
         """
         for rank in launch.spec.ranks:
-            placeholder = launch.handle(rank, os.getpid(), 0)
-            found = launch.begin(placeholder)
+            attempt = launch.attempt(rank)
+            placeholder = launch.handle(attempt, os.getpid(), 0)
+            found = launch.begin(attempt, placeholder)
             if found.metadata.get("nonce") != launch.nonce:
                 continue
-            attempt = launch.attempt(rank)
             attempt.request_cancel("the launch was interrupted")
             if found == placeholder:
                 attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from executors.attempt import Attempt
@@ -56,7 +57,7 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
             os.write(reply, (json.dumps({"error": str(error), "rank": None}) + "\n").encode())
             os._exit(code)
         try:
-            answer: dict[str, Any] = {"handles": [ranks.handle(rank).to_json() for rank in supervisor.start()]}
+            answer: dict[str, Any] = {"handles": [ranks.handle(attempt).to_json() for attempt in supervisor.start()]}
         except LaunchError as error:
             answer = {"error": str(error), "rank": error.rank}
         with contextlib.suppress(BrokenPipeError), os.fdopen(reply, "w") as pipe:
@@ -103,48 +104,48 @@ class LocalRanks:
             return None
         return task
 
-    def handle(self, rank: int) -> ReplicaHandle:
-        """Make the handle of a rank."""
-        return self._launch.handle(rank, self._pid, self._started)
+    def handle(self, attempt: Attempt) -> ReplicaHandle:
+        """Make the handle of an attempt."""
+        return self._launch.handle(attempt, self._pid, self._started)
 
-    def prepare(self, rank: int) -> None:
-        """Make the folders of a rank, and open the locks."""
+    def prepare(self, attempt: Attempt) -> None:
+        """Make the folder of an attempt, and open the locks."""
         if self._lock is None:
             folder = self._launch.log_folder
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = open_locks(folder)
             self.private.append(self._lock)
-        os.makedirs(self._launch.log_file(rank).parent, exist_ok=True, mode=0o700)
+        os.makedirs(self._launch.log_file(attempt).parent, exist_ok=True, mode=0o700)
 
-    def begin(self, rank: int) -> bool:
-        """Begin a rank's attempt, or find that this process has; False if it is another process's."""
-        handle = self.handle(rank)
-        if self._launch.begin(handle) != handle:
+    def begin(self, attempt: Attempt) -> bool:
+        """Begin an attempt, or find that this process has; False if it is another process's."""
+        handle = self.handle(attempt)
+        if self._launch.begin(attempt, handle) != handle:
             return False
         if self._lock is not None:
-            hold(self._lock, rank, self._launch.spec.attempt)
+            hold(self._lock, attempt.rank, attempt.number)
         return True
 
-    def start(self, rank: int, place: int, close: Iterable[int]) -> int:
-        """Fork a rank's process; return its pid."""
+    def start(self, attempt: Attempt, place: int, page: Any, close: Iterable[int]) -> int:
+        """Fork an attempt's process; return its pid."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        output = os.open(self._launch.log_file(rank), flags, 0o600)
+        output = os.open(self._launch.log_file(attempt), flags, 0o600)
         task = self.task  # before the first fork
         try:
             gc.freeze()  # the rank's collector finds nothing of the supervisor's to look at, and so to copy
             pid = fork()
             if pid == 0:
-                self._become_rank(rank, place, task, output, [*close, *self.private])
+                self._become_rank(attempt, place, task, output, [*close, *self.private])
         finally:
             os.close(output)
         return pid
 
-    def output_tail(self, rank: int) -> str:
-        """Return the end of a rank's log."""
-        return tail_text(self._launch.log_file(rank), OUTPUT_TAIL_BYTES)
+    def output_tail(self, attempt: Attempt) -> str:
+        """Return the end of an attempt's log."""
+        return tail_text(self._launch.log_file(attempt), OUTPUT_TAIL_BYTES)
 
-    def copy_log(self, attempt: Attempt) -> int | None:
-        """Copy the end of a rank's log into the run's store, where that is elsewhere, in a process; return its pid."""
+    def copy_log(self, asked: Attempt, claimed: Attempt) -> int | None:
+        """Copy the end of a log into the store of the run, where that is elsewhere; return the pid of who does it."""
         if not self._launch.copies_logs:
             return None
         pid = fork()
@@ -153,13 +154,13 @@ class LocalRanks:
                 signal.set_wakeup_fd(-1)
                 die_with_parent()
                 signal.alarm(COPY_LIMIT_S)
-                LogCopy(attempt, self._launch.log_file(attempt.rank)).put(FINAL_BYTES)
+                LogCopy(claimed, self._launch.log_file(asked)).put(FINAL_BYTES)
             finally:
                 os._exit(0)
         return pid
 
     def _become_rank(
-        self, rank: int, place: int, task: StoredTask | None, output: int, close: Iterable[int]
+        self, attempt: Attempt, place: int, task: StoredTask | None, output: int, close: Iterable[int]
     ) -> NoReturn:
         """Be a replica: nothing of the supervisor's is left but the watch on it."""
         try:
@@ -178,12 +179,12 @@ class LocalRanks:
             if self._launch.gpu_slots is not None:
                 os.environ["CUDA_VISIBLE_DEVICES"] = self._launch.gpu_slots[place]
             assignment = Assignment(
-                self._launch.spec,
-                rank,
+                replace(self._launch.spec, attempt=attempt.number),
+                attempt.rank,
                 task=task,
                 supervisor_pid=self._pid,
-                output_tail=functools.partial(self.output_tail, rank),
-                log_file=self._launch.log_file(rank) if self._launch.copies_logs else None,
+                output_tail=functools.partial(self.output_tail, attempt),
+                log_file=self._launch.log_file(attempt) if self._launch.copies_logs else None,
                 term_grace_s=self._launch.term_grace_s,
                 torch_threads=self._torch_threads,
                 gpu=self._launch.gpu if self._launch.gpu_slots is not None else None,

@@ -1,0 +1,238 @@
+"""A keeper answers ends and starts what the log of decisions says: a supervisor for its ranks, or a process outside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from executors.attempt import Attempt
+from executors.policy import Restarts
+from executors.protocol import Outcome, ReplicaStatus
+from executors.store import Store
+from executors.store.inventory import Inventory
+from executors.supervision.decisions import Decision, DecisionLog, answer_to, barred_by, policy_of, start_of
+from executors.supervision.rules import LAST_CALL_S, RunFacts, decide, is_own, too_few_left
+
+CARRY_S = 60.0  # what another keeper decided, and has not begun for so long, is carried out
+NEEDS_LAUNCH = ("start_failed", "lost", "preempted")
+MOST_FORK_STRIKES = 2  # of a rank; then whoever has wider hands leaves the machine
+
+
+class Hands(Protocol):
+    """What a keeper can carry out."""
+
+    how: str
+    """ "fork", "launch" or "spare:0"."""
+
+    def may_start(self, rank: int) -> bool:
+        """Return whether this process can start that rank now: it is its supervisor, or its supervisor is gone."""
+
+    def start(self, attempts: Mapping[int, int]) -> None:
+        """Start attempts, by rank, but those that somebody else has begun; a fork ends the rank's process before."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The newest attempts of a run's ranks, and how those ended that have."""
+
+    newest: Mapping[int, int] = field(default_factory=dict)
+    ends: Mapping[int, Outcome] = field(default_factory=dict)
+    """By rank; of newest attempts alone."""
+    has_progress: bool = False
+    """Whether any attempt of the run has reported anything."""
+
+    @classmethod
+    def of(cls, store: Store, run_id: str, world_size: int) -> Sight:
+        """Look at a run's records: one list, and what it has of ends and, until one shows progress, of heartbeats.
+
+        Raises:
+            StoreError: the store does not answer, or a record is none.
+        """
+        found = Inventory.of(store, run_id)
+        newest = {rank: found.newest(rank) for rank in range(world_size)}
+        attempts = [Attempt(store, run_id, rank, number) for rank, number in newest.items()]
+        outcomes = [each.outcome() for each in attempts if found.has(each.rank, each.number, "outcome")]
+        ends = {end.rank: end for end in outcomes if end is not None}
+        beating = (each.beat() for each in attempts if found.has(each.rank, each.number, "heartbeat"))
+        has_progress = any(end.marks for end in ends.values()) or any(beat and beat.reported for beat in beating)
+        return cls(newest, ends, has_progress)
+
+
+class Keeper:
+    """Answers the ends of a run and carries the answers out.
+
+    Args:
+        launched: the policy of the launch. None: nothing is answered unless a `policy` in the log says so.
+        hands: None: it only looks.
+        has_wider: whether another keeper, which can start a container anew, watches the run.
+        tell: gets each entry that this keeper added.
+    """
+
+    def __init__(
+        self,
+        log: DecisionLog,
+        launched: Restarts | None,
+        *,
+        world_size: int,
+        launched_at: float,
+        min_replicas: int | None = None,
+        hands: Hands | None = None,
+        has_wider: bool = False,
+        tell: Callable[[Decision], None] = lambda entry: None,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.log = log
+        self.hands = hands
+        self._launched = launched
+        self._facts = RunFacts(run_id=log.run_id, world_size=world_size, launched_at=launched_at)
+        self._min_replicas = min_replicas
+        self._has_wider = has_wider
+        self._tell = tell
+        self._clock = clock
+        self._monotonic = monotonic
+        self._answered: dict[int, int] = {}
+        """The last attempt of each rank whose end is known to be answered."""
+        self._seen_at: dict[tuple[int, int], float] = {}
+        self._ready_at: dict[str, float] = {}
+        """When what an entry starts may be begun, by its nonce."""
+
+    @property
+    def policy(self) -> Restarts | None:
+        """Return the policy that counts now, as far as the log was read."""
+        return policy_of(self.log.entries, self._launched)
+
+    def barred_by(self, rank: int) -> Decision | None:
+        """Return the stop or cancel that stands against a rank, as far as the log was read."""
+        return barred_by(self.log.entries, rank)
+
+    def keep(self, sight: Sight) -> float | None:
+        """Answer what has ended, stop a run that cannot succeed, and start what is due.
+
+        Returns: in how many seconds there is something to do again, if nothing ends until then. None: nothing.
+
+        Raises:
+            StoreError: the store does not answer; call it again.
+        """
+        self.log.read()
+        waits = [self._answer(end, sight) for end in sight.ends.values()]
+        self.stop_if_too_few(sight)
+        if due := self.due(sight):
+            self.log.read()  # a cancel may have come since
+            if (due := self.due(sight)) and self.hands is not None:
+                for rank, number in due.items():
+                    self._leave_no_hole(rank, sight.newest.get(rank, -1), number)
+                self.hands.start(due)
+        waits += [self._ready_in(rank, entry) for rank, entry in self._pending(sight).items() if rank not in due]
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def answer(self, end: Outcome, sight: Sight) -> Decision | None:
+        """Add what answers an end to the log; return None where nothing does, or something has."""
+        if self.hands is None:
+            return None
+        how = self.hands.how
+        facts = replace(self._facts, newest=sight.newest, has_progress=sight.has_progress)
+        others = [other for other in sight.ends.values() if other.rank != end.rank]
+
+        def compute(log: object) -> Decision | None:
+            entries = self.log.entries
+            policy = policy_of(entries, self._launched)
+            if policy is None:
+                return None
+            now = max(self._clock(), entries[-1].at if entries else 0.0)
+            answer = decide(entries, end, others, policy, facts, now)
+            if answer is None or answer.kind != "restart":
+                return answer
+            if how == "fork" and (policy.how != "fork" or end.reason in NEEDS_LAUNCH or self._is_to_leave(answer)):
+                return None
+            return replace(answer, how=how)
+
+        entry = self.log.append(compute)
+        if entry is not None:
+            self._answered[end.rank] = end.attempt
+            self._ready_at[entry.nonce] = self._monotonic() + max(0.0, entry.not_before - self._clock())
+            self._tell(entry)
+        return entry
+
+    def due(self, sight: Sight) -> dict[int, int]:
+        """Return which attempts this keeper may begin now, by rank, as far as the log was read."""
+        pending = self._pending(sight)
+        return {rank: entry.start[rank] for rank, entry in pending.items() if self._ready_in(rank, entry) == 0.0}
+
+    def stop_if_too_few(self, sight: Sight) -> Decision | None:
+        """Stop the run when fewer ranks than `min_replicas` can still succeed."""
+        done = sum(end.status is ReplicaStatus.SUCCEEDED for end in sight.ends.values())
+
+        def compute(log: object) -> Decision | None:
+            entries = self.log.entries
+            gone = sum(self._is_gone(end) for end in sight.ends.values())
+            if not too_few_left(entries, done, gone, self._facts.world_size, self._min_replicas):
+                return None
+            return Decision(kind="stop", why="min_replicas")
+
+        if self.hands is None or self.policy is None or compute(None) is None:
+            return None
+        entry = self.log.append(compute)
+        if entry is not None:
+            self._tell(entry)
+        return entry
+
+    def _answer(self, end: Outcome, sight: Sight) -> float | None:
+        """Answer an end, unless it is too early: then return how long to wait."""
+        if end.status is not ReplicaStatus.FAILED or self._answered.get(end.rank, -1) >= end.attempt:
+            return None
+        if self.hands is None or self.policy is None or not self.hands.may_start(end.rank):
+            return None
+        if answer_to(self.log.entries, end.rank, end.attempt) is not None:
+            self._answered[end.rank] = end.attempt
+            return None
+        if is_own(end) and not sight.has_progress and not end.marks:
+            seen_at = self._seen_at.setdefault((end.rank, end.attempt), self._monotonic())
+            if (wait_s := seen_at + LAST_CALL_S - self._monotonic()) > 0:
+                return wait_s
+        self.answer(end, sight)
+        return None
+
+    def _pending(self, sight: Sight) -> dict[int, Decision]:
+        """Return what the log starts and nobody has begun, of the ranks that this keeper can start."""
+        if self.hands is None:
+            return {}
+        pending = {}
+        for rank in {rank for entry in self.log.entries for rank in entry.start}:
+            entry = start_of(self.log.entries, rank)
+            if entry is None or entry.start[rank] <= sight.newest.get(rank, -1) or self.barred_by(rank):
+                continue
+            if self.hands.how == "fork" and entry.how != "fork" and entry.rank == rank:
+                continue  # its machine is to be left
+            if self.hands.may_start(rank):
+                pending[rank] = entry
+        return pending
+
+    def _ready_in(self, rank: int, entry: Decision) -> float:
+        """Return how long an entry's attempts are still to wait, by this process's own clock since it saw the entry."""
+        assert self.hands is not None
+        if entry.nonce not in self._ready_at:
+            policy = self.policy
+            longest_s = 0.0 if policy is None else policy.backoff_s[1]
+            wait_s = min(max(0.0, entry.not_before - self._clock()), longest_s)
+            carry_s = 0.0 if self.hands.how == "fork" else CARRY_S
+            self._ready_at[entry.nonce] = self._monotonic() + max(wait_s, carry_s)
+        return max(0.0, self._ready_at[entry.nonce] - self._monotonic())
+
+    def _is_to_leave(self, answer: Decision) -> bool:
+        return self._has_wider and answer.strikes > MOST_FORK_STRIKES
+
+    def _is_gone(self, end: Outcome) -> bool:
+        """Return whether a rank that ended will not be restarted."""
+        if end.status is not ReplicaStatus.FAILED:
+            return end.status is ReplicaStatus.CANCELLED
+        answer = answer_to(self.log.entries, end.rank, end.attempt)
+        return answer is not None and answer.kind in ("give_up", "stop")
+
+    def _leave_no_hole(self, rank: int, newest: int, number: int) -> None:
+        """Close attempts that were decided and never begun, since attempts are dense."""
+        for skipped in range(newest + 1, number):
+            attempt = Attempt(self.log.store, self.log.run_id, rank, skipped)
+            attempt.record(attempt.ended(ReplicaStatus.FAILED, "fenced", error=f"Attempt {number} came before it."))

@@ -1,0 +1,102 @@
+"""How an attempt ended whose process left no outcome: explained, and recorded in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from executors.attempt import Attempt, Claim
+from executors.attempt.outcome import describe_end
+from executors.errors import StoreError
+from executors.process import oom_kills
+from executors.protocol import Reason, ReplicaStatus
+from executors.store.records import RETRY_S, is_gone
+from executors.worker.ranks import Running
+
+
+class Ends:
+    """Explains how processes ended.
+
+    Args:
+        timeout_s: the time limit of each.
+        count_oom_kills: counts what the kernel has killed for want of memory.
+    """
+
+    def __init__(
+        self, world_size: int, timeout_s: float | None, count_oom_kills: Callable[[], int] = oom_kills
+    ) -> None:
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._count_oom_kills = count_oom_kills
+        self._oom_kills = count_oom_kills()
+
+    def explain(self, running: Running, exit_code: int) -> tuple[Reason, str | None]:
+        """Name the reason of an end without an outcome, and put it into a sentence."""
+
+        def because(reason: Reason, ending: str = "", **values: Any) -> tuple[Reason, str]:
+            return reason, describe_end(ending or reason, running.asked.rank, self._world_size, **values)
+
+        if running.ending == "cancelled":
+            return "cancelled", None  # its marker says why
+        if running.ending == "timeout":
+            return because("timeout", limit_s=self._timeout_s)
+        if exit_code == -signal.SIGKILL and (now_killed := self._count_oom_kills()) > self._oom_kills:
+            self._oom_kills = now_killed
+            return because("oom")
+        if exit_code < 0:
+            return because("signal", number=-exit_code, name=signal_name(-exit_code))
+        if exit_code == 128 + signal.SIGTERM:
+            return because("signal", "terminated")
+        return because("no_result", code=f"exit code {exit_code}")
+
+
+def claimed_by(pid: int | None, asked: Attempt) -> Attempt:
+    """Return the attempt that a child of this process claimed; the one it was asked for when it claimed none.
+
+    Not simply the newest: another process may have claimed that, and live on when the child ends.
+    """
+    attempt = asked
+    while pid is not None and (claim := attempt.find("started.json", Claim.parse)):
+        if claim.pid == pid:
+            return attempt
+        attempt = attempt.at(attempt.number + 1)
+    return asked
+
+
+def is_cancelled(asked: Attempt, pid: int | None = None) -> bool:
+    """Return whether the attempt that a child claimed has a cancel marker; False when the store does not answer."""
+    with contextlib.suppress(StoreError):
+        return claimed_by(pid, asked).has("cancel.json")
+    return False  # asked again in a second
+
+
+def mark_abandoned(asked: Attempt, pid: int | None = None) -> None:
+    """Leave the cancel marker of an attempt whose launcher is gone."""
+    with contextlib.suppress(StoreError):
+        attempt = claimed_by(pid, asked)
+        if attempt.outcome() is None:  # else it is only tidying up
+            attempt.request_cancel("the launcher of this attached run ended")
+
+
+def record_end(attempt: Attempt, reason: Reason, error: str | None, retry_s: float = RETRY_S, **more: Any) -> None:
+    """Record how an attempt ended, unless its run was deleted or an outcome stands."""
+    status = ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED
+    if is_gone(attempt.store, f"{attempt.run_id}/run.json"):  # it was deleted, and would begin to exist again
+        return
+    try:
+        attempt.record(attempt.ended(status, reason, error=error, **more), retry_s=retry_s)
+    except StoreError as failure:
+        # The next poll finds this process gone, and reports what the store says.
+        import logging  # 2 ms, on the way of every replica otherwise
+
+        logging.getLogger(__name__).error("rank %d: no outcome could be written: %s", attempt.rank, failure)
+
+
+def signal_name(number: int) -> str:
+    """Name a signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal, as 40
+        return f"SIG{number}"
