@@ -64,6 +64,11 @@ class Observer:
         self._answers = Answers(store, run_id, record)
 
     @property
+    def inventory(self) -> Inventory:
+        """What the replicas have left, as of the last look."""
+        return self._inventory
+
+    @property
     def ranks(self) -> range:
         """The ranks that were launched."""
         return range(self._record.world_size)

@@ -33,12 +33,14 @@ from executors.run.progress import View, open_view
 from executors.run.run_logs import EVERYTHING, Lines, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
 from executors.run.waiter import Waiter
-from executors.run_index import Note, folder_of_run, forget, noted_at_launch
+from executors.run_index import Note, delete_run, noted_at_launch
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
+from executors.store.records import retry
 from executors.store.url import address_of
 from executors.supervision.decisions import Decision
+from executors.supervision.events import Event, EventReader
 from executors.task.record import RunRecord, find_run_record
 from executors.task.stored import read_task
 
@@ -285,6 +287,21 @@ class Run:
         ranks = [self._check_rank(r) for r in chosen]
         return logs.followed(ranks, tail) if follow else logs.tails(ranks, tail)
 
+    def events(self, follow: bool = False, note: LogNote = log.warning) -> Iterator[Event]:
+        """Yield what happened in the run so far, in the order of time: launches, ends, hangs, decisions.
+
+        Args:
+            follow: go on with what happens, until the run has ended.
+            note: is told of each record that cannot be read.
+        """
+        reader = EventReader(self.store, self.run_id, self.record, map_over=self._observer.map, note=note)
+        for pause_s in self.pauses():
+            now = retry(lambda: self.status(reports=False)) if follow else self.status(reports=False)
+            yield from reader.new(self._observer.inventory, now)
+            if not follow or now.is_terminal:
+                return
+            time.sleep(pause_s)
+
     def metrics(self) -> Metrics:
         """Return what the replicas measured over time, on one time line, and what became of their work."""
         return read_metrics(self.store, self.run_id, self.record)
@@ -349,25 +366,12 @@ class Run:
         Raises:
             RunExistsError: a replica still runs.
         """
-        folder = folder_of_run(self.run_id, self.store.url)
         with contextlib.suppress(CorruptObjectError, UnknownHandleError):  # what cannot be read can be removed
             if not self.status(reports=False).is_terminal:
                 raise RunExistsError(
                     f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`."
                 )
-        left = []
-        for entry in list(self.store.list(f"{self.run_id}/")):
-            try:
-                self.store.delete(entry.key)
-            except ValueError:  # not a key that a store takes: somebody put it there by other means
-                left.append(entry.key)
-        forget(folder)
-        if left:
-            raise StoreError(
-                f"Run {self.run_id!r} is removed, but for {len(left)} objects under names that no run has, such as "
-                f"{left[0][:200]!r}. Delete these with the tools of the rendezvous.",
-                url=self.store.url,
-            )
+        delete_run(self.run_id, self.store)
 
     def newest_attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt: its number is 0 until it was resumed, or its process started twice."""

@@ -15,8 +15,8 @@ from executors.status import RunStatus
 from executors.store import Store
 from executors.store.inventory import Inventory
 from executors.store.records import find_record, get_at_most
+from executors.supervision.decision_words import line_of
 from executors.supervision.decisions import Decision, DecisionLog
-from executors.supervision.words import line_of
 from executors.task.record import RunRecord
 
 KINDS = (
@@ -109,9 +109,9 @@ class EventReader:
         found += self._decisions()
         found.sort(key=lambda event: event.at)
         if now.is_terminal:
-            took_s = max(0.0, now.last_at - record.created_at)
-            status = str(now.status)
-            found.append(Event(kind="finished", at=now.last_at, reason=status, why=now.counts, duration_s=took_s))
+            at = max([now.last_at, *(entry.at for entry in self._log.entries[-1:])])
+            took_s, status = max(0.0, at - record.created_at), str(now.status)
+            found.append(Event(kind="finished", at=at, reason=status, why=now.counts, duration_s=took_s))
         return found
 
     def _read(self, read: Callable[[T], list[Event]], items: Sequence[T]) -> Iterator[Event]:
