@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Self
 
 from executors.durations import parse_duration
@@ -15,11 +16,12 @@ DEFAULT_CAPS: Mapping[str, float] = {"preempted": math.inf, "timeout": 0, "resul
 NEVER_RESTARTED = ("cancelled", "fenced")
 HOWS = ("fork", "launch")
 MAX_RESTARTS = 1000
-MAX_S = 1e8
+LEAST_S, MAX_S = 0.001, 1e8
+EXIT_CODE = re.compile("0|-?[1-9][0-9]{0,9}")
 SETTINGS = ("run", "backoff", "no_progress", "within", "together", "how")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Restarts:
     """Which ends of replicas are answered by a restart.
 
@@ -29,9 +31,10 @@ class Restarts:
 
     per_replica: int = 3
     """How many charged restarts a replica has: in all, or in any `per_s` seconds. 0: only what is free."""
+    _: KW_ONLY
     per_s: float | None = None
     run: int | None = None
-    """How many charged restarts the whole run has. None: as many as its replicas have together."""
+    """How many charged restarts the whole run has. None: only its replicas' own count."""
     reasons: Mapping[str, float] = field(default_factory=dict)
     """Caps for single reasons, or exit codes as text; inf: free, and so not charged. Over `DEFAULT_CAPS`."""
     backoff_s: tuple[float, float] = (1.0, 60.0)
@@ -61,8 +64,8 @@ class Restarts:
         if not 0 <= first_s <= longest_s <= MAX_S:
             raise ValueError(f"restarts: backoff is FIRST:LONGEST in seconds, as in 1s:60s, got {self.backoff_s}.")
         for name, span in (("the window", self.per_s), ("within", self.within_s)):
-            if span is not None and not 0 < span <= MAX_S:
-                raise ValueError(f"restarts: {name} is a time of more than 0 s, got {span:g} s.")
+            if span is not None and not LEAST_S <= span <= MAX_S:
+                raise ValueError(f"restarts: {name} is at least {LEAST_S} s, got {span:g} s.")
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -96,8 +99,8 @@ class Restarts:
                 values["backoff_s"] = (parse_duration(low), parse_duration(high or low))
             elif name == "how":
                 values["how"] = value
-            elif name in REASONS or name.lstrip("-").isdigit():
-                values["reasons"][name] = math.inf if value == "inf" else float(_integer(value, name))
+            elif name in REASONS or EXIT_CODE.fullmatch(name):
+                values["reasons"][name] = math.inf if value == "inf" else _integer(value, name)
             else:
                 raise ValueError("restarts: " + unknown_name("setting", name, (*SETTINGS, *_CAPPED)))
         return cls(**values)
@@ -116,13 +119,13 @@ class Restarts:
         return cls.parse(str(asked))
 
     def __str__(self) -> str:
-        parts = [str(self.per_replica) + ("" if self.per_s is None else f"/{self.per_s:.15g}s")]
+        parts = [str(self.per_replica) + ("" if self.per_s is None else f"/{_seconds(self.per_s)}")]
         parts += [f"{name}={'inf' if cap == math.inf else int(cap)}" for name, cap in self.reasons.items()]
         parts += [] if self.run is None else [f"run={self.run}"]
         if self.backoff_s != (1.0, 60.0):
-            parts.append("backoff={:.15g}s:{:.15g}s".format(*self.backoff_s))
+            parts.append(f"backoff={_seconds(self.backoff_s[0])}:{_seconds(self.backoff_s[1])}")
         parts += [] if self.no_progress == 3 else [f"no_progress={self.no_progress}"]
-        parts += [] if self.within_s is None else [f"within={self.within_s:.15g}s"]
+        parts += [] if self.within_s is None else [f"within={_seconds(self.within_s)}"]
         parts += ["together"] if self.together else []
         parts += [] if self.how == "fork" else [f"how={self.how}"]
         return ",".join(parts)
@@ -163,12 +166,16 @@ class HangLimits:
             hard_s = parse_duration(hard) if colon else 1.5 * soft_s
         except ValueError:
             raise ValueError(f"hang_timeout is SOFT, SOFT:HARD, auto or off, as in 2m:3m, got {text!r}.") from None
-        if not 0 < soft_s <= hard_s <= MAX_S:
-            raise ValueError(f"hang_timeout: the soft limit is more than 0 and at most the hard one, got {text!r}.")
+        if not LEAST_S <= soft_s <= hard_s <= MAX_S:
+            raise ValueError(
+                f"hang_timeout: the soft limit is at least {LEAST_S} s and at most the hard one, got {text!r}."
+            )
         return cls(soft_s, hard_s)
 
     def __str__(self) -> str:
-        return "off" if self.is_off else "auto" if self.soft_s is None else f"{self.soft_s:.15g}s:{self.hard_s:.15g}s"
+        if self.soft_s is None or self.hard_s is None:
+            return "off" if self.is_off else "auto"
+        return f"{_seconds(self.soft_s)}:{_seconds(self.hard_s)}"
 
 
 _CAPPED = tuple(reason for reason in REASONS if reason not in NEVER_RESTARTED)
@@ -177,13 +184,18 @@ _CAPPED = tuple(reason for reason in REASONS if reason not in NEVER_RESTARTED)
 def _check_reason(reason: str, cap: float) -> None:
     if reason in NEVER_RESTARTED:
         raise ValueError(f"restarts: what ended {reason} is never restarted, so {reason}= has no cap.")
-    if not reason.lstrip("-").isdigit() and reason not in _CAPPED:
+    if not EXIT_CODE.fullmatch(reason) and reason not in _CAPPED:
         raise ValueError("restarts: " + unknown_name("reason", reason, _CAPPED))
-    if not (cap == math.inf or (cap == int(cap) and 0 <= cap <= MAX_RESTARTS)):
+    if not (cap == math.inf or (0 <= cap <= MAX_RESTARTS and cap == int(cap))):
         raise ValueError(f"restarts: {reason}= is from 0 to {MAX_RESTARTS}, or inf, got {cap}.")
 
 
+def _seconds(seconds: float) -> str:
+    """Write a time as `parse_duration` reads it."""
+    return f"{seconds:.6f}".rstrip("0").rstrip(".") + "s"
+
+
 def _integer(text: str, name: str) -> int:
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10):
         raise ValueError(f"restarts: {name} is a whole number, got {text!r}.")
     return int(text)

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 _libc = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG = 1
@@ -44,6 +45,29 @@ def start_time(pid: int) -> int | None:
 def is_alive(pid: int, started: int) -> bool:
     """Tell whether the process that had this pid and start time still runs. Pids are used again; the pair is not."""
     return start_time(pid) == started
+
+
+class Activity(NamedTuple):
+    """What the kernel shows of a living process."""
+
+    is_stopped: bool
+    is_traced: bool
+    """Whether a debugger is attached."""
+    cpu_s: float
+
+
+def activity(pid: int) -> Activity | None:
+    """Return what a process does; None when it has ended, or the kernel does not show it."""
+    fields = _stat(pid)
+    if fields is None:
+        return None
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return None
+    tracer = status.partition("TracerPid:")[2].partition("\n")[0].strip()
+    ticks = int(fields[11]) + int(fields[12])
+    return Activity(fields[0] == "T", tracer not in ("", "0"), ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def fork() -> int:
@@ -154,11 +178,12 @@ def oom_kills() -> int:
 
 
 def oom_kills_in_group(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Count those that it killed in this process's control group, as a container has one; 0 when it does not report."""
-    files = (
-        folder / name for folder in _groups("memory", root, own) for name in ("memory.events", "memory.oom_control")
-    )
-    return next((count for file in files if (count := _oom_kills(file)) is not None), 0)
+    """Count those that it killed in this process's control group, as a container has one, as far as it reports that."""
+    for folder in _groups("memory", root, own):
+        for name in ("memory.events", "memory.oom_control"):
+            if (count := _oom_kills(folder / name)) is not None:
+                return count
+    return 0
 
 
 def _oom_kills(file: Path) -> int | None:
@@ -170,7 +195,7 @@ def _oom_kills(file: Path) -> int | None:
 
 
 def be_killed_first(by: int = 500) -> None:
-    """Let the kernel, when memory is short, end this process and what it starts before others; where that is allowed."""
+    """Let the kernel, when memory is short, end this process and what it starts before others, where that can be."""
     file = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError, ValueError):
         file.write_text(str(min(1000, int(file.read_text()) + by)))

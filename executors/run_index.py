@@ -183,28 +183,16 @@ def settle(run_id: str, store_url: str, task_digest: str) -> None:
         remember(run_id, store_url)
 
 
-def delete_run(run_id: str, store: Store) -> None:
-    """Delete what a run left in its store, and what this machine keeps of it: its logs and its place.
+def forget(folder: Path | None) -> None:
+    """Delete what this machine keeps of a run: its logs and its place.
 
-    Raises:
-        StoreError: objects are left, under names that no run has.
+    Args:
+        folder: as `folder_of_run` said before the run was deleted.
     """
     import shutil
 
-    folder, left = folder_of_run(run_id, store.url), []
-    for entry in list(store.list(f"{run_id}/")):
-        try:
-            store.delete(entry.key)
-        except ValueError:  # not a key that a store takes: somebody put it there by other means
-            left.append(entry.key)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
-    if left:
-        raise StoreError(
-            f"Run {run_id!r} is removed, but for {len(left)} objects under names that no run has, such as "
-            f"{left[0][:200]!r}. Delete these with the tools of the rendezvous.",
-            url=store.url,
-        )
 
 
 def _is_same_place(url: str, other: str) -> bool:

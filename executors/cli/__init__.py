@@ -26,16 +26,18 @@ from executors.cli.logs import logs
 from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, inert
 from executors.cli.report import report
 from executors.cli.runs import cancel, ls, rm, status, wait
+from executors.cli.watch import stop, watch
 from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
 
 SYNONYMS = {
     **dict.fromkeys(("run", "start", "submit", "exec"), "launch"),
     **dict.fromkeys(("ps", "list", "runs"), "ls"),
-    **dict.fromkeys(("stop", "kill", "end"), "cancel"),
+    **dict.fromkeys(("kill", "end"), "cancel"),
     **dict.fromkeys(("tail", "log", "follow"), "logs"),
     **dict.fromkeys(("history", "happened", "audit"), "events"),
     **dict.fromkeys(("show", "info", "inspect", "top"), "status"),
-    **dict.fromkeys(("attach", "watch"), "wait"),
+    "attach": "wait",
+    "keep": "watch",
     **dict.fromkeys(("results", "fetch", "get"), "collect"),
     **dict.fromkeys(("restart", "retry"), "resume"),
     **dict.fromkeys(("page", "html", "plot"), "report"),
@@ -89,7 +91,8 @@ app = typer.Typer(
     "\n\nreplicas logs RUN -f    replicas status RUN    replicas collect RUN --out results",
 )
 VERBS = (
-    launch, ls, status, logs, events, wait, collect, report, export, cancel, resume, rm, doctor, backends, config,
+    launch, ls, status, logs, events, wait, watch, collect, report, export, stop, cancel, resume, rm, doctor,
+    backends, config,
 )  # fmt: skip
 for verb in VERBS:
     app.command(cls=_Verb, epilog=getattr(verb, "epilog", None))(verb)

@@ -22,7 +22,7 @@ from executors.entrypoint import shown
 from executors.protocol import Outcome, ReplicaStatus
 from executors.report.failures import group_failures, words_of
 from executors.report.root_cause import headline, last_frames
-from executors.run.answers import is_hopeless, was_stopped
+from executors.run.restart_states import is_hopeless, was_stopped
 from executors.run.run import Run
 from executors.status import FAILED_EARLY, name_ranks
 from executors.supervision.decisions import Decision
@@ -139,12 +139,20 @@ class Summary:
             if enough is not None and n_done < self.run.world_size:
                 output.say()
                 asked = f"at least {enough} were asked for"
-                output.say(f"{n_done} of {self.run.world_size} replicas succeeded; {asked}.", "yellow")
+                output.say(f"{n_done} of {self.run.world_size} replicas succeeded; {asked}.{self._others()}", "yellow")
+            if self.code == HOPELESS:
+                output.say()
+                output.say("Starting the run again unchanged does not help (exit code 93).", "yellow")
             output.say()
             output.say(f"More: replicas status {reference(self.run)} (or: logs, collect)", "dim")
         if output.as_json:
             output.document(document)
         return self.code or 0
+
+    def _others(self) -> str:
+        """Name those that did not succeed."""
+        others = ((str(end.status), end.rank) for end in self.outcomes if end.status is not ReplicaStatus.SUCCEEDED)
+        return " The others: " + ", ".join(f"{name_ranks(ranks)} {status}" for status, ranks in _by_key(others)) + "."
 
     def _print_results(self, output: Output, document: dict[str, Any]) -> None:
         done = (row for row in document["replicas"] if row["status"] == "succeeded" and row["result"] is not None)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 
 from executors.errors import CorruptObjectError, RunNotFoundError
 from executors.native import NativeExecutor
-from executors.protocol import BY_USER, ReplicaStatus, ServerlessExecutor
+from executors.protocol import BY_USER, STOPPED, ReplicaStatus, ServerlessExecutor
 from executors.run.observer import Observer
 from executors.status import ReplicaState
 from executors.store import Store
 from executors.store.parallel import in_parallel
 from executors.store.url import was_deleted
 from executors.supervision.decisions import DecisionLog
-from executors.supervision.orders import order_cancel
+from executors.supervision.orders import order_cancel, order_stop
 
 
 class Canceller:
@@ -40,10 +41,27 @@ class Canceller:
             [state for state in self._bar(None, why) if not state.status.is_terminal],
         )
 
-    def cancel(self, rank: int | None = None, why: str = BY_USER) -> None:
+    def cancel(self, rank: int | None = None) -> None:
         """Cancel one replica, or all that still run; returns when they are gone."""
+        self._end(self._bar(rank, BY_USER), BY_USER)
+
+    def stop(self, within_s: float, wait: Callable[[float], bool]) -> None:
+        """Ask all replicas to end at the next good place, and end what has not within some seconds.
+
+        Args:
+            wait: waits until the run is over, for so many seconds at most; False if it is not.
+        """
+        stop = order_stop(DecisionLog(self._store, self._run_id), within_s)
+        if not wait(max(0.0, stop.at + (stop.within_s or 0.0) - time.time())):
+            self.end(STOPPED)
+
+    def end(self, why: str) -> None:
+        """End all that still run, which nobody bars; returns when they are gone."""
+        self._end(self._observer.look(self._observer.ranks), why)
+
+    def _end(self, seen: Sequence[ReplicaState], why: str) -> None:
         observer, executor = self._observer, self._executor
-        states = [state for state in self._bar(rank, why) if not state.status.is_terminal]
+        states = [state for state in seen if not state.status.is_terminal]
         alive = [state.rank for state in states if not state.is_over]
         launched = [r for r in alive if observer.handle(r) is not None]
         for r in set(alive) - set(launched):

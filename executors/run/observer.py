@@ -14,8 +14,8 @@ from executors.attempt import Attempt, Beat
 from executors.errors import CorruptObjectError, UnknownHandleError
 from executors.native import NativeExecutor, Observation, Unfinished
 from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
-from executors.run.answers import Answers
 from executors.run.handles import kept_handles
+from executors.run.restart_states import Answers
 from executors.status import ReplicaState, RunStatus, pauses
 from executors.store import Store
 from executors.store.inventory import Inventory

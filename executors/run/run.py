@@ -7,42 +7,43 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
 
 from executors.attempt import Attempt
 from executors.errors import (
-    BackendError,
     CorruptObjectError,
     RunExistsError,
     RunNotFoundError,
-    StoreError,
     UnknownHandleError,
 )
 from executors.metrics.metrics import Metrics, read_metrics
-from executors.native import page_of_job
+from executors.native import NativeExecutor
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import executor_of_record
 from executors.report.root_cause import raise_root_cause
 from executors.run.canceller import Canceller
+from executors.run.launch_hands import LaunchHands, Recipe
 from executors.run.notebook import Display, in_notebook
 from executors.run.observer import RECENT_S, Observer
+from executors.run.outside_keeper import OutsideKeeper
 from executors.run.progress import View, open_view
+from executors.run.removal import remove_run
 from executors.run.run_logs import EVERYTHING, Lines, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
 from executors.run.waiter import Waiter
-from executors.run_index import Note, delete_run, noted_at_launch
+from executors.run_index import Note, noted_at_launch
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
 from executors.store.records import retry
 from executors.store.url import address_of
-from executors.supervision.decisions import Decision
+from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.events import Event, EventReader
+from executors.supervision.lease import LeaseHolder
 from executors.task.record import RunRecord, find_run_record
-from executors.task.stored import read_task
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ class Run:
         """Whether this process has waited for the run's end, or ended it."""
         self.shows_progress = False
         """Whether waiting for it draws how far it is."""
+        self._lease: LeaseHolder | None = None
+        self._keeper: OutsideKeeper | None = None
 
     @cached_property
     def record(self) -> RunRecord:
@@ -329,26 +332,10 @@ class Run:
 
     def report_document(self) -> dict[str, Any]:
         """Return all that the page of the run shows as one JSON document, whose floats are finite."""
-        from executors.report.document import Subject, document
+        from executors.report.document import document
+        from executors.run.report_subject import subject_of
 
-        task, pages, problems = None, list[str | None](), list[str]()
-        try:
-            task = read_task(self.store, self.run_id).record
-        except StoreError as error:
-            problems.append(str(error))
-        with contextlib.suppress(BackendError):  # of a backend that is not installed here, which may have no pages
-            pages = list(map(page_of_job, self.handles))
-        return document(
-            Subject(
-                url=self.url,
-                record=self.record,
-                task=task,
-                now=self.status(),
-                metrics=self.metrics(),
-                pages=pages,
-                problems=problems,
-            )
-        )
+        return document(subject_of(self.store, self.record, self.status(), self.metrics(), self.handles))
 
     def request_cancel(self) -> None:
         """Leave the cancel marker of every replica that has not ended; `cancel` also waits for their end."""
@@ -359,6 +346,39 @@ class Run:
         self._canceller.cancel(None if rank is None else self._check_rank(rank))
         if rank is None:
             self._settle()
+
+    def stop(self, within_s: float = 600.0, wait: Callable[[float], bool] | None = None) -> None:
+        """End the run well; returns when its replicas are gone.
+
+        Each ends at the next round that is adopted, or when its entrypoint looks at `replica.ending_s`. What has not
+        after `within_s` seconds is ended as by a cancel. `resume` goes on from there.
+
+        Args:
+            wait: waits meanwhile, so many seconds at most; False if the run is not over then. None: as `wait` does.
+        """
+        self._canceller.stop(within_s, wait or self.wait)
+        self._settle()
+
+    def keep_here(
+        self, recipe: Recipe, lease: LeaseHolder | None, say: Callable[[str], None] | None = None
+    ) -> OutsideKeeper:
+        """Let this process answer ends whose supervisors are gone, whenever it looks at the run while it waits.
+
+        Args:
+            lease: where its replicas end unless somebody renews it; it ends with the run.
+            say: gets a sentence on each start that failed. None: they go to stderr.
+        """
+        executor = self.executor
+        assert isinstance(executor, NativeExecutor)
+        hands = LaunchHands(executor, recipe, say or (lambda words: print(f"replicas: {words}", file=sys.stderr)))
+        log = DecisionLog(self.store, self.run_id)
+        self._keeper = OutsideKeeper(log, self.record, self._observer, hands, self._canceller.end)
+        self._lease = lease
+        return self._keeper
+
+    def keep(self, states: Sequence[ReplicaState]) -> float | None:
+        """Answer the ends among these states, if this process keeps the run; return when to do so again, in seconds."""
+        return None if self._keeper is None else self._keeper.keep(states)
 
     def remove(self) -> None:
         """Delete everything the run left, here and in its store.
@@ -371,7 +391,7 @@ class Run:
                 raise RunExistsError(
                     f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`."
                 )
-        delete_run(self.run_id, self.store)
+        remove_run(self.store, self.run_id)
 
     def newest_attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt: its number is 0 until it was resumed, or its process started twice."""
@@ -389,7 +409,7 @@ class Run:
 
     @cached_property
     def _waiter(self) -> Waiter:
-        return Waiter(self.run_id, self.record, self._observer, self.cancel)
+        return Waiter(self.run_id, self.record, self._observer, self.cancel, self.keep)
 
     @cached_property
     def _canceller(self) -> Canceller:
@@ -402,6 +422,8 @@ class Run:
     def _settle(self) -> None:
         """The run has ended: whoever goes on finds that the cells say so."""
         self.is_awaited = True
+        if self._lease is not None:
+            self._lease.end()
         if "_display" in self.__dict__:
             self._display.settle()
 

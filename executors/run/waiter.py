@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from executors.errors import BackendError, RunNotFoundError
 from executors.protocol import Outcome, ReplicaStatus
@@ -23,13 +23,22 @@ class Waiter:
 
     Args:
         cancel: ends all replicas that still run.
+        keep: gets the replicas after each look, and starts again what is to be.
     """
 
-    def __init__(self, run_id: str, record: RunRecord, observer: Observer, cancel: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        record: RunRecord,
+        observer: Observer,
+        cancel: Callable[[], None],
+        keep: Callable[[Sequence[ReplicaState]], object],
+    ) -> None:
         self._run_id = run_id
         self._record = record
         self._observer = observer
         self._cancel = cancel
+        self._keep = keep
         self._watches_for_failures = True
         self._failing_since: float | None = None
 
@@ -92,6 +101,7 @@ class Waiter:
         """Look at the run once, show it, and return the replicas that have ended."""
         observer = self._observer
         states = observer.look(observer.ranks)
+        self._keep(states)
         has_failed = self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states)
         if view is not None or has_failed:
             reported = observer.with_reports(states)

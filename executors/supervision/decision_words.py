@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from executors.policy import Restarts
 from executors.status import name_ranks
 from executors.supervision.decisions import Decision, policy_of
-from executors.supervision.rules import charged_of, charged_of_run
+from executors.supervision.rules import charged_of
 
 HOPELESS = ("deterministic", "no_progress")
 """Why a rank was given up, or the run stopped, so that starting it again unchanged does not help."""
@@ -98,7 +98,7 @@ def _why_given_up(log: Sequence[Decision], index: int, policy: Restarts | None) 
         why = f"the policy restarts nothing after {_name_cap(name)}"
     elif used >= policy.per_replica:
         why = f"{used} of {policy.per_replica} restarts are used{span}"
-    elif of_run is not None and charged_of_run(before) >= of_run:
+    elif of_run is not None and sum(each.charged for each in before) >= of_run:
         why = f"{of_run} of {of_run} restarts of the run are used"
     elif name is not None and most != math.inf:
         why = f"{most:g} of {most:g} restarts after {_name_cap(name)} are used{span}"

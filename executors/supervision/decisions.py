@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from executors.errors import CorruptObjectError, StoreError
@@ -35,17 +36,29 @@ from executors.store.records import (
     to_bytes,
 )
 
-MAX_DECISIONS = 1_000_000
+MAX_DECISIONS = 100_000
 MAX_RANK, MAX_ATTEMPT = 10**6, 10_000
 MAX_WORDS = 2000
 MAX_TRIES = 1000  # of an append, each lost to another writer
 KINDS = ("restart", "give_up", "stop", "cancel", "resume", "policy")
 
 
+NUMBER = re.compile("0|[1-9][0-9]{0,6}")
+
+
 def _attempts(value: Any) -> dict[int, int]:
     """Expect an object from ranks to numbers of attempts."""
     rank_of, attempt_of = integer(0, MAX_RANK), integer(0, MAX_ATTEMPT)
-    return {rank_of(int(rank)): attempt_of(attempt) for rank, attempt in json_object(value).items()}
+    found = json_object(value)
+    if not all(NUMBER.fullmatch(rank) for rank in found):
+        raise ValueError("an object from ranks to attempts")
+    return {rank_of(int(rank)): attempt_of(attempt) for rank, attempt in found.items()}
+
+
+def _numbers(value: Any) -> dict[str, float]:
+    """Expect an object of finite numbers."""
+    each = number()
+    return {text(100)(name): each(number) for name, number in json_object(value).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +80,7 @@ class Decision(Record):
     """Of the end that it answers."""
     exit_code: int | None = checked(nullable(integer(-(2**31), 2**31)), None)
     fingerprint: str | None = checked(nullable(text(100)), None)
-    reached: dict[str, float] = checked(json_object, {})
+    reached: dict[str, float] = checked(_numbers, {})
     """How far that attempt came: `round` and `step`."""
     kept: bool = checked(flag, False)
     """Whether it left something that its successor need not do again."""
@@ -87,7 +100,7 @@ class Decision(Record):
 
     def to_bytes(self) -> bytes:
         """Write it as it is stored."""
-        return to_bytes({**asdict(self), "start": {str(rank): number for rank, number in self.start.items()}})
+        return to_bytes({**vars(self), "start": {str(rank): number for rank, number in self.start.items()}})
 
 
 class DecisionLog:
@@ -122,26 +135,24 @@ class DecisionLog:
         Raises:
             StoreError: the store does not answer; the entry may stand or not.
         """
+        begin, nonce = len(self.entries), os.urandom(8).hex()
         for _ in range(MAX_TRIES):
-            entry = compute(self.read())
+            self.read()
+            for standing in self.entries[begin:]:
+                if standing.nonce == nonce:  # it was put, and then not found at first
+                    return standing
+            entry = compute(self.entries)
             if entry is None:
                 return None
-            last_at = self.entries[-1].at if self.entries else 0.0
-            entry = replace(entry, nonce=os.urandom(8).hex(), by=this_process(), at=max(self._clock(), last_at))
-            key, index = self.key(len(self.entries)), len(self.entries)
+            index, last_at = len(self.entries), self.entries[-1].at if self.entries else 0.0
+            entry = replace(entry, nonce=nonce, by=this_process(), at=max(self._clock(), last_at))
             problem: StoreError | None = None
             try:
-                self.store.put_if_absent(key, entry.to_bytes())
+                self.store.put_if_absent(self.key(index), entry.to_bytes())
             except StoreError as error:  # perhaps done: only what stands decides
                 problem = error
-            standing = retry(functools.partial(self._find, index))
-            if standing is None:
-                if problem is not None:
-                    raise problem
-                continue  # a stale answer
-            self.entries.append(standing)
-            if standing.nonce == entry.nonce:
-                return standing
+            if retry(functools.partial(self._find, index)) is None and problem is not None:
+                raise problem
         raise StoreError(f"No decision could be added to run {self.run_id!r}: others were always first.")
 
     def _find(self, index: int) -> Decision | None:
@@ -165,11 +176,6 @@ def barred_by(log: Sequence[Decision], rank: int) -> Decision | None:
     return None
 
 
-def start_of(log: Sequence[Decision], rank: int) -> Decision | None:
-    """Return the last entry that starts an attempt of a rank."""
-    return next((entry for entry in reversed(log) if rank in entry.start), None)
-
-
 def answer_to(log: Sequence[Decision], rank: int, attempt: int) -> Decision | None:
     """Return what answers the end of an attempt: the entry that starts a later one of the rank, or gives it up."""
     for entry in reversed(log):
@@ -187,4 +193,12 @@ def policy_of(log: Sequence[Decision], launched: Restarts | None) -> Restarts | 
     for entry in reversed(log):
         if entry.kind == "policy" and entry.restarts is not None:
             return Restarts.parse(entry.restarts)
+    return launched
+
+
+def hang_of(log: Sequence[Decision], launched: HangLimits) -> HangLimits:
+    """Return which limits on hanging count now: the last in the log, else the launch's."""
+    for entry in reversed(log):
+        if entry.kind == "policy" and entry.hang is not None:
+            return HangLimits.parse(entry.hang)
     return launched

@@ -12,11 +12,11 @@ from executors.policy import Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
 from executors.store.inventory import Inventory
-from executors.supervision.decisions import Decision, DecisionLog, answer_to, barred_by, policy_of, start_of
+from executors.supervision.decisions import Decision, DecisionLog, answer_to, barred_by, policy_of
 from executors.supervision.rules import LAST_CALL_S, RunFacts, decide, is_own, too_few_left
 
 CARRY_S = 60.0  # what another keeper decided, and has not begun for so long, is carried out
-NEEDS_LAUNCH = ("start_failed", "lost", "preempted")
+NEEDS_LAUNCH = ("start_failed", "lost", "preempted", "timeout")  # a time limit begins anew with a launch alone
 MOST_FORK_STRIKES = 2  # of a rank; then whoever has wider hands leaves the machine
 
 
@@ -96,6 +96,9 @@ class Keeper:
         self._answered: dict[int, int] = {}
         """The last attempt of each rank whose end is known to be answered."""
         self._seen_at: dict[tuple[int, int], float] = {}
+        self._starts: dict[int, Decision] = {}
+        """The last entry that starts an attempt of each rank, of those folded in."""
+        self._n_folded = 0
         self._ready_at: dict[str, float] = {}
         """When what an entry starts may be begun, by its nonce."""
 
@@ -116,16 +119,18 @@ class Keeper:
         Raises:
             StoreError: the store does not answer; call it again.
         """
-        self.log.read()
+        n_read = len(self.log.read())
         waits = [self._answer(end, sight) for end in sight.ends.values()]
         self.stop_if_too_few(sight)
-        if due := self.due(sight):
-            self.log.read()  # a cancel may have come since
-            if (due := self.due(sight)) and self.hands is not None:
-                for rank, number in due.items():
-                    self._leave_no_hole(rank, sight.newest.get(rank, -1), number)
-                self.hands.start(due)
-        waits += [self._ready_in(rank, entry) for rank, entry in self._pending(sight).items() if rank not in due]
+        due = self.due(sight)
+        if due and len(self.log.entries) == n_read:  # else it was read just now
+            self.log.read()
+            due = self.due(sight)
+        if due and self.hands is not None:
+            for rank, number in due.items():
+                self._leave_no_hole(rank, sight.newest.get(rank, -1), number)
+            self.hands.start(due)
+        waits += [self._ready_in(entry) for rank, entry in self._pending(sight).items() if rank not in due]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def answer(self, end: Outcome, sight: Sight) -> Decision | None:
@@ -159,18 +164,14 @@ class Keeper:
     def due(self, sight: Sight) -> dict[int, int]:
         """Return which attempts this keeper may begin now, by rank, as far as the log was read."""
         pending = self._pending(sight)
-        return {rank: entry.start[rank] for rank, entry in pending.items() if self._ready_in(rank, entry) == 0.0}
+        return {rank: entry.start[rank] for rank, entry in pending.items() if self._ready_in(entry) == 0.0}
 
     def stop_if_too_few(self, sight: Sight) -> Decision | None:
         """Stop the run when fewer ranks than `min_replicas` can still succeed."""
-        done = sum(end.status is ReplicaStatus.SUCCEEDED for end in sight.ends.values())
 
         def compute(log: object) -> Decision | None:
-            entries = self.log.entries
-            gone = sum(self._is_gone(end) for end in sight.ends.values())
-            if not too_few_left(entries, done, gone, self._facts.world_size, self._min_replicas):
-                return None
-            return Decision(kind="stop", why="min_replicas")
+            is_so = too_few_left(self.log.entries, sight.ends.values(), self._facts.world_size, self._min_replicas)
+            return Decision(kind="stop", why="min_replicas") if is_so else None
 
         if self.hands is None or self.policy is None or compute(None) is None:
             return None
@@ -199,37 +200,32 @@ class Keeper:
         """Return what the log starts and nobody has begun, of the ranks that this keeper can start."""
         if self.hands is None:
             return {}
+        entries = self.log.entries
+        for entry in entries[self._n_folded :]:
+            self._starts.update(dict.fromkeys(entry.start, entry))
+        self._n_folded = len(entries)
         pending = {}
-        for rank in {rank for entry in self.log.entries for rank in entry.start}:
-            entry = start_of(self.log.entries, rank)
-            if entry is None or entry.start[rank] <= sight.newest.get(rank, -1) or self.barred_by(rank):
+        for rank, entry in self._starts.items():
+            if entry.start[rank] <= sight.newest.get(rank, -1) or not self.hands.may_start(rank):
                 continue
-            if self.hands.how == "fork" and entry.how != "fork" and entry.rank == rank:
-                continue  # its machine is to be left
-            if self.hands.may_start(rank):
+            is_anothers = entry.kind == "resume" or (entry.how != "fork" and entry.rank == rank)
+            if not (self.hands.how == "fork" and is_anothers) and not self.barred_by(rank):
                 pending[rank] = entry
         return pending
 
-    def _ready_in(self, rank: int, entry: Decision) -> float:
+    def _ready_in(self, entry: Decision) -> float:
         """Return how long an entry's attempts are still to wait, by this process's own clock since it saw the entry."""
         assert self.hands is not None
         if entry.nonce not in self._ready_at:
             policy = self.policy
             longest_s = 0.0 if policy is None else policy.backoff_s[1]
             wait_s = min(max(0.0, entry.not_before - self._clock()), longest_s)
-            carry_s = 0.0 if self.hands.how == "fork" else CARRY_S
+            carry_s = 0.0 if self.hands.how == "fork" else CARRY_S  # it is somebody else's
             self._ready_at[entry.nonce] = self._monotonic() + max(wait_s, carry_s)
         return max(0.0, self._ready_at[entry.nonce] - self._monotonic())
 
     def _is_to_leave(self, answer: Decision) -> bool:
         return self._has_wider and answer.strikes > MOST_FORK_STRIKES
-
-    def _is_gone(self, end: Outcome) -> bool:
-        """Return whether a rank that ended will not be restarted."""
-        if end.status is not ReplicaStatus.FAILED:
-            return end.status is ReplicaStatus.CANCELLED
-        answer = answer_to(self.log.entries, end.rank, end.attempt)
-        return answer is not None and answer.kind in ("give_up", "stop")
 
     def _leave_no_hole(self, rank: int, newest: int, number: int) -> None:
         """Close attempts that were decided and never begun, since attempts are dense."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from executors.policy import HangLimits, Restarts
@@ -38,10 +39,12 @@ def order_stop(log: DecisionLog, within_s: float) -> Decision:
     def entry(entries: Sequence[Decision]) -> Decision | None:
         last = next((each for each in reversed(entries) if each.kind in ("stop", "resume")), None)
         standing[:] = [last] if last is not None and last.kind == "stop" else []
-        return None if standing else Decision(kind="stop", why=ASKED, within_s=within_s, words=STOPPED)
+        is_sooner = bool(standing) and time.time() + within_s < standing[0].at + (standing[0].within_s or 0.0)
+        if standing and not is_sooner:
+            return None
+        return Decision(kind="stop", why=ASKED, within_s=within_s, words=STOPPED)
 
-    appended = log.append(entry)
-    return standing[0] if appended is None else appended
+    return log.append(entry) or standing[0]
 
 
 def order_resume(log: DecisionLog, start: Mapping[int, int], n_seen: int) -> Decision | None:

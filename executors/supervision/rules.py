@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from executors.policy import Restarts
@@ -49,10 +49,12 @@ def decide(
         return None
     if end.status is not ReplicaStatus.FAILED or end.reason == "fenced":
         return None
-    mine = charged_of(log, end.rank)
+    if facts.newest.get(end.rank, end.attempt) > end.attempt:
+        return None
+    mine, made = charged_of(log, end.rank), made_progress(log, end, ends)
     cap_name, cap = policy.cap(end.reason, end.exit_code)
-    is_free, kept = cap == math.inf, made_progress(log, end, ends)
-    strikes = 0 if is_free or kept else 1 + (mine[-1].strikes if mine else 0)
+    is_free = cap == math.inf
+    strikes = 0 if is_free or made else 1 + (mine[-1].strikes if mine else 0)
     answer = Decision(
         kind="restart",
         rank=end.rank,
@@ -62,25 +64,25 @@ def decide(
         reason=end.reason,
         exit_code=end.exit_code,
         fingerprint=end.fingerprint,
-        reached=dict(end.reached or {}),
+        reached={name: step for name, step in (end.reached or {}).items() if math.isfinite(step)},
         kept=bool(end.kept),
         words=_words(end),
     )
     if is_own(end) and end.fingerprint is not None and not is_free:
-        sisters = [other for other in ends if other.rank != end.rank and other.fingerprint == end.fingerprint]
-        if sisters and not facts.has_progress and not end.marks:
+        if _is_everybodys(log, end, ends, facts):
             return _ended(answer, "stop", "deterministic")
         if mine and mine[-1].fingerprint == end.fingerprint and mine[-1].reached == answer.reached:
             return _ended(answer, "give_up", "deterministic")
     if strikes > policy.no_progress:
         return _ended(answer, "give_up", "no_progress")
-    if _is_used_up(log, end, policy, facts, now, is_free=is_free, cap=(cap_name, cap)):
+    if policy.within_s is not None and now > facts.launched_at + policy.within_s:
+        return _ended(answer, "give_up", "budget")
+    if not is_free and (_is_used_up(log, mine, policy, now) or _is_capped(mine, policy, cap_name, cap, now)):
         return _ended(answer, "give_up", "budget")
     start = {end.rank: end.attempt + 1}
     if policy.together:
-        start = {**{rank: number + 1 for rank, number in facts.newest.items()}, **start}
-    first_s, longest_s = policy.backoff_s
-    wait_s = min(longest_s, first_s * 2.0 ** min(strikes - 1, 60)) * _spread(facts.run_id, end) if strikes else 0.0
+        start = {**_others(log, ends, facts), **start}
+    wait_s = 0.0 if made else _backoff_s(log, end.rank, policy, is_free) * _spread(facts.run_id, end)
     return replace(answer, start=start, how=policy.how, not_before=now + wait_s)
 
 
@@ -97,8 +99,7 @@ def charged_of(log: Sequence[Decision], rank: int) -> list[Decision]:
 
 def charged_of_run(log: Sequence[Decision]) -> int:
     """Return how many restarts of the run count against its budget: since a person last resumed anything."""
-    last = max((index for index, entry in enumerate(log) if entry.kind == "resume"), default=-1)
-    return sum(entry.kind == "restart" and entry.charged for entry in log[last + 1 :])
+    return sum(entry.charged for entry in _resumed(log))
 
 
 def made_progress(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome]) -> bool:
@@ -111,44 +112,84 @@ def made_progress(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome]
     if any(other.kept for other in ends) or any(entry.kept for entry in log):
         return False
     step = (end.reached or {}).get("step")
-    earlier = [entry.reached.get("step", -math.inf) for entry in log if entry.rank == end.rank and entry.reached]
-    return step is not None and step > max(earlier, default=0)
+    earlier = [entry.reached.get("step", 0.0) for entry in log if entry.rank == end.rank]
+    return step is not None and step > max(earlier, default=0.0)
 
 
-def too_few_left(log: Sequence[Decision], done: int, gone: int, world_size: int, min_replicas: int | None) -> bool:
-    """Return whether fewer than `min_replicas` can still succeed, where no stop stands.
+def too_few_left(log: Sequence[Decision], ends: Iterable[Outcome], world_size: int, min_replicas: int | None) -> bool:
+    """Return whether fewer than `min_replicas` can still succeed, and nothing has ended the run.
 
-    Args:
-        done: ranks that have succeeded.
-        gone: ranks that ended otherwise, and will not be restarted.
+    What a person ended before they resumed anything does not count: they know.
     """
-    if min_replicas is None or world_size - gone >= min_replicas or done >= min_replicas:
+    since = _resumed(log)
+    if min_replicas is None or any(e.kind == "stop" or (e.kind == "cancel" and e.rank is None) for e in since):
         return False
-    return not any(is_barred(log, rank) for rank in range(world_size))
+    gone, done = {entry.rank for entry in since if entry.kind == "give_up"}, 0
+    for end in ends:
+        done += end.status is ReplicaStatus.SUCCEEDED
+        if end.status is ReplicaStatus.CANCELLED and is_barred(since, end.rank) >= is_barred(log, end.rank):
+            gone.add(end.rank)
+    return done < min_replicas and world_size - len(gone) < min_replicas
 
 
-def _is_used_up(
-    log: Sequence[Decision],
-    end: Outcome,
-    policy: Restarts,
-    facts: RunFacts,
-    now: float,
-    *,
-    is_free: bool,
-    cap: tuple[str | None, float],
-) -> bool:
-    if policy.within_s is not None and now > facts.launched_at + policy.within_s:
-        return True
-    if is_free:
+def _resumed(log: Sequence[Decision]) -> Sequence[Decision]:
+    """Return what was added since a person last resumed anything."""
+    return log[1 + max((index for index, entry in enumerate(log) if entry.kind == "resume"), default=-1) :]
+
+
+def _is_everybodys(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome], facts: RunFacts) -> bool:
+    """Return whether another rank ended the same way, and nobody in the run has come anywhere."""
+    if facts.has_progress or end.marks or any(entry.reached or entry.kept for entry in log):
         return False
-    since = -math.inf if policy.per_s is None else now - policy.per_s
-    mine = [entry for entry in charged_of(log, end.rank) if entry.at > since]
-    of_run = policy.per_replica * facts.world_size if policy.run is None else policy.run
-    if len(mine) >= policy.per_replica or charged_of_run(log) >= of_run:
+    before = {(entry.rank, entry.fingerprint) for entry in _resumed(log) if entry.kind == "restart"}
+    return any(
+        rank != end.rank and fingerprint == end.fingerprint
+        for rank, fingerprint in {(other.rank, other.fingerprint) for other in ends} | before
+    )
+
+
+def _is_used_up(log: Sequence[Decision], mine: Sequence[Decision], policy: Restarts, now: float) -> bool:
+    if len(_within(mine, policy, now)) >= policy.per_replica:
         return True
-    name, most = cap
-    alike = [entry for entry in mine if name is not None and name in (str(entry.exit_code), entry.reason)]
-    return name is not None and len(alike) >= most
+    return policy.run is not None and charged_of_run(log) >= policy.run
+
+
+def _is_capped(mine: Sequence[Decision], policy: Restarts, name: str | None, cap: float, now: float) -> bool:
+    return sum(name in (str(entry.exit_code), entry.reason) for entry in _within(mine, policy, now)) >= cap
+
+
+def _within(mine: Sequence[Decision], policy: Restarts, now: float) -> list[Decision]:
+    """Return those entries of a rank that its budget counts."""
+    return [entry for entry in mine if policy.per_s is None or entry.at > now - policy.per_s]
+
+
+def _others(log: Sequence[Decision], ends: Sequence[Outcome], facts: RunFacts) -> dict[int, int]:
+    """Return which attempts of other ranks are started with one: not of those that are over."""
+    given_up: set[int] = set()
+    decided: dict[int, int] = {}
+    for entry in log:
+        decided.update(entry.start)
+        if entry.kind == "give_up" and entry.rank is not None:
+            given_up.add(entry.rank)
+        elif entry.kind == "resume":
+            given_up -= entry.start.keys()
+    over = given_up | {end.rank for end in ends if end.status is not ReplicaStatus.FAILED}
+    over |= {rank for rank in facts.newest if is_barred(log, rank)}
+    return {rank: max(newest, decided.get(rank, 0)) + 1 for rank, newest in facts.newest.items() if rank not in over}
+
+
+def _backoff_s(log: Sequence[Decision], rank: int, policy: Restarts, is_free: bool) -> float:
+    """Return how long to wait behind attempts without progress; the first end that costs nothing is not waited for."""
+    idle = 0 if is_free else 1
+    for entry in reversed(log):
+        if entry.rank == rank and entry.kind == "restart":
+            if entry.charged and not entry.strikes:
+                break
+            idle += 1
+        elif entry.kind == "resume" and rank in entry.start:
+            break
+    first_s, longest_s = policy.backoff_s
+    return min(longest_s, first_s * 2.0 ** min(idle - 1, 60)) if idle else 0.0
 
 
 def _ended(answer: Decision, kind: str, why: str) -> Decision:

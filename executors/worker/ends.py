@@ -10,9 +10,9 @@ from typing import Any
 from executors.attempt import Attempt, Claim
 from executors.attempt.outcome import describe_end
 from executors.errors import StoreError
-from executors.process import oom_kills
-from executors.protocol import Reason, ReplicaStatus
+from executors.protocol import BY_USER, Outcome, Reason, ReplicaStatus
 from executors.store.records import RETRY_S, is_gone
+from executors.supervision.decisions import Decision
 from executors.worker.ranks import Running
 
 
@@ -24,9 +24,7 @@ class Ends:
         count_oom_kills: counts what the kernel has killed for want of memory.
     """
 
-    def __init__(
-        self, world_size: int, timeout_s: float | None, count_oom_kills: Callable[[], int] = oom_kills
-    ) -> None:
+    def __init__(self, world_size: int, timeout_s: float | None, count_oom_kills: Callable[[], int]) -> None:
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._count_oom_kills = count_oom_kills
@@ -42,13 +40,17 @@ class Ends:
             return "cancelled", None  # its marker says why
         if running.ending == "timeout":
             return because("timeout", limit_s=self._timeout_s)
+        if running.ending == "fenced":
+            return because("fenced")
+        if running.ending == "signal":
+            return because("signal", "terminated", name=running.page.notice)
         if exit_code == -signal.SIGKILL and (now_killed := self._count_oom_kills()) > self._oom_kills:
             self._oom_kills = now_killed
             return because("oom")
         if exit_code < 0:
             return because("signal", number=-exit_code, name=signal_name(-exit_code))
         if exit_code == 128 + signal.SIGTERM:
-            return because("signal", "terminated")
+            return because("signal", "terminated", name="SIGTERM")
         return because("no_result", code=f"exit code {exit_code}")
 
 
@@ -72,26 +74,47 @@ def is_cancelled(asked: Attempt, pid: int | None = None) -> bool:
     return False  # asked again in a second
 
 
-def mark_abandoned(asked: Attempt, pid: int | None = None) -> None:
-    """Leave the cancel marker of an attempt whose launcher is gone."""
+def is_overtaken(running: Running) -> bool:
+    """Return whether a living process has lost its attempt: to an outcome of somebody else, or to a later claim."""
+    with contextlib.suppress(StoreError):
+        attempt = claimed_by(running.pid, running.asked)
+        outcome = attempt.outcome()
+        return attempt.at(attempt.number + 1).has("started.json") or (
+            outcome is not None and outcome.pid != running.pid
+        )
+    return False
+
+
+def why_barred(entry: Decision) -> str:
+    """Say why a stop or cancel in the log ends a rank."""
+    if entry.kind == "cancel":
+        return BY_USER
+    return f"the run was stopped ({entry.why})" + (f": {entry.words}" if entry.words else "")
+
+
+def mark_cancelled(why: str, asked: Attempt, pid: int | None = None) -> None:
+    """Leave the cancel marker of the attempt that a child claimed, unless that has its outcome."""
     with contextlib.suppress(StoreError):
         attempt = claimed_by(pid, asked)
         if attempt.outcome() is None:  # else it is only tidying up
-            attempt.request_cancel("the launcher of this attached run ended")
+            attempt.request_cancel(why)
 
 
-def record_end(attempt: Attempt, reason: Reason, error: str | None, retry_s: float = RETRY_S, **more: Any) -> None:
-    """Record how an attempt ended, unless its run was deleted or an outcome stands."""
+def record_end(
+    attempt: Attempt, reason: Reason, error: str | None, retry_s: float = RETRY_S, **more: Any
+) -> Outcome | None:
+    """Record how an attempt ended; return the outcome that counts. None: its run was deleted, or the store fails."""
     status = ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED
     if is_gone(attempt.store, f"{attempt.run_id}/run.json"):  # it was deleted, and would begin to exist again
-        return
+        return None
     try:
-        attempt.record(attempt.ended(status, reason, error=error, **more), retry_s=retry_s)
+        return attempt.record(attempt.ended(status, reason, error=error, **more), retry_s=retry_s)
     except StoreError as failure:
         # The next poll finds this process gone, and reports what the store says.
         import logging  # 2 ms, on the way of every replica otherwise
 
         logging.getLogger(__name__).error("rank %d: no outcome could be written: %s", attempt.rank, failure)
+        return None
 
 
 def signal_name(number: int) -> str:

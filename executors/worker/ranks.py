@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from executors.attempt import Attempt
+from executors.errors import ReplicasError
+from executors.native import RunSpec
+from executors.process import become_subreaper
 from executors.protocol import Reason
+from executors.shared_page import SharedPage
+from executors.store import store_at
+from executors.task.stored import StoredTask, read_task
 
 NEVER = float("inf")
+ATOMIC_LOOK_S = 0.5
 
 
 class Ranks(Protocol):
@@ -24,7 +32,7 @@ class Ranks(Protocol):
     def begin(self, attempt: Attempt) -> bool:
         """Begin an attempt, or find that this process has; False if it is another process's."""
 
-    def start(self, attempt: Attempt, place: int, page: Any, close: Iterable[int]) -> int:
+    def start(self, attempt: Attempt, place: int, page: SharedPage, close: Iterable[int]) -> int:
         """Start an attempt's process at one of the places; return its pid.
 
         Args:
@@ -54,13 +62,58 @@ class Running:
     asked: Attempt
     """The attempt asked for; the process may have claimed a later one."""
     place: int
+    page: SharedPage
     started_at: float
     deadline: float
+    why_then: Reason = "timeout"
+    """Why it is ended at its deadline."""
     ending: Reason | None = None
     """Why the supervisor ended it."""
+    asked_at: float = NEVER
+    grace_s: float = 0.0
     kill_at: float = NEVER
 
     def terminate(self, why: Reason, grace_s: float) -> None:
         """Ask the rank to end; only the rank: its helpers are part of how it cleans up."""
-        self.ending, self.deadline, self.kill_at = why, NEVER, time.monotonic() + grace_s
+        self.ending, self.deadline = why, NEVER
+        self.asked_at, self.grace_s = time.monotonic(), grace_s
+        self.kill_at = self.asked_at + grace_s
         os.kill(self.pid, signal.SIGTERM)
+
+    def may_be_killed(self, now: float) -> bool:
+        """Return whether it is time to: what the rank must not be interrupted in keeps that off for a while."""
+        at = self.page.kill_at(self.asked_at, self.grace_s)
+        self.kill_at = min(at, now + ATOMIC_LOOK_S)
+        return at <= now
+
+    def end_by(self, deadline: float, why: Reason) -> None:
+        """Have it asked to end at a time of the monotonic clock, if it is not to end before."""
+        if self.ending is None and deadline < self.deadline:
+            self.deadline, self.why_then = deadline, why
+
+
+def leave_supervisor(close: Iterable[int]) -> None:
+    """Leave nothing of a supervisor in a process just forked but the watch on it.
+
+    Args:
+        close: the supervisor's descriptors.
+    """
+    os.setsid()
+    with contextlib.suppress(OSError):  # a sandbox that does not know it: what is orphaned is then not ended by us
+        become_subreaper()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for descriptor in close:
+        os.close(descriptor)
+
+
+def read_task_ahead(spec: RunSpec) -> StoredTask | None:
+    """Read a run's task once for all attempts. None when it cannot be read: each tries again, and says why."""
+    try:
+        task = read_task(store_at(spec.store_url), spec.run_id, spec.task_digest)
+        task.prepare()
+    except (ReplicasError, ValueError):
+        return None
+    return task

@@ -13,15 +13,29 @@ import select
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 from executors.attempt import Attempt
+from executors.attempt.outcome import describe_end
 from executors.errors import LaunchError, StoreError
 from executors.native import RunSpec
-from executors.process import children, kill_descendants
-from executors.protocol import Outcome, ReplicaStatus
-from executors.store import store_at
+from executors.process import children, kill_descendants, oom_kills
+from executors.protocol import Outcome, Reason, ReplicaStatus
+from executors.shared_page import SharedPage
+from executors.store import Store, store_at
 from executors.store.records import is_gone
-from executors.worker.ends import Ends, claimed_by, is_cancelled, mark_abandoned, record_end, signal_name
+from executors.worker.answers import Answers
+from executors.worker.ends import (
+    Ends,
+    claimed_by,
+    is_cancelled,
+    is_overtaken,
+    mark_cancelled,
+    record_end,
+    signal_name,
+    why_barred,
+)
 from executors.worker.fail_fast import end_others
 from executors.worker.ranks import NEVER, Ranks, Running
 
@@ -39,6 +53,9 @@ class Supervisor:
         timeout_s: seconds each may run, from its own start. None: no limit.
         term_grace_s: seconds between SIGTERM and SIGKILL.
         launcher_pidfd: the launcher, with which an attached run ends. None: the run is detached.
+        store: that of the run, as this process uses it.
+        look_s: how often it looks for cancel markers.
+        count_oom_kills: counts what the kernel has killed for want of memory.
     """
 
     def __init__(
@@ -50,23 +67,32 @@ class Supervisor:
         timeout_s: float | None,
         term_grace_s: float,
         launcher_pidfd: int | None,
+        store: Store | None = None,
+        look_s: float = CANCEL_LOOK_S,
+        count_oom_kills: Callable[[], int] = oom_kills,
     ) -> None:
         self._ranks = ranks
-        self._world_size = spec.world_size
-        self._fail_fast = spec.fail_fast
+        self._spec = spec
         self._n_spare = len(spec.ranks) - (spec.min_replicas or len(spec.ranks))
         self._timeout_s = timeout_s
-        self._ends = Ends(spec.world_size, timeout_s)
+        self._ends = Ends(spec.world_size, timeout_s, count_oom_kills)
         self._term_grace_s = term_grace_s
         self._launcher_pidfd = launcher_pidfd
-        store = store_at(spec.store_url)
+        store = store or store_at(spec.store_url)
+        self._answers = Answers(spec, store, self._begin_next)
         self._asked = [Attempt(store, spec.run_id, rank, spec.attempt) for rank in spec.ranks]
         self._waiting: deque[Attempt] = deque()
         self._running: dict[int, Running] = {}
         self._copying: dict[int, tuple[Running, Attempt, int]] = {}
         """Ranks that ended and whose logs are being copied, with the attempt and the exit code, by who copies."""
+        self._pages: dict[int, SharedPage] = {}
+        """The last page of each rank: what it learned goes on in the next."""
+        self._deadlines: dict[int, float] = {}
+        """When each rank's time is over, from its first start here on."""
         self._free_places = deque(range(places))
-        self._look_at = time.monotonic() + CANCEL_LOOK_S
+        self._look_s = look_s
+        self._look_at = time.monotonic() + look_s
+        self._signals: tuple[signal.Signals, ...] = (signal.SIGCHLD, signal.SIGUSR1)
         self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def start(self) -> list[Attempt]:
@@ -78,7 +104,7 @@ class Supervisor:
             LaunchError: a rank could not be started. Those before it were ended, and every outcome is written.
         """
         signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
-        for number in (signal.SIGCHLD, signal.SIGUSR1):
+        for number in self._signals:
             signal.signal(number, lambda *_: None)
         attempt, begun = self._asked[0], []
         try:
@@ -94,6 +120,7 @@ class Supervisor:
                 if not self._ranks.begin(attempt):
                     continue
                 begun.append(attempt)
+                self._answers.begun(attempt)
                 if problem is None:
                     self._waiting.append(attempt)
                 else:
@@ -111,54 +138,83 @@ class Supervisor:
         return begun
 
     def run(self) -> None:
-        """Watch until every rank has ended and has its outcome."""
+        """Watch until every rank has ended and has its outcome, and nothing is to follow."""
         poller = select.poll()
         poller.register(self._wakeup, select.POLLIN)
         if self._launcher_pidfd is not None:
             poller.register(self._launcher_pidfd, select.POLLIN)
-        while self._running or self._waiting or self._copying:
+        while self._running or self._waiting or self._copying or self._answers.is_pending:
             events = (min(running.deadline, running.kill_at) for running in self._running.values())
-            left_s = max(0.0, min(self._look_at, *events, NEVER) - time.monotonic())
+            left_s = max(0.0, min(self._look_at, self._answers.next_at, *events) - time.monotonic())
             ready = {descriptor for descriptor, _ in poller.poll(min(left_s, 60.0) * 1000)}
             if self._wakeup in ready:
                 with contextlib.suppress(BlockingIOError):
-                    if bytes([signal.SIGUSR1]) in os.read(self._wakeup, 4096):
-                        self._look_at = 0.0
+                    self._hear(os.read(self._wakeup, 4096))
             self._reap()
             if self._launcher_pidfd in ready and self._launcher_pidfd is not None:
                 poller.unregister(self._launcher_pidfd)
                 self._launcher_pidfd = None
-                self._end_abandoned()
-            self._look_for_cancels()
+                self._end_abandoned("the launcher of this attached run ended")
+            if time.monotonic() >= self._look_at:
+                self._look_at = time.monotonic() + self._look_s
+                self._look()
+            self._keep_log()
             self._enforce_deadlines()
             while self._waiting and self._free_places:
                 attempt = self._waiting.popleft()
                 try:
                     self._start(attempt)
                 except OSError as error:
-                    record_end(attempt, "start_failed", str(error), retry_s=0)
+                    self._record(attempt, "start_failed", str(error), retry_s=0)
 
     # Starting
 
     def _start(self, attempt: Attempt) -> None:
         place = self._free_places[0]
-        pid = self._ranks.start(attempt, place, None, (self._wakeup, self._wakeup_writer))
+        page = self._pages[attempt.rank] = SharedPage.create(self._pages.get(attempt.rank))
+        pid = self._ranks.start(attempt, place, page, (self._wakeup, self._wakeup_writer))
         self._free_places.popleft()
         deadline = NEVER if self._timeout_s is None else time.monotonic() + self._timeout_s
-        self._running[pid] = Running(pid, attempt, place, time.time(), deadline)
+        deadline = self._deadlines.setdefault(attempt.rank, deadline)
+        self._running[pid] = Running(pid, attempt, place, page, time.time(), deadline)
+
+    def _begin_next(self, attempt: Attempt) -> None:
+        """Begin the attempt that follows another of its rank; one that lives is ended before."""
+        rank = attempt.rank
+        for running in self._running.values():
+            if running.asked.rank == rank:
+                if running.ending is None:
+                    running.terminate("fenced", self._term_grace_s)
+                return
+        if any(copied.rank == rank for _, copied, _ in self._copying.values()):
+            return
+        for waiting in [waiting for waiting in self._waiting if waiting.rank == rank]:
+            self._waiting.remove(waiting)
+            self._record(waiting, "fenced", describe_end("fenced", rank, self._spec.world_size))
+        try:
+            self._ranks.prepare(attempt)
+            if not self._ranks.begin(attempt):
+                self._answers.leave(rank)
+                return
+        except OSError as error:
+            self._record(attempt, "start_failed", f"Rank {rank} could not be started: {error}", retry_s=0)
+            return
+        self._answers.begun(attempt)
+        self._waiting.append(attempt)
 
     def _leave_out(self, attempt: Attempt, error: OSError) -> None:
         """Go on without a rank that cannot be started, as long as enough others are left."""
         if self._n_spare < 1:
             raise error
         self._n_spare -= 1
-        record_end(attempt, "start_failed", f"Rank {attempt.rank} could not be started: {error}", retry_s=0)
+        self._record(attempt, "start_failed", f"Rank {attempt.rank} could not be started: {error}", retry_s=0)
 
     def _undo_start(self, failed: Attempt, error: Exception) -> None:
         """End what was started before one rank failed."""
         for running in self._running.values():
             running.terminate("cancelled", self._term_grace_s)
         self._waiting.clear()
+        self._answers.close()
         reason = f"Rank {failed.rank} could not be started: {error}"
         mine = []
         for attempt in self._asked:  # those not reached yet, too; left alone where the store does not answer
@@ -196,38 +252,72 @@ class Supervisor:
                 kill_descendants(os.getpid(), spare=spare, limit_s=UNKILLABLE_S)
             self._conclude(running, os.waitstatus_to_exitcode(status))
 
-    def _look_for_cancels(self) -> None:
-        if time.monotonic() < self._look_at:
-            return
-        self._look_at = time.monotonic() + CANCEL_LOOK_S
+    def _hear(self, signals: bytes) -> None:
+        """Take note of signals that arrived, by their numbers."""
+        if signal.SIGUSR1 in signals:
+            self._look_at = 0.0
+            self._answers.look_soon()
+
+    def _look(self) -> None:
+        """Look into the store for what others ask for."""
         for running in self._running.values():
             if running.ending is None and is_cancelled(running.asked, running.pid):
                 running.terminate("cancelled", self._term_grace_s)
         for attempt in [waiting for waiting in self._waiting if is_cancelled(waiting)]:
             self._waiting.remove(attempt)
-            record_end(attempt, "cancelled", None)
+            self._record(attempt, "cancelled", None)
+
+    def _keep_log(self) -> None:
+        """Let what ended be answered, and end what the log bars, or others have taken over."""
+        has_progress = any(running.page.marks for running in self._running.values())
+        if not self._answers.keep(has_progress=has_progress):
+            return
+        bars = self._answers.bars()
+        for rank, entry in bars.items():
+            self._answers.take_back(rank, why_barred(entry))
+        for running in self._running.values():
+            bar = bars.get(running.asked.rank)
+            if running.ending is not None:
+                continue
+            if bar is None:
+                if is_overtaken(running):
+                    running.terminate("fenced", self._term_grace_s)
+            elif bar.within_s is None:
+                mark_cancelled(why_barred(bar), running.asked, running.pid)
+                running.terminate("cancelled", self._term_grace_s)
+            elif running.page.ending_at is None:
+                end_at = time.monotonic() + bar.within_s
+                running.page.announce(end_at)
+                running.end_by(end_at, "cancelled")
+        for attempt in [waiting for waiting in self._waiting if waiting.rank in bars]:
+            mark_cancelled(why_barred(bars[attempt.rank]), attempt)
+            self._waiting.remove(attempt)
+            self._record(attempt, "cancelled", None)
 
     def _enforce_deadlines(self) -> None:
         now = time.monotonic()
         for running in self._running.values():
             if now >= running.deadline:
-                running.terminate("timeout", self._term_grace_s)
-            if now >= running.kill_at:
+                if running.why_then == "cancelled":
+                    mark_cancelled("the run was stopped", running.asked, running.pid)
+                running.terminate(running.why_then, self._term_grace_s)
+            if now >= running.kill_at and running.may_be_killed(now):
                 os.kill(running.pid, signal.SIGKILL)
                 kill_descendants(running.pid, limit_s=0.0)
                 running.kill_at = now + UNKILLABLE_S
 
-    def _end_abandoned(self) -> None:
-        """End the whole run: its launcher is gone. What was asked to end before gets no more time."""
+    def _end_abandoned(self, why: str) -> None:
+        """End the whole run: nobody is there to watch it. What was asked to end before gets no more time."""
         for running in self._running.values():
             was_asked = running.ending is not None or is_cancelled(running.asked, running.pid)
-            mark_abandoned(running.asked, running.pid)
+            mark_cancelled(why, running.asked, running.pid)
             if running.ending is None:
                 running.terminate("cancelled", self._term_grace_s)
             if was_asked:
-                running.kill_at = time.monotonic()
+                running.grace_s, running.kill_at = 0.0, time.monotonic()
         for attempt in self._waiting:
-            mark_abandoned(attempt)
+            mark_cancelled(why, attempt)
+        self._answers.close(why)
         self._look_at = 0.0
 
     # Concluding
@@ -238,7 +328,7 @@ class Supervisor:
         with contextlib.suppress(StoreError):
             attempt = claimed_by(running.pid, attempt)
             if (outcome := attempt.outcome()) is not None:
-                self._end_others(attempt, outcome)
+                self._note_end(attempt, outcome)
                 return
             if is_gone(attempt.store, f"{attempt.run_id}/run.json"):
                 return  # the run was deleted since: an outcome would bring its folder back
@@ -252,22 +342,38 @@ class Supervisor:
 
     def _record_end(self, running: Running, attempt: Attempt, exit_code: int) -> None:
         reason, error = self._ends.explain(running, exit_code)
-        record_end(
+        self._tell(running, reason, error)
+        page, killed_by = running.page, signal_name(-exit_code) if exit_code < 0 else None
+        self._record(
             attempt,
             reason,
             error,
             exit_code=exit_code,
-            signal=signal_name(-exit_code) if exit_code < 0 else None,
+            signal=killed_by or page.notice,
+            fingerprint=killed_by or (f"exit code {exit_code}" if reason == "no_result" else None),
             pid=running.pid,
             started_at=running.started_at,
             output_tail=self._ranks.output_tail(running.asked),
+            reached=page.reached,
+            marks=int(page.marks),
+            kept=int(page.kept),
+            how=None if running.asked.number == self._spec.attempt else Answers.how,
+            notice=page.notice,
         )
-        with contextlib.suppress(StoreError):
-            if self._fail_fast and (outcome := attempt.outcome()) is not None:
-                self._end_others(attempt, outcome)
 
-    def _end_others(self, attempt: Attempt, outcome: Outcome) -> None:
-        """Let the first failure end the run, if that was asked for."""
-        if self._fail_fast and outcome.status is ReplicaStatus.FAILED:
-            end_others(attempt, outcome, self._world_size)
+    def _record(self, attempt: Attempt, reason: Reason, error: str | None, **more: Any) -> None:
+        outcome = record_end(attempt, reason, error, **more)
+        if outcome is not None:
+            self._note_end(attempt, outcome)
+
+    def _tell(self, running: Running, reason: Reason, error: str | None) -> None:
+        """Show how a rank ended that left no outcome, where its log has no other end."""
+
+    def _note_end(self, attempt: Attempt, outcome: Outcome) -> None:
+        """Let an end be answered, or the first failure end the run, if that was asked for."""
+        self._answers.ended(outcome)
+        if self._spec.fail_fast and outcome.status is ReplicaStatus.FAILED:
+            with contextlib.suppress(StoreError):
+                if end_others(attempt, outcome, self._spec.world_size):
+                    self._answers.close("the run failed early")
             self._look_at = 0.0

@@ -24,10 +24,11 @@ from executors.errors import LaunchError, ReplicasError
 from executors.logs import tail_text
 from executors.process import become_subreaper, die_with_parent, fork, start_time, usable_cores
 from executors.protocol import ReplicaHandle
-from executors.store import store_at
-from executors.task.stored import StoredTask, read_task
+from executors.shared_page import SharedPage
+from executors.task.stored import StoredTask
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.main import Assignment, main
+from executors.worker.ranks import leave_supervisor, read_task_ahead
 from executors.worker.supervisor import Supervisor
 from executors.worker.supervisor_lock import hold, open_locks
 
@@ -95,14 +96,8 @@ class LocalRanks:
 
     @functools.cached_property
     def task(self) -> StoredTask | None:
-        """The run's task, read once for all ranks. None when it cannot be read: each rank tries again, and says why."""
-        spec = self._launch.spec
-        try:
-            task = read_task(store_at(spec.store_url), spec.run_id, spec.task_digest)
-            task.prepare()
-        except (ReplicasError, ValueError):
-            return None
-        return task
+        """The run's task, if it could be read ahead for all ranks."""
+        return read_task_ahead(self._launch.spec)
 
     def handle(self, attempt: Attempt) -> ReplicaHandle:
         """Make the handle of an attempt."""
@@ -126,7 +121,7 @@ class LocalRanks:
             hold(self._lock, attempt.rank, attempt.number)
         return True
 
-    def start(self, attempt: Attempt, place: int, page: Any, close: Iterable[int]) -> int:
+    def start(self, attempt: Attempt, place: int, page: SharedPage, close: Iterable[int]) -> int:
         """Fork an attempt's process; return its pid."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         output = os.open(self._launch.log_file(attempt), flags, 0o600)
@@ -164,14 +159,7 @@ class LocalRanks:
     ) -> NoReturn:
         """Be a replica: nothing of the supervisor's is left but the watch on it."""
         try:
-            os.setsid()
-            become_subreaper()
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGUSR1):
-                signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            for descriptor in close:
-                os.close(descriptor)
+            leave_supervisor(close)
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
@@ -188,6 +176,7 @@ class LocalRanks:
                 term_grace_s=self._launch.term_grace_s,
                 torch_threads=self._torch_threads,
                 gpu=self._launch.gpu if self._launch.gpu_slots is not None else None,
+                how=None if attempt.number == self._launch.spec.attempt else "fork",
             )
         except BaseException:
             sys.excepthook(*sys.exc_info())

@@ -36,7 +36,7 @@ def test_a_policy_reads_as_it_is_written(text: str) -> None:
         ("3,oom", "needs a value"),
         ("3,oom=1,oom=2", "given twice"),
         ("-1", "whole number"),
-        ("3/0s", "more than 0"),
+        ("3/0s", "at least 0.001 s"),
         ("3,how=proces", "way"),
     ],
 )
