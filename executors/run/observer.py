@@ -62,6 +62,7 @@ class Observer:
         self._problems: dict[int, Outcome] = {}
         self._beats: dict[int, tuple[int, Beat | None]] = {}
         self._answers = Answers(store, run_id, record)
+        self._hopeless: set[int] = set()
 
     @property
     def inventory(self) -> Inventory:
@@ -83,7 +84,9 @@ class Observer:
         One list, the outcomes and handles that are new, one call of the backend about all that have no outcome, and
         where one ended badly, what is new in the log of decisions.
         """
-        return self._answers.over(self._look(ranks), self._ends())
+        states = self._answers.over(self._look(ranks), self._ends())
+        self._hopeless = {state.rank for state in states if state.restart.is_hopeless} | self._hopeless - {*ranks}
+        return states
 
     def status(self, states: Sequence[ReplicaState]) -> RunStatus:
         """Return the run's state, of those of all its replicas."""
@@ -102,6 +105,11 @@ class Observer:
     def decisions(self) -> Sequence[Decision]:
         """The log of decisions, as far as it was read."""
         return self._answers.decisions
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether, as of the last look, starting some rank again unchanged does not help."""
+        return bool(self._hopeless)
 
     def _ends(self) -> dict[int, Outcome]:
         return {rank: end for rank in self.ranks if (end := self.outcome(rank)) is not None}

@@ -225,6 +225,11 @@ class Run:
         """What was decided on the run, as far as a look at it needed to know, oldest first."""
         return self._observer.decisions
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether, as of the last look, it was stopped or a rank given up for what comes again if nothing changes."""
+        return self._observer.is_hopeless
+
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look at the run and the next: at a bucket, requests cost."""
         return self._observer.pauses()
