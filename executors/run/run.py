@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -29,15 +31,17 @@ from executors.run.observer import RECENT_S, Observer
 from executors.run.outside_keeper import OutsideKeeper
 from executors.run.progress import View, open_view
 from executors.run.removal import remove_run
+from executors.run.run_logs import EVERYTHING, Lines, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
-from executors.run.run_logs import Ranks, RunLogs, Which
 from executors.run.waiter import Waiter
 from executors.run_index import Note, noted_at_launch
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
+from executors.store.records import retry
 from executors.store.url import address_of
 from executors.supervision.decisions import Decision, DecisionLog
+from executors.supervision.events import Event, EventReader
 from executors.supervision.lease import LeaseHolder
 from executors.task.record import RunRecord, find_run_record
 
@@ -232,14 +236,29 @@ class Run:
 
     @overload
     def logs(
-        self, rank: Ranks = None, tail: int = 200, follow: Literal[False] = False, *, attempt: Which = None
+        self,
+        rank: Ranks = None,
+        tail: int = 200,
+        follow: Literal[False] = False,
+        *,
+        attempt: Which = None,
+        grep: str | None = None,
+        since: float | None = None,
     ) -> str: ...
     @overload
     def logs(
-        self, rank: Ranks = None, tail: int = 200, *, follow: Literal[True], attempt: Which = None
-    ) -> Iterator[str]: ...
+        self, rank: Ranks = None, tail: int = 200, *, follow: Literal[True], attempt: Which = None,
+        grep: str | None = None,
+    ) -> Iterator[str]: ...  # fmt: skip
     def logs(
-        self, rank: Ranks = None, tail: int = 200, follow: bool = False, *, attempt: Which = None
+        self,
+        rank: Ranks = None,
+        tail: int = 200,
+        follow: bool = False,
+        *,
+        attempt: Which = None,
+        grep: str | None = None,
+        since: float | None = None,
     ) -> str | Iterator[str]:
         """Return the last lines of one replica's output, or of several or all, each line then led by `[rank]`.
 
@@ -249,23 +268,47 @@ class Run:
             follow: return an iterator over these and all later lines instead, which ends with the run. Where a rank is
                 resumed meanwhile, it goes on with the new attempt.
             attempt: the number of one, "all", or None: the newest of each rank.
+            grep: only the lines in which this regular expression is found.
+            since: only the lines of the last so many seconds; not for `follow`.
         """
-        pieces = self.log_pieces(rank, tail, follow, attempt)
+        lines = Lines(grep=re.compile(grep) if grep else None, since=None if since is None else time.time() - since)
+        pieces = self.log_pieces(rank, tail, follow, attempt, lines)
         return pieces if follow else "".join(pieces)
 
     def log_pieces(
-        self, rank: Ranks, tail: int, follow: bool, attempt: Which = None, note: LogNote = log.warning
+        self,
+        rank: Ranks,
+        tail: int,
+        follow: bool,
+        attempt: Which = None,
+        lines: Lines = EVERYTHING,
+        note: LogNote = log.warning,
     ) -> Iterator[str]:
         """Yield what `logs` returns, rank after rank; followed, line after line.
 
         Args:
+            lines: which ones, and how they are shown.
             note: is given a line about each log that is not read where its replica writes to.
         """
-        logs = RunLogs(self._observer, self.executor, attempt, note)
-        is_one = isinstance(rank, int)
+        logs = RunLogs(self._observer, self.executor, attempt, lines, note, is_one=isinstance(rank, int))
         chosen = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
         ranks = [self._check_rank(r) for r in chosen]
-        return logs.followed(ranks, tail, is_one=is_one) if follow else logs.tails(ranks, tail, is_one=is_one)
+        return logs.followed(ranks, tail) if follow else logs.tails(ranks, tail)
+
+    def events(self, follow: bool = False, note: LogNote = log.warning) -> Iterator[Event]:
+        """Yield what happened in the run so far, in the order of time: launches, ends, hangs, decisions.
+
+        Args:
+            follow: go on with what happens, until the run has ended.
+            note: is told of each record that cannot be read.
+        """
+        reader = EventReader(self.store, self.run_id, self.record, map_over=self._observer.map, note=note)
+        for pause_s in self.pauses():
+            now = retry(lambda: self.status(reports=False)) if follow else self.status(reports=False)
+            yield from reader.new(self._observer.inventory, now)
+            if not follow or now.is_terminal:
+                return
+            time.sleep(pause_s)
 
     def metrics(self) -> Metrics:
         """Return what the replicas measured over time, on one time line, and what became of their work."""
