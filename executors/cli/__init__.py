@@ -26,7 +26,7 @@ from executors.cli.logs import logs
 from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, inert
 from executors.cli.report import report
 from executors.cli.runs import cancel, ls, rm, status, wait
-from executors.cli.watch import stop, watch
+from executors.cli.watch_run import stop, watch
 from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
 
 SYNONYMS = {

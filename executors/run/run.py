@@ -16,15 +16,14 @@ from executors.attempt import Attempt
 from executors.errors import (
     CorruptObjectError,
     RunExistsError,
-    RunNotFoundError,
     UnknownHandleError,
 )
 from executors.metrics.metrics import Metrics, read_metrics
 from executors.native import NativeExecutor
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
-from executors.registry import executor_of_record
 from executors.report.root_cause import raise_root_cause
 from executors.run.canceller import Canceller
+from executors.run.known_run import KnownRun
 from executors.run.launch_hands import LaunchHands, Recipe
 from executors.run.notebook import Display, in_notebook
 from executors.run.observer import RECENT_S, Observer
@@ -34,21 +33,18 @@ from executors.run.removal import remove_run
 from executors.run.run_logs import EVERYTHING, Lines, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
 from executors.run.waiter import Waiter
-from executors.run_index import Note, noted_at_launch
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
 from executors.store.records import retry
-from executors.store.url import address_of
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.events import Event, EventReader
 from executors.supervision.lease import LeaseHolder
-from executors.task.record import RunRecord, find_run_record
 
 log = logging.getLogger(__name__)
 
 
-class Run:
+class Run(KnownRun):
     """One run: follow it, read its logs, cancel it, collect its results.
 
     A context manager: leaving it cancels what still runs.
@@ -62,12 +58,7 @@ class Run:
         executor: ServerlessExecutor | str | None = None,
         handles: Sequence[Any] | None = None,
     ) -> None:
-        self.store = store
-        self.run_id = run_id
-        self._named_executor = executor if isinstance(executor, str) else None
-        self._executor = None if isinstance(executor, str) else executor
-        self.has_given_options = self._executor is not None
-        """Whether a person made the executor, and so gave its options, too."""
+        super().__init__(store, run_id, executor)
         self._launched = handles
         self.is_awaited = False
         """Whether this process has waited for the run's end, or ended it."""
@@ -75,54 +66,6 @@ class Run:
         """Whether waiting for it draws how far it is."""
         self._lease: LeaseHolder | None = None
         self._keeper: OutsideKeeper | None = None
-
-    @cached_property
-    def record(self) -> RunRecord:
-        """What `run.json` says: who, what, when, backend, options."""
-        record = find_run_record(self.store, self.run_id)
-        if record is None:
-            raise RunNotFoundError(f"No run {self.run_id!r} at {self.store.url}.")
-        return record
-
-    @property
-    def url(self) -> str:
-        """The run's address: `attach(url)` finds it from any machine that reaches its store."""
-        return address_of(self.store.url, self.run_id)
-
-    @property
-    def backend(self) -> str:
-        """The backend's name."""
-        return self.record.backend
-
-    @property
-    def world_size(self) -> int:
-        """How many replicas were launched."""
-        return self.record.world_size
-
-    @property
-    def executor(self) -> ServerlessExecutor:
-        """The executor; for an attached run one of the backend that its record names.
-
-        Raises:
-            BackendError: that backend is not installed here. Nothing is imported because a record names it: give the
-                executor to `attach`.
-        """
-        if self._executor is None:
-            options = None if self.noted is None else self.noted.executor_options
-            self._executor = executor_of_record(self.record, named=self._named_executor, options=options)
-        return self._executor
-
-    @property
-    def noted(self) -> Note | None:
-        """What this machine noted when it launched the task that the record names. None on other machines."""
-        note = noted_at_launch(self.run_id, self.store.url)
-        return note if note is not None and note.task_digest == self.record.task_digest else None
-
-    @property
-    def task_digest(self) -> str | None:
-        """The sha256 of the run's task, if this machine launched it: what another one needs to resume the run."""
-        note = noted_at_launch(self.run_id, self.store.url)
-        return None if note is None else note.task_digest
 
     @property
     def handles(self) -> list[Any]:

@@ -10,9 +10,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
-import itertools
 import os
-import socket
 import sys
 import time
 import traceback
@@ -22,23 +20,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from executors import replica as environment
-from executors.attempt import Attempt, Claim
+from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
 from executors.errors import HangError, ReplicasError, ResultError, StoreError
 from executors.metrics.recorder import Recorder
 from executors.native import RunSpec
-from executors.process import children, flush_c_streams, kill_descendants, start_time
+from executors.process import children, flush_c_streams, kill_descendants
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
 from executors.shared_page import SharedPage
 from executors.store import store_at
-from executors.store.records import RETRY_S, is_gone, read_record, retry, to_bytes
+from executors.store.records import RETRY_S, is_gone, read_record
 from executors.store.url import split_address
-from executors.supervision.decisions import DecisionLog, barred_by
-from executors.supervision.orders import words_of_bar
 from executors.task.placeholders import NAMES, fill
 from executors.task.record import RunRecord
 from executors.task.stored import StoredTask, read_task
+from executors.worker.claim import CancelledBeforeStart, claim
 from executors.worker.fail_fast import end_others
 from executors.worker.failure import describe_failure, fingerprint_of
 from executors.worker.health_check import LIMIT_S, UnhealthyError, check_health
@@ -84,10 +81,6 @@ class Assignment:
     """What the parent sees of this process."""
 
 
-class CancelledBeforeStart(ReplicasError):
-    """The attempt was cancelled before its process came up."""
-
-
 def main(assignment: Assignment) -> NoReturn:
     """Run one replica in a process of its own, and leave it."""
     faulthandler.enable()  # a segfault leaves its Python stack
@@ -131,43 +124,6 @@ def call(run: str, digest: str | None = None) -> Any:
     if recorded.status is not ReplicaStatus.SUCCEEDED and recorded.error:
         raise ReplicasError(recorded.error)
     return outcome.result
-
-
-def claim(asked: Attempt) -> tuple[Attempt, str]:
-    """Claim the attempt asked for, or the next free one: a service may start the same input twice.
-
-    Returns: the attempt, and the nonce of its claim.
-
-    Raises:
-        CancelledBeforeStart: an attempt on the way, from the one asked for on, was cancelled; or the log of decisions
-            bars the rank, by a cancel or a stop that came before it.
-    """
-    nonce, pid, now = os.urandom(16).hex(), os.getpid(), time.time()
-    claim = {"nonce": nonce, "pid": pid, "pid_started": start_time(pid), "host": socket.gethostname(), "at": now}
-    for attempt in map(asked.at, itertools.count(asked.number)):
-        if retry(functools.partial(attempt.has, "cancel.json")):
-            _end_before_start(attempt)
-        if retry(functools.partial(_nonce_that_counts, attempt, to_bytes(claim))) == nonce:
-            # Behind the claim: who cancels looks for claims behind the entry, so one of the two sees the other.
-            log = retry(DecisionLog(attempt.store, attempt.run_id).read)
-            if (entry := barred_by(log, attempt.rank)) is not None:
-                attempt.request_cancel(words_of_bar(entry))
-                _end_before_start(attempt)
-            return attempt, nonce
-    raise AssertionError("unreachable")
-
-
-def _end_before_start(attempt: Attempt) -> NoReturn:
-    cancelled = attempt.ended(ReplicaStatus.CANCELLED, "cancelled", pid=os.getpid(), started_at=time.time())
-    attempt.record(cancelled, retry_s=RETRY_S)
-    raise CancelledBeforeStart(f"Attempt {attempt.number} of rank {attempt.rank} was cancelled before it started.")
-
-
-def _nonce_that_counts(attempt: Attempt, claim: bytes) -> str:
-    """Create a claim and return the nonce of the one that exists; safe to do again when a reply was lost."""
-    # Whether the create succeeded is not the question: only what exists decides.
-    attempt.store.put_if_absent(attempt.key("started.json"), claim)
-    return read_record(attempt.store, attempt.key("started.json"), Claim.parse).nonce
 
 
 class _Worker:
