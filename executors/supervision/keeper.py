@@ -149,7 +149,7 @@ class Keeper:
             if answer is None or answer.kind != "restart":
                 return answer
             is_to_leave = self._has_wider and answer.strikes > MOST_FORK_STRIKES
-            if hands.how == "fork" and (policy.how != "fork" or end.reason in NEEDS_LAUNCH or is_to_leave):
+            if hands.how == "fork" and (policy.how != "fork" or _needs_launch(end) or is_to_leave):
                 return None
             return replace(answer, how=hands.how)
 
@@ -238,3 +238,8 @@ class Keeper:
         for skipped in range(newest + 1, number):
             attempt = Attempt(self.log.store, self.log.run_id, rank, skipped)
             attempt.record(attempt.ended(ReplicaStatus.FAILED, "fenced", error=f"Attempt {number} came before it."))
+
+
+def _needs_launch(end: Outcome) -> bool:
+    """Return whether a new process of the same supervisor would not do: one that says itself why it fails was there."""
+    return end.reason in NEEDS_LAUNCH and not (end.reason == "start_failed" and end.pid is not None)
