@@ -32,9 +32,8 @@ from executors.store import Store
 from executors.store.records import Fields, get_at_most, to_bytes
 from executors.store.url import impatient_store, is_near
 from executors.task.stored import StoredTask
-from executors.worker.ends import claimed_by
 from executors.worker.main import Assignment, main
-from executors.worker.ranks import Running, leave_supervisor, read_task_ahead
+from executors.worker.ranks import Running, claimed_by, how_started, leave_supervisor, read_task_ahead
 from executors.worker.supervisor import CANCEL_LOOK_S, Supervisor
 
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -126,11 +125,7 @@ class ContainerSupervisor(Supervisor):
         """Write into the log of the container how its rank ended, as the rank would have."""
         if reason == "cancelled":
             error = describe_end("cancelled", running.asked.rank, self._spec.world_size)
-        half_a_line = running.page.tail().rpartition("\n")[2]
-        line = "\n" * bool(half_a_line) + f"{error}\n"
-        running.page.write_tail(line.encode())
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            os.write(1, line.encode())
+        self._ranks.write_log(running.asked, str(error))
 
 
 class ContainerRanks:
@@ -171,6 +166,15 @@ class ContainerRanks:
         """Return the end of what an attempt printed."""
         return "" if self._page is None else self._page.tail()
 
+    def write_log(self, attempt: Attempt, words: str) -> None:
+        """Add to what an attempt prints."""
+        half_a_line = self.output_tail(attempt).rpartition("\n")[2]
+        line = "\n" * bool(half_a_line) + f"{words.rstrip()}\n"
+        if self._page is not None:
+            self._page.write_tail(line.encode())
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            os.write(1, line.encode())
+
     def copy_log(self, asked: Attempt, claimed: Attempt) -> None:
         """Copy nothing: the service has the log."""
 
@@ -189,11 +193,11 @@ class ContainerRanks:
                 task=self._task,
                 supervisor_pid=parent,
                 output_tail=page.tail,
-                page=page,
                 term_grace_s=self._term_grace_s,
                 torch_threads=self._torch_threads,
                 gpu=self._gpu,
-                how=None if attempt.number == self._spec.attempt else "fork",
+                page=page,
+                how=how_started(self._spec, attempt),
             )
         except BaseException:  # noqa: BLE001 - a forked child must never return into the supervisor
             sys.excepthook(*sys.exc_info())
