@@ -32,11 +32,12 @@ from executors.store import Store
 from executors.store.records import Fields, get_at_most, to_bytes
 from executors.store.url import impatient_store, is_near
 from executors.task.stored import StoredTask
-from executors.worker.main import TIMED_OUT, Assignment, main
+from executors.worker.main import Assignment, main
 from executors.worker.ranks import Running, claimed_by, how_started, leave_supervisor, read_task_ahead
 from executors.worker.supervisor import CANCEL_LOOK_S, Supervisor
 
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+TIMED_OUT = 124  # as the command `timeout` leaves
 NOTICE_S = 25.0  # of the 30 s that services leave between the notice and the end
 STORE_LIMIT_S = 5.0  # how long a request may hold up the supervisor
 FAR_LOOK_S = 10.0  # how often a bucket is looked into
