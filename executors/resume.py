@@ -143,7 +143,9 @@ def resume(
         if by_others := _who_resumes(run, overtaken, but=this_process() if launched.min_replicas else None):
             print(f"replicas: {by_others}", file=sys.stderr)
     found = Run(run.store, run.run_id, executor=executor)
-    return found if detach else found.keep_here(recipe, lease)
+    if not detach:
+        found.keep_here(recipe, lease)
+    return found
 
 
 def native_executor(run: Run) -> NativeExecutor:
@@ -240,7 +242,9 @@ def _begin_from_snapshot(run: Run, task: StoredTask, recipe: Recipe, tell: Calla
         raise
     keep_handles(run.store, spec.run_id, 0, handles)
     begun = Run(run.store, spec.run_id, executor=executor)
-    return begun if spec.detach else begun.keep_here(recipe, lease)
+    if not spec.detach:
+        begun.keep_here(recipe, lease)
+    return begun
 
 
 def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tuple[str, ...]:

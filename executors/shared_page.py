@@ -93,8 +93,11 @@ class SharedPage:
         """The sections around the innermost one: row, limit and since, and when the one in it was entered."""
         self._row = FIRST_ROW
         self._written = self.n_atomic = 0
+        # Of the rank's process alone.
         self.deferred: BaseException | None = None
-        """Raised in the rank when it leaves `atomic`."""
+        """Raised when it leaves `atomic`."""
+        self.knows_of_end = False
+        """Whether it has asked and was told that it is to end."""
         self._numbers[ROW], self._numbers[LIMIT] = FIRST_ROW, math.nan
         self._numbers[STEP] = self._numbers[ROUND] = math.nan
         self.stacks_file = -1
@@ -180,29 +183,38 @@ class SharedPage:
     @property
     def section(self) -> str:
         """The innermost section that the rank is in."""
-        return self._name_at(int(self._numbers[ROW]))
+        return self._name_at(self._current_row)
 
     @property
     def limit_s(self) -> float | None:
-        """The limit that was given for the section. None: learned."""
+        """The limit that was given for the section. None: learned; inf: it waits for others."""
         limit = self._numbers[LIMIT]
         return None if math.isnan(limit) else limit
 
     @property
-    def longest_s(self) -> float:
-        """The longest interval so far in the section, in this attempt or one before."""
-        return self._numbers[int(self._numbers[ROW])]
+    def intervals(self) -> tuple[int, float]:
+        """How many intervals without progress there were in the section, and the longest, in the attempts so far.
 
-    @property
-    def n_intervals(self) -> int:
-        """How many intervals there were in the section."""
-        return int(self._numbers[int(self._numbers[ROW]) + 1])
+        Those of the steps, in a section that waits for others.
+        """
+        row = FIRST_ROW if self.limit_s == math.inf else self._current_row
+        return int(self._numbers[row + 1]), self._numbers[row]
 
     @property
     def reached(self) -> dict[str, float] | None:
         """The `round` and `step` that the rank was at when it last said so."""
         found = {"round": self._numbers[ROUND], "step": self._numbers[STEP]}
         return {name: value for name, value in found.items() if not math.isnan(value)} or None
+
+    def told(self) -> dict[str, Any]:
+        """Return what an outcome has from the page: `marks`, `kept`, `reached`, `notice` and `stacks`."""
+        return {
+            "marks": int(self.marks),
+            "kept": int(self.kept),
+            "reached": self.reached,
+            "notice": self.notice,
+            "stacks": tuple(f"stacks/{number}.txt" for number in range(int(self.n_stacks))),
+        }
 
     def kill_at(self, asked_at: float, grace_s: float) -> float:
         """Return when a rank that was asked to end is killed: what it does in `atomic` keeps that off for 60 s."""
@@ -249,6 +261,11 @@ class SharedPage:
         self._memory[DIAGNOSIS:HEAD_BYTES] = diagnosis.encode()[:size].ljust(size, b"\0")
 
     # -- the rows ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _current_row(self) -> int:
+        row = self._numbers[ROW]
+        return int(row) if FIRST_ROW <= row < FIRST_ROW + N_ROWS * ROW_SIZE else FIRST_ROW  # torn
 
     def _row_of(self, name: str) -> int:
         """Return where a section's intervals are, having made a row for it."""

@@ -105,6 +105,8 @@ ENDINGS = {
     "signal": "was ended by signal {number} ({name}).",
     "terminated": "was terminated by {name}, not sent by `replicas`.",
     "cancelled": "was terminated by SIGTERM, since it was cancelled.",
+    "announced": "left when {name} announced the end of its machine.",
+    "stopped": "was stopped, as asked.",
     "orphaned": "was lost: its supervisor is gone (was it killed?). `replicas resume` brings it back.",
     "fenced": "was ended: a later attempt takes its place.",
     "no_result": "ended by itself with {code}, before its entrypoint returned a result.",

@@ -185,6 +185,7 @@ def follow(
             if clock() - failed_at > PATIENCE_S:  # most readings of a status ask the store alone
                 failing_since.pop("backend", None)
             view.update(status)
+            run.keep(status.replicas)
             if status.failed_early and (told := run.end_early(status, "--fail-fast")):
                 view.say(told[:1].upper() + told[1:], "yellow")
             if status.is_terminal:

@@ -226,9 +226,9 @@ class LaunchPlan:
             raise
         keep_handles(store, self.run_id, 0, handles)
         run = Run(store, self.run_id, executor=executor, handles=handles)
-        if request.detach or not isinstance(executor, NativeExecutor):
-            return run
-        return run.keep_here(Recipe(spec, request.entrypoint, limits), lease)
+        if not request.detach and isinstance(executor, NativeExecutor):
+            run.keep_here(Recipe(spec, request.entrypoint, limits), lease)
+        return run
 
     def usd_per_hour(self) -> float | None:
         """Return what an hour of all replicas costs in US dollars; None: nobody tells, or not now."""

@@ -20,6 +20,7 @@ from executors.supervision.rules import is_own
 from executors.task.record import RunRecord
 
 LEAVE_S = 15.0  # how long an end is left to a supervisor that lives
+LEFT_S = 60.0  # the same by the clock of the machine where it ended, for a keeper that makes a single pass
 
 
 class OutsideKeeper:
@@ -118,7 +119,7 @@ class OutsideKeeper:
         if answer is not None:
             return answer.how == self.hands.how
         seen_at = self._seen_at.setdefault((end.rank, end.attempt), time.monotonic())
-        return time.monotonic() - seen_at >= LEAVE_S
+        return time.monotonic() - seen_at >= LEAVE_S or time.time() - end.finished_at >= LEFT_S
 
     def _as_its_service_says(self, end: Outcome, parent: Parent) -> Outcome:
         """Return an end with the reason that only the service knows: a container hears no more than a signal."""

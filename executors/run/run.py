@@ -309,17 +309,22 @@ class Run:
         if rank is None:
             self._settle()
 
-    def stop(self, within_s: float = 600.0) -> None:
+    def stop(self, within_s: float = 600.0, wait: Callable[[float], bool] | None = None) -> None:
         """End the run well; returns when its replicas are gone.
 
         Each ends at the next round that is adopted, or when its entrypoint looks at `replica.ending_s`. What has not
         after `within_s` seconds is ended as by a cancel. `resume` goes on from there.
+
+        Args:
+            wait: waits meanwhile, so many seconds at most; False if the run is not over then. None: as `wait` does.
         """
-        self._canceller.stop(within_s, self.wait)
+        self._canceller.stop(within_s, wait or self.wait)
         self._settle()
 
-    def keep_here(self, recipe: Recipe, lease: LeaseHolder | None, say: Callable[[str], None] | None = None) -> Run:
-        """Let this process answer ends whose supervisors are gone, whenever it looks at the run; return the run.
+    def keep_here(
+        self, recipe: Recipe, lease: LeaseHolder | None, say: Callable[[str], None] | None = None
+    ) -> OutsideKeeper:
+        """Let this process answer ends whose supervisors are gone, whenever it looks at the run while it waits.
 
         Args:
             lease: where its replicas end unless somebody renews it; it ends with the run.
@@ -331,7 +336,7 @@ class Run:
         log = DecisionLog(self.store, self.run_id)
         self._keeper = OutsideKeeper(log, self.record, self._observer, hands, self._canceller.end)
         self._lease = lease
-        return self
+        return self._keeper
 
     def keep(self, states: Sequence[ReplicaState]) -> float | None:
         """Answer the ends among these states, if this process keeps the run; return when to do so again, in seconds."""

@@ -168,14 +168,10 @@ class Keeper:
 
     def stop_if_too_few(self, sight: Sight) -> Decision | None:
         """Stop the run when fewer ranks than `min_replicas` can still succeed."""
-        done = sum(end.status is ReplicaStatus.SUCCEEDED for end in sight.ends.values())
 
         def compute(log: object) -> Decision | None:
-            entries = self.log.entries
-            gone = sum(self._is_gone(end) for end in sight.ends.values())
-            if not too_few_left(entries, done, gone, self._facts.world_size, self._min_replicas):
-                return None
-            return Decision(kind="stop", why="min_replicas")
+            is_so = too_few_left(self.log.entries, sight.ends.values(), self._facts.world_size, self._min_replicas)
+            return Decision(kind="stop", why="min_replicas") if is_so else None
 
         if self.hands is None or self.policy is None or compute(None) is None:
             return None
@@ -212,11 +208,8 @@ class Keeper:
         for rank, entry in self._starts.items():
             if entry.start[rank] <= sight.newest.get(rank, -1) or not self.hands.may_start(rank):
                 continue
-            # Whoever resumes a rank starts it; a machine that is to be left starts nothing.
-            is_others = self.hands.how == "fork" and (
-                entry.kind == "resume" or (entry.how != "fork" and entry.rank == rank)
-            )
-            if not is_others and not self.barred_by(rank):
+            is_anothers = entry.kind == "resume" or (entry.how != "fork" and entry.rank == rank)
+            if not (self.hands.how == "fork" and is_anothers) and not self.barred_by(rank):
                 pending[rank] = entry
         return pending
 
@@ -233,13 +226,6 @@ class Keeper:
 
     def _is_to_leave(self, answer: Decision) -> bool:
         return self._has_wider and answer.strikes > MOST_FORK_STRIKES
-
-    def _is_gone(self, end: Outcome) -> bool:
-        """Return whether a rank that ended will not be restarted."""
-        if end.status is not ReplicaStatus.FAILED:
-            return end.status is ReplicaStatus.CANCELLED
-        answer = answer_to(self.log.entries, end.rank, end.attempt)
-        return answer is not None and answer.kind in ("give_up", "stop")
 
     def _leave_no_hole(self, rank: int, newest: int, number: int) -> None:
         """Close attempts that were decided and never begun, since attempts are dense."""

@@ -88,6 +88,7 @@ class ContainerSupervisor(Supervisor):
         if notice is None or self._notice is not None:
             return
         self._notice = notice
+        self._answers.leave_all()
         self._waiting.clear()
         self._answers.close()
         self._look_at = 0.0  # what was cancelled is not given the time of a notice
@@ -140,12 +141,13 @@ class ContainerRanks:
         self._gpu = gpu
         self._torch_threads = usable_cores()
         self._task: StoredTask | None = None
-        self._pages: dict[int, SharedPage] = {}
+        self._page: SharedPage | None = None
 
     def prepare(self, attempt: Attempt) -> None:
         """Read the task, and import torch if the user's code does: each attempt then has it from the start."""
-        self._task = read_task_ahead(self._spec)
-        if self._task is not None and imports_torch(self._task, Path.cwd()):
+        if self._task is None:
+            self._task = read_task_ahead(self._spec)
+        if self._task is not None and attempt.number == self._spec.attempt and imports_torch(self._task, Path.cwd()):
             for name in PRELOAD:
                 with contextlib.suppress(Exception):  # not there, or not for this machine: the user's import says so
                     importlib.import_module(name)
@@ -156,7 +158,7 @@ class ContainerRanks:
 
     def start(self, attempt: Attempt, place: int, page: SharedPage, close: Iterable[int]) -> int:
         """Fork an attempt's process; return its pid."""
-        self._pages[attempt.number] = page
+        self._page = page
         parent = os.getpid()
         gc.freeze()  # the rank's collector finds nothing of the supervisor's to look at, and so to copy
         pid = fork()
@@ -166,7 +168,7 @@ class ContainerRanks:
 
     def output_tail(self, attempt: Attempt) -> str:
         """Return the end of what an attempt printed."""
-        return self._pages[attempt.number].tail()
+        return "" if self._page is None else self._page.tail()
 
     def copy_log(self, asked: Attempt, claimed: Attempt) -> None:
         """Copy nothing: the service has the log."""

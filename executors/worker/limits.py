@@ -6,6 +6,7 @@ Nothing is judged by what cannot be seen: where the kernel does not show a proce
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ LEAST_S, LONGEST_INTERVALS = 60.0, 5.0  # a learned limit: five times the longes
 N_TO_LEARN = 6
 UNKNOWN_S = 1800.0  # while nothing is learned
 FIRST_TIMES = 10.0  # a limit that was given, before the first mark: imports, compiling, the first step
+MOST_CALL_S, LATE_TICK_S = 300.0, 15.0  # one call of a store, and a tick on a loaded machine
 LOOK_S = 1.0
 OLD_S = 2.5  # a rank beats and ticks once a second
 READ_S, AGAIN_S = 0.2, 1.0  # a dump takes milliseconds; a second one tells stuck from slow
@@ -94,13 +96,17 @@ class Watchdog:
         if late_s > LOOK_S:  # nobody ran on this machine, or the store held the supervisor up
             self._floor = max(page.since, self._floor) + late_s
         self._now, self.next_look_at = now, now + LOOK_S
-        since = max(page.since, self._floor)
+        is_waiting = page.limit_s == math.inf  # for others: then a tick is enough
+        since = max(page.since, self._floor, page.tick if is_waiting else 0.0)
         if self._ladder is not None and since != self._began and not page.diagnosis:
             self._ladder = None  # it goes on
         if self._ladder is None:
             if self._limits.is_off or page.unwatched:
                 return None
             soft_s, hard_s, ends = self._current_limits()
+            if is_waiting:
+                least_s = MOST_CALL_S if self._limits.soft_s is None else LATE_TICK_S
+                soft_s, hard_s = max(soft_s, least_s), max(hard_s, 1.5 * least_s)
             left_s = since + soft_s - now
             if left_s > 0:
                 self.next_look_at = now + min(LOOK_S, left_s)
@@ -116,15 +122,15 @@ class Watchdog:
     def _current_limits(self) -> tuple[float, float, bool]:
         """Return the soft and the hard limit where the rank is now, and whether they end it."""
         page, limits = self._page, self._limits
-        if page.limit_s is not None:
+        if page.limit_s is not None and page.limit_s < math.inf:
             return page.limit_s, 1.5 * page.limit_s, True
         if limits.soft_s is not None and limits.hard_s is not None:
             times = 1.0 if page.marks else FIRST_TIMES
             return times * limits.soft_s, times * limits.hard_s, True
         if not page.marks:  # perhaps it never says anything
             return UNKNOWN_S, 2 * UNKNOWN_S, False
-        is_learned = page.n_intervals >= N_TO_LEARN
-        soft_s = max(LEAST_S, LONGEST_INTERVALS * page.longest_s) if is_learned else UNKNOWN_S
+        n_intervals, longest_s = page.intervals
+        soft_s = max(LEAST_S, LONGEST_INTERVALS * longest_s) if n_intervals >= N_TO_LEARN else UNKNOWN_S
         return soft_s, 2 * soft_s, self._ends
 
     def _climb(self, soft_s: float, hard_s: float, *, ends: bool) -> Iterator[tuple[float, Finding | None]]:
@@ -210,11 +216,6 @@ class Watchdog:
         stacks = f" All stacks: replicas logs {self._run_id} -r {self._rank} --stacks." if n else ""
         values = {"for_s": self._now - self._began, "limit_s": limit_s, "diagnosis": diagnosis, "stacks": stacks}
         return describe_end("hang", self._rank, self._world_size, where="".join(where[:1]), **values)
-
-
-def stacks_of(page: SharedPage) -> tuple[str, ...]:
-    """Return the names under which an attempt's dumps are kept."""
-    return tuple(f"stacks/{number}.txt" for number in range(int(page.n_stacks)))
 
 
 def keep_stacks(attempt: Attempt, page: SharedPage, stacks: str) -> None:

@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from executors import replica as environment
 from executors.attempt import Attempt, Claim
 from executors.attempt.outcome import describe_end
-from executors.errors import ReplicasError, ResultError, StoreError
+from executors.errors import HangError, ReplicasError, ResultError, StoreError
 from executors.metrics.recorder import Recorder
 from executors.native import RunSpec
 from executors.process import children, flush_c_streams, kill_descendants, start_time
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
+from executors.shared_page import SharedPage
 from executors.store import store_at
 from executors.store.records import RETRY_S, is_gone, read_record, retry, to_bytes
 from executors.store.url import split_address
@@ -38,12 +39,13 @@ from executors.supervision.orders import words_of_bar
 from executors.task.record import RunRecord
 from executors.task.stored import StoredTask, read_task
 from executors.worker.fail_fast import end_others
-from executors.worker.failure import describe_failure
+from executors.worker.failure import describe_failure, fingerprint_of
 from executors.worker.heartbeat import Deadline, Heartbeat
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.result import to_json_value
 from executors.worker.sigterm import TERMINATED, handle_sigterm, ignore_sigterm, sigterm_arrived
 from executors.worker.surroundings import NoGpuError, check_gpu, seed_generators, set_environment
+from executors.worker.watched import be_watched, end_watch
 
 if TYPE_CHECKING:
     from executors.worker.tracking import Tracking
@@ -76,6 +78,8 @@ class Assignment:
     """What was asked for, and is here as far as the backend knows."""
     how: str | None = None
     """How the attempt was started; see `Outcome`."""
+    page: SharedPage | None = None
+    """What the parent sees of this process."""
 
 
 class CancelledBeforeStart(ReplicasError):
@@ -85,7 +89,7 @@ class CancelledBeforeStart(ReplicasError):
 def main(assignment: Assignment) -> NoReturn:
     """Run one replica in a process of its own, and leave it."""
     faulthandler.enable()  # a segfault leaves its Python stack
-    handle_sigterm(is_supervised=assignment.supervisor_pid is not None)
+    handle_sigterm(assignment.page, is_supervised=assignment.supervisor_pid is not None)
     code = 1
     try:
         code = _Worker(assignment, owns_process=True).run()
@@ -181,6 +185,7 @@ class _Worker:
         number, url = self.attempt.number, spec.store_url
         self.replica = Replica(rank, spec.world_size, spec.run_id, number, url, claimed_nonce=nonce)
         self.replica.store = store
+        self.replica.page = assignment.page
         self.replica.recorder = Recorder(store, spec.run_id, rank, number, began=began)
         parent, grace_s = assignment.supervisor_pid, assignment.term_grace_s
         self._log = None if assignment.log_file is None else LogCopy(self.attempt, assignment.log_file)
@@ -198,16 +203,18 @@ class _Worker:
         assignment, deadline = self._assignment, self._deadline
         try:
             set_environment(self.replica, assignment.torch_threads)
+            if assignment.page is not None:
+                be_watched(assignment.page)
             self.heartbeat.start()
             spec = assignment.spec
             task = assignment.task or read_task(self.attempt.store, spec.run_id, spec.task_digest)
             if deadline is not None:
                 deadline.start()
             value = _called(self.load(task))
-            ignore_sigterm()
+            self._let_finish()
             outcome = self.succeeded(value)
         except BaseException as error:
-            ignore_sigterm()
+            self._let_finish()
             if sigterm_arrived() and assignment.supervisor_pid is not None and not self.heartbeat.supervisor_is_gone:
                 self.stop(None)
                 return TERMINATED  # the supervisor sent SIGTERM, knows why, and writes the outcome
@@ -225,6 +232,12 @@ class _Worker:
         _flush()
         self._record(outcome)
         return outcome.exit_code if outcome.exit_code is not None else 1
+
+    def _let_finish(self) -> None:
+        """Let nothing interrupt what is left to do: what the entrypoint did is worth writing down."""
+        ignore_sigterm()
+        if self._assignment.page is not None:
+            end_watch(self._assignment.page)
 
     def load(self, task: StoredTask) -> Callable[[], Any]:
         """Return the task to call, having begun to hand its numbers to the tracker that it names."""
@@ -252,23 +265,35 @@ class _Worker:
         try:
             result = to_json_value(value)
         except ResultError as error:
-            return self._failed("result_not_serializable", str(error), 1)
+            return self._failed("result_not_serializable", str(error), 1, fingerprint=fingerprint_of(error))
+        if (page := self.replica.page) is not None and page.knows_of_end:
+            return self._left(page, result)
         return self._ended(ReplicaStatus.SUCCEEDED, None, exit_code=0, result=result)
 
     def raised(self, error: BaseException) -> Outcome:
         """Return the outcome of an entrypoint that raised, or left by `SystemExit`."""
         if isinstance(error, SystemExit):
+            if (page := self.replica.page) is not None and page.ending_at is not None:
+                return self._left(page)
             code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
             said = f" ({error.code})" if isinstance(error.code, str) else ""
             text = f"The entrypoint ended its process with exit code {code}{said} instead of returning a result."
             _flush()
             if not said and (last := self._assignment.output_tail().strip().rpartition("\n")[2]):
                 text += f" Its last line was: {last[:MAX_LAST_LINE]}"  # argparse says there what is wrong
-            return self._failed("no_result", text, code)
+            return self._failed("no_result", text, code, fingerprint=fingerprint_of(error))
         if isinstance(error, NoGpuError):
-            return self._failed("start_failed", str(error), 1)
-        reason: Any = error.outcome_reason if isinstance(error, ReplicasError) else "exception"
+            return self._failed("start_failed", str(error), 1, fingerprint=fingerprint_of(error))
+        reason: Any = error.outcome_reason if isinstance(error, ReplicasError | HangError) else "exception"
         return self._failed(reason, exit_code=1, **describe_failure(error))
+
+    def _left(self, page: SharedPage, result: Any = None) -> Outcome:
+        """Return the outcome of a replica that left because it was asked to, in its own time."""
+        if page.is_stopping:
+            text = self._sentence("stopped")
+            return self._ended(ReplicaStatus.CANCELLED, "cancelled", error=text, exit_code=TERMINATED, result=result)
+        text = self._sentence("announced", name=page.notice)
+        return self._failed("signal", text, TERMINATED, signal=page.notice, result=result)
 
     def _out_of_time(self, exit_code: int) -> Outcome:
         return self._failed("timeout", self._sentence("timeout", limit_s=self._assignment.timeout_s), exit_code)
@@ -288,12 +313,10 @@ class _Worker:
         return self._ended(ReplicaStatus.FAILED, reason, error=error, exit_code=exit_code, **more)
 
     def _ended(self, status: ReplicaStatus, reason: Reason | None, **more: Any) -> Outcome:
-        more |= {
-            "how": self._assignment.how,
-            "pid": os.getpid(),
-            "started_at": self._started_at,
-            "reported": dict(self.replica.reported),
-        }
+        reported, page = dict(self.replica.reported), self.replica.page
+        reached = {name: reported[name] for name in ("round", "step") if name in reported} or None
+        more = {"reached": reached, **({} if page is None else page.told()), **more}
+        more |= {"pid": os.getpid(), "started_at": self._started_at, "reported": reported, "how": self._assignment.how}
         return self.attempt.ended(status, reason, **more)
 
     def _sentence(self, ending: str, **values: Any) -> str:

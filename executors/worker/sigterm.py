@@ -14,10 +14,13 @@ import time
 from types import FrameType
 from typing import Any
 
+from executors.shared_page import SharedPage
+
 TERMINATED = 143  # 128 + SIGTERM, as a shell says it
 AGAIN_AFTER_S = 0.01  # seconds in which a callback ends
 
 _arrived = False
+_page: SharedPage | None = None
 _at_second: Any = signal.SIG_DFL
 
 
@@ -25,9 +28,14 @@ class Terminated(SystemExit):
     """SIGTERM arrived."""
 
 
-def handle_sigterm(*, is_supervised: bool) -> None:
-    """Turn the first SIGTERM into SystemExit; a second one ends what has a supervisor."""
-    global _at_second
+def handle_sigterm(page: SharedPage | None = None, *, is_supervised: bool) -> None:
+    """Turn the first SIGTERM into SystemExit; a second one ends what has a supervisor.
+
+    Args:
+        page: says when that has to wait.
+    """
+    global _at_second, _page
+    _page = page
     # Without one, no other process would write the outcome; SIGKILL is left.
     _at_second = signal.SIG_DFL if is_supervised else signal.SIG_IGN
     signal.signal(signal.SIGTERM, _terminate)
@@ -49,6 +57,9 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
     global _arrived
     _arrived = True
     signal.signal(signal.SIGTERM, _at_second)
+    if _page is not None and _page.n_atomic:
+        _page.deferred = Terminated(TERMINATED)
+        return
     raise Terminated(TERMINATED)
 
 
