@@ -148,7 +148,7 @@ class Run(KnownRun):
 
     def outcomes(self) -> list[Outcome]:
         """Return how each replica ended, in rank order, without waiting; those that have not are pending or running."""
-        states = self._look()
+        states = self._observer.look(self._observer.ranks)
         if all(state.is_over for state in states):
             self._observer.collect_missing(self._observer.ranks)
         return list(map(self._observer.ending, states))
@@ -159,7 +159,7 @@ class Run(KnownRun):
         Args:
             reports: False leaves out what they reported: at a bucket that saves a request for each.
         """
-        states = self._look()
+        states = self._observer.look(self._observer.ranks)
         replicas = self._observer.with_reports(states) if reports else states
         return self._observer.status(replicas)
 
@@ -377,9 +377,6 @@ class Run(KnownRun):
 
     def _view(self) -> View | None:
         return open_view(self.run_id) if self.shows_progress else None
-
-    def _look(self) -> list[ReplicaState]:
-        return self._observer.look(self._observer.ranks)
 
     def _check_rank(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
