@@ -220,7 +220,8 @@ class Keeper:
             policy = self.policy
             longest_s = 0.0 if policy is None else policy.backoff_s[1]
             wait_s = min(max(0.0, entry.not_before - self._clock()), longest_s)
-            carry_s = 0.0 if self.hands.how == "fork" else CARRY_S  # it is somebody else's
+            # It is somebody else's. By the clock: a keeper that makes a single pass has not seen it before.
+            carry_s = 0.0 if self.hands.how == "fork" else min(CARRY_S, max(0.0, entry.at + CARRY_S - self._clock()))
             self._ready_at[entry.nonce] = self._monotonic() + max(wait_s, carry_s)
         return max(0.0, self._ready_at[entry.nonce] - self._monotonic())
 
