@@ -226,7 +226,7 @@ class PlainView:
         for replica in status.replicas:
             if self._seen.get(replica.rank) is not replica.status:
                 self._seen[replica.rank] = replica.status
-                note = "" if replica.restart.note else self._note(replica)  # the decision has said it
+                note = "" if replica.restart.decision else self._note(replica)  # the decision has said it
                 changed.setdefault((replica.status, note), []).append(replica.rank)
         for (state, note), ranks in changed.items():
             self._told.add(note)

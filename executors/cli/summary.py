@@ -22,7 +22,7 @@ from executors.entrypoint import shown
 from executors.protocol import Outcome, ReplicaStatus
 from executors.report.failures import group_failures, words_of
 from executors.report.root_cause import headline, last_frames
-from executors.run.restart_states import is_hopeless, was_stopped
+from executors.run.restart_states import was_stopped
 from executors.run.run import Run
 from executors.status import FAILED_EARLY, name_ranks
 from executors.supervision.decisions import Decision
@@ -56,12 +56,14 @@ def exit_code(
     interrupted: bool = False,
     enough: int | None = None,
     decisions: Sequence[Decision] = (),
+    is_hopeless: bool = False,
 ) -> int:
     """Return the command's exit code for a run that has ended: the first that applies of 130, 93, 1, 124 and 0.
 
     Args:
         enough: how many that succeed make it 0. None: all.
         decisions: what was decided on the run.
+        is_hopeless: starting it again unchanged does not help.
     """
     n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
     if enough is not None and n_done >= enough and not interrupted:
@@ -69,7 +71,7 @@ def exit_code(
     cancelled = [outcome for outcome in outcomes if outcome.status is ReplicaStatus.CANCELLED]
     if interrupted or not all(FAILED_EARLY in (end.error or "") or was_stopped(decisions, end) for end in cancelled):
         return CANCELLED
-    if is_hopeless(decisions, outcomes):
+    if is_hopeless:
         return HOPELESS
     reasons = {group[0].reason for group in group_failures(outcomes)}
     if reasons - {"timeout"}:
@@ -79,7 +81,13 @@ def exit_code(
 
 def code_of(run: Run, outcomes: Sequence[Outcome], *, interrupted: bool = False) -> int:
     """Return the exit code for a run that was looked at and has ended."""
-    return exit_code(outcomes, interrupted=interrupted, enough=run.record.min_replicas, decisions=run.decisions)
+    return exit_code(
+        outcomes,
+        interrupted=interrupted,
+        enough=run.record.min_replicas,
+        decisions=run.decisions,
+        is_hopeless=run.is_hopeless,
+    )
 
 
 def find_summary(outcomes: Sequence[Outcome]) -> str | None:

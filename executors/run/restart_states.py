@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from threading import Lock
@@ -26,9 +26,14 @@ RESUME_S = 60.0  # so long a resume may take from its decision to a replica that
 
 
 class Answers:
-    """The log of one run's decisions, as this process has read it, and what it says of each replica."""
+    """The log of one run's decisions, as this process has read it, and what it says of each replica.
 
-    def __init__(self, store: Store, run_id: str, record: RunRecord) -> None:
+    Args:
+        has_keeper: tells whether the supervisor of a rank that ended lives; asked only when an answer is overdue.
+    """
+
+    def __init__(self, store: Store, run_id: str, record: RunRecord, has_keeper: Callable[[int], bool]) -> None:
+        self._has_keeper = has_keeper
         self._log = DecisionLog(store, run_id)
         self._record = record
         self._launched = Restarts.of(record.restarts)
@@ -116,30 +121,36 @@ class Answers:
             note = note_of(log, log.index(answer), self._launched, now)
             return replace(state, restart=replace(known, note=note, is_hopeless=answer.why in HOPELESS))
         if bar is not None or self._problem:
-            return replace(state, restart=replace(known, note=self._problem))
+            is_hopeless = bar is not None and bar.kind == "stop" and bar.why in HOPELESS
+            return replace(state, restart=replace(known, note=self._problem, is_hopeless=is_hopeless))
         if answer is not None and answer.kind == "resume":
             return replace(state, restart=known) if now > answer.at + RESUME_S else _awaiting(state, known, "resuming")
         if answer is not None:
             known = replace(known, next_at=max(answer.not_before, answer.at))
             note = note_of(log, log.index(answer), self._launched, now)
-            return _awaiting(state, known, self._note_of_wait(note, known.next_at or 0.0, now))
-        if policy is None or not self._is_to_answer(end, log, ends, policy, now):
+            return _awaiting(state, known, self._note_of_wait(end.rank, note, known.next_at or 0.0, now))
+        expected = None if policy is None else self._expected(end, log, ends, policy, now)
+        if expected is None:
             return replace(state, restart=known)
-        return _awaiting(state, known, self._note_of_wait(f"ended: {end.reason}", end.finished_at, now))
+        if expected.kind == "give_up" and expected.why != "no_progress":
+            note = note_of([*log, expected], len(log), self._launched, now)
+            return replace(state, restart=replace(known, note=note, is_hopeless=expected.why in HOPELESS))
+        return _awaiting(state, known, self._note_of_wait(end.rank, f"ended: {expected.words}", end.finished_at, now))
 
-    def _note_of_wait(self, note: str, due_at: float, now: float) -> str:
-        if now - due_at <= OVERDUE_S:
+    def _note_of_wait(self, rank: int, note: str, due_at: float, now: float) -> str:
+        if now - due_at <= OVERDUE_S or self._has_keeper(rank):  # which waits for a place, perhaps
             return note
         return f"waits for a keeper: replicas watch {self._name}"
 
-    def _is_to_answer(
+    def _expected(
         self, end: Outcome, log: Sequence[Decision], ends: Sequence[Outcome], policy: Restarts, now: float
-    ) -> bool:
-        """Return whether an end that nobody has answered may be answered by a restart, or a stop of the run.
+    ) -> Decision | None:
+        """Return what is to answer an end that nobody has answered.
 
-        What a keeper sees may differ from what is seen here: whether anybody has made progress.
+        A keeper may know better whether anybody has made progress: where that matters, it is not given up yet.
         """
         others = [other for other in ends if other.rank != end.rank]
+        found = []
         for has_progress in (True, False):
             facts = RunFacts(
                 run_id=self._log.run_id,
@@ -147,17 +158,8 @@ class Answers:
                 launched_at=self._record.created_at,
                 has_progress=has_progress,
             )
-            answer = decide(log, end, others, policy, facts, now)
-            if answer is not None and (answer.kind != "give_up" or answer.why == "no_progress"):
-                return True
-        return False
-
-
-def is_hopeless(log: Sequence[Decision], outcomes: Sequence[Outcome]) -> bool:
-    """Return whether starting a run again unchanged does not help: it was stopped for that, or a rank given up."""
-    stop = _stop_of(log)
-    answers = (answer_to(log, end.rank, end.attempt) for end in outcomes if end.status is ReplicaStatus.FAILED)
-    return any(entry is not None and entry.kind != "restart" and entry.why in HOPELESS for entry in (stop, *answers))
+            found.append(decide(log, end, others, policy, facts, now))
+        return next((answer for answer in found if answer is not None and answer.kind != "give_up"), found[0])
 
 
 def was_stopped(log: Sequence[Decision], outcome: Outcome) -> bool:

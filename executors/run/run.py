@@ -201,7 +201,7 @@ class Run:
 
     def outcomes(self) -> list[Outcome]:
         """Return how each replica ended, in rank order, without waiting; those that have not are pending or running."""
-        states = self._look()
+        states = self._observer.look(self._observer.ranks)
         if all(state.is_over for state in states):
             self._observer.collect_missing(self._observer.ranks)
         return list(map(self._observer.ending, states))
@@ -212,7 +212,7 @@ class Run:
         Args:
             reports: False leaves out what they reported: at a bucket that saves a request for each.
         """
-        states = self._look()
+        states = self._observer.look(self._observer.ranks)
         replicas = self._observer.with_reports(states) if reports else states
         return self._observer.status(replicas)
 
@@ -220,6 +220,11 @@ class Run:
     def decisions(self) -> Sequence[Decision]:
         """What was decided on the run, as far as a look at it needed to know, oldest first."""
         return self._observer.decisions
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether, as of the last look, it was stopped or a rank given up for what comes again if nothing changes."""
+        return self._observer.is_hopeless
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look at the run and the next: at a bucket, requests cost."""
@@ -390,9 +395,6 @@ class Run:
 
     def _view(self) -> View | None:
         return open_view(self.run_id) if self.shows_progress else None
-
-    def _look(self) -> list[ReplicaState]:
-        return self._observer.look(self._observer.ranks)
 
     def _check_rank(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:

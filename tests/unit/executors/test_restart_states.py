@@ -9,12 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.hostile_records import outcome_json, run_json
+from support.hostile_records import local_handle, outcome_json, run_json
 
+from executors import LocalProcessExecutor
 from executors.attempt import replica_key
 from executors.cli.summary import exit_code
+from executors.native import Parent, Unfinished
 from executors.protocol import STOPPED, Outcome, ReplicaStatus
 from executors.run.run import Run
+from executors.store import Store
 from executors.store.memory import MemoryStore
 from executors.supervision.decisions import Decision
 
@@ -50,7 +53,7 @@ def run_of(
     return run
 
 
-def write(store: MemoryStore, rank: int, name: str, value: object, attempt: int = 0) -> None:
+def write(store: Store, rank: int, name: str, value: object, attempt: int = 0) -> None:
     store.put(replica_key("wide", rank, attempt, f"{name}.json"), json.dumps(value).encode())
 
 
@@ -74,9 +77,9 @@ def test_a_run_is_not_over_between_an_end_and_the_next_claim() -> None:
     assert not run.wait(timeout=0), "the restart has not claimed"
     assert [outcome.status for outcome in run.outcomes()] == ["pending", "succeeded"]
     assert (run.status().status, run.status().replicas[0].is_over) == ("running", False)
-    write(run.store, 0, "started", {"nonce": "again"}, attempt=1)  # type: ignore[arg-type]
+    write(run.store, 0, "started", {"nonce": "again"}, attempt=1)
     assert run.status().replicas[0].status == "running"
-    write(run.store, 0, "outcome", outcome_json(0, attempt=1, result=8), attempt=1)  # type: ignore[arg-type]
+    write(run.store, 0, "outcome", outcome_json(0, attempt=1, result=8), attempt=1)
     assert run.results() == [8, 7]
     assert [outcome.attempt for outcome in run.as_completed()] == [1, 0]
 
@@ -118,10 +121,21 @@ def test_an_end_that_may_still_stop_the_run_is_not_final() -> None:
     assert run.wait(timeout=0)
 
 
+def test_what_failed_twice_alike_is_given_up_also_before_anybody_writes_it() -> None:
+    run = run_of(failed(), DONE, log=[replace(RESTART, fingerprint="f", reached={"step": 7.0})])
+    write(run.store, 0, "started", {"nonce": "again"}, attempt=1)
+    end = failed("exception", attempt=1, fingerprint="f", reached={"step": 7}, error="ValueError: no")
+    write(run.store, 0, "outcome", outcome_json(0, **end), attempt=1)
+    assert run.wait(timeout=0)
+    assert run.status().replicas[0].note == "given up: failed twice alike at step 7 (ValueError: no)"
+    assert run.is_hopeless
+
+
 @pytest.mark.parametrize(
     ("end", "log", "note"),
     [
-        (failed(), [], "ended: signal"),
+        (failed(signal="SIGKILL", reached={"round": 4}), [], "ended: signal, SIGKILL, after round 4"),
+        (failed("timeout"), [], "given up: the policy restarts nothing after timeout: timeout"),
         (failed(finished_at=ENDED_LONG_AGO), [], "waits for a keeper: replicas watch memory://restarts/wide"),
         (failed(), [replace(RESTART, at=time.time(), not_before=time.time() + 5000)], "restarts in "),
         (failed(), [RESTART], "waits for a keeper: replicas watch memory://restarts/wide"),
@@ -132,6 +146,26 @@ def test_an_end_that_may_still_stop_the_run_is_not_final() -> None:
 )
 def test_a_note_says_what_an_ended_replica_waits_for(end: dict[str, Any], log: Sequence[Decision], note: str) -> None:
     assert run_of(end, None, log=log).status().replicas[0].note.startswith(note)
+
+
+class Watched(LocalProcessExecutor):
+    """Its supervisors live, or not."""
+
+    def __init__(self, is_alive: bool) -> None:
+        super().__init__(preload=())
+        self.is_alive = is_alive
+
+    def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
+        assert [(each.handle.rank, each.attempt) for each in replicas] == [(0, 0)]
+        return [Parent(self.is_alive)]
+
+
+def test_who_has_a_supervisor_waits_for_nobody_else() -> None:
+    run = run_of(failed(finished_at=ENDED_LONG_AGO), log=[RESTART])
+    write(run.store, 0, "handle", local_handle(0, run_id="wide", store_url=run.store.url))
+    notes = [Run(run.store, "wide", executor=Watched(alive)).status().replicas[0].note for alive in (True, False)]
+    assert notes[0] == "restarts now: signal, SIGKILL", "perhaps it waits for a place"
+    assert notes[1].startswith("waits for a keeper: replicas watch")
 
 
 def test_the_document_counts_restarts() -> None:
@@ -182,5 +216,5 @@ def test_the_exit_code_says_whether_starting_again_helps(
         for rank, end in enumerate(ends)
     ]
     run.status()
-    assert exit_code(outcomes, decisions=run.decisions) == code
-    assert exit_code(outcomes, decisions=run.decisions, interrupted=True) == 130
+    assert exit_code(outcomes, decisions=run.decisions, is_hopeless=run.is_hopeless) == code
+    assert exit_code(outcomes, decisions=run.decisions, is_hopeless=run.is_hopeless, interrupted=True) == 130
