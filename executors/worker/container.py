@@ -35,6 +35,7 @@ from executors.task.stored import StoredTask
 from executors.worker.main import Assignment, main
 from executors.worker.ranks import Running, how_started, leave_supervisor, read_task_ahead
 from executors.worker.supervisor import CANCEL_LOOK_S, Supervisor
+from executors.worker.surroundings import await_gpu_release
 
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 TIMED_OUT = 124  # as the command `timeout` leaves
@@ -138,6 +139,7 @@ class ContainerRanks:
         self._torch_threads = usable_cores()
         self._task: StoredTask | None = None
         self._page: SharedPage | None = None
+        self._last_pid: int | None = None
 
     def prepare(self, attempt: Attempt) -> None:
         """Read the task, and import torch if the user's code does: each attempt then has it from the start."""
@@ -160,6 +162,7 @@ class ContainerRanks:
         pid = fork()
         if pid == 0:
             self._become_rank(attempt, page, parent, close)
+        self._last_pid = pid
         return pid
 
     def output_tail(self, attempt: Attempt) -> str:
@@ -187,6 +190,8 @@ class ContainerRanks:
             be_killed_first()
             gc.enable()
             keep_output(page)
+            if self._gpu is not None and self._last_pid is not None:
+                await_gpu_release(self._last_pid)
             assignment = Assignment(
                 replace(self._spec, attempt=attempt.number),
                 attempt.rank,

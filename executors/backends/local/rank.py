@@ -31,6 +31,7 @@ from executors.worker.main import Assignment, main
 from executors.worker.ranks import how_started, leave_supervisor, read_task_ahead
 from executors.worker.supervisor import Supervisor
 from executors.worker.supervisor_lock import hold, open_locks
+from executors.worker.surroundings import await_gpu_release
 
 COPY_LIMIT_S = 8  # a log that takes longer to copy is not waited for
 
@@ -93,6 +94,8 @@ class LocalRanks:
         self._torch_threads = launch.torch_threads(usable_cores())
         self._pid, self._started = os.getpid(), start_time(os.getpid())
         self._lock: int | None = None
+        self._last_at: dict[int, int] = {}
+        """The last process at each place, which may hold its GPU's memory for a while after its end."""
 
     @functools.cached_property
     def task(self) -> StoredTask | None:
@@ -133,6 +136,7 @@ class LocalRanks:
                 self._become_rank(attempt, place, page, task, output, [*close, *self.private])
         finally:
             os.close(output)
+        self._last_at[place] = pid
         return pid
 
     def output_tail(self, attempt: Attempt) -> str:
@@ -177,6 +181,8 @@ class LocalRanks:
             gc.enable()
             if self._launch.gpu_slots is not None:
                 os.environ["CUDA_VISIBLE_DEVICES"] = self._launch.gpu_slots[place]
+                if place in self._last_at:
+                    await_gpu_release(self._last_at[place])
             assignment = Assignment(
                 replace(self._launch.spec, attempt=attempt.number),
                 attempt.rank,
