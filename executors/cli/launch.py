@@ -296,13 +296,20 @@ def _finish(
         return 0
     interrupts.count_on(run.run_id)
     output.say(heading(run, timeout_s), "bold")
+    native = run.executor if isinstance(run.executor, NativeExecutor) else None
+    lease = "" if native is None or native.lease_s is None else f"{native.lease_s / 60:.0f} min"
+    if lease:
+        output.say(f"It ends when nobody watches it for {lease}: --detach lets it go on alone.", "dim")
     try:
         watch(run, output, interrupts=interrupts, columns=columns)
         summary = Summary.of(run, interrupted=interrupts.count > 0)
     except (StoreError, BackendError) as error:
         output.say(f"The status of the run cannot be read any more: {error}", "red")
-        continues = f"The run continues without this command: replicas wait {name}"
-        ends = isinstance(run.executor, NativeExecutor) and run.executor.ends_with_launcher
-        output.say("The run ends with this command." if ends else continues, "red")
+        then = f"The run continues without this command: replicas wait {name}"
+        if lease:
+            then = f"The run continues for {lease}, and as long as somebody watches it: replicas watch {name}"
+        elif native is not None and native.ends_with_launcher:
+            then = "The run ends with this command."
+        output.say(then, "red")
         return FAILED
     return summary.finish(output)

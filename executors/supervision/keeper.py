@@ -216,7 +216,8 @@ class Keeper:
         """Return how long an entry's attempts are still to wait, by this process's own clock since it saw the entry."""
         assert self.hands is not None
         if entry.nonce not in self._ready_at:
-            carry_s = 0.0 if self.hands.how == "fork" else CARRY_S  # it is somebody else's
+            # It is somebody else's. By the clock: a keeper that makes a single pass has not seen it before.
+            carry_s = 0.0 if self.hands.how == "fork" else min(CARRY_S, max(0.0, entry.at + CARRY_S - self._clock()))
             self._ready_at[entry.nonce] = self._monotonic() + max(self._wait_s(entry), carry_s)
         return max(0.0, self._ready_at[entry.nonce] - self._monotonic())
 

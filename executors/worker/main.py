@@ -139,6 +139,8 @@ class _Worker:
         self.replica = Replica(rank, spec.world_size, spec.run_id, number, url, claimed_nonce=nonce)
         self.replica.store = store
         self.replica.page = assignment.page
+        if assignment.page is not None:
+            assignment.page.claimed = number + 1
         self.replica.recorder = Recorder(store, spec.run_id, rank, number, began=began)
         parent, grace_s = assignment.supervisor_pid, assignment.term_grace_s
         self._log = None if assignment.log_file is None else LogCopy(self.attempt, assignment.log_file)
