@@ -6,7 +6,7 @@ BIN := .venv/bin
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 SCHEDULES ?=
 
-.PHONY: help install demo test test-all test-browser test-radosgw package picture lint bench simulate clean
+.PHONY: help install demo test test-all test-browser test-radosgw package picture lint bench simulate simulate-supervision clean
 
 help:
 	@echo "make demo      train a small model with four local replicas"
@@ -18,6 +18,7 @@ help:
 	@echo "make picture   examples/report.png: the page of a run with a kill in it, in chromium"
 	@echo "make bench     the benchmarks, each beside its peer"
 	@echo "make simulate  the rendezvous under 250,000 random schedules (SCHEDULES=n: as many)"
+	@echo "make simulate-supervision  the same of decisions and keepers: 1,000,000 schedules"
 	@echo "make clean     remove .venv and caches"
 
 install: .venv/.installed
@@ -62,6 +63,9 @@ bench: install
 
 simulate: install
 	$(BIN)/python -m tests.simulation $(SCHEDULES)
+
+simulate-supervision: install
+	$(BIN)/python -m tests.simulation --supervision $(or $(SCHEDULES),1000000)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

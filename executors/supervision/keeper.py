@@ -168,14 +168,10 @@ class Keeper:
 
     def stop_if_too_few(self, sight: Sight) -> Decision | None:
         """Stop the run when fewer ranks than `min_replicas` can still succeed."""
-        done = sum(end.status is ReplicaStatus.SUCCEEDED for end in sight.ends.values())
 
         def compute(log: object) -> Decision | None:
-            entries = self.log.entries
-            gone = sum(self._is_gone(end) for end in sight.ends.values())
-            if not too_few_left(entries, done, gone, self._facts.world_size, self._min_replicas):
-                return None
-            return Decision(kind="stop", why="min_replicas")
+            is_so = too_few_left(self.log.entries, sight.ends.values(), self._facts.world_size, self._min_replicas)
+            return Decision(kind="stop", why="min_replicas") if is_so else None
 
         if self.hands is None or self.policy is None or compute(None) is None:
             return None
@@ -231,13 +227,6 @@ class Keeper:
     def _is_to_leave(self, answer: Decision) -> bool:
         most = MOST_FORK_STRIKES - (answer.reason == "start_failed")  # twice unwell: another machine
         return self._has_wider and answer.strikes > most
-
-    def _is_gone(self, end: Outcome) -> bool:
-        """Return whether a rank that ended will not be restarted."""
-        if end.status is not ReplicaStatus.FAILED:
-            return end.status is ReplicaStatus.CANCELLED
-        answer = answer_to(self.log.entries, end.rank, end.attempt)
-        return answer is not None and answer.kind in ("give_up", "stop")
 
     def _leave_no_hole(self, rank: int, newest: int, number: int) -> None:
         """Close attempts that were decided and never begun, since attempts are dense."""

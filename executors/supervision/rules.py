@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from executors.policy import Restarts
@@ -97,6 +97,11 @@ def charged_of(log: Sequence[Decision], rank: int) -> list[Decision]:
     return found
 
 
+def charged_of_run(log: Sequence[Decision]) -> int:
+    """Return how many restarts of the run count against its budget: since a person last resumed anything."""
+    return sum(entry.charged for entry in _resumed(log))
+
+
 def made_progress(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome]) -> bool:
     """Return whether an attempt left something that its successor need not do again.
 
@@ -111,16 +116,20 @@ def made_progress(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome]
     return step is not None and step > max(earlier, default=0.0)
 
 
-def too_few_left(log: Sequence[Decision], done: int, gone: int, world_size: int, min_replicas: int | None) -> bool:
+def too_few_left(log: Sequence[Decision], ends: Iterable[Outcome], world_size: int, min_replicas: int | None) -> bool:
     """Return whether fewer than `min_replicas` can still succeed, and nothing has ended the run.
 
-    Args:
-        done: ranks that have succeeded.
-        gone: ranks that ended otherwise, and will not be restarted.
+    What a person ended before they resumed anything does not count: they know.
     """
-    if min_replicas is None or world_size - gone >= min_replicas or done >= min_replicas:
+    since = _resumed(log)
+    if min_replicas is None or any(e.kind == "stop" or (e.kind == "cancel" and e.rank is None) for e in since):
         return False
-    return not any(entry.kind == "stop" or (entry.kind == "cancel" and entry.rank is None) for entry in _resumed(log))
+    gone, done = {entry.rank for entry in since if entry.kind == "give_up"}, 0
+    for end in ends:
+        done += end.status is ReplicaStatus.SUCCEEDED
+        if end.status is ReplicaStatus.CANCELLED and is_barred(since, end.rank) >= is_barred(log, end.rank):
+            gone.add(end.rank)
+    return done < min_replicas and world_size - len(gone) < min_replicas
 
 
 def _resumed(log: Sequence[Decision]) -> Sequence[Decision]:
@@ -142,7 +151,7 @@ def _is_everybodys(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome
 def _is_used_up(log: Sequence[Decision], mine: Sequence[Decision], policy: Restarts, now: float) -> bool:
     if len(_within(mine, policy, now)) >= policy.per_replica:
         return True
-    return policy.run is not None and sum(entry.charged for entry in _resumed(log)) >= policy.run
+    return policy.run is not None and charged_of_run(log) >= policy.run
 
 
 def _is_capped(mine: Sequence[Decision], policy: Restarts, name: str | None, cap: float, now: float) -> bool:
@@ -156,15 +165,16 @@ def _within(mine: Sequence[Decision], policy: Restarts, now: float) -> list[Deci
 
 def _others(log: Sequence[Decision], ends: Sequence[Outcome], facts: RunFacts) -> dict[int, int]:
     """Return which attempts of other ranks are started with one: not of those that are over."""
-    over = {end.rank for end in ends if end.status is not ReplicaStatus.FAILED}
-    over |= {rank for rank in facts.newest if is_barred(log, rank)}
+    given_up: set[int] = set()
     decided: dict[int, int] = {}
     for entry in log:
         decided.update(entry.start)
         if entry.kind == "give_up" and entry.rank is not None:
-            over.add(entry.rank)
+            given_up.add(entry.rank)
         elif entry.kind == "resume":
-            over -= entry.start.keys()
+            given_up -= entry.start.keys()
+    over = given_up | {end.rank for end in ends if end.status is not ReplicaStatus.FAILED}
+    over |= {rank for rank in facts.newest if is_barred(log, rank)}
     return {rank: max(newest, decided.get(rank, 0)) + 1 for rank, newest in facts.newest.items() if rank not in over}
 
 

@@ -48,7 +48,7 @@ class Answers:
         self._keep_at = NEVER
         self._look_at = time.monotonic() + LOG_LOOK_S
         self._failing_since: float | None = None
-        self._is_closed = False
+        self._is_closed = self._only_looks = False
 
     @functools.cached_property
     def _keeper(self) -> Keeper:
@@ -70,7 +70,7 @@ class Answers:
     @property
     def is_pending(self) -> bool:
         """Whether an attempt is to be started later, or an end to be answered."""
-        return self._keep_at < NEVER and not self._is_closed
+        return self._keep_at < NEVER and not self._is_closed and not self._only_looks
 
     def begun(self, attempt: Attempt) -> None:
         """Note that an attempt is this supervisor's."""
@@ -101,6 +101,9 @@ class Answers:
         self._look_at, self._keep_at = now + LOG_LOOK_S, NEVER
         self._has_progress |= has_progress
         try:
+            if self._only_looks:
+                self._log.read()
+                return True
             wait_s = self._keeper.keep(self._sight())
             self._failing_since = None
         except StoreError:
@@ -139,6 +142,10 @@ class Answers:
             self.take_back(rank, why or "")
         self._is_closed = True
 
+    def leave_all(self) -> None:
+        """Answer nothing and begin nothing any more: others do. What bars the ranks is looked at as before."""
+        self._only_looks, self._look_at = True, 0.0
+
     # The hands of the keeper
 
     def may_start(self, rank: int) -> bool:
@@ -168,7 +175,7 @@ class Answers:
 
     def _sight(self) -> Sight:
         """Return how the run's ranks ended: this supervisor's own from memory, others from the store."""
-        if len(self._newest) == self._spec.world_size:
+        if not self._ends or len(self._newest) == self._spec.world_size:
             return Sight(dict(self._newest), dict(self._ends), self._has_progress)
         sight = Sight.of(self._store, self._spec.run_id, self._spec.world_size)
         newest = {rank: max(number, self._newest.get(rank, 0)) for rank, number in sight.newest.items()}

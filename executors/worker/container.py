@@ -32,9 +32,8 @@ from executors.store import Store
 from executors.store.records import Fields, get_at_most, to_bytes
 from executors.store.url import impatient_store, is_near
 from executors.task.stored import StoredTask
-from executors.worker.ends import claimed_by
 from executors.worker.main import TIMED_OUT, Assignment, main
-from executors.worker.ranks import Running, leave_supervisor, read_task_ahead
+from executors.worker.ranks import Running, claimed_by, how_started, leave_supervisor, read_task_ahead
 from executors.worker.supervisor import CANCEL_LOOK_S, Supervisor
 
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -88,6 +87,7 @@ class ContainerSupervisor(Supervisor):
         if notice is None or self._notice is not None:
             return
         self._notice = notice
+        self._answers.leave_all()
         self._waiting.clear()
         self._answers.close()
         self._look_at = 0.0  # what was cancelled is not given the time of a notice
@@ -124,11 +124,7 @@ class ContainerSupervisor(Supervisor):
         """Write into the log of the container how its rank ended, as the rank would have."""
         if reason == "cancelled":
             error = describe_end("cancelled", running.asked.rank, self._spec.world_size)
-        half_a_line = running.page.tail().rpartition("\n")[2]
-        line = "\n" * bool(half_a_line) + f"{error}\n"
-        running.page.write_tail(line.encode())
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            os.write(1, line.encode())
+        self._ranks.write_log(running.asked, str(error))
 
 
 class ContainerRanks:
@@ -140,12 +136,13 @@ class ContainerRanks:
         self._gpu = gpu
         self._torch_threads = usable_cores()
         self._task: StoredTask | None = None
-        self._pages: dict[int, SharedPage] = {}
+        self._page: SharedPage | None = None
 
     def prepare(self, attempt: Attempt) -> None:
         """Read the task, and import torch if the user's code does: each attempt then has it from the start."""
-        self._task = read_task_ahead(self._spec)
-        if self._task is not None and imports_torch(self._task, Path.cwd()):
+        if self._task is None:
+            self._task = read_task_ahead(self._spec)
+        if self._task is not None and attempt.number == self._spec.attempt and imports_torch(self._task, Path.cwd()):
             for name in PRELOAD:
                 with contextlib.suppress(Exception):  # not there, or not for this machine: the user's import says so
                     importlib.import_module(name)
@@ -156,7 +153,7 @@ class ContainerRanks:
 
     def start(self, attempt: Attempt, place: int, page: SharedPage, close: Iterable[int]) -> int:
         """Fork an attempt's process; return its pid."""
-        self._pages[attempt.number] = page
+        self._page = page
         parent = os.getpid()
         gc.freeze()  # the rank's collector finds nothing of the supervisor's to look at, and so to copy
         pid = fork()
@@ -166,7 +163,16 @@ class ContainerRanks:
 
     def output_tail(self, attempt: Attempt) -> str:
         """Return the end of what an attempt printed."""
-        return self._pages[attempt.number].tail()
+        return "" if self._page is None else self._page.tail()
+
+    def write_log(self, attempt: Attempt, words: str) -> None:
+        """Add to what an attempt prints."""
+        half_a_line = self.output_tail(attempt).rpartition("\n")[2]
+        line = "\n" * bool(half_a_line) + f"{words.rstrip()}\n"
+        if self._page is not None:
+            self._page.write_tail(line.encode())
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            os.write(1, line.encode())
 
     def copy_log(self, asked: Attempt, claimed: Attempt) -> None:
         """Copy nothing: the service has the log."""
@@ -189,7 +195,8 @@ class ContainerRanks:
                 term_grace_s=self._term_grace_s,
                 torch_threads=self._torch_threads,
                 gpu=self._gpu,
-                how=None if attempt.number == self._spec.attempt else "fork",
+                page=page,
+                how=how_started(self._spec, attempt),
             )
         except BaseException:  # noqa: BLE001 - a forked child must never return into the supervisor
             sys.excepthook(*sys.exc_info())

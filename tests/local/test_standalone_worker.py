@@ -32,6 +32,7 @@ from executors.attempt import Attempt
 from executors.native import RunSpec
 from executors.shipping.package import replica_environment
 from executors.store.url import address_of
+from executors.supervision.decisions import DecisionLog
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,6 +114,13 @@ def holds_the_gil():
 def takes_memory():
     print("taking", flush=True)
     bytearray(1 << 30)
+
+def comes_back(times):
+    attempt = current_replica().attempt
+    print("attempt", attempt, flush=True)
+    if attempt < times:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return attempt
 """
 NOTICE = {"REPLICA_NOTICE_S": "5"}  # as long as a replica has after SIGTERM, which it then gets at once
 
@@ -310,6 +318,35 @@ def test_a_replica_that_holds_the_gil_leaves_an_outcome_at_its_time_limit(site: 
     assert (outcome.status, outcome.reason) == ("failed", "timeout")
     assert outcome.error == "Replica 0 of 1 ran into its time limit of 3 s."
     assert outcome.output_tail == f"holding\n{outcome.error}\n"
+
+
+def test_a_replica_that_dies_comes_back_in_its_container(site: Site) -> None:
+    spec, process = site.start("comes_back", args={"times": 2}, restarts="2,backoff=0s")
+    assert ended(process)[0] == 0
+    ends = [outcome_of(replace(spec, attempt=number)) for number in range(3)]
+    assert [(end.reason, end.result) for end in ends] == [("signal", None), ("signal", None), (None, 2)]
+    assert [end.output_tail.splitlines()[0] for end in ends] == ["attempt 0", "attempt 1", "attempt 2"]
+    assert attach(address_of(spec.store_url, spec.run_id)).results() == [2]
+    assert len({end.pid for end in ends}) == 3
+
+
+def test_a_replica_that_is_used_up_leaves_the_exit_code_of_its_last_end(site: Site) -> None:
+    spec, process = site.start("comes_back", args={"times": 9}, restarts="1,backoff=0s")
+    assert ended(process)[0] == 137
+    log = DecisionLog(open_store(spec.store_url), spec.run_id).read()
+    assert [(entry.kind, entry.ended, entry.how, entry.why) for entry in log] == [
+        ("restart", 0, "fork", ""),
+        ("give_up", 1, None, "budget"),
+    ]
+
+
+def test_after_a_notice_nothing_comes_back(site: Site) -> None:
+    spec, process = site.start("waits", restarts="3")
+    wait_for_line(process, "waiting")
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 143
+    assert outcome_of(spec).notice == "SIGTERM"
+    assert DecisionLog(open_store(spec.store_url), spec.run_id).read() == []
 
 
 def test_a_second_sigterm_does_not_cost_the_outcome(site: Site) -> None:

@@ -1,7 +1,9 @@
 """`make simulate`: the rendezvous under many random schedules, with fresh seeds; or one seed's schedule, printed.
 
-python -m tests.simulation [SCHEDULES] [--first SEED] [--processes N]
-python -m tests.simulation --replay SEED
+python -m tests.simulation [SCHEDULES] [--supervision] [--first SEED] [--processes N]
+python -m tests.simulation --replay SEED [--supervision]
+
+With --supervision: of decisions, keepers and what they start.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -21,6 +25,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from simulation.invariants import Violation
 from simulation.plan import Plan
 from simulation.simulation import Simulation, run_schedule
+from simulation.supervision.invariants import check
+from simulation.supervision.plan import Plan as SupervisionPlan
+from simulation.supervision.simulation import Simulation as SupervisionSimulation
+from simulation.supervision.simulation import run_schedule as run_supervision
+from simulation.world import World
 
 BATCH = 100
 
@@ -31,15 +40,17 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=random.SystemRandom().randrange(1 << 40), help="the first seed")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--replay", type=int, metavar="SEED")
+    parser.add_argument("--supervision", action="store_true")
     asked = parser.parse_args()
     if asked.replay is not None:
-        return replay(asked.replay)
+        return (replay_supervision if asked.supervision else replay)(asked.replay)
     logging.disable(logging.WARNING)  # what the schedules break on purpose
     print(f"{asked.schedules:,} schedules from seed {asked.first} on", flush=True)
     began, done, violations = time.monotonic(), 0, 0
     starts = range(asked.first, asked.first + asked.schedules, BATCH)
+    run = run_supervision if asked.supervision else run_schedule
     with ProcessPoolExecutor(asked.processes) as pool:
-        for found in pool.map(run_batch, starts, [asked.first + asked.schedules] * len(starts)):
+        for found in pool.map(partial(run_batch, run, end=asked.first + asked.schedules), starts):
             done = min(done + BATCH, asked.schedules)
             violations += len(found)
             for text in found:
@@ -47,16 +58,17 @@ def main() -> int:
             if done % (100 * BATCH) == 0 or done == asked.schedules:
                 seconds = time.monotonic() - began
                 print(f"{done:9,} done, {violations} violations, {seconds / done * 1000:.1f} ms each", flush=True)
+    print(f"{done:,} schedules, {violations} violations", flush=True)
     return min(violations, 1)
 
 
-def run_batch(start: int, end: int) -> list[str]:
+def run_batch(run: Callable[..., object], start: int, end: int) -> list[str]:
     """Run some schedules and return what went wrong."""
     found = []
     gc.disable()  # a twentieth of the time; what a batch leaves is collected at its end
     for seed in range(start, min(start + BATCH, end)):
         try:
-            run_schedule(seed, is_traced=False)
+            run(seed, is_traced=False)
         except Violation as violation:
             found.append(str(violation))
     gc.collect()
@@ -68,12 +80,25 @@ def replay(seed: int) -> int:
     plan = Plan.from_seed(seed)
     print(plan)  # before the run, which counts its deaths down
     simulation = Simulation(plan)
+    return show(simulation.world, simulation.run)
+
+
+def replay_supervision(seed: int) -> int:
+    """Print a schedule of supervision, and how it ended."""
+    plan = SupervisionPlan.from_seed(seed)
+    print(plan)
+    simulation = SupervisionSimulation(plan)
+    return show(simulation.world, lambda: check(simulation.run()))
+
+
+def show(world: World, run: Callable[[], object]) -> int:
+    """Run a schedule and print it."""
     violation = None
     try:
-        simulation.run()
+        run()
     except Violation as error:
         violation = error
-    print(simulation.world.schedule())
+    print(world.schedule())
     print(violation or "No invariant was violated.")
     return 0 if violation is None else 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -74,6 +75,15 @@ def die_by(signal_number: int) -> NoReturn:
 
 def segfault() -> None:
     ctypes.string_at(0)
+
+
+def take_memory(group: str) -> None:
+    """Take more memory than a control group of this replica's own allows."""
+    Path(group, "cgroup.procs").write_text(str(os.getpid()))
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    taken = [bytearray(b"x" * (16 << 20)) for _ in range(64)]
+    raise AssertionError(f"got {len(taken)} blocks")
 
 
 def clean_up(path: str) -> NoReturn:

@@ -28,7 +28,7 @@ from executors.shared_page import SharedPage
 from executors.task.stored import StoredTask
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.main import Assignment, main
-from executors.worker.ranks import leave_supervisor, read_task_ahead
+from executors.worker.ranks import how_started, leave_supervisor, read_task_ahead
 from executors.worker.supervisor import Supervisor
 from executors.worker.supervisor_lock import hold, open_locks
 
@@ -130,7 +130,7 @@ class LocalRanks:
             gc.freeze()  # the rank's collector finds nothing of the supervisor's to look at, and so to copy
             pid = fork()
             if pid == 0:
-                self._become_rank(attempt, place, task, output, [*close, *self.private])
+                self._become_rank(attempt, place, page, task, output, [*close, *self.private])
         finally:
             os.close(output)
         return pid
@@ -138,6 +138,11 @@ class LocalRanks:
     def output_tail(self, attempt: Attempt) -> str:
         """Return the end of an attempt's log."""
         return tail_text(self._launch.log_file(attempt), OUTPUT_TAIL_BYTES)
+
+    def write_log(self, attempt: Attempt, words: str) -> None:
+        """Add to an attempt's log."""
+        with open(self._launch.log_file(attempt), "a") as log:
+            log.write(f"{words.rstrip()}\n")
 
     def copy_log(self, asked: Attempt, claimed: Attempt) -> int | None:
         """Copy the end of a log into the store of the run, where that is elsewhere; return the pid of who does it."""
@@ -155,7 +160,13 @@ class LocalRanks:
         return pid
 
     def _become_rank(
-        self, attempt: Attempt, place: int, task: StoredTask | None, output: int, close: Iterable[int]
+        self,
+        attempt: Attempt,
+        place: int,
+        page: SharedPage,
+        task: StoredTask | None,
+        output: int,
+        close: Iterable[int],
     ) -> NoReturn:
         """Be a replica: nothing of the supervisor's is left but the watch on it."""
         try:
@@ -176,7 +187,8 @@ class LocalRanks:
                 term_grace_s=self._launch.term_grace_s,
                 torch_threads=self._torch_threads,
                 gpu=self._launch.gpu if self._launch.gpu_slots is not None else None,
-                how=None if attempt.number == self._launch.spec.attempt else "fork",
+                page=page,
+                how=how_started(self._launch.spec, attempt),
             )
         except BaseException:
             sys.excepthook(*sys.exc_info())

@@ -1,0 +1,1 @@
+"""Decisions, keepers and what they start, under a simulated scheduler."""

@@ -1,0 +1,196 @@
+"""What must hold of the log of decisions when a schedule has ended; told from outcomes anew, not by `decide`.
+
+S1 no more charged restarts than the budgets allow. S2 each end is answered at most once. S3 no restart after a cancel
+or a stop until a resume, and nothing lives long after it. S4 each attempt is asked for at most once. S5 the run ends.
+S7 all readers see one log.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from executors.policy import DEFAULT_CAPS, Restarts
+from executors.protocol import Outcome, ReplicaStatus
+from executors.supervision.decisions import Decision, is_barred
+from simulation.invariants import Violation
+from simulation.supervision.plan import parse
+
+if TYPE_CHECKING:
+    from simulation.supervision.simulation import Simulation
+
+OWN = {"a", "SIGSEGV"}
+"""Fingerprints of ends that are the doing of what ran."""
+
+
+@dataclass
+class Rank:
+    """One rank, as the log tells it up to an entry."""
+
+    charged: list[tuple[float, Outcome]] = field(default_factory=list)
+    strikes: int = 0
+    answered: int = -1
+    """The last attempt whose end is answered."""
+    is_given_up: bool = False
+
+
+def check(simulation: Simulation) -> None:
+    """Check a schedule that has ended.
+
+    Raises:
+        Violation: something does not hold.
+    """
+    entries = simulation.entries
+    for key, values in simulation.store.ever.items():
+        if "/decisions/" in key and len(values) > 1:
+            raise Violation(f"S7: {key} had {len(values)} values")
+    for log in simulation.logs:
+        if log.entries != entries[: len(log.entries)]:
+            raise Violation("S7: somebody has read another log")
+    for (rank, number), n_asked in simulation.asked.items():
+        if n_asked > 1:
+            raise Violation(f"S4: attempt {number} of rank {rank} was asked for {n_asked} times")
+    Checked(simulation).walk()
+    _check_ends(simulation)
+
+
+class Checked:
+    """The log, walked once."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.ranks = [Rank() for _ in range(simulation.plan.n_ranks)]
+        self.n_of_run = 0
+        self.policy: Restarts | None = None if simulation.plan.policy is None else parse(simulation.plan.policy)
+
+    def walk(self) -> None:
+        entries = self.simulation.entries
+        last_s = 0.0
+        for index, entry in enumerate(entries):
+            if entry.at < last_s:
+                raise Violation(f"S7: entry {index} is older than the one before it")
+            last_s = entry.at
+            if entry.kind == "policy":
+                self.policy = parse(entry.restarts or "")
+            elif entry.kind == "resume":
+                self.n_of_run = 0
+                for rank, number in entry.start.items():
+                    self.ranks[rank] = Rank(answered=number - 1)
+            elif entry.rank is not None and entry.ended is not None:
+                self._check_answer(index, entry)
+            elif entry.kind == "restart" or (entry.kind == "stop" and entry.why != "asked"):
+                self._check_too_few(index)
+        for done_s, ranks in self.simulation.cancelled:
+            self._check_cancelled(done_s, ranks)
+
+    def _check_answer(self, index: int, entry: Decision) -> None:
+        assert entry.rank is not None
+        assert entry.ended is not None
+        prefix, rank, policy = self.simulation.entries[:index], self.ranks[entry.rank], self.policy
+        end = self.simulation.store.ends.get((entry.rank, entry.ended))
+        if policy is None or end is None or end.status is not ReplicaStatus.FAILED or end.reason == "fenced":
+            raise Violation(f"entry {index} answers what is not to be answered: {end}")
+        if entry.ended <= rank.answered:
+            raise Violation(f"S2: entry {index} answers attempt {entry.ended} of rank {entry.rank} again")
+        for each in {entry.rank, *entry.start}:
+            if is_barred(prefix, each) or (self.ranks[each].is_given_up and each != entry.rank):
+                raise Violation(f"S3: entry {index} is a {entry.kind} of rank {each}, which is ended or given up")
+        rank.answered = entry.ended
+        for each, number in entry.start.items():
+            self.ranks[each].answered = max(self.ranks[each].answered, number - 1)
+        name = str(end.exit_code) if str(end.exit_code) in policy.reasons else str(end.reason)
+        is_free = math.isinf(cap := {**DEFAULT_CAPS, **policy.reasons}.get(name, 10**6))
+        strikes = 0 if is_free or end.kept else rank.strikes + 1
+        recent = [ended for at_s, ended in rank.charged if policy.per_s is None or at_s > entry.at - policy.per_s]
+        n_alike = sum(name in (str(ended.exit_code), ended.reason) for ended in recent)
+        has_budget = len(recent) < policy.per_replica and (policy.run is None or self.n_of_run < policy.run)
+        is_late = policy.within_s is not None and entry.at > policy.within_s
+        found = {
+            "deterministic": self._is_deterministic(entry, end, rank),
+            "no_progress": strikes > policy.no_progress,
+            "budget": is_late or not (is_free or (has_budget and n_alike < cap)),
+        }
+        if entry.kind != "restart":
+            if not found[entry.why]:
+                raise Violation(
+                    f"entry {index} says {entry.kind} of rank {entry.rank} for {entry.why}, which is not so"
+                )
+            rank.is_given_up = entry.kind == "give_up"
+            return
+        if found["budget"] or found["no_progress"] or entry.charged == is_free:
+            raise Violation(f"S1: entry {index} restarts rank {entry.rank} ({name}) against {policy}")
+        if not is_free:
+            rank.charged.append((entry.at, end))
+            rank.strikes = strikes
+            self.n_of_run += 1
+        if policy.together:
+            self._check_together(index, entry)
+
+    def _is_deterministic(self, entry: Decision, end: Outcome, rank: Rank) -> bool:
+        if end.fingerprint not in OWN:
+            return False
+        if entry.kind == "stop":
+            others = self.simulation.store.ends.values()
+            return any(other.rank != end.rank and other.fingerprint == end.fingerprint for other in others)
+        last = rank.charged[-1][1] if rank.charged else None
+        return last is not None and (last.fingerprint, last.reached) == (end.fingerprint, end.reached)
+
+    def _but(self, rank: int) -> list[int]:
+        return [other for other in range(len(self.ranks)) if other != rank]
+
+    def _check_together(self, index: int, entry: Decision) -> None:
+        """Every rank is named, but those that are over for good."""
+        ends = self.simulation.store.ends
+        for rank in self._but(entry.rank or 0):
+            is_over = any(key[0] == rank and end.status is not ReplicaStatus.FAILED for key, end in ends.items())
+            is_over = is_over or self.ranks[rank].is_given_up or is_barred(self.simulation.entries[:index], rank)
+            if rank not in entry.start and not is_over:
+                raise Violation(f"entry {index} leaves out rank {rank}, which belongs to it")
+
+    def _check_too_few(self, index: int) -> None:
+        plan = self.simulation.plan
+        ends = self.simulation.store.ends
+        cancelled = {key[0] for key, end in ends.items() if end.status is ReplicaStatus.CANCELLED}
+        gone = {number for number, rank in enumerate(self.ranks) if rank.is_given_up} | cancelled
+        if plan.min_replicas is None or plan.n_ranks - len(gone) >= plan.min_replicas:
+            raise Violation(f"entry {index} stops a run of which {sorted(gone)} are gone")
+
+    def _check_cancelled(self, done_s: float, ranks: list[int]) -> None:
+        """S3 as the one who cancelled sees it."""
+        resumed: set[int] = set()
+        for entry, landed_s in zip(self.simulation.entries, self.simulation.landed_s, strict=True):
+            if entry.kind == "resume":
+                resumed |= entry.start.keys()
+            for rank in set(ranks) & entry.start.keys() - resumed:
+                if landed_s > done_s and entry.kind == "restart":
+                    raise Violation(f"S3: rank {rank} is restarted {landed_s - done_s:.1f} s after it was cancelled")
+
+
+def _check_ends(simulation: Simulation) -> None:
+    """S5: every rank is over, and where too few can succeed the run is."""
+    plan, store, entries = simulation.plan, simulation.store, simulation.entries
+    if simulation.world.now >= simulation.limit_s - 20.0:
+        raise Violation("S5: the run did not come to its end")
+    living = [worker.name for worker in simulation.workers if worker.runs_user_code]
+    if living:
+        raise Violation(f"S5: {living} live on")
+    last = max((index for index, entry in enumerate(entries) if entry.kind == "resume"), default=-1)
+    since = entries[last + 1 :]
+    gone = {entry.rank for entry in since if entry.kind == "give_up"}
+    gone |= {rank for _, rank in cancelled_of(simulation) if any(e.kind == "cancel" and e.rank == rank for e in since)}
+    n_done = sum(end.status is ReplicaStatus.SUCCEEDED for end in store.ends.values())
+    has_policy = plan.policy is not None or any(entry.kind == "policy" for entry in entries)
+    if not has_policy or plan.min_replicas is None:
+        return
+    if n_done >= plan.min_replicas or plan.n_ranks - len(gone) >= plan.min_replicas:
+        return
+    if not any(entry.kind == "stop" or (entry.kind == "cancel" and entry.rank is None) for entry in since):
+        raise Violation(f"ranks {gone} of {plan.n_ranks} are gone, and nobody stopped the run")
+
+
+def cancelled_of(simulation: Simulation) -> set[tuple[int, int]]:
+    """Return the newest attempts that ended as cancelled, each as its number and rank."""
+    store = simulation.store
+    newest = [(number, rank) for rank, number in store.newest.items()]
+    return {each for each in newest if store.ends[each[1], each[0]].status is ReplicaStatus.CANCELLED}

@@ -1,0 +1,138 @@
+"""Each rule of supervision undone in turn: the simulation must notice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from executors.protocol import Outcome
+from executors.supervision import keeper, rules
+from executors.supervision.decisions import Decision, DecisionLog
+from executors.supervision.keeper import Keeper
+from simulation.invariants import Violation
+from simulation.supervision.simulation import Simulation, run_schedule
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+BROKEN = re.compile("TypeError|AttributeError|NameError")
+
+
+def without(*rules: str) -> Patch:
+    """Switch off what simulated processes do, not the product."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        for rule in rules:
+            monkeypatch.setattr(Simulation, rule, False)
+
+    return patch
+
+
+def replaced(owner: Any, name: str, value: Any) -> Patch:
+    return lambda patch: patch.setattr(owner, name, value)
+
+
+def seeing(change: Callable[..., Any]) -> Patch:
+    """Let `decide` see something else: `change(log, end, ends, policy, facts, now)`."""
+    original = rules.decide
+    return replaced(keeper, "decide", lambda *seen: original(*change(*seen)))
+
+
+def answering(change: Callable[[Decision], Decision]) -> Patch:
+    """Change what `decide` answers."""
+
+    def decide(*seen: Any) -> Decision | None:
+        answer: Decision | None = original(*seen)
+        return None if answer is None else change(answer)
+
+    original = rules.decide
+    return replaced(keeper, "decide", decide)
+
+
+def believe_the_own_answer(patch: pytest.MonkeyPatch) -> None:
+    """An entry counts as soon as the store took it, or seemed to."""
+
+    def append(self: DecisionLog, compute: Any) -> Decision | None:
+        entry: Decision | None = compute(self.read())
+        if entry is None:
+            return None
+        last_s = self.entries[-1].at if self.entries else 0.0
+        entry = replace(entry, nonce="mine", by="", at=max(self._clock(), last_s))
+        self.store.put_if_absent(self.key(len(self.entries)), entry.to_bytes())
+        self.entries.append(entry)
+        return entry
+
+    patch.setattr(DecisionLog, "append", append)
+
+
+def own(log: Any, *rest: Any) -> Any:
+    """What this keeper sees of the log when it counts its own restarts only."""
+    mine = [entry for entry in log if entry.kind != "restart" or entry.by == (log[-1].by if log else "")]
+    return (mine, *rest)
+
+
+def forgiving(log: Any, rank: int) -> list[Decision]:
+    return [entry for entry in log if entry.kind == "restart" and entry.rank == rank and entry.charged]
+
+
+def with_policy(**changes: Any) -> Patch:
+    return seeing(lambda log, end, ends, policy, *rest: (log, end, ends, replace(policy, **changes), *rest))
+
+
+def everybody(log: Any, ends: Any, facts: rules.RunFacts) -> dict[int, int]:
+    return {rank: number + 1 for rank, number in facts.newest.items()}
+
+
+def later(log: Any, end: Outcome, *rest: Any) -> Any:
+    return (log, replace(end, attempt=end.attempt + 1), *rest)
+
+
+MUTANTS: dict[str, Patch] = {
+    "the own answer is believed": believe_the_own_answer,
+    "a keeper counts its own restarts only": seeing(own),
+    "there is no intent": without("has_intents"),
+    "a cancel leaves no entry": without("appends_cancel"),
+    "no look at the log when claiming": without("looks_when_claiming"),
+    "markers up to the newest claim, no look when claiming": without("marks_decided", "looks_when_claiming"),
+    "not_before is ignored": replaced(Keeper, "_ready_in", lambda self, entry: 0.0),
+    "a stop is not looked for after a give_up": replaced(keeper, "too_few_left", lambda *seen: False),
+    "a resume keeps old strikes": replaced(rules, "charged_of", forgiving),
+    "a stop or cancel bars nobody": replaced(rules, "is_barred", lambda log, rank: False),
+    "an end is answered twice": replaced(rules, "answer_to", lambda log, rank, attempt: None),
+    "what is free is charged": answering(lambda answer: replace(answer, charged=True)),
+    "caps of reasons and exit codes are ignored": replaced(rules, "_is_capped", lambda *seen: False),
+    "budgets of a replica have no window": replaced(rules, "_within", lambda mine, policy, now: mine),
+    "a replica has no budget": with_policy(per_replica=1000),
+    "the run has no budget": with_policy(run=None),
+    "restarts go on after within": with_policy(within_s=None),
+    "strikes are not counted": with_policy(no_progress=1000),
+    "together restarts one rank": with_policy(together=False),
+    "together restarts what is given up": replaced(rules, "_others", everybody),
+    "a policy in the log counts for nothing": replaced(keeper, "policy_of", lambda log, launched: launched),
+    "sisters that ended otherwise stop the run": replaced(rules, "_is_everybodys", lambda *seen: True),
+    "nothing is carried out": replaced(Keeper, "due", lambda self, sight: {}),
+    "the end of any attempt is answered": seeing(later),
+}
+
+
+SHOWN_BY = {"there is no intent": 524, "a cancel leaves no entry": 154, "an end is answered twice": 163}
+"""Seeds of schedules that show a mutant which few of them do; they are tried first."""
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_undoing_a_rule_of_supervision_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[mutant](monkeypatch)
+    found = first_violation(mutant)
+    assert found, f"4,000 schedules did not notice that {mutant}."
+    assert not BROKEN.search(found), f"not the rule, the mutant is broken: {found}"
+
+
+def first_violation(mutant: str) -> str:
+    for seed in (SHOWN_BY.get(mutant, 0), *range(4000)):
+        try:
+            run_schedule(seed, is_traced=False)
+        except Violation as violation:
+            return str(violation)
+    return ""

@@ -1,0 +1,30 @@
+"""Random schedules of what ends, who answers, and what goes wrong meanwhile."""
+
+from __future__ import annotations
+
+import os
+
+from simulation.supervision.simulation import run_schedule
+
+SCHEDULES = int(os.environ.get("REPLICAS_SCHEDULES", "400"))
+FIRST_SEED = int(os.environ.get("REPLICAS_FIRST_SEED", "0"))
+"""Fresh seeds: `make simulate-supervision`."""
+
+
+def test_supervision_keeps_its_invariants_in_random_schedules_of_faults() -> None:
+    for seed in range(FIRST_SEED, FIRST_SEED + SCHEDULES):
+        run_schedule(seed, is_traced=False)
+
+
+def test_a_seed_replays_its_schedule_of_supervision() -> None:
+    assert run_schedule(7).world.schedule() == run_schedule(7).world.schedule()
+
+
+def test_schedules_of_supervision_that_once_found_something_stay_fine() -> None:
+    """A rank that was resumed, and ended by a later stop, was started together with others.
+
+    Then: an attempt that a person started had a smaller number than one that was decided before, and its end counted
+    as answered by that.
+    """
+    for seed in (100051, 106808, 107565):
+        run_schedule(seed, is_traced=False)
