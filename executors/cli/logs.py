@@ -106,8 +106,8 @@ def logs(
             rows = [{"rank": one, "log": text} for one, text in texts.items()]
             Output(as_json).document({"run_id": found.run_id, "attempt": attempt, "replicas": rows})
             return 0
-        ranks = rank[0] if rank is not None and len(rank) == 1 else rank
-        for text in found.log_pieces(ranks, n_lines, follow, which, chosen, _note):
+        one_or_all: Any = rank[0] if rank is not None and len(rank) == 1 else rank
+        for text in found.log_pieces(one_or_all, n_lines, follow, which, chosen, _note):
             sys.stdout.write(text)
             last = text[-1:] or last
             if follow:
@@ -135,7 +135,7 @@ def _show_stacks(run: Run, ranks: Sequence[int], which: Any, output: Output) -> 
 
     dumps = sorted(dump for dump in Inventory.of(run.store, run.run_id).stacks if dump[0] in ranks)
     newest = {rank: attempt for rank, attempt, _, _ in dumps}
-    rows = []
+    rows = list[dict[str, Any]]()
     for rank, attempt, number, at in dumps:
         if which in ("all", attempt) or (which is None and attempt == newest[rank]):
             text = inert(read_stacks(run.newest_attempt(rank).at(attempt), number))

@@ -170,6 +170,9 @@ class ContainerRanks:
         """Return the end of what an attempt printed."""
         return "" if self._page is None else self._page.tail()
 
+    def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None:
+        """Note nothing: the service knows when a line came."""
+
     def copy_log(self, asked: Attempt, claimed: Attempt) -> None:
         """Copy nothing: the service has the log."""
 

@@ -158,6 +158,8 @@ class Supervisor:
             if time.monotonic() >= self._look_at:
                 self._look_at = time.monotonic() + self._look_s
                 self._look()
+                for running in self._running.values():
+                    self._ranks.note_output(running.asked)
             self._keep_log()
             self._enforce_deadlines()
             while self._waiting and self._free_places:
@@ -247,6 +249,7 @@ class Supervisor:
             if running is None:
                 continue  # something a rank left behind
             self._free_places.append(running.place)
+            self._ranks.note_output(running.asked, is_whole=True)
             spare = {*self._running, *self._copying}
             if not spare >= set(children(os.getpid())):
                 kill_descendants(os.getpid(), spare=spare, limit_s=UNKILLABLE_S)
