@@ -24,6 +24,7 @@ from executors.run_index import Note, noted_at_launch
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
+from executors.store.inventory import Inventory
 from executors.store.records import retry
 from executors.store.url import address_of
 from executors.supervision.decisions import Decision
@@ -223,6 +224,11 @@ class Traces:
             if not follow or now.is_terminal:
                 return
             time.sleep(pause_s)
+
+    @property
+    def inventory(self) -> Inventory:
+        """What the replicas have left, as of the last look."""
+        return self._observer.inventory
 
     def metrics(self) -> Metrics:
         """Return what the replicas measured over time, on one time line, and what became of their work."""
