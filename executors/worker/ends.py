@@ -7,13 +7,13 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from executors.attempt import Attempt, Claim
+from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
 from executors.errors import StoreError
 from executors.protocol import BY_USER, Outcome, Reason, ReplicaStatus
 from executors.store.records import RETRY_S, is_gone
 from executors.supervision.decisions import Decision
-from executors.worker.ranks import Running
+from executors.worker.ranks import Running, claimed_by
 
 
 class Ends:
@@ -40,6 +40,8 @@ class Ends:
             return "cancelled", None  # its marker says why
         if running.ending == "timeout":
             return because("timeout", limit_s=self._timeout_s)
+        if running.ending == "hang":
+            return "hang", running.error
         if running.ending == "fenced":
             return because("fenced")
         if running.ending == "signal":
@@ -54,17 +56,17 @@ class Ends:
         return because("no_result", code=f"exit code {exit_code}")
 
 
-def claimed_by(pid: int | None, asked: Attempt) -> Attempt:
-    """Return the attempt that a child of this process claimed; the one it was asked for when it claimed none.
-
-    Not simply the newest: another process may have claimed that, and live on when the child ends.
-    """
-    attempt = asked
-    while pid is not None and (claim := attempt.find("started.json", Claim.parse)):
-        if claim.pid == pid:
-            return attempt
-        attempt = attempt.at(attempt.number + 1)
-    return asked
+def seen_from_outside(running: Running, exit_code: int) -> dict[str, Any]:
+    """Return what an outcome says beside the reason, where its supervisor writes it."""
+    killed_by = signal_name(-exit_code) if exit_code < 0 else None
+    return {
+        **running.page.told(),
+        "exit_code": exit_code,
+        "signal": killed_by or running.page.notice,
+        "fingerprint": killed_by or f"exit code {exit_code}",
+        "pid": running.pid,
+        "started_at": running.started_at,
+    }
 
 
 def is_cancelled(asked: Attempt, pid: int | None = None) -> bool:

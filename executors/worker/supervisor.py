@@ -28,18 +28,18 @@ from executors.store.records import is_gone
 from executors.worker.answers import Answers
 from executors.worker.ends import (
     Ends,
-    claimed_by,
     is_cancelled,
     is_overtaken,
     mark_cancelled,
     record_end,
-    signal_name,
+    seen_from_outside,
     why_barred,
 )
 from executors.worker.fail_fast import end_others
-from executors.worker.ranks import NEVER, Ranks, Running
+from executors.worker.ranks import NEVER, Ranks, Running, claimed_by, how_started, watchdog_of
 
 CANCEL_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves only its marker
+WATCH_PAUSE_S = 0.1  # looks at many ranks fall together
 UNKILLABLE_S = 5.0  # how long a process stuck in the kernel is waited for
 
 
@@ -92,6 +92,7 @@ class Supervisor:
         self._free_places = deque(range(places))
         self._look_s = look_s
         self._look_at = time.monotonic() + look_s
+        self._watch_at = NEVER
         self._signals: tuple[signal.Signals, ...] = (signal.SIGCHLD, signal.SIGUSR1)
         self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -145,7 +146,7 @@ class Supervisor:
             poller.register(self._launcher_pidfd, select.POLLIN)
         while self._running or self._waiting or self._copying or self._answers.is_pending:
             events = (min(running.deadline, running.kill_at) for running in self._running.values())
-            left_s = max(0.0, min(self._look_at, self._answers.next_at, *events) - time.monotonic())
+            left_s = max(0.0, min(self._look_at, self._watch_at, self._answers.next_at, *events) - time.monotonic())
             ready = {descriptor for descriptor, _ in poller.poll(min(left_s, 60.0) * 1000)}
             if self._wakeup in ready:
                 with contextlib.suppress(BlockingIOError):
@@ -161,6 +162,8 @@ class Supervisor:
                 for running in self._running.values():
                     self._ranks.note_output(running.asked)
             self._keep_log()
+            if time.monotonic() >= self._watch_at:
+                self._watch()
             self._enforce_deadlines()
             while self._waiting and self._free_places:
                 attempt = self._waiting.popleft()
@@ -178,7 +181,9 @@ class Supervisor:
         self._free_places.popleft()
         deadline = NEVER if self._timeout_s is None else time.monotonic() + self._timeout_s
         deadline = self._deadlines.setdefault(attempt.rank, deadline)
-        self._running[pid] = Running(pid, attempt, place, page, time.time(), deadline)
+        watchdog = watchdog_of(self._spec, attempt.rank, page, pid, self._term_grace_s)
+        self._running[pid] = Running(pid, attempt, place, page, watchdog, time.time(), deadline)
+        self._watch_at = 0.0
 
     def _begin_next(self, attempt: Attempt) -> None:
         """Begin the attempt that follows another of its rank; one that lives is ended before."""
@@ -292,10 +297,19 @@ class Supervisor:
                 end_at = time.monotonic() + bar.within_s
                 running.page.announce(end_at)
                 running.end_by(end_at, "cancelled")
-        for attempt in [waiting for waiting in self._waiting if waiting.rank in bars]:
-            mark_cancelled(why_barred(bars[attempt.rank]), attempt)
-            self._waiting.remove(attempt)
-            self._record(attempt, "cancelled", None)
+        for attempt in self._waiting:
+            if attempt.rank in bars:
+                mark_cancelled(why_barred(bars[attempt.rank]), attempt)
+                self._look_at = 0.0
+
+    def _watch(self) -> None:
+        """Look at what is watched for its progress."""
+        now, looks = time.monotonic(), [NEVER]
+        for running in self._running.values():
+            running.watch(now, self._ranks)
+            if running.ending is None:
+                looks.append(running.watchdog.next_look_at)
+        self._watch_at = max(min(looks), now + WATCH_PAUSE_S)
 
     def _enforce_deadlines(self) -> None:
         now = time.monotonic()
@@ -346,23 +360,8 @@ class Supervisor:
     def _record_end(self, running: Running, attempt: Attempt, exit_code: int) -> None:
         reason, error = self._ends.explain(running, exit_code)
         self._tell(running, reason, error)
-        page, killed_by = running.page, signal_name(-exit_code) if exit_code < 0 else None
-        self._record(
-            attempt,
-            reason,
-            error,
-            exit_code=exit_code,
-            signal=killed_by or page.notice,
-            fingerprint=killed_by or (f"exit code {exit_code}" if reason == "no_result" else None),
-            pid=running.pid,
-            started_at=running.started_at,
-            output_tail=self._ranks.output_tail(running.asked),
-            reached=page.reached,
-            marks=int(page.marks),
-            kept=int(page.kept),
-            how=None if running.asked.number == self._spec.attempt else Answers.how,
-            notice=page.notice,
-        )
+        tail, how = self._ranks.output_tail(running.asked), how_started(self._spec, running.asked)
+        self._record(attempt, reason, error, output_tail=tail, how=how, **seen_from_outside(running, exit_code))
 
     def _record(self, attempt: Attempt, reason: Reason, error: str | None, **more: Any) -> None:
         outcome = record_end(attempt, reason, error, **more)

@@ -7,6 +7,7 @@ import importlib
 import os
 import random
 import sys
+import time
 
 from executors import replica as environment
 from executors.errors import ReplicasError
@@ -14,6 +15,7 @@ from executors.replica import Replica, set_current_replica
 from executors.task.placeholders import NAMES, fill
 from executors.task.record import LaunchedWith
 
+GPU_RELEASE_S, GPU_PAUSE_S = 50.0, 0.5
 OTHER_FRAMEWORKS = ("jax", "tensorflow")
 
 
@@ -83,6 +85,25 @@ def check_gpu(asked: str) -> None:
             f" If this trains with {' or '.join(OTHER_FRAMEWORKS)}, import that at the top of the entrypoint's file."
         )
     raise NoGpuError(f"gpu={asked!r} was asked for, and torch sees no GPU: torch {torch.__version__} {build}. {advice}")
+
+
+def await_gpu_release(pid: int, limit_s: float = GPU_RELEASE_S) -> None:
+    """Wait until an ended process is gone from the GPUs of this machine, whose memory it may hold a little longer."""
+    from executors.worker.probe import nvidia_smi
+
+    began, has_told = time.monotonic(), False
+    while str(pid) in nvidia_smi("--query-compute-apps=pid", "--format=csv,noheader"):
+        if not has_told:
+            _say(f"waiting until process {pid}, which has ended, is gone from the GPU")
+            has_told = True
+        if time.monotonic() - began > limit_s:
+            _say(f"process {pid} is still on the GPU after {limit_s:g} s; starting all the same")
+            return
+        time.sleep(GPU_PAUSE_S)
+
+
+def _say(words: str) -> None:
+    print(f"replicas: {words}.", file=sys.stderr, flush=True)
 
 
 def seed_generators(replica: Replica, seed: int | None, but: set[str]) -> set[str]:
