@@ -47,7 +47,10 @@ FOR_THE_WORKER = (
     *(TASK_DIGEST, TIMEOUT_S, BOOTSTRAP_S, GPU, FAIL_FAST, BOTO3),
     *(RESTARTS, HANG, LAUNCHED_AT, LEASE_S),
 )
-NOTICE_S = "REPLICA_NOTICE_S"  # how long a service leaves to what it has told to end; whoever launches may set it
+NOTICE_S = (
+    "REPLICA_NOTICE_S"  # how long a service leaves a replica that it has told to end; whoever launches may set it
+)
+UNSEEN = nullcontext()
 # A replica is not a member of a torch process group: a leftover of these would make libraries think it is.
 TORCH_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -176,18 +179,18 @@ class Replica:
         """
         if limit_s is not None and not limit_s > 0:
             raise ValueError(f"section({name!r}): limit_s must be more than 0, got {limit_s!r}.")
-        return nullcontext() if self.page is None else Section(self.page, name, limit_s)
+        return UNSEEN if self.page is None else Section(self.page, name, limit_s)
 
     def atomic(self) -> AbstractContextManager[None]:
         """Return a context in which this replica is not ended, for 60 s at most: `with replica.atomic(): save(…)`.
 
         What was to end it, as a cancel, is raised when the context is left.
         """
-        return nullcontext() if self.page is None else Atomic(self.page)
+        return UNSEEN if self.page is None else Atomic(self.page)
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Return a context in which this replica is not taken for one that hangs, as in a long call into C code."""
-        return nullcontext() if self.page is None else Unwatched(self.page)
+        return UNSEEN if self.page is None else Unwatched(self.page)
 
     @property
     def ending_s(self) -> float | None:
