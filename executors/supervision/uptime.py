@@ -49,11 +49,12 @@ def _lives(state: ReplicaState, newest: Callable[[int], Attempt]) -> list[Life]:
     if state.attempt == 0 and not state.restart.is_awaited:
         return [(None, state.outcome)]
     attempts = [newest(state.rank).at(number) for number in range(state.attempt + 1)]
-    return [(claim and claim.at, attempt.outcome()) for attempt in attempts for claim in [_claim_of(attempt)]]
+    return [(_claimed_at(attempt), attempt.outcome()) for attempt in attempts]
 
 
-def _claim_of(attempt: Attempt) -> Claim | None:
-    return attempt.find("started.json", Claim.parse)
+def _claimed_at(attempt: Attempt) -> float | None:
+    claim = attempt.find("started.json", Claim.parse)
+    return None if claim is None else claim.at
 
 
 def _down_s(lives: Sequence[Life], over_at: float) -> float:
@@ -85,10 +86,10 @@ def wants_attention(now: RunStatus, inventory: Inventory, newest: Callable[[int]
 
 def _goes_on(attempt: Attempt, since: float) -> bool:
     """Return whether an attempt has reported anything since a time."""
-    claim = _claim_of(attempt)
-    if claim is None or claim.at is None:
+    claimed_at = _claimed_at(attempt)
+    if claimed_at is None:
         return False
     prefix = f"{attempt.run_id}/metrics/{attempt.rank:04d}/{attempt.number}/"
     new = [entry for entry in attempt.store.list(prefix) if entry.modified_at >= since]
     lines = (get_at_most(attempt.store, entry.key, SEGMENT_BYTES) for entry in reversed(new))
-    return any(claim.at + t > since for data in lines for t in progress_in(data))
+    return any(claimed_at + t > since for data in lines for t in progress_in(data))
