@@ -32,7 +32,6 @@ from executors.shared_page import SharedPage
 from executors.store import store_at
 from executors.store.records import RETRY_S, is_gone, read_record
 from executors.store.url import split_address
-from executors.task.placeholders import NAMES, fill
 from executors.task.record import RunRecord
 from executors.task.stored import StoredTask, read_task
 from executors.worker.claim import CancelledBeforeStart, claim
@@ -42,7 +41,7 @@ from executors.worker.heartbeat import Heartbeat
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.result import to_json_value
 from executors.worker.sigterm import TERMINATED, handle_sigterm, ignore_sigterm, sigterm_arrived
-from executors.worker.surroundings import NoGpuError, check_gpu, seed_generators, set_environment
+from executors.worker.surroundings import NoGpuError, check_gpu, fill_in_environment, seed_generators, set_environment
 from executors.worker.watched import be_watched, end_watch
 
 if TYPE_CHECKING:
@@ -294,12 +293,8 @@ def _load(replica: Replica, stored: StoredTask, gpu: str | None = None) -> Calla
 
         if warning := difference(stored.record.python_version, stored.record.torch):
             print(warning, file=sys.stderr)
-    me = {name: getattr(replica, name) for name in NAMES}
-    for name in stored.record.launched_with.env if stored.record.launched_with is not None else ():
-        if name in os.environ:
-            os.environ[name] = fill(os.environ[name], me)
     seeded = seed_generators(replica, stored.record.seed, but=set())
-    function, args = stored.load(me)
+    function, args = stored.load(fill_in_environment(replica, stored.record.launched_with))
     if gpu is not None:
         check_gpu(gpu)
     seed_generators(replica, stored.record.seed, but=seeded)

@@ -68,15 +68,12 @@ def test_a_sigterm_that_replicas_did_not_send_is_a_signal(local: LocalProcessExe
     assert row["error"] == "Replica 0 of 1 was terminated by SIGTERM, not sent by `replicas`."
 
 
-<<<<<<< HEAD
 def test_a_replica_killed_for_want_of_memory_says_so(local: LocalProcessExecutor, small_memory: Path) -> None:
     row = one_row(local, tasks.take_memory, {"group": str(small_memory)})
     assert (row["status"], row["reason"], row["exit_code"]) == ("failed", "oom", -signal.SIGKILL)
     assert "memory" in row["error"]
 
 
-=======
->>>>>>> 7f752836390955f77d1e1f69cda138880b0fa46e
 # --- exceptions, and what an entrypoint may do
 
 
