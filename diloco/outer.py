@@ -25,6 +25,7 @@ from diloco.attached_state import AttachedState
 from diloco.background import BackgroundThread
 from diloco.errors import DiLoCoError
 from diloco.fragments import FragmentSpec, plan_fragments
+from diloco.liaison import LEAVING, Liaison
 from diloco.model_state import ModelState
 from diloco.outer_optimizer import OptimizerFactory
 from diloco.rendezvous.keys import Keys
@@ -131,7 +132,7 @@ class DiLoCo:
         _limits: Limits | None = None,
     ) -> None:
         place = find_place(store, run_id, rank, world_size)
-        self._replica = place.replica
+        self._liaison = Liaison(place.replica, name)
         if not name or "/" in name:
             raise ValueError(f"name must be a word without '/', as in 'main', got name={name!r}.")
         limits = _limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
@@ -182,21 +183,21 @@ class DiLoCo:
         for layout in context.layouts:
             self._model_state.reserve(layout.kept_bytes(place.world_size, streams=patient.streams))
         self._attached = AttachedState(patient, keys, me, self._background, settings.plan)
-        self._same_data = SameData(same_data, me.rank, self._replica)
+        self._same_data = SameData(same_data, me.rank, place.replica)
         self._participant = Participant(context)
         self._steps = 0
         """Steps of this process."""
         self._round_s = 0.0
         self._closed = False
         kept = self._attached.kept
-        self._participant.start(None if kept is None else (kept.position, kept.progress(self._model_state.sizes())))
+        with self._liaison.waiting("first anchor"):
+            self._participant.start(None if kept is None else (kept.position, kept.progress(self._model_state.sizes())))
         if context.origin is not None and kept is None:
             self._attached.take_over(context.origin, self.rounds)
         self._kept_period = self.rounds // settings.entries_per_snapshot
         _open[self._name] = self
-        if self._replica is not None and total_steps is not None:
-            self._replica.reported["total_steps"] = total_steps
-        self._show_progress()
+        self._liaison.plan(total_steps)
+        self._liaison.show(self.rounds, self._round_s)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -217,13 +218,19 @@ class DiLoCo:
             AbortedError: a peer aborted the run.
             DuplicateWorkError: other replicas train on the same data.
             RunNotFoundError: the run was deleted.
+            SystemExit: this replica is asked to end (`Replica.ending_s`). What is attached was kept.
         """
         self._check_open()
+        self._liaison.progress()
         self._steps += 1
+        self._leave_if_asked(after_round=False)
         began = monotonic()
-        reports = self._participant.step()
+        with self._liaison.waiting("round"):
+            reports = self._participant.step()
         self._attached.follow(self.inner_step, made=1)
-        return self._report(reports, began)
+        report = self._report(reports, began)
+        self._leave_if_asked(after_round=report is not None)
+        return report
 
     def sync(self) -> list[RoundReport]:
         """Have a round of every fragment now; all replicas must call it at the same step. Inner steps count from here.
@@ -231,8 +238,10 @@ class DiLoCo:
         A fragment that is on its way is waited for first, and has this as its round.
         """
         self._check_open()
+        self._liaison.progress()
         began = monotonic()
-        reports = self._participant.sync()
+        with self._liaison.waiting("round"):
+            reports = self._participant.sync()
         self._attached.follow(self.inner_step)
         self._report(reports, began)
         return reports
@@ -279,15 +288,15 @@ class DiLoCo:
         _open.pop(self._name, None)
         try:
             if in_order:
-                self._record(self._participant.leave())
+                with self._liaison.waiting("round"):
+                    self._liaison.record(self._participant.leave())
             else:
                 self._participant.say_bye()
         finally:
             self._watch.close()
             self._reads.close()
-            if self._replica is not None:
-                self._replica.record_left(name=self._name[1], work=self._participant.undecided)
-        self._show_progress()
+            self._liaison.record_left(self._participant.undecided)
+        self._liaison.show(self.rounds, self._round_s)
         if in_order:
             self._background.finish()
             self._settings.check_what_was_averaged(self._steps, self.rounds, max(self._participant.phase.made))
@@ -371,21 +380,20 @@ class DiLoCo:
             log.debug("rank %s: %s", self._settings.rank, report)
         self._round_s += monotonic() - began
         if report is not None:
-            self._show_progress()
-        self._record(reports)
+            self._liaison.show(self.rounds, self._round_s)
+        self._liaison.record(reports)
         self._same_data.check(reports)
         return report
 
-    def _record(self, reports: Sequence[RoundReport]) -> None:
-        """Keep what rounds were with the run."""
-        for report in reports:
-            if self._replica is not None:
-                self._replica.record_round(report.ended, name=self._name[1], **report.line())
-
-    def _show_progress(self) -> None:
-        """Report how many rounds there were; nothing before the first: whoever reads it knows that there was none."""
-        if self._replica is not None and self.rounds:
-            self._replica.reported.update(round=self.rounds, round_s=round(self._round_s, 3))
+    def _leave_if_asked(self, *, after_round: bool) -> None:
+        """Keep what is attached, tell the others, and leave by `SystemExit`, where this replica is asked to end."""
+        if not self._liaison.is_to_leave(after_round=after_round):
+            return
+        if self._attached:
+            self._attached.keep(self.rounds, self._model_state.progress())
+        self._close(in_order=False)
+        self._background.finish()
+        raise SystemExit(LEAVING)
 
     def _check_open(self) -> None:
         if self._closed:

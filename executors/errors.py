@@ -22,6 +22,8 @@
         ├── CorruptObjectError
         └── UnsafeStoreError         put_if_absent is not atomic there
 
+    HangError                        raised in a replica that made no progress; a BaseException
+
 Bad values of arguments (`n=0`) raise `ValueError`, wrong types `TypeError`, as everywhere in Python.
 """
 
@@ -62,6 +64,12 @@ class ReplicasError(Exception):
 
     outcome_reason: ClassVar[str] = "exception"
     """The `reason` of a replica's outcome when its entrypoint ends with this error."""
+
+
+class HangError(BaseException):
+    """Raised in the entrypoint of a replica that made no progress within its limit, so that its `finally` runs."""
+
+    outcome_reason: ClassVar[str] = "hang"
 
 
 class BackendError(ReplicasError):

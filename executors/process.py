@@ -10,9 +10,10 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 _libc = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG = 1
@@ -44,6 +45,29 @@ def start_time(pid: int) -> int | None:
 def is_alive(pid: int, started: int) -> bool:
     """Tell whether the process that had this pid and start time still runs. Pids are used again; the pair is not."""
     return start_time(pid) == started
+
+
+class Activity(NamedTuple):
+    """What the kernel shows of a living process."""
+
+    is_stopped: bool
+    is_traced: bool
+    """Whether a debugger is attached."""
+    cpu_s: float
+
+
+def activity(pid: int) -> Activity | None:
+    """Return what a process does; None when it has ended, or the kernel does not show it."""
+    fields = _stat(pid)
+    if fields is None:
+        return None
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return None
+    tracer = status.partition("TracerPid:")[2].partition("\n")[0].strip()
+    ticks = int(fields[11]) + int(fields[12])
+    return Activity(fields[0] == "T", tracer not in ("", "0"), ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def fork() -> int:
@@ -123,18 +147,19 @@ def usable_cores() -> int:
 
 def _cpu_quotas(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[float]:
     """Return the processor quotas, in cores, of this process's control groups and those around them."""
-    quotas = []
+    return [quota for folder in _groups("cpu", root, own) for quota in _cpu_quota(folder)]
+
+
+def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control groups that may have a controller, and of those around them."""
     with contextlib.suppress(OSError):
         for line in own.read_text().splitlines():
             _, controllers, group = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
+            if controllers and controller not in controllers.split(","):
                 continue
-            for mount in (root, root / "unified") if not controllers else (root / controllers, root / "cpu"):
+            for mount in (root, root / "unified") if not controllers else (root / controllers, root / controller):
                 group_here = mount / group.strip("/")  # of another mount where the container sees its own group alone
-                for folder in (group_here, *group_here.parents):
-                    if folder.is_relative_to(mount):
-                        quotas += _cpu_quota(folder)
-    return quotas
+                yield from (folder for folder in (group_here, *group_here.parents) if folder.is_relative_to(mount))
 
 
 def _cpu_quota(group: Path) -> list[float]:
@@ -149,11 +174,31 @@ def _cpu_quota(group: Path) -> list[float]:
 
 def oom_kills() -> int:
     """Count the processes this machine's kernel has killed for want of memory, 0 when it does not report that."""
+    return _oom_kills(Path("/proc/vmstat")) or 0
+
+
+def oom_kills_in_group(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Count those that it killed in this process's control group, as a container has one, as far as it reports that."""
+    for folder in _groups("memory", root, own):
+        for name in ("memory.events", "memory.oom_control"):
+            if (count := _oom_kills(folder / name)) is not None:
+                return count
+    return 0
+
+
+def _oom_kills(file: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
+        for line in file.read_text().splitlines():
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
-    return 0
+    return None
+
+
+def be_killed_first(by: int = 500) -> None:
+    """Let the kernel, when memory is short, end this process and what it starts before others, where that can be."""
+    file = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError, ValueError):
+        file.write_text(str(min(1000, int(file.read_text()) + by)))
 
 
 def _stat(pid: int) -> list[str] | None:

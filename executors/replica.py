@@ -10,8 +10,10 @@ import math
 import os
 import stat
 import sys
+import time
 from _thread import allocate_lock  # not `threading`: every fork of a process that has it runs its hook
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 from executors.attempt import Claim, replica_key
 from executors.errors import KeyNotFoundError, ReplicasError
 from executors.metrics.recorder import Recorder
+from executors.shared_page import Atomic, Section, SharedPage, Unwatched
 from executors.store import Store, store_at
 from executors.store.records import read_record, retry
 
@@ -36,7 +39,16 @@ BOOTSTRAP_S = "REPLICA_BOOTSTRAP_S"  # how long fetching and installing took
 GPU = "REPLICA_GPU"  # what the launch asked for
 FAIL_FAST = "REPLICA_FAIL_FAST"  # "1": see RunSpec.fail_fast
 BOTO3 = "REPLICA_BOTO3"  # what to install where boto3 is missing
-FOR_THE_WORKER = (TASK_DIGEST, TIMEOUT_S, BOOTSTRAP_S, GPU, FAIL_FAST, BOTO3)
+RESTARTS = "REPLICA_RESTARTS"  # these four: see RunSpec
+HANG = "REPLICA_HANG"
+LAUNCHED_AT = "REPLICA_LAUNCHED_AT"
+LEASE_S = "REPLICA_LEASE_S"
+FOR_THE_WORKER = (
+    *(TASK_DIGEST, TIMEOUT_S, BOOTSTRAP_S, GPU, FAIL_FAST, BOTO3),
+    *(RESTARTS, HANG, LAUNCHED_AT, LEASE_S),
+)
+NOTICE_S = "REPLICA_NOTICE_S"  # how long a service leaves to what it has told to end; whoever launches may set it
+UNSEEN = nullcontext()
 # A replica is not a member of a torch process group: a leftover of these would make libraries think it is.
 TORCH_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -55,6 +67,8 @@ class Replica:
     """What `report` was given so far; the worker's heartbeat carries it."""
     recorder: Recorder | None = field(default=None, repr=False)
     """Keeps what is measured over time. None: nothing is kept, as in a helper process."""
+    page: SharedPage | None = field(default=None, repr=False)
+    """What its supervisor sees of it. None: it has no supervisor, or is a helper process."""
     claimed_nonce: str | None = field(default=None, repr=False)
     is_alone: bool = False
     """Whether `replicas` did not start this process: then nothing of it is kept."""
@@ -133,8 +147,65 @@ class Replica:
             if value is not None
         }
         self.reported.update(reported)
+        if self.page is not None and step is not None:
+            self.page.progress(step=reported["step"])
         if self.recorder is not None and reported:
             self.recorder.report(reported)
+
+    def progress(self, *, kept: bool = False) -> None:
+        """Say that the work goes on; `report(step=…)` and `DiLoCo.step()` do so themselves.
+
+        A replica that made progress, and then makes none for longer than its limit (`--hang-timeout`), is taken for one
+        that hangs. Call this, as the rest up to `ending_s`, in the thread that runs the entrypoint.
+
+        Args:
+            kept: something is left that the next attempt need not do again, as a checkpoint; DiLoCo counts the rounds
+                that took this attempt's work itself. Restarts are given up after some attempts that left nothing.
+        """
+        if self.page is not None:
+            self.page.progress(int(kept))
+
+    def section(self, name: str, limit_s: float | None = None) -> AbstractContextManager[None]:
+        """Return a context in which another limit counts: `with replica.section("evaluate", limit_s=600): …`.
+
+        Args:
+            limit_s: seconds that it may go on without `progress`. None: learned from earlier sections of that name.
+                inf: no limit but on single calls in which Python does not run, as where it waits for others.
+
+        Raises:
+            ValueError: the limit is not more than 0.
+        """
+        if limit_s is not None and not limit_s > 0:
+            raise ValueError(f"section({name!r}): limit_s must be more than 0, got {limit_s!r}.")
+        return UNSEEN if self.page is None else Section(self.page, name, limit_s)
+
+    def atomic(self) -> AbstractContextManager[None]:
+        """Return a context in which this replica is not ended, for 60 s at most: `with replica.atomic(): save(…)`.
+
+        What was to end it, as a cancel, is raised when the context is left.
+        """
+        return UNSEEN if self.page is None else Atomic(self.page)
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Return a context in which this replica is not taken for one that hangs, as in a long call into C code."""
+        return UNSEEN if self.page is None else Unwatched(self.page)
+
+    @property
+    def ending_s(self) -> float | None:
+        """Seconds left for this replica, which is to save its work and leave. None: nobody asked it to.
+
+        Its machine goes, or `replicas stop` asked. `DiLoCo.step()` leaves then by `SystemExit`. An entrypoint that has
+        read a number here and returns has left early, and has not succeeded.
+        """
+        if self.page is None or (at := self.page.ending_at) is None:
+            return None
+        self.page.knows_of_end = True
+        return max(0.0, at - time.monotonic())
+
+    def is_to_leave(self, *, after_round: bool) -> bool:
+        """Tell whether a training loop ends here: its machine goes, or the run was asked to stop and had a round."""
+        page = self.page
+        return page is not None and page.ending_at is not None and (after_round or not page.is_stopping)
 
     def record_round(self, ended: float, **fields: Any) -> None:
         """Keep what a round was: the fields of `executors.metrics.rows.Round`.
@@ -144,6 +215,8 @@ class Replica:
         """
         if self.recorder is not None:
             self.recorder.round(ended, fields)
+        if self.page is not None:
+            self.page.progress(int(fields["verdict"] == "counted"), round_=fields["entry"] + 1)
 
     def record_left(self, *, name: str, work: float) -> None:
         """Keep how much work is in no round when a DiLoCo is closed."""

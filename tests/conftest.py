@@ -224,6 +224,24 @@ def local() -> LocalProcessExecutor:
 
 
 @pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """A control group with 128 MiB of memory."""
+    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(root, f"replicas-test-{os.getpid()}")
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        if (group / limit).exists():
+            (group / limit).write_text(str(128 << 20))
+            yield group
+            group.rmdir()
+            return
+        group.rmdir()
+    pytest.skip("a control group for memory can be made by root alone, where one is mounted")
+
+
+@pytest.fixture
 def third_party(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[PopenExecutor]:
     """An executor of somebody else's, whose processes end with the test."""
     from support.third_party import PopenExecutor

@@ -100,11 +100,15 @@ def encode_outcome(outcome: Outcome) -> bytes:
 
 ENDINGS = {
     "timeout": "ran into its time limit of {limit_s:g} s.",
+    "hang": "made no progress for {for_s:.0f} s (limit {limit_s:.3g} s){where}: {diagnosis}.{stacks}",
     "oom": "was killed by the kernel (SIGKILL): out of memory.",
     "signal": "was ended by signal {number} ({name}).",
-    "terminated": "was terminated by SIGTERM, not sent by `replicas`.",
+    "terminated": "was terminated by {name}, not sent by `replicas`.",
     "cancelled": "was terminated by SIGTERM, since it was cancelled.",
+    "announced": "left when {name} announced the end of its machine.",
+    "stopped": "was stopped, as asked.",
     "orphaned": "was lost: its supervisor is gone (was it killed?). `replicas resume` brings it back.",
+    "fenced": "was ended: a later attempt takes its place.",
     "no_result": "ended by itself with {code}, before its entrypoint returned a result.",
     # as a service reports it
     "killed": "was killed: {cause}.",

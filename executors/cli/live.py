@@ -10,18 +10,22 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 from executors.cli.output import CANCELLED, PROGRESS_EVERY_S, Output, inert, name_duration, name_ranks, one_line
 from executors.cli.summary import reference
+from executors.cli.tee import Tee
 from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError, unknown_name
 from executors.protocol import ReplicaStatus
 from executors.run.run import Run
-from executors.status import COLUMNS, LONGEST_PAUSE_S, ReplicaState, RunStatus, pauses
+from executors.status import COLUMNS, LONGEST_PAUSE_S, MAX_DECIDED, ReplicaState, RunStatus, pauses
 
 PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
+MAX_LINE = 1000  # characters of a decision
+MAX_LINES = 200  # of output, below the table
 SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -80,21 +84,26 @@ def watch(
     interrupts: Interrupts | None = None,
     timeout_s: float | None = None,
     columns: Sequence[str] | None = None,
+    tee: Sequence[int] = (),
 ) -> bool:
     """Show a run until every replica has ended; False if the time was over first. Raises what `follow` raises.
 
     Args:
         columns: which numbers to show that replicas report besides the usual ones.
+        tee: the ranks whose output to show, too.
         interrupts: the first one cancels the run, whose end is then shown as well. None: Ctrl-C leaves the run alone.
     """
     hint = "Ctrl-C stops watching; the run continues." if interrupts is None else "Ctrl-C cancels the run."
     view = LiveView(output, run, hint, columns) if output.is_live else PlainView(output, run, columns=columns)
     note = ""
+    shown = Tee(run, tee, view.take) if tee else None
     try:
         if interrupts is not None:
             _follow_and_cancel(run, view, interrupts)
         elif not follow(run, view, timeout_s=timeout_s):
             note = f"Not finished after {timeout_s:g} s."
+        if shown is not None:
+            shown.finish()
     except KeyboardInterrupt:
         note = "Stopped watching."
         raise
@@ -168,6 +177,8 @@ def follow(
     while True:
         try:
             status = run.status()
+            if run.keep(status.replicas):
+                status = run.status()
         except (StoreError, BackendError) as error:
             what = "rendezvous" if isinstance(error, StoreError) else "backend"
             if not was_read and (what == "backend" or isinstance(error, CorruptObjectError)):
@@ -212,16 +223,19 @@ class PlainView:
         self._created_at = run.record.created_at
         self._seen: dict[int, ReplicaStatus] = {}
         self._told: set[str] = set()
+        self._n_decided = 0
         self._progress = ""
         self._progress_at = clock()
 
     def update(self, status: RunStatus) -> None:
         elapsed = f"[{name_duration(status.last_at - self._created_at):>6}]"
+        self._tell_decided(status)
         changed: dict[tuple[ReplicaStatus, str], list[int]] = {}
         for replica in status.replicas:
             if self._seen.get(replica.rank) is not replica.status:
                 self._seen[replica.rank] = replica.status
-                changed.setdefault((replica.status, self._note(replica)), []).append(replica.rank)
+                note = "" if replica.restart.decision else self._note(replica)  # the decision has said it
+                changed.setdefault((replica.status, note), []).append(replica.rank)
         for (state, note), ranks in changed.items():
             self._told.add(note)
             self.say(f"{elapsed} {name_ranks(ranks)} {state}" + (f" ({note})" if note else ""))
@@ -231,6 +245,16 @@ class PlainView:
             self._progress, self._progress_at = progress, self._clock()
             self.say(f"{elapsed} {progress}")
 
+    def _tell_decided(self, status: RunStatus) -> None:
+        """Print what was decided since the last look."""
+        new, self._n_decided = status.decided[self._n_decided :], len(status.decided)
+        for each in new[-MAX_DECIDED:]:
+            self._print(f"[{name_duration(each.at - self._created_at):>6}] {one_line(each.line, MAX_LINE)}", "yellow")
+
+    def take(self, line: str) -> None:
+        """Show a line that a replica printed."""
+        self._print(line, None)
+
     def _note(self, replica: ReplicaState) -> str:
         """Return a failure's words, once."""
         note = one_line(replica.note)
@@ -238,8 +262,11 @@ class PlainView:
         return reason if reason and replica.status is ReplicaStatus.FAILED and note in self._told else note
 
     def say(self, text: str, style: str | None = None) -> None:
+        self._print(text, style)
+
+    def _print(self, text: str, style: str | None) -> None:
         self._output.say(text, style)
-        self.close()
+        self._output.console.file.flush()
 
     def close(self) -> None:
         self._output.console.file.flush()
@@ -253,6 +280,8 @@ class LiveView(PlainView):
 
         super().__init__(output, run, columns=columns)
         self._hint = hint
+        self._lines: deque[str] = deque(maxlen=MAX_LINES)
+        self._draw: Callable[[], None] = lambda: None
         self._live = Live(console=output.console, auto_refresh=False, vertical_overflow="crop")
         self._live.start()
 
@@ -260,19 +289,37 @@ class LiveView(PlainView):
         from rich.console import Group
         from rich.text import Text
 
-        from executors.cli.table import LINES_AROUND, replica_table, title
+        from executors.cli.table import LINES_AROUND, cut, replica_table, title
         from executors.run.progress import bars
 
         console, bar = self._output.console, bars(status)
-        max_rows = None if status.is_terminal else console.height - LINES_AROUND - bool(bar)
+        self._tell_decided(status)
+        room = console.height - LINES_AROUND - bool(bar)
+        n_rows = max(1, room - min(len(self._lines), max(room // 3, room - len(status.replicas))))
+        max_rows = None if status.is_terminal else n_rows
         hint = [Text(self._hint, style="dim")] if self._hint and not status.is_terminal else []
         head = title(status, status.last_at - self._created_at)
         table = replica_table(status, max_rows, width=console.width, more=self._columns)
-        self._live.update(Group(head, *([bar] if bar else []), table, *hint), refresh=True)
+        parts = [head, *([bar] if bar else []), table, *hint]
+
+        def draw() -> None:
+            n_lines = max(0, room - min(n_rows, len(status.replicas)))
+            lines = [cut(line) for line in list(self._lines)[-n_lines:]] if n_lines else []
+            self._live.update(Group(*parts, *lines), refresh=True)
+
+        self._draw = draw
+        draw()
+
+    def take(self, line: str) -> None:
+        self._lines.append(line)
 
     def say(self, text: str, style: str | None = None) -> None:
         self._hint = ""
+        self._print(text, style)
+
+    def _print(self, text: str, style: str | None) -> None:
         self._output.console.print(inert(text), style=style)
 
     def close(self) -> None:
+        self._draw()
         self._live.stop()

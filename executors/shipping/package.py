@@ -108,12 +108,16 @@ def replica_environment(
         environment.RENDEZVOUS: run.store_url,
         environment.TASK_DIGEST: run.task_digest,
     }
-    if timeout_s is not None:
-        found[environment.TIMEOUT_S] = str(timeout_s)
-    if gpu is not None:
-        found[environment.GPU] = gpu
-    if run.fail_fast:
-        found[environment.FAIL_FAST] = "1"
+    for_the_worker = {
+        environment.TIMEOUT_S: timeout_s,
+        environment.GPU: gpu,
+        environment.FAIL_FAST: "1" if run.fail_fast else None,
+        environment.RESTARTS: run.restarts,
+        environment.HANG: run.hang,
+        environment.LAUNCHED_AT: run.launched_at,
+        environment.LEASE_S: run.lease_s,
+    }
+    found |= {name: str(value) for name, value in for_the_worker.items() if value is not None}
     if version := installed_version("boto3"):
         found[environment.BOTO3] = f"boto3=={version}"
     return found

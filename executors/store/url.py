@@ -84,6 +84,15 @@ def store_at(url: str | Path, *, is_known: bool = False) -> Store:
 _opened: dict[str, Store] = {}
 
 
+def impatient_store(url: str, limit_s: float) -> Store:
+    """Return the store at `url`, which holds runs, for a process that must not wait: a request is tried once."""
+    if not url.startswith("s3:"):
+        return store_at(url, is_known=True)
+    from executors.store.s3.store import S3Store
+
+    return S3Store(url, checks_later=True, retry_deadline_s=0.0, read_timeout_s=limit_s)
+
+
 def existing_store(url: str | Path) -> Store:
     """Return the open store at `url`, as `store_at` does, but never make its directory.
 

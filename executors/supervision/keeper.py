@@ -149,7 +149,7 @@ class Keeper:
             if answer is None or answer.kind != "restart":
                 return answer
             is_to_leave = self._has_wider and answer.strikes > MOST_FORK_STRIKES
-            if hands.how == "fork" and (policy.how != "fork" or end.reason in NEEDS_LAUNCH or is_to_leave):
+            if hands.how == "fork" and (policy.how != "fork" or _needs_launch(end) or is_to_leave):
                 return None
             return replace(answer, how=hands.how)
 
@@ -216,7 +216,8 @@ class Keeper:
         """Return how long an entry's attempts are still to wait, by this process's own clock since it saw the entry."""
         assert self.hands is not None
         if entry.nonce not in self._ready_at:
-            carry_s = 0.0 if self.hands.how == "fork" else CARRY_S  # it is somebody else's
+            # It is somebody else's. By the clock: a keeper that makes a single pass has not seen it before.
+            carry_s = 0.0 if self.hands.how == "fork" else min(CARRY_S, max(0.0, entry.at + CARRY_S - self._clock()))
             self._ready_at[entry.nonce] = self._monotonic() + max(self._wait_s(entry), carry_s)
         return max(0.0, self._ready_at[entry.nonce] - self._monotonic())
 
@@ -240,3 +241,8 @@ class Keeper:
         for skipped in range(newest + 1, number):
             attempt = Attempt(self.log.store, self.log.run_id, rank, skipped)
             attempt.record(attempt.ended(ReplicaStatus.FAILED, "fenced", error=f"Attempt {number} came before it."))
+
+
+def _needs_launch(end: Outcome) -> bool:
+    """Return whether a new process of the same supervisor would not do: one that says itself why it fails was there."""
+    return end.reason in NEEDS_LAUNCH and not (end.reason == "start_failed" and end.pid is not None)

@@ -11,23 +11,26 @@ from executors.task.record import find_run_record
 MAX_WHY = 2000  # characters
 
 
-def end_others(failed: Attempt, outcome: Outcome, world_size: int) -> None:
+def end_others(failed: Attempt, outcome: Outcome, world_size: int) -> bool:
     """Leave the cancel markers of a failed rank's peers, unless any of the run's replicas has reported a round.
+
+    Returns: whether it left them.
 
     Raises:
         StoreError: the store does not answer; some peers may have a marker.
     """
     if outcome.status is not ReplicaStatus.FAILED:
-        return
+        return False
     record = find_run_record(failed.store, failed.run_id)
     if not is_failure(outcome, None if record is None else record.min_replicas):
-        return
+        return False
     found = Inventory.of(failed.store, failed.run_id)
     living = [Attempt(failed.store, failed.run_id, *each[:2]) for each in found.records if each[2] == "heartbeat"]
     if any("round" in beat.reported for beat in (attempt.beat() for attempt in living) if beat is not None):
-        return
+        return False
     why = f"rank {failed.rank} {FAILED_EARLY}: {outcome.headline[:MAX_WHY]}"
     for rank in range(world_size):
         peer = Attempt(failed.store, failed.run_id, rank, found.newest(rank))
         if rank != failed.rank and not found.has(rank, peer.number, "outcome"):
             peer.request_cancel(why)
+    return True

@@ -14,22 +14,27 @@ import time
 from types import FrameType
 from typing import Any
 
+from executors.shared_page import SharedPage
+
 TERMINATED = 143  # 128 + SIGTERM, as a shell says it
 AGAIN_AFTER_S = 0.01  # seconds in which a callback ends
 
 _arrived = False
-_at_second: Any = signal.SIG_DFL
+_page: SharedPage | None = None
 
 
 class Terminated(SystemExit):
     """SIGTERM arrived."""
 
 
-def handle_sigterm(*, is_supervised: bool) -> None:
-    """Turn the first SIGTERM into SystemExit; a second one ends what has a supervisor."""
-    global _at_second
-    # Without one, no other process would write the outcome; SIGKILL is left.
-    _at_second = signal.SIG_DFL if is_supervised else signal.SIG_IGN
+def handle_sigterm(page: SharedPage | None) -> None:
+    """Turn the first SIGTERM into SystemExit; a second one ends the process.
+
+    Args:
+        page: says when that has to wait.
+    """
+    global _page
+    _page = page
     signal.signal(signal.SIGTERM, _terminate)
     os.register_at_fork(after_in_child=_forget)
     sys.unraisablehook = _raise_again
@@ -48,7 +53,10 @@ def sigterm_arrived() -> bool:
 def _terminate(signum: int, frame: FrameType | None) -> None:
     global _arrived
     _arrived = True
-    signal.signal(signal.SIGTERM, _at_second)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if _page is not None and _page.n_atomic:
+        _page.deferred = Terminated(TERMINATED)
+        return
     raise Terminated(TERMINATED)
 
 

@@ -13,65 +13,34 @@ import select
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
-from executors.attempt import Attempt, Claim
+from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
 from executors.errors import LaunchError, StoreError
 from executors.native import RunSpec
 from executors.process import children, kill_descendants, oom_kills
 from executors.protocol import Outcome, Reason, ReplicaStatus
-from executors.store import store_at
-from executors.store.records import RETRY_S, is_gone
+from executors.shared_page import SharedPage
+from executors.store import Store, store_at
+from executors.store.records import is_gone
+from executors.worker.answers import Answers
+from executors.worker.ends import (
+    Ends,
+    is_cancelled,
+    is_overtaken,
+    mark_cancelled,
+    record_end,
+    seen_from_outside,
+    why_barred,
+)
 from executors.worker.fail_fast import end_others
+from executors.worker.ranks import NEVER, Ranks, Running, how_started, watchdog_of
 
 CANCEL_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves only its marker
+WATCH_PAUSE_S = 0.1  # looks at many ranks fall together
 UNKILLABLE_S = 5.0  # how long a process stuck in the kernel is waited for
-NEVER = float("inf")
-
-
-class Ranks(Protocol):
-    """How the ranks of one launch become processes of this machine."""
-
-    def prepare(self, rank: int) -> None:
-        """Do what a rank needs, as far as it can be done before the first process is started."""
-
-    def begin(self, rank: int) -> bool:
-        """Begin a rank's attempt, or find that this process has; False if it is another process's."""
-
-    def start(self, rank: int, place: int, close: Iterable[int]) -> int:
-        """Start a rank's process at one of the places; return its pid. `close`: descriptors that it must not keep."""
-
-    def output_tail(self, rank: int) -> str:
-        """Return the end of a rank's output, for its outcome."""
-
-    def copy_log(self, attempt: Attempt) -> int | None:
-        """Begin to copy the end of a rank's output into the run's store, if it is to be there.
-
-        Returns: the pid of the process that does, and ends soon; None: there is nothing to copy.
-        """
-
-
-@dataclass
-class _Running:
-    """A rank's process."""
-
-    pid: int
-    asked: Attempt
-    """The attempt asked for; the process may have claimed a later one."""
-    place: int
-    started_at: float
-    deadline: float
-    ending: Reason | None = None
-    """Why the supervisor ended it."""
-    kill_at: float = NEVER
-
-    def terminate(self, why: Reason, grace_s: float) -> None:
-        """Ask the rank to end; only the rank: its helpers are part of how it cleans up."""
-        self.ending, self.deadline, self.kill_at = why, NEVER, time.monotonic() + grace_s
-        os.kill(self.pid, signal.SIGTERM)
 
 
 class Supervisor:
@@ -84,6 +53,9 @@ class Supervisor:
         timeout_s: seconds each may run, from its own start. None: no limit.
         term_grace_s: seconds between SIGTERM and SIGKILL.
         launcher_pidfd: the launcher, with which an attached run ends. None: the run is detached.
+        store: that of the run, as this process uses it.
+        look_s: how often it looks for cancel markers.
+        count_oom_kills: counts what the kernel has killed for want of memory.
     """
 
     def __init__(
@@ -95,27 +67,42 @@ class Supervisor:
         timeout_s: float | None,
         term_grace_s: float,
         launcher_pidfd: int | None,
+        store: Store | None = None,
+        look_s: float = CANCEL_LOOK_S,
+        count_oom_kills: Callable[[], int] = oom_kills,
     ) -> None:
         self._ranks = ranks
-        self._world_size = spec.world_size
-        self._fail_fast = spec.fail_fast
+        self._spec = spec
         self._n_spare = len(spec.ranks) - (spec.min_replicas or len(spec.ranks))
         self._timeout_s = timeout_s
+        self._ends = Ends(spec.world_size, timeout_s, count_oom_kills)
         self._term_grace_s = term_grace_s
         self._launcher_pidfd = launcher_pidfd
-        store = store_at(spec.store_url)
+        store = store or store_at(spec.store_url)
+        self._answers = Answers(spec, store, self._begin_next)
         self._asked = [Attempt(store, spec.run_id, rank, spec.attempt) for rank in spec.ranks]
         self._waiting: deque[Attempt] = deque()
-        self._running: dict[int, _Running] = {}
-        self._copying: dict[int, tuple[_Running, Attempt, int]] = {}
+        self._running: dict[int, Running] = {}
+        self._copying: dict[int, tuple[Running, Attempt, int]] = {}
         """Ranks that ended and whose logs are being copied, with the attempt and the exit code, by who copies."""
+        self._pages: dict[int, SharedPage] = {}
+        """The last page of each rank: what it learned goes on in the next."""
+        self._deadlines: dict[int, float] = {}
+        """When each rank's time is over, from its first start here on."""
         self._free_places = deque(range(places))
-        self._oom_kills = oom_kills()
-        self._look_at = time.monotonic() + CANCEL_LOOK_S
+        self._look_s = look_s
+        self._look_at = time.monotonic() + look_s
+        self._watch_at = NEVER
+        self._signals: tuple[signal.Signals, ...] = (signal.SIGCHLD, signal.SIGUSR1)
+        self._killer = None
+        if spec.chaos:
+            from executors.chaos import Killer
+
+            self._killer = Killer(spec.chaos, spec.run_id)
         self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
-    def start(self) -> list[int]:
-        """Begin the attempts and start what may run at once; return the ranks that are this process's.
+    def start(self) -> list[Attempt]:
+        """Begin the attempts and start what may run at once; return those that are this process's.
 
         An attempt that another process has begun is left to it.
 
@@ -123,7 +110,7 @@ class Supervisor:
             LaunchError: a rank could not be started. Those before it were ended, and every outcome is written.
         """
         signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
-        for number in (signal.SIGCHLD, signal.SIGUSR1):
+        for number in self._signals:
             signal.signal(number, lambda *_: None)
         attempt, begun = self._asked[0], []
         try:
@@ -131,14 +118,15 @@ class Supervisor:
             for attempt in self._asked:
                 problem = None
                 try:
-                    self._ranks.prepare(attempt.rank)
+                    self._ranks.prepare(attempt)
                 except OSError as error:
                     if self._n_spare < 1:
                         raise
                     problem = error
-                if not self._ranks.begin(attempt.rank):
+                if not self._ranks.begin(attempt):
                     continue
-                begun.append(attempt.rank)
+                begun.append(attempt)
+                self._answers.begun(attempt)
                 if problem is None:
                     self._waiting.append(attempt)
                 else:
@@ -156,59 +144,98 @@ class Supervisor:
         return begun
 
     def run(self) -> None:
-        """Watch until every rank has ended and has its outcome."""
+        """Watch until every rank has ended and has its outcome, and nothing is to follow."""
         poller = select.poll()
         poller.register(self._wakeup, select.POLLIN)
         if self._launcher_pidfd is not None:
             poller.register(self._launcher_pidfd, select.POLLIN)
-        while self._running or self._waiting or self._copying:
+        while self._running or self._waiting or self._copying or self._answers.is_pending:
             events = (min(running.deadline, running.kill_at) for running in self._running.values())
-            left_s = max(0.0, min(self._look_at, *events, NEVER) - time.monotonic())
+            kill_at = NEVER if self._killer is None else self._killer.next_at
+            next_at = min(self._look_at, self._watch_at, self._answers.next_at, kill_at, *events)
+            left_s = max(0.0, next_at - time.monotonic())
             ready = {descriptor for descriptor, _ in poller.poll(min(left_s, 60.0) * 1000)}
             if self._wakeup in ready:
                 with contextlib.suppress(BlockingIOError):
-                    if bytes([signal.SIGUSR1]) in os.read(self._wakeup, 4096):
-                        self._look_at = 0.0
+                    self._hear(os.read(self._wakeup, 4096))
             self._reap()
             if self._launcher_pidfd in ready and self._launcher_pidfd is not None:
                 poller.unregister(self._launcher_pidfd)
                 self._launcher_pidfd = None
-                self._end_abandoned()
-            self._look_for_cancels()
+                self._end_abandoned("the launcher of this attached run ended")
+            if time.monotonic() >= self._look_at:
+                self._look_at = time.monotonic() + self._look_s
+                self._look()
+                for running in self._running.values():
+                    self._ranks.note_output(running.asked)
+            self._keep_log()
+            if time.monotonic() >= self._watch_at:
+                self._watch()
             self._enforce_deadlines()
+            if self._killer is not None:
+                self._killer.strike({running.asked.rank: running.pid for running in self._running.values()})
             while self._waiting and self._free_places:
                 attempt = self._waiting.popleft()
                 try:
                     self._start(attempt)
                 except OSError as error:
-                    _record(attempt, "start_failed", str(error), retry_s=0)
+                    self._record(attempt, "start_failed", str(error), retry_s=0)
 
     # Starting
 
     def _start(self, attempt: Attempt) -> None:
         place = self._free_places[0]
-        pid = self._ranks.start(attempt.rank, place, (self._wakeup, self._wakeup_writer))
+        page = self._pages[attempt.rank] = SharedPage.create(self._pages.get(attempt.rank))
+        pid = self._ranks.start(attempt, place, page, (self._wakeup, self._wakeup_writer))
         self._free_places.popleft()
         deadline = NEVER if self._timeout_s is None else time.monotonic() + self._timeout_s
-        self._running[pid] = _Running(pid, attempt, place, time.time(), deadline)
+        deadline = self._deadlines.setdefault(attempt.rank, deadline)
+        watchdog = watchdog_of(self._spec, attempt.rank, page, pid, self._term_grace_s)
+        self._running[pid] = Running(pid, attempt, place, page, watchdog, time.time(), deadline)
+        self._watch_at = 0.0
+
+    def _begin_next(self, attempt: Attempt) -> None:
+        """Begin the attempt that follows another of its rank; one that lives is ended before."""
+        rank = attempt.rank
+        for running in self._running.values():
+            if running.asked.rank == rank:
+                if running.ending is None:
+                    running.terminate("fenced", self._term_grace_s)
+                return
+        if any(copied.rank == rank for _, copied, _ in self._copying.values()):
+            return
+        for waiting in [waiting for waiting in self._waiting if waiting.rank == rank]:
+            self._waiting.remove(waiting)
+            self._record(waiting, "fenced", describe_end("fenced", rank, self._spec.world_size))
+        try:
+            self._ranks.prepare(attempt)
+            if not self._ranks.begin(attempt):
+                self._answers.leave(rank)
+                return
+        except OSError as error:
+            self._record(attempt, "start_failed", f"Rank {rank} could not be started: {error}", retry_s=0)
+            return
+        self._answers.begun(attempt)
+        self._waiting.append(attempt)
 
     def _leave_out(self, attempt: Attempt, error: OSError) -> None:
         """Go on without a rank that cannot be started, as long as enough others are left."""
         if self._n_spare < 1:
             raise error
         self._n_spare -= 1
-        _record(attempt, "start_failed", f"Rank {attempt.rank} could not be started: {error}", retry_s=0)
+        self._record(attempt, "start_failed", f"Rank {attempt.rank} could not be started: {error}", retry_s=0)
 
     def _undo_start(self, failed: Attempt, error: Exception) -> None:
         """End what was started before one rank failed."""
         for running in self._running.values():
             running.terminate("cancelled", self._term_grace_s)
         self._waiting.clear()
+        self._answers.close()
         reason = f"Rank {failed.rank} could not be started: {error}"
         mine = []
         for attempt in self._asked:  # those not reached yet, too; left alone where the store does not answer
             with contextlib.suppress(StoreError):
-                if self._ranks.begin(attempt.rank):
+                if self._ranks.begin(attempt):
                     mine.append(attempt)
         with contextlib.suppress(StoreError):  # the store may be the very thing that failed
             for attempt in mine:
@@ -218,7 +245,7 @@ class Supervisor:
         self.run()
         for attempt in mine:
             if attempt.rank not in started:
-                _record(attempt, "start_failed", reason, retry_s=0)
+                record_end(attempt, "start_failed", reason, retry_s=0)
 
     # Watching
 
@@ -236,148 +263,127 @@ class Supervisor:
             if running is None:
                 continue  # something a rank left behind
             self._free_places.append(running.place)
+            self._ranks.note_output(running.asked, is_whole=True)
             spare = {*self._running, *self._copying}
             if not spare >= set(children(os.getpid())):
                 kill_descendants(os.getpid(), spare=spare, limit_s=UNKILLABLE_S)
             self._conclude(running, os.waitstatus_to_exitcode(status))
 
-    def _look_for_cancels(self) -> None:
-        if time.monotonic() < self._look_at:
-            return
-        self._look_at = time.monotonic() + CANCEL_LOOK_S
+    def _hear(self, signals: bytes) -> None:
+        """Take note of signals that arrived, by their numbers."""
+        if signal.SIGUSR1 in signals:
+            self._look_at = 0.0
+            self._answers.look_soon()
+
+    def _look(self) -> None:
+        """Look into the store for what others ask for."""
         for running in self._running.values():
-            if running.ending is None and _is_cancelled(running.asked, running.pid):
+            if running.ending is None and is_cancelled(running.attempt):
                 running.terminate("cancelled", self._term_grace_s)
-        for attempt in [waiting for waiting in self._waiting if _is_cancelled(waiting)]:
+        for attempt in [waiting for waiting in self._waiting if is_cancelled(waiting)]:
             self._waiting.remove(attempt)
-            _record(attempt, "cancelled", None)
+            self._record(attempt, "cancelled", None)
+
+    def _keep_log(self) -> None:
+        """Let what ended be answered, and end what the log bars, or others have taken over."""
+        has_progress = any(running.page.marks for running in self._running.values())
+        if not self._answers.keep(has_progress=has_progress):
+            return
+        bars = self._answers.bars()
+        for rank, entry in bars.items():
+            self._answers.take_back(rank, why_barred(entry))
+        for running in self._running.values():
+            bar = bars.get(running.asked.rank)
+            if running.ending is not None:
+                continue
+            if bar is None:
+                if is_overtaken(running):
+                    running.terminate("fenced", self._term_grace_s)
+            elif bar.within_s is None:
+                mark_cancelled(why_barred(bar), running.attempt)
+                running.terminate("cancelled", self._term_grace_s)
+            elif running.page.ending_at is None:
+                end_at = time.monotonic() + bar.within_s
+                running.page.announce(end_at)
+                running.end_by(end_at, "cancelled")
+        for attempt in self._waiting:
+            if attempt.rank in bars:
+                mark_cancelled(why_barred(bars[attempt.rank]), attempt)
+                self._look_at = 0.0
+
+    def _watch(self) -> None:
+        """Look at what is watched for its progress."""
+        now, looks = time.monotonic(), [NEVER]
+        for running in self._running.values():
+            running.watch(now, self._ranks)
+            if running.ending is None:
+                looks.append(running.watchdog.next_look_at)
+        self._watch_at = max(min(looks), now + WATCH_PAUSE_S)
 
     def _enforce_deadlines(self) -> None:
         now = time.monotonic()
         for running in self._running.values():
             if now >= running.deadline:
-                running.terminate("timeout", self._term_grace_s)
-            if now >= running.kill_at:
+                if running.why_then == "cancelled":
+                    mark_cancelled("the run was stopped", running.attempt)
+                running.terminate(running.why_then, self._term_grace_s)
+            if now >= running.kill_at and running.may_be_killed(now):
                 os.kill(running.pid, signal.SIGKILL)
                 kill_descendants(running.pid, limit_s=0.0)
                 running.kill_at = now + UNKILLABLE_S
 
-    def _end_abandoned(self) -> None:
-        """End the whole run: its launcher is gone. What was asked to end before gets no more time."""
+    def _end_abandoned(self, why: str) -> None:
+        """End the whole run: nobody is there to watch it. What was asked to end before gets no more time."""
         for running in self._running.values():
-            was_asked = running.ending is not None or _is_cancelled(running.asked, running.pid)
-            _mark_abandoned(running.asked, running.pid)
+            was_asked = running.ending is not None or is_cancelled(running.attempt)
+            mark_cancelled(why, running.attempt)
             if running.ending is None:
                 running.terminate("cancelled", self._term_grace_s)
             if was_asked:
-                running.kill_at = time.monotonic()
+                running.grace_s, running.kill_at = 0.0, time.monotonic()
         for attempt in self._waiting:
-            _mark_abandoned(attempt)
+            mark_cancelled(why, attempt)
+        self._answers.close(why)
         self._look_at = 0.0
 
     # Concluding
 
-    def _conclude(self, running: _Running, exit_code: int) -> None:
+    def _conclude(self, running: Running, exit_code: int) -> None:
         """See that a rank that ended has an outcome, and its log a copy."""
-        attempt = running.asked
+        attempt = running.attempt
         with contextlib.suppress(StoreError):
-            attempt = _claimed_by(running.pid, attempt)
             if (outcome := attempt.outcome()) is not None:
-                self._end_others(attempt, outcome)
+                self._note_end(attempt, outcome)
                 return
-            if not running.asked.has("handle.json"):
+            if is_gone(attempt.store, f"{attempt.run_id}/run.json"):
                 return  # the run was deleted since: an outcome would bring its folder back
         copier = None
         with contextlib.suppress(OSError):
-            copier = self._ranks.copy_log(attempt)
+            copier = self._ranks.copy_log(running.asked, attempt)
         if copier is None:
             self._record_end(running, attempt, exit_code)
         else:
             self._copying[copier] = running, attempt, exit_code
 
-    def _record_end(self, running: _Running, attempt: Attempt, exit_code: int) -> None:
-        reason, error = self._explain(running, exit_code)
-        _record(
-            attempt,
-            reason,
-            error,
-            exit_code=exit_code,
-            signal=_signal_name(-exit_code) if exit_code < 0 else None,
-            pid=running.pid,
-            started_at=running.started_at,
-            output_tail=self._ranks.output_tail(attempt.rank),
-        )
-        with contextlib.suppress(StoreError):
-            if self._fail_fast and (outcome := attempt.outcome()) is not None:
-                self._end_others(attempt, outcome)
+    def _record_end(self, running: Running, attempt: Attempt, exit_code: int) -> None:
+        reason, error = self._ends.explain(running, exit_code)
+        self._tell(running, reason, error)
+        tail, how = self._ranks.output_tail(running.asked), how_started(self._spec, running.asked)
+        self._record(attempt, reason, error, output_tail=tail, how=how, **seen_from_outside(running, exit_code))
 
-    def _end_others(self, attempt: Attempt, outcome: Outcome) -> None:
-        """Let the first failure end the run, if that was asked for."""
-        if self._fail_fast and outcome.status is ReplicaStatus.FAILED:
-            end_others(attempt, outcome, self._world_size)
+    def _record(self, attempt: Attempt, reason: Reason, error: str | None, **more: Any) -> None:
+        outcome = record_end(attempt, reason, error, **more)
+        if outcome is not None:
+            self._note_end(attempt, outcome)
+
+    def _tell(self, running: Running, reason: Reason, error: str | None) -> None:
+        """Show how a rank ended that left no outcome, where its log has no other end."""
+
+    def _note_end(self, attempt: Attempt, outcome: Outcome) -> None:
+        """Let an end be answered, or the first failure end the run, if that was asked for."""
+        self._answers.ended(outcome)
+        if self._spec.fail_fast and outcome.status is ReplicaStatus.FAILED:
+            with contextlib.suppress(StoreError):
+                if end_others(attempt, outcome, self._spec.world_size):
+                    self._answers.close("the run failed early")
             self._look_at = 0.0
-
-    def _explain(self, running: _Running, exit_code: int) -> tuple[Reason, str | None]:
-        """Name the reason of an end without an outcome, and put it into a sentence."""
-
-        def because(reason: Reason, ending: str = "", **values: Any) -> tuple[Reason, str]:
-            return reason, describe_end(ending or reason, running.asked.rank, self._world_size, **values)
-
-        if running.ending == "cancelled":
-            return "cancelled", None  # its marker says why
-        if running.ending == "timeout":
-            return because("timeout", limit_s=self._timeout_s)
-        if exit_code == -signal.SIGKILL and (now_killed := oom_kills()) > self._oom_kills:
-            self._oom_kills = now_killed
-            return because("oom")
-        if exit_code < 0:
-            return because("signal", number=-exit_code, name=_signal_name(-exit_code))
-        if exit_code == 128 + signal.SIGTERM:
-            return because("signal", "terminated")
-        return because("no_result", code=f"exit code {exit_code}")
-
-
-def _claimed_by(pid: int | None, asked: Attempt) -> Attempt:
-    """Return the attempt that a child of this process claimed; the one it was asked for when it claimed none.
-
-    Not simply the newest: another process may have claimed that, and live on when the child ends.
-    """
-    attempt = asked
-    while pid is not None and (claim := attempt.find("started.json", Claim.parse)):
-        if claim.pid == pid:
-            return attempt
-        attempt = attempt.at(attempt.number + 1)
-    return asked
-
-
-def _is_cancelled(asked: Attempt, pid: int | None = None) -> bool:
-    with contextlib.suppress(StoreError):
-        return _claimed_by(pid, asked).has("cancel.json")
-    return False  # asked again in a second
-
-
-def _mark_abandoned(asked: Attempt, pid: int | None = None) -> None:
-    with contextlib.suppress(StoreError):
-        attempt = _claimed_by(pid, asked)
-        if attempt.outcome() is None:  # else it is only tidying up
-            attempt.request_cancel("the launcher of this attached run ended")
-
-
-def _record(attempt: Attempt, reason: Reason, error: str | None, retry_s: float = RETRY_S, **more: Any) -> None:
-    status = ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED
-    if is_gone(attempt.store, f"{attempt.run_id}/run.json"):  # it was deleted, and would begin to exist again
-        return
-    try:
-        attempt.record(attempt.ended(status, reason, error=error, **more), retry_s=retry_s)
-    except StoreError as failure:
-        # The next poll finds this process gone, and reports what the store says.
-        import logging  # 2 ms, on the way of every replica otherwise
-
-        logging.getLogger(__name__).error("rank %d: no outcome could be written: %s", attempt.rank, failure)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal, as 40
-        return f"SIG{number}"

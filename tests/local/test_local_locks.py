@@ -59,8 +59,8 @@ def test_a_supervisor_holds_no_lock_of_an_attempt_that_another_process_has_begun
 ) -> None:
     spec = create_run(local_store(), "mine", task("hang"), {}, 2, backend="local")
     theirs = LocalLaunch(spec, str(state_home / "replicas"), "", [], {})
-    others = theirs.handle(0, os.getpid(), 0)
-    assert theirs.begin(others) == others
+    others = theirs.handle(theirs.attempt(0), os.getpid(), 0)
+    assert theirs.begin(theirs.attempt(0), others) == others
     (mine,) = local.launch_replicas(2, task("hang"), {}, run=spec)
     folder = state_home / "replicas" / "mine"
     assert mine.rank == 1

@@ -1,4 +1,4 @@
-"""A replica that nobody supervises: `python -m executors.worker`, started by the bootstrap on a machine of its own."""
+"""A replica in a container: `python -m executors.worker`, started by the bootstrap on a machine of its own."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from servers.isolation.gpu import write_torch
@@ -31,11 +32,12 @@ from executors.attempt import Attempt
 from executors.native import RunSpec
 from executors.shipping.package import replica_environment
 from executors.store.url import address_of
+from executors.supervision.decisions import DecisionLog
 
 ROOT = Path(__file__).parents[2]
 
 TASKS = """
-import multiprocessing, os, signal, subprocess, sys, threading, time
+import ctypes, multiprocessing, os, signal, subprocess, sys, threading, time
 from pathlib import Path
 from executors import current_replica
 
@@ -95,10 +97,32 @@ def spawns():
 def twice(x):
     return 2 * x
 
-def dies():
+def dies(how):
     print("the last words")
+    sys.stdout.write("half a line")
+    if how == "segfault":
+        ctypes.string_at(0)
     os.kill(os.getpid(), signal.SIGKILL)
+
+def holds_the_gil():
+    current_replica().report(step=7)
+    print("holding", flush=True)
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+def takes_memory():
+    print("taking", flush=True)
+    bytearray(1 << 30)
+
+def comes_back(times):
+    attempt = current_replica().attempt
+    print("attempt", attempt, flush=True)
+    if attempt < times:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return attempt
 """
+NOTICE = {"REPLICA_NOTICE_S": "5"}  # as long as a replica has after SIGTERM, which it then gets at once
 
 
 @pytest.fixture
@@ -210,10 +234,19 @@ class Site:
     shared: Path
 
     def start(
-        self, task: str, rank: int = 0, *, n: int = 1, timeout_s: float | None = None, run_id: str = "otter"
+        self,
+        task: str,
+        rank: int = 0,
+        *,
+        args: Mapping[str, Any] | None = None,
+        n: int = 1,
+        timeout_s: float | None = None,
+        run_id: str = "otter",
+        **more: Any,
     ) -> tuple[RunSpec, subprocess.Popen[str]]:
-        spec = ship(self.shared, self.workspace, f"tasks_of_user:{task}", n=n, run_id=run_id)
-        return spec, self.cloud.start(spec, rank, timeout_s=timeout_s)
+        spec = ship(self.shared, self.workspace, f"tasks_of_user:{task}", args, n=n, run_id=run_id)
+        spec = replace(spec, **more)
+        return spec, self.cloud.start(spec, rank, timeout_s=timeout_s, environ=NOTICE)
 
 
 @pytest.fixture
@@ -247,21 +280,73 @@ def test_the_last_64_kib_of_both_streams_are_kept_and_all_of_it_goes_on(site: Si
     assert err == ""
     assert outcome.output_tail.endswith("xx\nas bytes\non stderr: \N{OTTER}\nno newline")
     assert len(outcome.output_tail.encode()) == 64 << 10
-    _, process = site.start("dies", run_id="dies")
-    assert ended(process)[:2] == (-signal.SIGKILL, "the last words\n"), "also before a SIGKILL"
 
 
-def test_sigterm_runs_finally_and_the_replica_says_itself_how_it_ended(site: Site) -> None:
+@pytest.mark.parametrize(("how", "number", "code"), [("kill", signal.SIGKILL, 137), ("segfault", signal.SIGSEGV, 139)])
+def test_a_replica_that_dies_leaves_an_outcome_with_all_that_it_printed(
+    site: Site, how: str, number: signal.Signals, code: int
+) -> None:
+    spec, process = site.start("dies", args={"how": how})
+    exit_code, out, _ = ended(process)
+    outcome, error = outcome_of(spec), f"Replica 0 of 1 was ended by signal {number:d} ({number.name})."
+    assert (exit_code, outcome.exit_code, outcome.reason, outcome.signal) == (code, -number, "signal", number.name)
+    assert outcome.error == error
+    assert outcome.output_tail == f"the last words\nhalf a line\n{error}\n"
+    assert out.startswith("the last words\n")
+    assert out.endswith(f"\n{error}\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_a_notice_of_the_containers_end_runs_finally_and_is_in_the_outcome(site: Site, number: signal.Signals) -> None:
     spec, process = site.start("waits", 1, n=4)
     wait_for_line(process, "waiting")
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     assert ended(process)[0] == 143
     outcome = outcome_of(spec, 1)
     assert (site.cloud.folder / "cleaned up").exists()
     assert (outcome.status, outcome.reason, outcome.exit_code) == ("failed", "signal", 143)
-    assert outcome.signal == "SIGTERM"
-    assert outcome.error == "Replica 1 of 4 was terminated by SIGTERM, not sent by `replicas`."
-    assert outcome.output_tail.startswith("waiting\n")
+    assert (outcome.signal, outcome.notice) == (number.name, number.name)
+    assert outcome.error == f"Replica 1 of 4 was terminated by {number.name}, not sent by `replicas`."
+    assert outcome.output_tail == f"waiting\n{outcome.error}\n"
+    assert reported(spec) == [{"step": 7}]
+
+
+def test_a_replica_that_holds_the_gil_leaves_an_outcome_at_its_time_limit(site: Site) -> None:
+    spec, process = site.start("holds_the_gil", timeout_s=3)
+    assert ended(process)[0] == 124
+    outcome = outcome_of(spec)
+    assert (outcome.status, outcome.reason) == ("failed", "timeout")
+    assert outcome.error == "Replica 0 of 1 ran into its time limit of 3 s."
+    assert outcome.output_tail == f"holding\n{outcome.error}\n"
+
+
+def test_a_replica_that_dies_comes_back_in_its_container(site: Site) -> None:
+    spec, process = site.start("comes_back", args={"times": 2}, restarts="2,backoff=0s")
+    assert ended(process)[0] == 0
+    ends = [outcome_of(replace(spec, attempt=number)) for number in range(3)]
+    assert [(end.reason, end.result) for end in ends] == [("signal", None), ("signal", None), (None, 2)]
+    assert [end.output_tail.splitlines()[0] for end in ends] == ["attempt 0", "attempt 1", "attempt 2"]
+    assert attach(address_of(spec.store_url, spec.run_id)).results() == [2]
+    assert len({end.pid for end in ends}) == 3
+
+
+def test_a_replica_that_is_used_up_leaves_the_exit_code_of_its_last_end(site: Site) -> None:
+    spec, process = site.start("comes_back", args={"times": 9}, restarts="1,backoff=0s")
+    assert ended(process)[0] == 137
+    log = DecisionLog(open_store(spec.store_url), spec.run_id).read()
+    assert [(entry.kind, entry.ended, entry.how, entry.why) for entry in log] == [
+        ("restart", 0, "fork", ""),
+        ("give_up", 1, None, "budget"),
+    ]
+
+
+def test_after_a_notice_nothing_comes_back(site: Site) -> None:
+    spec, process = site.start("waits", restarts="3")
+    wait_for_line(process, "waiting")
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 143
+    assert outcome_of(spec).notice == "SIGTERM"
+    assert DecisionLog(open_store(spec.store_url), spec.run_id).read() == []
 
 
 def test_a_second_sigterm_does_not_cost_the_outcome(site: Site) -> None:
@@ -306,9 +391,9 @@ def test_a_replica_that_ignores_sigterm_is_ended_with_all_it_started(site: Site)
         if helper.exists():
             break
     outcome = outcome_of(spec)
-    assert (code, outcome.reason, outcome.exit_code) == (124, "timeout", 124)
+    assert (code, outcome.reason, outcome.exit_code) == (124, "timeout", -signal.SIGKILL)
     assert outcome.error == f"Replica 0 of 1 ran into its time limit of {timeout_s} s."
-    assert outcome.output_tail == out == "ignoring\n"
+    assert outcome.output_tail == out == f"ignoring\n{outcome.error}\n"
     assert reported(spec) == [{"step": 7}]
     assert not is_alive(int(helper.read_text()))
 
@@ -322,10 +407,8 @@ def test_the_outcome_of_a_replica_out_of_time_has_all_that_it_printed_and_how_it
     _, out, _ = ended(site.cloud.start(spec, timeout_s=3))
     outcome, how = outcome_of(spec), "Replica 0 of 1 ran into its time limit of 3 s."
     assert outcome.error == how
-    if ignores_sigterm:
-        assert outcome.output_tail == "a line\nhalf a line"
-    else:
-        assert outcome.output_tail == out == f"a line\nhalf a line\n{how}\n"
+    assert outcome.output_tail == f"a line\nhalf a line\n{how}\n"
+    assert ignores_sigterm or out == outcome.output_tail
 
 
 def test_the_time_limit_counts_from_the_start_of_the_entrypoint(site: Site) -> None:

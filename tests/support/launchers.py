@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from executors import LocalProcessExecutor, Run, launch
-from support import tasks
+from support import restart_tasks, tasks
 
 
 def executor() -> LocalProcessExecutor:
@@ -53,6 +53,14 @@ def hang_beside_a_helper(folder: str) -> None:
         time.sleep(600)
         os._exit(0)
     say_launched(folder, run, helper=helper)
+    run.wait()
+
+
+def restart_attached(folder: str) -> None:
+    """Launch replicas of which one dies and waits long for its next attempt."""
+    args = {"folder": folder}
+    run = launch(executor(), restart_tasks.die_and_hang, 2, args=args, restarts="3,backoff=600s:600s")
+    say_launched(folder, run)
     run.wait()
 
 

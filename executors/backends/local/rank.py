@@ -13,7 +13,9 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from executors.attempt import Attempt
@@ -21,14 +23,17 @@ from executors.attempt.outcome import OUTPUT_TAIL_BYTES
 from executors.backends.local.request import LocalLaunch, adopt
 from executors.errors import LaunchError, ReplicasError
 from executors.logs import tail_text
+from executors.logs.times import TimesWriter
 from executors.process import become_subreaper, die_with_parent, fork, start_time, usable_cores
 from executors.protocol import ReplicaHandle
-from executors.store import store_at
-from executors.task.stored import StoredTask, read_task
+from executors.shared_page import SharedPage
+from executors.task.stored import StoredTask
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.main import Assignment, main
+from executors.worker.ranks import how_started, leave_supervisor, read_task_ahead
 from executors.worker.supervisor import Supervisor
 from executors.worker.supervisor_lock import hold, open_locks
+from executors.worker.surroundings import await_gpu_release
 
 COPY_LIMIT_S = 8  # a log that takes longer to copy is not waited for
 
@@ -56,7 +61,7 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
             os.write(reply, (json.dumps({"error": str(error), "rank": None}) + "\n").encode())
             os._exit(code)
         try:
-            answer: dict[str, Any] = {"handles": [ranks.handle(rank).to_json() for rank in supervisor.start()]}
+            answer: dict[str, Any] = {"handles": [ranks.handle(attempt).to_json() for attempt in supervisor.start()]}
         except LaunchError as error:
             answer = {"error": str(error), "rank": error.rank}
         with contextlib.suppress(BrokenPipeError), os.fdopen(reply, "w") as pipe:
@@ -91,60 +96,70 @@ class LocalRanks:
         self._torch_threads = launch.torch_threads(usable_cores())
         self._pid, self._started = os.getpid(), start_time(os.getpid())
         self._lock: int | None = None
+        self._times: dict[int, TimesWriter] = {}
+        """By rank, of its newest attempt here."""
+        self._last_at: dict[int, int] = {}
+        """The last process at each place, which may hold its GPU's memory for a while after its end."""
 
     @functools.cached_property
     def task(self) -> StoredTask | None:
-        """The run's task, read once for all ranks. None when it cannot be read: each rank tries again, and says why."""
-        spec = self._launch.spec
-        try:
-            task = read_task(store_at(spec.store_url), spec.run_id, spec.task_digest)
-            task.prepare()
-        except (ReplicasError, ValueError):
-            return None
-        return task
+        """The run's task, if it could be read ahead for all ranks."""
+        return read_task_ahead(self._launch.spec)
 
-    def handle(self, rank: int) -> ReplicaHandle:
-        """Make the handle of a rank."""
-        return self._launch.handle(rank, self._pid, self._started)
+    def handle(self, attempt: Attempt) -> ReplicaHandle:
+        """Make the handle of an attempt."""
+        return self._launch.handle(attempt, self._pid, self._started)
 
-    def prepare(self, rank: int) -> None:
-        """Make the folders of a rank, and open the locks."""
+    def prepare(self, attempt: Attempt) -> None:
+        """Make the folder of an attempt, and open the locks."""
         if self._lock is None:
             folder = self._launch.log_folder
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = open_locks(folder)
             self.private.append(self._lock)
-        os.makedirs(self._launch.log_file(rank).parent, exist_ok=True, mode=0o700)
+        os.makedirs(self._launch.log_file(attempt).parent, exist_ok=True, mode=0o700)
 
-    def begin(self, rank: int) -> bool:
-        """Begin a rank's attempt, or find that this process has; False if it is another process's."""
-        handle = self.handle(rank)
-        if self._launch.begin(handle) != handle:
+    def begin(self, attempt: Attempt) -> bool:
+        """Begin an attempt, or find that this process has; False if it is another process's."""
+        handle = self.handle(attempt)
+        if self._launch.begin(attempt, handle) != handle:
             return False
         if self._lock is not None:
-            hold(self._lock, rank, self._launch.spec.attempt)
+            hold(self._lock, attempt.rank, attempt.number)
         return True
 
-    def start(self, rank: int, place: int, close: Iterable[int]) -> int:
-        """Fork a rank's process; return its pid."""
+    def start(self, attempt: Attempt, place: int, page: SharedPage, close: Iterable[int]) -> int:
+        """Fork an attempt's process; return its pid."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        output = os.open(self._launch.log_file(rank), flags, 0o600)
+        output = os.open(self._launch.log_file(attempt), flags, 0o600)
+        self._times[attempt.rank] = TimesWriter(self._launch.log_file(attempt))
+        self.note_output(attempt)
         task = self.task  # before the first fork
         try:
             gc.freeze()  # the rank's collector finds nothing of the supervisor's to look at, and so to copy
             pid = fork()
             if pid == 0:
-                self._become_rank(rank, place, task, output, [*close, *self.private])
+                self._become_rank(attempt, place, page, task, output, [*close, *self.private])
         finally:
             os.close(output)
+        self._last_at[place] = pid
         return pid
 
-    def output_tail(self, rank: int) -> str:
-        """Return the end of a rank's log."""
-        return tail_text(self._launch.log_file(rank), OUTPUT_TAIL_BYTES)
+    def output_tail(self, attempt: Attempt) -> str:
+        """Return the end of an attempt's log."""
+        return tail_text(self._launch.log_file(attempt), OUTPUT_TAIL_BYTES)
 
-    def copy_log(self, attempt: Attempt) -> int | None:
-        """Copy the end of a rank's log into the run's store, where that is elsewhere, in a process; return its pid."""
+    def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None:
+        """Note beside a log how far it has come."""
+        self._times[attempt.rank].note(time.time(), at_once=is_whole)
+
+    def write_log(self, attempt: Attempt, words: str) -> None:
+        """Add to an attempt's log."""
+        with open(self._launch.log_file(attempt), "a") as log:
+            log.write(f"{words.rstrip()}\n")
+
+    def copy_log(self, asked: Attempt, claimed: Attempt) -> int | None:
+        """Copy the end of a log into the store of the run, where that is elsewhere; return the pid of who does it."""
         if not self._launch.copies_logs:
             return None
         pid = fork()
@@ -153,40 +168,43 @@ class LocalRanks:
                 signal.set_wakeup_fd(-1)
                 die_with_parent()
                 signal.alarm(COPY_LIMIT_S)
-                LogCopy(attempt, self._launch.log_file(attempt.rank)).put(FINAL_BYTES)
+                LogCopy(claimed, self._launch.log_file(asked)).put(FINAL_BYTES)
             finally:
                 os._exit(0)
         return pid
 
     def _become_rank(
-        self, rank: int, place: int, task: StoredTask | None, output: int, close: Iterable[int]
+        self,
+        attempt: Attempt,
+        place: int,
+        page: SharedPage,
+        task: StoredTask | None,
+        output: int,
+        close: Iterable[int],
     ) -> NoReturn:
         """Be a replica: nothing of the supervisor's is left but the watch on it."""
         try:
-            os.setsid()
-            become_subreaper()
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGUSR1):
-                signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            for descriptor in close:
-                os.close(descriptor)
+            leave_supervisor(close)
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
             gc.enable()
             if self._launch.gpu_slots is not None:
                 os.environ["CUDA_VISIBLE_DEVICES"] = self._launch.gpu_slots[place]
+                if place in self._last_at:
+                    await_gpu_release(self._last_at[place])
             assignment = Assignment(
-                self._launch.spec,
-                rank,
+                replace(self._launch.spec, attempt=attempt.number),
+                attempt.rank,
                 task=task,
                 supervisor_pid=self._pid,
-                output_tail=functools.partial(self.output_tail, rank),
-                log_file=self._launch.log_file(rank) if self._launch.copies_logs else None,
+                output_tail=functools.partial(self.output_tail, attempt),
+                log_file=self._launch.log_file(attempt) if self._launch.copies_logs else None,
                 term_grace_s=self._launch.term_grace_s,
                 torch_threads=self._torch_threads,
                 gpu=self._launch.gpu if self._launch.gpu_slots is not None else None,
+                page=page,
+                how=how_started(self._launch.spec, attempt),
             )
         except BaseException:
             sys.excepthook(*sys.exc_info())

@@ -94,19 +94,19 @@ class LocalLaunch:
         """What this machine keeps of the run."""
         return Path(self.state_dir) / self.spec.run_id
 
-    def log_file(self, rank: int) -> Path:
-        return log_file(Path(self.state_dir), self.attempt(rank))
+    def log_file(self, attempt: Attempt) -> Path:
+        return log_file(Path(self.state_dir), attempt)
 
     def attempt(self, rank: int) -> Attempt:
         """Return the attempt of a rank that is asked for."""
         return Attempt(store_at(self.spec.store_url), self.spec.run_id, rank, self.spec.attempt)
 
-    def handle(self, rank: int, supervisor_pid: int, supervisor_started: int | None) -> ReplicaHandle:
-        """Make the handle of a rank; the supervisor is named by its pid and when it started, in clock ticks."""
+    def handle(self, attempt: Attempt, supervisor_pid: int, supervisor_started: int | None) -> ReplicaHandle:
+        """Make the handle of an attempt; the supervisor is named by its pid and when it started, in clock ticks."""
         metadata = {
             "run_id": self.spec.run_id,
             "store_url": self.spec.store_url,
-            "attempt": self.spec.attempt,
+            "attempt": attempt.number,
             "nonce": self.nonce,
             "by": self.by,
             "machine": this_machine(),
@@ -114,14 +114,13 @@ class LocalLaunch:
             "supervisor_started": supervisor_started,
             "term_grace_s": self.term_grace_s,
         }
-        return ReplicaHandle(rank, "local", metadata)
+        return ReplicaHandle(attempt.rank, "local", metadata)
 
-    def begin(self, handle: ReplicaHandle) -> ReplicaHandle:
+    def begin(self, attempt: Attempt, handle: ReplicaHandle) -> ReplicaHandle:
         """Begin an attempt by creating its handle, unless one exists; return the handle that exists.
 
         Of several processes that would start an attempt, the one whose handle exists may.
         """
-        attempt = self.attempt(handle.rank)
         if attempt.store.put_if_absent(attempt.key("handle.json"), handle.to_json().encode()):
             return handle
         # Perhaps the same one, by a create whose reply was lost.

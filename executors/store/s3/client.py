@@ -19,7 +19,9 @@ Problem = tuple[str, str, str]
 """A setting, what is wrong with it, and what to do."""
 
 
-def connect(address: S3Address, n_connections: int) -> tuple[Any, tuple[str, ...]]:
+def connect(
+    address: S3Address, n_connections: int, read_timeout_s: float = READ_TIMEOUT_S
+) -> tuple[Any, tuple[str, ...]]:
     """Return a client, and the parts of its credentials that must never be shown.
 
     Raises:
@@ -39,7 +41,7 @@ def connect(address: S3Address, n_connections: int) -> tuple[Any, tuple[str, ...
             retries={"mode": "standard", "total_max_attempts": 1},  # `retried` repeats requests, and so knows of it
             max_pool_connections=n_connections,
             connect_timeout=CONNECT_TIMEOUT_S,
-            read_timeout=READ_TIMEOUT_S,
+            read_timeout=read_timeout_s,
             tcp_keepalive=True,
             s3={"addressing_style": addressing_style},
             # The trailing checksums that boto3 adds by itself break servers that do not parse them. Requests are

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from executors.errors import StoreError, UnsafeStoreError
 from executors.store.protocol import MAX_KEY_BYTES, Data, Entry, buffers_of, check_key, check_range, check_size
 from executors.store.s3.address import S3Address
-from executors.store.s3.client import Problem, connect, remote_access, risky_settings
+from executors.store.s3.client import READ_TIMEOUT_S, Problem, connect, remote_access, risky_settings
 from executors.store.s3.errors import code_of, explain, failures, retried, status_of
 from executors.store.s3.transfer import BufferBody, RangeReader, is_made_of
 
@@ -45,6 +45,7 @@ class S3Store:
         range_bytes: objects larger than this are read as ranges of this size.
         parallel_ranges: how many of them at once, besides the first.
         retry_deadline_s: how long a request is repeated before its error is raised.
+        read_timeout_s: how long the server may be silent.
         checks_later: check that the bucket creates exclusively before something is created, not now.
         sleep, clock: what the repetitions wait and measure with.
 
@@ -62,6 +63,7 @@ class S3Store:
         range_bytes: int = 16 << 20,
         parallel_ranges: int = 8,
         retry_deadline_s: float = 120.0,
+        read_timeout_s: float = READ_TIMEOUT_S,
         checks_later: bool = False,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
@@ -74,6 +76,7 @@ class S3Store:
         self._range_bytes = range_bytes
         self._parallel_ranges = parallel_ranges
         self._retry_deadline_s = retry_deadline_s
+        self._read_timeout_s = read_timeout_s
         self._sleep = sleep
         self._clock = clock
         self._clients: dict[int, tuple[Any, tuple[str, ...]]] = {}
@@ -219,7 +222,7 @@ class S3Store:
         """This process's client: a fork must not go on with its parent's connections."""
         pid = os.getpid()
         if pid not in self._clients:  # without a lock, which a fork could find taken
-            self._clients.setdefault(pid, connect(self.address, 8 * self._parallel_ranges))
+            self._clients.setdefault(pid, connect(self.address, 8 * self._parallel_ranges, self._read_timeout_s))
         return self._clients[pid]
 
     def _reader(self) -> RangeReader:

@@ -9,7 +9,7 @@ import pytest
 from executors.attempt import Attempt
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store.memory import MemoryStore
-from executors.worker.failure import describe_failure
+from executors.worker.failure import describe_failure, fingerprint_of, fingerprint_of_exit
 
 SOURCE = """
 import json
@@ -55,9 +55,35 @@ def test_the_place_is_the_last_of_the_users_own_lines(
 
 
 def test_an_exception_of_nobody_has_no_place() -> None:
-    assert describe_failure(KeyboardInterrupt()) == {
-        "error": "KeyboardInterrupt", "error_line": "KeyboardInterrupt", "error_place": None,
-    }  # fmt: skip
+    failure = describe_failure(KeyboardInterrupt())
+    assert (failure["error"], failure["error_line"], failure["error_place"]) == ("KeyboardInterrupt",) * 2 + (None,)
+
+
+def raised_at_a_place_of_its_own(error: Exception) -> Exception:
+    with pytest.raises(type(error)) as raised:
+        raise error
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("other", "is_alike"),
+    [
+        (ValueError("step 813: loss at 0x7f22 is nan"), True),
+        (ValueError("step 812: loss at 0x7f01 is inf"), False),
+        (TypeError("step 812: loss at 0x7f01 is nan"), False),
+    ],
+)
+def test_errors_of_one_kind_at_one_place_have_one_fingerprint_whatever_their_numbers(
+    other: Exception, is_alike: bool
+) -> None:
+    first = raised_at_a_place_of_its_own(ValueError("step 812: loss at 0x7f01 is nan"))
+    assert (fingerprint_of(first) == fingerprint_of(raised_at_a_place_of_its_own(other))) is is_alike
+    assert fingerprint_of(first) != fingerprint_of(ValueError(str(first))), "another place"
+
+
+@pytest.mark.parametrize(("exit_code", "print_"), [(-9, "SIGKILL"), (-40, "SIG40"), (3, "exit code 3")])
+def test_an_end_without_an_exception_has_its_signal_or_exit_code_for_a_fingerprint(exit_code: int, print_: str) -> None:
+    assert fingerprint_of_exit(exit_code) == print_
 
 
 def test_a_place_of_any_length_is_recorded_as_far_as_readers_take_it() -> None:

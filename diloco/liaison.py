@@ -1,0 +1,58 @@
+"""Between a DiLoCo and its replica: what it reports, that it goes on, and whether it is to leave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from diloco.rendezvous.round import RoundReport
+from executors.replica import Replica
+
+LEAVING = 143
+"""The exit code of a replica that left because it was asked to, as after SIGTERM."""
+
+
+class Liaison:
+    """What is told to a replica, and heard from it. Nothing, in a process that is none."""
+
+    def __init__(self, replica: Replica | None, name: str) -> None:
+        self._replica = replica
+        self._name = name
+
+    def plan(self, total_steps: int | None) -> None:
+        """Tell how many steps are planned."""
+        if self._replica is not None and total_steps is not None:
+            self._replica.reported["total_steps"] = total_steps
+
+    def show(self, rounds: int, round_s: float) -> None:
+        """Report how many rounds there were; nothing before the first: whoever reads it knows that there was none."""
+        if self._replica is not None and rounds:
+            self._replica.reported.update(round=rounds, round_s=round(round_s, 3))
+
+    def record(self, reports: Sequence[RoundReport]) -> None:
+        """Keep what rounds were with the run."""
+        for report in reports:
+            if self._replica is not None:
+                self._replica.record_round(report.ended, name=self._name, **report.line())
+
+    def record_left(self, work: float) -> None:
+        """Keep how much work is in no round."""
+        if self._replica is not None:
+            self._replica.record_left(name=self._name, work=work)
+
+    def progress(self) -> None:
+        """Tell that the training goes on."""
+        if self._replica is not None:
+            self._replica.progress()
+
+    def waiting(self, section: str) -> AbstractContextManager[None]:
+        """Return a section in which this replica waits for the others: their limits count, not those of its steps."""
+        return nullcontext() if self._replica is None else self._replica.section(section, math.inf)
+
+    def is_to_leave(self, *, after_round: bool) -> bool:
+        """Tell whether the training ends here: because the machine goes, or a person asked for it and a round is over.
+
+        What is in no round then goes on with the next attempt.
+        """
+        return self._replica is not None and self._replica.is_to_leave(after_round=after_round)

@@ -1,0 +1,344 @@
+"""A page of memory that a rank shares with its supervisor: what it does, for how long, and what it printed last.
+
+The rank writes and the supervisor reads, but for `announce` and `accuse`. Nobody waits and nobody locks: each value is
+written whole, again and again, so that one that was torn is soon repaired. Times are of `time.monotonic`, one clock for
+both. Everything that the rank does with it is done in the thread that runs the entrypoint, but for beats and output.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import signal
+from collections.abc import Iterator
+from time import monotonic
+from typing import Any
+
+TAIL_BYTES = 64 * 1024
+ATOMIC_LIMIT_S = 60.0  # how long `atomic` keeps off what ends a rank
+HEAD_BYTES = 4096
+STEPS = "steps"
+"""The section that a rank is in when it is in none."""
+OTHERS = "others"
+"""The section of all names for which there was no room."""
+# Where what is in the page, in doubles.
+(
+    READY, BEAT, TICK, MARK, MARKS, KEPT, SINCE, ROW, LIMIT, UNWATCHED, ATOMIC_SINCE, ATOMIC_LEFT, ENDING_AT, NOTICE,
+    STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN, HANG_RAISED_AT, CLAIMED,
+) = range(22)  # fmt: skip
+ROWS, ROW_SIZE, N_ROWS = 32, 8, 24  # of each section: a name of 48 bytes, its longest interval, how many there were
+LONGEST, COUNT = 6, 7
+NAME_BYTES = LONGEST * 8
+DIAGNOSIS = (ROWS + N_ROWS * ROW_SIZE) * 8  # the rest of the head
+FIRST_ROW = ROWS + LONGEST
+
+
+class _Number:
+    """A double of the page."""
+
+    def __init__(self, slot: int) -> None:
+        self._slot = slot
+
+    def __get__(self, page: SharedPage, owner: Any = None) -> float:
+        return page._numbers[self._slot]
+
+    def __set__(self, page: SharedPage, value: float) -> None:
+        page._numbers[self._slot] = value
+
+
+class SharedPage:
+    """Made before the fork of an attempt's process; both sides have it from then on.
+
+    Args:
+        after: of the attempt before, whose intervals are not learned anew.
+    """
+
+    ready = _Number(READY)
+    """1: the rank has its signal handlers, so that it may be sent their signals."""
+    beat = _Number(BEAT)
+    """When a thread of the rank last had the GIL."""
+    tick = _Number(TICK)
+    """When the rank's main thread last executed bytecode."""
+    mark = _Number(MARK)
+    """When the rank last made progress; 0: never."""
+    marks = _Number(MARKS)
+    kept = _Number(KEPT)
+    """How often it left something that its next attempt need not do again."""
+    since = _Number(SINCE)
+    """Since when it has made no progress in this section: from the last mark on, without the sections between."""
+    unwatched = _Number(UNWATCHED)
+    """More than 0: it is not to be judged."""
+    atomic_since = _Number(ATOMIC_SINCE)
+    """Since when it is in what is not to be interrupted; 0: it is not."""
+    atomic_left = _Number(ATOMIC_LEFT)
+    main_thread = _Number(MAIN_THREAD)
+    """The main thread's ident, by which a dump of the stacks names it."""
+    stacks_file = _Number(STACKS_FILE)
+    """The descriptor, in the rank, of what its stacks are dumped to; -1: none."""
+    n_stacks = _Number(N_STACKS)
+    """How many dumps its supervisor has kept."""
+    hang_raised_at = _Number(HANG_RAISED_AT)
+    """When the rank raised `HangError`; 0: it has not."""
+    claimed = _Number(CLAIMED)
+    """One more than the number of the attempt that the rank has claimed; 0: none yet."""
+
+    def __init__(self, after: SharedPage | None = None) -> None:
+        self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)  # shared with what is forked from here
+        self._numbers = memoryview(self._memory)[:HEAD_BYTES].cast("d")
+        self._rows: dict[str, int] = {}
+        if after is not None:
+            rows = slice(ROWS * 8, DIAGNOSIS)
+            self._memory[rows] = after._memory[rows]
+            self._rows = {name: row for name, row in after._read_rows() if name}
+        self._row_of(STEPS)
+        self._open = list[tuple[float, float, float, float]]()
+        """The sections around the innermost one: row, limit and since, and when the one in it was entered."""
+        self._row = FIRST_ROW
+        self._written = self.n_atomic = 0
+        # Of the rank's process alone.
+        self.deferred: BaseException | None = None
+        """Raised when it leaves `atomic`."""
+        self.knows_of_end = False
+        """Whether it has asked and was told that it is to end."""
+        self._numbers[ROW], self._numbers[LIMIT] = FIRST_ROW, math.nan
+        self._numbers[STEP] = self._numbers[ROUND] = math.nan
+        self.stacks_file = -1
+        self.since = self.beat = self.tick = monotonic()
+
+    @classmethod
+    def create(cls, after: SharedPage | None = None) -> SharedPage:
+        """Make a page; see the class."""
+        return cls(after)
+
+    def detach(self) -> None:
+        """Share nothing any more, in this process: what is written from here on is its own."""
+        head = self._memory[:HEAD_BYTES]
+        self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)
+        self._memory[:HEAD_BYTES] = head
+        self._numbers = memoryview(self._memory)[:HEAD_BYTES].cast("d")
+
+    # -- progress, by the rank ---------------------------------------------------------------------------------------
+
+    def progress(self, kept: int = 0, *, step: float | None = None, round_: float | None = None) -> None:
+        """Note that the rank made progress, how far it is, and what of it the next attempt need not do again."""
+        numbers, now, row = self._numbers, monotonic(), self._row
+        gap = now - numbers[SINCE]
+        if gap > numbers[row] and (numbers[MARKS] or row != FIRST_ROW):  # what is before the first mark is no interval
+            numbers[row] = gap
+        numbers[row + 1] += 1
+        numbers[MARKS] += 1
+        numbers[MARK] = numbers[SINCE] = now
+        if kept:
+            numbers[KEPT] += kept
+        if step is not None:
+            numbers[STEP] = step
+        if round_ is not None:
+            numbers[ROUND] = round_
+
+    def enter(self, name: str, limit_s: float | None = None) -> None:
+        """Begin a section, in which its limit counts instead of that of the steps.
+
+        Args:
+            limit_s: how long it may go on without progress. None: learned.
+        """
+        numbers, now = self._numbers, monotonic()
+        self._open.append((numbers[ROW], numbers[LIMIT], numbers[SINCE], now))
+        row = self._rows.get(name)
+        self._row = row = self._row_of(name) if row is None else row
+        numbers[LIMIT], numbers[SINCE] = math.nan if limit_s is None else limit_s, now
+        numbers[ROW] = row
+
+    def leave(self, *, learns: bool = True) -> None:
+        """End the innermost section: how long it took tells how long it may take."""
+        numbers, now, row = self._numbers, monotonic(), self._row
+        if learns:
+            numbers[row] = max(numbers[row], now - numbers[SINCE])
+            numbers[row + 1] += 1
+        outer, limit, since, entered = self._open.pop()
+        numbers[SINCE] = max(since + now - entered, numbers[MARK])
+        numbers[LIMIT] = limit
+        self._row = int(outer)
+        numbers[ROW] = outer
+
+    def write_tail(self, data: Any) -> None:
+        """Keep the end of what is printed."""
+        data = memoryview(data).cast("B")[-TAIL_BYTES:]
+        # In one go between two threads: reserved first, then written.
+        start = max(self._written, int(self._numbers[WRITTEN]))  # its supervisor adds how it ended
+        self._written = end = start + len(data)
+        at = start % TAIL_BYTES
+        n_first = min(len(data), TAIL_BYTES - at)
+        self._memory[HEAD_BYTES + at : HEAD_BYTES + at + n_first] = data[:n_first]
+        self._memory[HEAD_BYTES : HEAD_BYTES + len(data) - n_first] = data[n_first:]
+        self._numbers[WRITTEN] = end
+
+    # -- read by the supervisor --------------------------------------------------------------------------------------
+
+    def tail(self) -> str:
+        """Return the end of what the rank printed."""
+        written = int(self._numbers[WRITTEN])
+        at = written % TAIL_BYTES
+        ring = self._memory[HEAD_BYTES:]
+        kept = ring[:at] if written < TAIL_BYTES else ring[at:] + ring[:at]
+        return kept.decode(errors="replace")
+
+    @property
+    def section(self) -> str:
+        """The innermost section that the rank is in."""
+        return self._name_at(self._current_row)
+
+    @property
+    def limit_s(self) -> float | None:
+        """The limit that was given for the section. None: learned; inf: it waits for others."""
+        limit = self._numbers[LIMIT]
+        return None if math.isnan(limit) else limit
+
+    @property
+    def intervals(self) -> tuple[int, float]:
+        """How many intervals without progress there were in the section, and the longest, in the attempts so far.
+
+        Those of the steps, in a section that waits for others.
+        """
+        row = FIRST_ROW if self.limit_s == math.inf else self._current_row
+        return int(self._numbers[row + 1]), self._numbers[row]
+
+    @property
+    def reached(self) -> dict[str, float] | None:
+        """The `round` and `step` that the rank was at when it last said so."""
+        found = {"round": self._numbers[ROUND], "step": self._numbers[STEP]}
+        return {name: value for name, value in found.items() if not math.isnan(value)} or None
+
+    def told(self) -> dict[str, Any]:
+        """Return what an outcome has from the page: `marks`, `kept`, `reached`, `notice` and `stacks`."""
+        return {
+            "marks": int(self.marks),
+            "kept": int(self.kept),
+            "reached": self.reached,
+            "notice": self.notice,
+            "stacks": tuple(f"stacks/{number}.txt" for number in range(int(self.n_stacks))),
+        }
+
+    def kill_at(self, asked_at: float, grace_s: float) -> float:
+        """Return when a rank that was asked to end is killed: what it does in `atomic` keeps that off for 60 s."""
+        latest = asked_at + ATOMIC_LIMIT_S
+        since = latest if self.atomic_since else min(max(asked_at, self.atomic_left), latest)
+        return since + grace_s
+
+    # -- written by the supervisor -----------------------------------------------------------------------------------
+
+    def announce(self, at: float, notice: int = 0) -> None:
+        """Say when the rank is to have ended.
+
+        Args:
+            at: by `time.monotonic`.
+            notice: the signal that announced the end of its machine; 0: a person asked the run to stop.
+        """
+        self._numbers[NOTICE] = notice
+        self._numbers[ENDING_AT] = at
+
+    @property
+    def ending_at(self) -> float | None:
+        """When the rank is to have ended, by `time.monotonic`."""
+        return self._numbers[ENDING_AT] or None
+
+    @property
+    def notice(self) -> str | None:
+        """The name of the signal that announced the end of the machine."""
+        number = int(self._numbers[NOTICE])
+        return signal.Signals(number).name if number else None
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a person asked the run to stop, so that it ends at its next round."""
+        return bool(self._numbers[ENDING_AT]) and not self._numbers[NOTICE]
+
+    @property
+    def diagnosis(self) -> str:
+        """Why the supervisor takes the rank for one that hangs."""
+        return self._memory[DIAGNOSIS:HEAD_BYTES].rstrip(b"\0").decode(errors="replace")
+
+    def accuse(self, diagnosis: str) -> None:
+        """Say why the rank is taken for one that hangs."""
+        size = HEAD_BYTES - DIAGNOSIS
+        self._memory[DIAGNOSIS:HEAD_BYTES] = diagnosis.encode()[:size].ljust(size, b"\0")
+
+    # -- the rows ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _current_row(self) -> int:
+        row = self._numbers[ROW]
+        return int(row) if FIRST_ROW <= row < FIRST_ROW + N_ROWS * ROW_SIZE else FIRST_ROW  # torn
+
+    def _row_of(self, name: str) -> int:
+        """Return where a section's intervals are, having made a row for it."""
+        if name not in self._rows:
+            n = len(self._rows)
+            kept = name if n < N_ROWS - 1 else OTHERS
+            if kept not in self._rows:
+                at = (ROWS + n * ROW_SIZE) * 8
+                self._memory[at : at + NAME_BYTES] = kept.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+                self._rows[kept] = ROWS + n * ROW_SIZE + LONGEST
+            return self._rows[kept]
+        return self._rows[name]
+
+    def _read_rows(self) -> Iterator[tuple[str, int]]:
+        for row in range(FIRST_ROW, FIRST_ROW + N_ROWS * ROW_SIZE, ROW_SIZE):
+            yield self._name_at(row), row
+
+    def _name_at(self, row: int) -> str:
+        at = (row - LONGEST) * 8
+        return self._memory[at : at + NAME_BYTES].rstrip(b"\0").decode(errors="replace")
+
+
+class Section:
+    """A section of a rank's work, as a context."""
+
+    __slots__ = ("_limit_s", "_name", "_page")
+
+    def __init__(self, page: SharedPage, name: str, limit_s: float | None) -> None:
+        self._page, self._name, self._limit_s = page, name, limit_s
+
+    def __enter__(self) -> None:
+        self._page.enter(self._name, self._limit_s)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._page.leave(learns=kind is None)
+
+
+class Unwatched(Section):
+    """A section in which the rank is not judged, nor in those inside it."""
+
+    def __init__(self, page: SharedPage) -> None:
+        super().__init__(page, "unwatched", math.inf)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._page.unwatched += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._page.unwatched -= 1
+        self._page.leave(learns=False)
+
+
+class Atomic:
+    """What is not to be interrupted, as a context."""
+
+    def __init__(self, page: SharedPage) -> None:
+        self._page = page
+
+    def __enter__(self) -> None:
+        page = self._page
+        page.n_atomic += 1
+        if page.n_atomic == 1:
+            page.atomic_since = monotonic()
+
+    def __exit__(self, *_: Any) -> None:
+        page = self._page
+        page.n_atomic -= 1
+        if page.n_atomic:
+            return
+        page.atomic_left, page.atomic_since = monotonic(), 0.0
+        error, page.deferred = page.deferred, None
+        if error is not None:
+            page.hang_raised_at = page.atomic_left
+            raise error

@@ -1,0 +1,185 @@
+"""The log of decisions as one supervisor keeps it: what follows the ends of its ranks, and what bars them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from executors.attempt import Attempt
+from executors.errors import StoreError
+from executors.native import RunSpec
+from executors.policy import Restarts
+from executors.protocol import Outcome, ReplicaStatus
+from executors.store import Store
+from executors.store.records import RETRY_S
+from executors.supervision.decisions import Decision, DecisionLog
+from executors.supervision.keeper import Keeper, Sight
+from executors.task.record import find_run_record
+from executors.worker.ends import record_end
+
+LOG_LOOK_S = 10.0
+TRY_AGAIN_S = 1.0
+NEVER = float("inf")
+
+
+class Answers:
+    """Has the ends of a supervisor's ranks answered, and what follows started by it: the hands "fork" of a keeper.
+
+    Args:
+        spec: the run, and the ranks and attempt that were launched.
+        begin: begins an attempt of one of the ranks, and starts it when there is room.
+    """
+
+    how = "fork"
+
+    def __init__(self, spec: RunSpec, store: Store, begin: Callable[[Attempt], None]) -> None:
+        self._spec = spec
+        self._store = store
+        self._begin = begin
+        self._log = DecisionLog(store, spec.run_id)
+        self._newest: dict[int, int] = {}
+        """The newest attempt of each rank that is this supervisor's."""
+        self._ends: dict[int, Outcome] = {}
+        """How those ended that have."""
+        self._has_progress = False
+        self._keep_at = NEVER
+        self._look_at = time.monotonic() + LOG_LOOK_S
+        self._failing_since: float | None = None
+        self._is_closed = self._only_looks = False
+
+    @functools.cached_property
+    def _keeper(self) -> Keeper:
+        record = find_run_record(self._store, self._spec.run_id)
+        return Keeper(
+            self._log,
+            Restarts.of(self._spec.restarts),
+            world_size=self._spec.world_size,
+            launched_at=self._spec.launched_at,
+            min_replicas=None if record is None else record.min_replicas,
+            hands=self,
+        )
+
+    @property
+    def next_at(self) -> float:
+        """When `keep` has something to do, if nothing ends before."""
+        return NEVER if self._is_closed else min(self._keep_at, self._look_at)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether an attempt is to be started later, or an end to be answered."""
+        return self._keep_at < NEVER and not self._is_closed and not self._only_looks
+
+    def begun(self, attempt: Attempt) -> None:
+        """Note that an attempt is this supervisor's."""
+        self._newest[attempt.rank] = attempt.number
+        self._ends.pop(attempt.rank, None)
+
+    def ended(self, outcome: Outcome) -> None:
+        """Note how an attempt ended."""
+        if outcome.attempt >= self._newest.get(outcome.rank, 0):
+            self._newest[outcome.rank], self._ends[outcome.rank] = outcome.attempt, outcome
+        self._has_progress |= outcome.marks > 0
+        if outcome.status is not ReplicaStatus.SUCCEEDED:
+            self._keep_at = 0.0
+
+    def look_soon(self) -> None:
+        """Have the log looked at: somebody says that there is news."""
+        self._look_at = 0.0
+
+    def keep(self, *, has_progress: bool) -> bool:
+        """Look at the log when it is time to, answer what ended, and begin what is due; return whether it did.
+
+        Args:
+            has_progress: whether a rank that runs here has reported anything.
+        """
+        now = time.monotonic()
+        if now < self.next_at or self._is_closed:
+            return False
+        self._look_at, self._keep_at = now + LOG_LOOK_S, NEVER
+        self._has_progress |= has_progress
+        try:
+            if self._only_looks:
+                self._log.read()
+                return True
+            wait_s = self._keeper.keep(self._sight())
+            self._failing_since = None
+        except StoreError:
+            self._failing_since = self._failing_since or now
+            if now - self._failing_since < RETRY_S or len(self._ends) < len(self._newest):
+                self._keep_at = time.monotonic() + TRY_AGAIN_S
+            return False
+        if wait_s is not None:
+            self._keep_at = min(self._keep_at, time.monotonic() + wait_s)
+        self._leave_resumed()
+        return True
+
+    def bars(self) -> dict[int, Decision]:
+        """Return the stop or cancel that stands against ranks of this supervisor."""
+        found = {rank: self._keeper.barred_by(rank) for rank in self._newest}
+        return {rank: entry for rank, entry in found.items() if entry is not None}
+
+    def take_back(self, rank: int, why: str) -> None:
+        """Record a rank's attempt as cancelled that was decided and is not begun."""
+        entry = self._starts().get(rank)
+        if entry is None or entry.kind == "resume" or entry.start[rank] <= self._newest[rank]:
+            return
+        attempt = Attempt(self._store, self._spec.run_id, rank, entry.start[rank])
+        with contextlib.suppress(StoreError):
+            attempt.request_cancel(why)
+        if (outcome := record_end(attempt, "cancelled", None)) is not None:
+            self.ended(outcome)
+
+    def close(self, why: str | None = None) -> None:
+        """Answer nothing and begin nothing any more.
+
+        Args:
+            why: what was to be begun is cancelled for this reason. None: it is left to others.
+        """
+        for rank in list(self._newest) if why is not None else ():
+            self.take_back(rank, why or "")
+        self._is_closed = True
+
+    def leave_all(self) -> None:
+        """Answer nothing and begin nothing any more: others do. What bars the ranks is looked at as before."""
+        self._only_looks, self._look_at = True, 0.0
+
+    # The hands of the keeper
+
+    def may_start(self, rank: int) -> bool:
+        """Return whether a rank is this supervisor's."""
+        return rank in self._newest
+
+    def start(self, attempts: Mapping[int, int]) -> None:
+        """Begin attempts of this supervisor's ranks."""
+        for rank, number in attempts.items():
+            end = self._ends.get(rank)
+            if end is None or end.status is not ReplicaStatus.SUCCEEDED:
+                self._begin(Attempt(self._store, self._spec.run_id, rank, number))
+
+    def leave(self, rank: int) -> None:
+        """Leave a rank to another process, which has begun its next attempt."""
+        self._newest.pop(rank, None)
+        self._ends.pop(rank, None)
+
+    def _leave_resumed(self) -> None:
+        for rank, entry in self._starts().items():
+            if entry.kind == "resume" and entry.start[rank] > self._newest.get(rank, entry.start[rank]):
+                self.leave(rank)
+
+    def _starts(self) -> dict[int, Decision]:
+        """Return the last entry that starts an attempt of each rank."""
+        return {rank: entry for entry in self._log.entries for rank in entry.start}
+
+    def _sight(self) -> Sight:
+        """Return how the run's ranks ended: this supervisor's own from memory, others from the store."""
+        if not self._ends or len(self._newest) == self._spec.world_size:
+            return Sight(dict(self._newest), dict(self._ends), self._has_progress)
+        sight = Sight.of(self._store, self._spec.run_id, self._spec.world_size)
+        newest = {rank: max(number, self._newest.get(rank, 0)) for rank, number in sight.newest.items()}
+        ends = {rank: end for rank, end in sight.ends.items() if rank not in self._newest}
+        return replace(
+            sight, newest=newest, ends={**ends, **self._ends}, has_progress=self._has_progress or sight.has_progress
+        )

@@ -1,0 +1,284 @@
+"""The supervisor of a container: its first process, the parent of the one rank that runs there.
+
+What its rank cannot leave behind itself, it leaves: the outcome of a process that holds the GIL, is out of memory, or
+was killed. It hears first that the container is to end, and passes that on in time. A sandbox with a kernel of its own
+may show little of its processes and control groups: what cannot be seen is not judged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import io
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from executors.attempt import Attempt, Beat
+from executors.attempt.outcome import describe_end
+from executors.errors import KeyNotFoundError, StoreError
+from executors.native import RunSpec
+from executors.process import be_killed_first, die_with_parent, fork, oom_kills_in_group, usable_cores
+from executors.protocol import Reason
+from executors.shared_page import SharedPage
+from executors.store import Store
+from executors.store.records import Fields, get_at_most, to_bytes
+from executors.store.url import impatient_store, is_near
+from executors.task.stored import StoredTask
+from executors.worker.main import Assignment, main
+from executors.worker.ranks import Running, how_started, leave_supervisor, read_task_ahead
+from executors.worker.supervisor import CANCEL_LOOK_S, Supervisor
+from executors.worker.surroundings import await_gpu_release
+
+NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+TIMED_OUT = 124  # as the command `timeout` leaves
+NOTICE_S = 25.0  # of the 30 s that services leave between the notice and the end
+STORE_LIMIT_S = 5.0  # how long a request may hold up the supervisor
+FAR_LOOK_S = 10.0  # how often a bucket is looked into
+BEAT_S = 10.0
+BEAT_LATE_S = 15.0  # a rank that has not had its GIL for so long does not beat itself
+LEASE_LOOK_S = 60.0
+MAX_LEASE_BYTES = 4096
+PRELOAD = ("torch", "torch._dynamo")
+IMPORTS_TORCH = re.compile(r"^\s*(?:import|from)\s+(?:torch|diloco)\b", re.MULTILINE)
+
+
+class ContainerSupervisor(Supervisor):
+    """Runs the rank of a container to its end.
+
+    Args:
+        timeout_s: seconds from its first start on.
+        term_grace_s: seconds between SIGTERM and SIGKILL.
+        notice_s: seconds that are left when the container is told to end.
+    """
+
+    def __init__(
+        self, spec: RunSpec, ranks: ContainerRanks, *, timeout_s: float | None, term_grace_s: float, notice_s: float
+    ) -> None:
+        store = impatient_store(spec.store_url, STORE_LIMIT_S)
+        super().__init__(
+            spec,
+            ranks,
+            places=1,
+            timeout_s=timeout_s,
+            term_grace_s=term_grace_s,
+            launcher_pidfd=None,
+            store=store,
+            look_s=CANCEL_LOOK_S if is_near(spec.store_url) else FAR_LOOK_S,
+            count_oom_kills=oom_kills_in_group,
+        )
+        self._signals += NOTICES
+        self._notice_s = notice_s
+        self._notice: int | None = None
+        self._beaten_at = 0.0
+        self._lease = None if spec.lease_s is None else Lease(store, spec.run_id, spec.lease_s)
+        self.exit_code = 1
+        """That of the rank's last process, as a shell would say it."""
+
+    def _hear(self, signals: bytes) -> None:
+        """Pass on that the container is to end; from then on nothing is started: its machine goes."""
+        super()._hear(signals)
+        notice = next((number for number in signals if number in NOTICES), None)
+        if notice is None or self._notice is not None:
+            return
+        self._notice = notice
+        self._answers.leave_all()
+        self._waiting.clear()
+        self._answers.close()
+        self._look_at = 0.0  # what was cancelled is not given the time of a notice
+        end_at = time.monotonic() + self._notice_s
+        for running in self._running.values():
+            running.page.announce(end_at, notice)
+            running.end_by(end_at - self._term_grace_s, "signal")
+
+    def _look(self) -> None:
+        super()._look()
+        if self._lease is not None and self._lease.is_over():
+            minutes = f"{self._lease.limit_s / 60:.3g} min"
+            self._end_abandoned(f"nobody watched this attached run for {minutes}; launch with --detach to let it go on")
+        if time.monotonic() - self._beaten_at >= BEAT_S:
+            for running in self._running.values():
+                if time.monotonic() - running.page.beat > BEAT_LATE_S:
+                    self._beat_for(running)
+
+    def _beat_for(self, running: Running) -> None:
+        """Beat in place of a rank that holds its GIL, so that it looks busy and not lost."""
+        self._beaten_at = time.monotonic()
+        with contextlib.suppress(StoreError):
+            attempt = running.attempt
+            beat = attempt.find("heartbeat.json", Beat.parse)
+            reported = {} if beat is None else dict(beat.reported)
+            attempt.store.put(attempt.key("heartbeat.json"), to_bytes({**reported, "at": time.time()}))
+
+    def _conclude(self, running: Running, exit_code: int) -> None:
+        killed = TIMED_OUT if running.ending == "timeout" else 128 - exit_code
+        self.exit_code = exit_code if exit_code >= 0 else killed
+        super()._conclude(running, exit_code)
+
+    def _tell(self, running: Running, reason: Reason, error: str | None) -> None:
+        """Write into the log of the container how its rank ended, as the rank would have."""
+        if reason == "cancelled":
+            error = describe_end("cancelled", running.asked.rank, self._spec.world_size)
+        self._ranks.write_log(running.asked, str(error))
+
+
+class ContainerRanks:
+    """The attempts of a container's rank, as its supervisor starts them."""
+
+    def __init__(self, spec: RunSpec, *, term_grace_s: float, gpu: str | None) -> None:
+        self._spec = spec
+        self._term_grace_s = term_grace_s
+        self._gpu = gpu
+        self._torch_threads = usable_cores()
+        self._task: StoredTask | None = None
+        self._page: SharedPage | None = None
+        self._last_pid: int | None = None
+
+    def prepare(self, attempt: Attempt) -> None:
+        """Read the task, and import torch if the user's code does: each attempt then has it from the start."""
+        if self._task is None:
+            self._task = read_task_ahead(self._spec)
+        if self._task is not None and attempt.number == self._spec.attempt and imports_torch(self._task, Path.cwd()):
+            for name in PRELOAD:
+                with contextlib.suppress(Exception):  # not there, or not for this machine: the user's import says so
+                    importlib.import_module(name)
+
+    def begin(self, attempt: Attempt) -> bool:
+        """Begin an attempt: its process claims it."""
+        return True
+
+    def start(self, attempt: Attempt, place: int, page: SharedPage, close: Iterable[int]) -> int:
+        """Fork an attempt's process; return its pid."""
+        self._page = page
+        parent = os.getpid()
+        gc.freeze()  # the rank's collector finds nothing of the supervisor's to look at, and so to copy
+        pid = fork()
+        if pid == 0:
+            self._become_rank(attempt, page, parent, close)
+        self._last_pid = pid
+        return pid
+
+    def output_tail(self, attempt: Attempt) -> str:
+        """Return the end of what an attempt printed."""
+        return "" if self._page is None else self._page.tail()
+
+    def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None:
+        """Note nothing: the service knows when a line came."""
+
+    def write_log(self, attempt: Attempt, words: str) -> None:
+        """Add to what an attempt prints."""
+        half_a_line = self.output_tail(attempt).rpartition("\n")[2]
+        line = "\n" * bool(half_a_line) + f"{words.rstrip()}\n"
+        if self._page is not None:
+            self._page.write_tail(line.encode())
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            os.write(1, line.encode())
+
+    def copy_log(self, asked: Attempt, claimed: Attempt) -> None:
+        """Copy nothing: the service has the log."""
+
+    def _become_rank(self, attempt: Attempt, page: SharedPage, parent: int, close: Iterable[int]) -> NoReturn:
+        """Be a replica: nothing of the supervisor's is left but the watch on it."""
+        try:
+            leave_supervisor(close)
+            with contextlib.suppress(OSError):
+                die_with_parent()
+            be_killed_first()
+            gc.enable()
+            keep_output(page)
+            if self._gpu is not None and self._last_pid is not None:
+                await_gpu_release(self._last_pid)
+            assignment = Assignment(
+                replace(self._spec, attempt=attempt.number),
+                attempt.rank,
+                task=self._task,
+                supervisor_pid=parent,
+                output_tail=page.tail,
+                term_grace_s=self._term_grace_s,
+                torch_threads=self._torch_threads,
+                gpu=self._gpu,
+                page=page,
+                how=how_started(self._spec, attempt),
+            )
+        except BaseException:  # noqa: BLE001 - a forked child must never return into the supervisor
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        main(assignment)
+
+
+def imports_torch(task: StoredTask, workspace: Path) -> bool:
+    """Tell whether a file of the workspace, or of what a pickled callable was defined in, imports torch or diloco."""
+    if any(IMPORTS_TORCH.search(str(text)) for text in task.record.sources.values()):
+        return True
+    for file in workspace.rglob("*.py"):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if IMPORTS_TORCH.search(file.read_text(encoding="utf-8")):
+                return True
+    return False
+
+
+class Lease:
+    """Tells whether somebody watches a run: while anybody does, `lease.json` changes.
+
+    Args:
+        limit_s: how long it counts, by this process's clock, once its content was read.
+    """
+
+    def __init__(self, store: Store, run_id: str, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit_s = limit_s
+        self._store = store
+        self._key = f"{run_id}/lease.json"
+        self._clock = clock
+        self._look_at = 0.0
+        self._content: bytes | None = None
+        self._changed_at = clock()
+
+    def is_over(self) -> bool:
+        """Look at it, now and then; a look that fails counts for nothing."""
+        now = self._clock()
+        if now < self._look_at:
+            return False
+        self._look_at = now + min(LEASE_LOOK_S, self.limit_s / 5)
+        try:
+            content = bytes(get_at_most(self._store, self._key, MAX_LEASE_BYTES))
+            is_detached = Fields(content, self._key, self._store.url).values.get("detached") is True
+        except KeyNotFoundError:
+            content, is_detached = b"", False
+        except StoreError:
+            return False
+        if content != self._content or is_detached:
+            self._content, self._changed_at = content, now
+        return now - self._changed_at >= self.limit_s
+
+
+def keep_output(page: SharedPage) -> None:
+    """Keep the end of what this process prints; what others and C code write is in the service's log alone."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        writer = _KeptWriter(descriptor, page)
+        # Written through: also half a line is kept at once, though the service gets it with the rest.
+        stream = io.TextIOWrapper(
+            writer, encoding="utf-8", errors="backslashreplace", line_buffering=True, write_through=True
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+class _KeptWriter(io.BufferedWriter):
+    """A descriptor, the end of whose output is kept."""
+
+    def __init__(self, descriptor: int, page: SharedPage) -> None:
+        super().__init__(io.FileIO(descriptor, "w", closefd=False))
+        self._page = page
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        finally:
+            self._page.write_tail(data)

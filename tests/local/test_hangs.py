@@ -1,0 +1,219 @@
+"""Ranks that make no progress, in real processes: what is said of them, what is left of them, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support.hanging import HANGS, Watched, kill, start, watch
+
+from executors import LocalProcessExecutor, current_replica, launch
+from executors.process import activity
+from executors.protocol import ReplicaStatus
+from executors.replica import Replica
+from executors.testing.helpers import eventually
+from executors.worker import limits
+
+SOFT_S, HARD_S = 4, 7
+HELD = "the GIL is held by a call that "
+WAITS = "the main thread waits in a call: hanging.py:"
+FOUND = {
+    "sleep with the GIL": (HELD + "waits", "in sleep_with_the_gil", 3),
+    "regular expression": (HELD + "computes", "in search_back_and_forth", 3),
+    "lock": (WAITS, "in take_a_lock_twice", 3),
+    "mutex with the GIL": (HELD + "waits", "in take_a_mutex_twice", -signal.SIGKILL),
+    "mutex": (WAITS, "in take_a_mutex_twice", -signal.SIGKILL),
+    "loop": ("running, without progress: hanging.py:", "in loop_for_ever", 3),
+    "recv": (WAITS, "in receive_nothing", 3),
+    "stopped": ("stopped by SIGSTOP", "", -signal.SIGKILL),
+}
+"""What is said, the frame that its stacks have, and the exit code: 3 where HangError arrived."""
+
+
+def hang_after_two_steps(kind: str, replica: Replica) -> None:
+    replica.report(step=811)
+    replica.report(step=812)
+    HANGS[kind]()
+
+
+def go_on_slowly(replica: Replica) -> None:
+    for step in range(7):
+        replica.report(step=step)
+        time.sleep(SOFT_S / 4)
+
+
+def take_long_for_the_first_step(replica: Replica) -> None:
+    time.sleep(SOFT_S + 2)
+    replica.report(step=0)
+
+
+def wait_for_others(replica: Replica) -> None:
+    replica.report(step=0)
+    with replica.section("round", float("inf")):
+        time.sleep(SOFT_S + 2)
+
+
+def compute_in_c(replica: Replica) -> None:
+    replica.report(step=0)
+    with replica.unwatched():
+        left_s = SOFT_S + 2
+        while left_s:
+            left_s = ctypes.PyDLL(None).sleep(left_s)
+
+
+def be_slow_where_it_may(replica: Replica) -> None:
+    replica.report(step=0)
+    with replica.section("evaluate", SOFT_S + 10):
+        time.sleep(SOFT_S + 2)
+
+
+FINE = [go_on_slowly, take_long_for_the_first_step, wait_for_others, compute_in_c, be_slow_where_it_may]
+
+
+@pytest.fixture(scope="module")
+def hung() -> dict[str, Watched]:
+    """All kinds at the same time: they take the same seconds."""
+    asked = f"{SOFT_S}s:{HARD_S}s"
+    ranks = {kind: start(partial(hang_after_two_steps, kind), asked) for kind in HANGS}
+    ranks |= {task.__name__: start(task, asked) for task in FINE}
+    watch(list(ranks.values()))
+    return ranks
+
+
+@pytest.mark.parametrize("kind", HANGS)
+def test_a_hang_is_named_and_its_stacks_say_where_before_it_is_ended(kind: str, hung: dict[str, Watched]) -> None:
+    rank, (diagnosis, frame, exit_code) = hung[kind], FOUND[kind]
+    for finding in rank.findings:
+        assert finding.sentence.startswith("Replica 3 of 8 made no progress for ")
+        assert f"(limit {SOFT_S} s) after step 812: {diagnosis}" in finding.sentence
+    dumps = [finding.stacks for finding in rank.findings if finding.stacks]
+    assert len(dumps) == (0 if kind == "stopped" else 2), "the second tells stuck from slow"
+    for dump in dumps:
+        first, _, stacks = dump.partition("\n")
+        assert diagnosis in first
+        assert frame in stacks
+    assert rank.exit_code == exit_code
+    assert rank.findings[-1].is_kill == (exit_code == -signal.SIGKILL)
+    assert ("replicas logs RUN -r 3 --stacks" in rank.findings[-1].sentence) == bool(dumps)
+
+
+@pytest.mark.parametrize("task", FINE)
+def test_what_goes_on_or_may_be_slow_is_left_alone(task: object, hung: dict[str, Watched]) -> None:
+    rank = hung[getattr(task, "__name__", "")]
+    assert (rank.findings, rank.exit_code) == ([], 0)
+
+
+def test_an_atomic_part_is_finished_before_the_error_is_raised(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+
+    def save(replica: Replica) -> None:
+        replica.report(step=0)
+        with replica.atomic():
+            while not replica.page.deferred:  # type: ignore[union-attr]
+                time.sleep(0.01)
+            saved.write_text("whole")
+        time.sleep(60)
+
+    rank = start(save, "1s:60s")
+    watch([rank])
+    assert (saved.read_text(), rank.exit_code) == ("whole", 3)
+
+
+def test_a_rank_that_swallows_the_error_is_killed_after_its_grace() -> None:
+    def swallow(replica: Replica) -> None:
+        replica.report(step=0)
+        while True:
+            with contextlib.suppress(BaseException):
+                time.sleep(60)
+
+    rank = start(swallow, "1s:60s")
+    watch([rank])
+    assert rank.exit_code == -signal.SIGKILL
+
+
+def test_a_helper_that_a_rank_forks_is_nobody_that_is_watched() -> None:
+    def fork_a_helper(replica: Replica) -> None:
+        replica.report(step=0)
+        pid = os.fork()
+        if pid == 0:
+            replica.progress(kept=True)
+            os._exit(0 if signal.getsignal(signal.SIGRTMIN + 6) is signal.SIG_DFL else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+
+    rank = start(fork_a_helper, "off")
+    watch([rank])
+    assert (rank.exit_code, rank.page.marks, rank.page.kept) == (0, 1, 0)
+
+
+@pytest.mark.skipif(shutil.which("gdb") is None, reason="needs gdb")
+def test_a_rank_that_somebody_debugs_is_not_judged() -> None:
+    rank = start(partial(hang_after_two_steps, "recv"), "2s")
+    gdb = subprocess.Popen(
+        ["gdb", "-q", "-nx", "-p", str(rank.pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    eventually(lambda: (seen := activity(rank.pid)) is not None and seen.is_traced)
+    watch([rank], for_s=3.5)
+    kill(rank)
+    gdb.kill()
+    gdb.communicate()
+    os.waitpid(rank.pid, 0)
+    assert rank.findings == []
+
+
+def test_a_rank_that_stays_in_an_atomic_part_is_ended_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "ATOMIC_LIMIT_S", 2.0)
+
+    def stay(replica: Replica) -> None:
+        replica.report(step=0)
+        with replica.atomic():
+            time.sleep(600)
+
+    rank = start(stay, "1s:2s")
+    watch([rank])
+    assert (rank.exit_code, rank.findings[-1].is_kill) == (-signal.SIGKILL, True)
+
+
+def test_a_cancel_waits_for_an_atomic_part(local: LocalProcessExecutor, tmp_path: Path) -> None:
+    def save(folder: str) -> None:
+        replica = current_replica()
+        with replica.atomic():
+            (Path(folder) / "begun").touch()
+            while not replica.page.deferred:  # type: ignore[union-attr]
+                time.sleep(0.01)
+            time.sleep(0.1)
+            (Path(folder) / "whole").touch()
+        time.sleep(600)
+
+    run = launch(local, save, 1, args={"folder": str(tmp_path)})
+    eventually((tmp_path / "begun").exists)
+    run.cancel()
+    run.wait()
+    assert run.outcomes()[0].status is ReplicaStatus.CANCELLED
+    assert (tmp_path / "whole").exists()
+
+
+def test_an_outcome_says_how_far_its_attempt_came_and_what_another_alike_has_in_common(
+    local: LocalProcessExecutor,
+) -> None:
+    def fail_at_a_step(step: int) -> None:
+        replica = current_replica()
+        replica.report(step=step, loss=1.0)
+        replica.progress(kept=True)
+        raise ValueError(f"nothing at {step}")
+
+    runs = [launch(local, fail_at_a_step, 1, args={"step": step}) for step in (3, 4)]
+    ends = [run.outcomes()[0] for run in runs if run.wait()]
+    assert [(end.marks, end.kept, end.reached) for end in ends] == [(2, 1, {"step": 3}), (2, 1, {"step": 4})]
+    assert ends[0].fingerprint == ends[1].fingerprint
+    assert ends[0].fingerprint

@@ -1,0 +1,195 @@
+"""What follows the ends of a supervisor's ranks: the log answers, and the next attempt is forked."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import is_alive
+from support.restart_tasks import bomb, die_and_hang, end_always, end_first, hang_first
+from support.runs import all_gone, launcher, said
+
+from executors import LocalProcessExecutor, Run, attach, launch
+from executors.attempt import Attempt
+from executors.protocol import Outcome
+from executors.supervision.decisions import Decision, DecisionLog
+from executors.testing import eventually
+
+QUICK = "backoff=0.05s:0.1s"
+
+
+def started(executor: LocalProcessExecutor, entrypoint: Callable[..., Any], n: int, restarts: str, **args: Any) -> Run:
+    return launch(executor, entrypoint, n, args=args, restarts=restarts, timeout=120)
+
+
+def supervisor_of(run: Run) -> int:
+    return int(run.handles[0].metadata["supervisor_pid"])
+
+
+def over(run: Run) -> Run:
+    """Wait until the supervisor has nothing more to do."""
+    eventually(lambda: not is_alive(supervisor_of(run)), "the supervisor ends")
+    return run
+
+
+def decisions(run: Run) -> list[Decision]:
+    return list(DecisionLog(run.store, run.run_id).read())
+
+
+def ends(run: Run, rank: int) -> list[Outcome]:
+    """Return how a rank's attempts ended, in order."""
+    found: list[Outcome] = []
+    while (outcome := Attempt(run.store, run.run_id, rank, len(found)).outcome()) is not None:
+        found.append(outcome)
+    return found
+
+
+def told(run: Run, rank: int) -> list[str]:
+    """Return how a rank's attempts ended, each in a word or two."""
+    return [f"{end.reason or end.status}{f' {end.signal}' if end.signal else ''}" for end in ends(run, rank)]
+
+
+def decided(run: Run, kind: str) -> Decision:
+    (entry,) = eventually(lambda: [entry for entry in decisions(run) if entry.kind == kind], f"a {kind}")
+    return entry
+
+
+def test_each_kind_of_end_is_followed_by_a_new_process_of_the_same_supervisor(
+    local: LocalProcessExecutor, small_memory: Path, state_home: Path
+) -> None:
+    kinds = ["SIGKILL", "SIGSEGV", "exit", "exception", "memory", "helper"]
+    run = over(started(local, end_first, len(kinds), f"1,{QUICK}", kinds=kinds, group=str(small_memory)))
+    assert [told(run, rank) for rank in range(len(kinds))] == [
+        ["signal SIGKILL", "succeeded"],
+        ["signal SIGSEGV", "succeeded"],
+        ["no_result", "succeeded"],
+        ["exception", "succeeded"],
+        ["oom SIGKILL", "succeeded"],
+        ["succeeded"],  # it was a helper of the rank that was killed
+    ]
+    second = ends(run, 0)[1]
+    assert (second.result, second.how) == (1, "fork")
+    restarts = [(entry.rank, entry.start, entry.how, entry.charged) for entry in decisions(run)]
+    assert sorted(restarts) == [(rank, {rank: 1}, "fork", True) for rank in range(5)]
+    for attempt in range(2):
+        log = state_home / "replicas" / Attempt(run.store, run.run_id, 0, attempt).key("output.log")
+        assert log.read_text() == f"attempt {attempt} of rank 0\n"
+    assert attach(run.run_id).results() == [1, 1, 1, 1, 1, 0]
+
+
+def test_without_a_policy_nothing_is_started_again(local: LocalProcessExecutor) -> None:
+    run = over(launch(local, end_first, 1, args={"kinds": ["SIGKILL"], "group": ""}))
+    assert (told(run, 0), decisions(run)) == (["signal SIGKILL"], [])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "restarts", "reasons", "answers"),
+    [
+        # A SIGKILL may have any cause, so only attempts without progress end it.
+        (["SIGKILL"], "9,no_progress=2", ["signal SIGKILL"] * 3, ["restart", "restart", "give_up no_progress"]),
+        (["SIGKILL"], "1", ["signal SIGKILL"] * 2, ["restart", "give_up budget"]),
+        (["exit"], "9", ["no_result"] * 2, ["restart", "give_up deterministic"]),
+        (["exit", "exit", "hang"], "9", ["no_result"], ["stop deterministic"]),
+    ],
+)
+def test_a_crash_loop_ends(
+    local: LocalProcessExecutor, kinds: list[str], restarts: str, reasons: list[str], answers: list[str]
+) -> None:
+    run = over(started(local, end_always, len(kinds), f"{restarts},{QUICK}", kinds=kinds))
+    assert told(run, 0) == reasons
+    assert [f"{entry.kind} {entry.why}".strip() for entry in decisions(run)] == answers
+    if "hang" in kinds:
+        (end,) = ends(run, 2)
+        assert (end.reason, "the run was stopped (deterministic)" in str(end.error)) == ("cancelled", True)
+
+
+def test_a_restart_together_ends_the_living_ranks_and_starts_them_anew(
+    local: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    run = started(local, die_and_hang, 3, f"3,together,{QUICK}", folder=str(tmp_path))
+    eventually(lambda: len(list(tmp_path.glob("*.1"))) == 3, "all ranks have a second attempt")
+    assert decided(run, "restart").start == {0: 1, 1: 1, 2: 1}
+    assert [told(run, rank) for rank in range(3)] == [["signal SIGKILL"], ["fenced"], ["fenced"]]
+    run.cancel()
+    over(run)
+
+
+def barred(run: Run, **entry: Any) -> None:
+    """Add an entry to the log, and say so to the supervisor, which looks every ten seconds otherwise."""
+    DecisionLog(run.store, run.run_id).append(lambda log: Decision(**entry))
+    os.kill(supervisor_of(run), signal.SIGUSR1)
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ({"kind": "cancel"}, "cancelled by the user"),
+        ({"kind": "stop", "why": "min_replicas"}, "the run was stopped (min_replicas)"),
+        ({"kind": "stop", "why": "asked", "within_s": 0.2}, "the run was stopped"),
+    ],
+)
+def test_what_bars_the_run_ends_what_lives_and_what_was_to_be_started(
+    local: LocalProcessExecutor, tmp_path: Path, entry: dict[str, Any], why: str
+) -> None:
+    run = started(local, die_and_hang, 2, "3,backoff=600s:600s", folder=str(tmp_path))
+    decided(run, "restart")
+    barred(run, **entry)
+    over(run)
+    assert [told(run, rank) for rank in range(2)] == [["signal SIGKILL", "cancelled"], ["cancelled"]]
+    assert why in str(ends(run, 1)[0].error)
+    assert not Attempt(run.store, run.run_id, 0, 1).has("started.json")
+
+
+def test_a_run_whose_launcher_is_gone_starts_nothing_more(tmp_path: Path) -> None:
+    with launcher("restart_attached", str(tmp_path)) as process:
+        launched = said(tmp_path / "launched")
+        run = attach(launched["run_id"])
+        decided(run, "restart")
+        process.kill()
+    over(run)
+    assert [told(run, rank) for rank in range(2)] == [["signal SIGKILL", "cancelled"], ["cancelled"]]
+
+
+def test_an_attempt_that_another_process_began_is_left_to_it(local: LocalProcessExecutor, tmp_path: Path) -> None:
+    run = started(local, die_and_hang, 2, "3,backoff=1s:1s", folder=str(tmp_path))
+    decided(run, "restart")
+    theirs = {**run.handles[0].metadata, "attempt": 1, "nonce": "theirs"}
+    handle = {"rank": 0, "backend_name": "local", "metadata": theirs}
+    assert run.store.put_if_absent(Attempt(run.store, run.run_id, 0, 1).key("handle.json"), json.dumps(handle).encode())
+    Attempt(run.store, run.run_id, 1).request_cancel()
+    over(run)
+    assert (told(run, 0), len(list(tmp_path.glob("0.*")))) == (["signal SIGKILL"], 1)
+
+
+def test_ranks_that_wait_for_a_place_and_restarts_take_turns(tmp_path: Path) -> None:
+    executor = LocalProcessExecutor(preload=(), max_parallel=1, term_grace_s=0.5)
+    kinds = ["SIGKILL", "return", "exception"]
+    run = over(started(executor, end_first, 3, f"3,{QUICK}", kinds=kinds, group=""))
+    assert [told(run, rank)[-1] for rank in range(3)] == ["succeeded"] * 3
+    times = sorted((end.started_at or 0.0, end.finished_at) for rank in range(3) for end in ends(run, rank))
+    assert all(later[0] >= earlier[1] - 0.05 for earlier, later in itertools.pairwise(times)), times
+
+
+def test_nothing_of_an_attempt_is_left_when_the_next_one_starts(local: LocalProcessExecutor, tmp_path: Path) -> None:
+    run = over(started(local, bomb, 1, f"1,{QUICK}", folder=str(tmp_path)))
+    assert ends(run, 0)[-1].result == 0, told(run, 0)
+    all_gone([int(path.name) for path in tmp_path.glob("[0-9]*")])
+
+
+def test_a_rank_that_hangs_is_ended_says_where_and_starts_anew(local: LocalProcessExecutor, state_home: Path) -> None:
+    args = {"kinds": ["loop", "mutex with the GIL"]}
+    run = over(launch(local, hang_first, 2, args=args, restarts=f"1,{QUICK}", hang_timeout="1s:2s"))
+    assert [told(run, rank) for rank in range(2)] == [["hang", "succeeded"], ["hang SIGKILL", "succeeded"]]
+    for rank in range(2):
+        end, attempt = ends(run, rank)[0], Attempt(run.store, run.run_id, rank, 0)
+        assert f"Replica {rank} of 2 made no progress for" in str(end.error)
+        assert (end.marks, len(end.stacks)) == (1, 2)
+        stacks = bytes(run.store.get(attempt.key(end.stacks[0]))).decode()
+        assert "in hang_first" in stacks
+        assert stacks.rstrip() in (state_home / "replicas" / attempt.key("output.log")).read_text()

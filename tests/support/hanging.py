@@ -1,0 +1,128 @@
+"""Ways in which a process makes no progress, and ranks that go into them, watched as a supervisor watches them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from executors.policy import HangLimits
+from executors.replica import Replica
+from executors.shared_page import SharedPage
+from executors.worker.limits import Finding, Watchdog
+from executors.worker.watched import be_watched
+
+GRACE_S = 1.0
+
+
+def sleep_with_the_gil() -> None:
+    ctypes.PyDLL(None).sleep(600)
+
+
+def search_back_and_forth() -> None:
+    re.match("(a+)+$", "a" * 50 + "b")
+
+
+def take_a_lock_twice() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def take_a_mutex_twice(lib: ctypes.CDLL) -> None:
+    mutex = ctypes.create_string_buffer(64)
+    lib.pthread_mutex_init(mutex, None)
+    lib.pthread_mutex_lock(mutex)
+    lib.pthread_mutex_lock(mutex)
+
+
+def loop_for_ever() -> None:
+    while True:
+        pass
+
+
+def receive_nothing() -> None:
+    here, _there = socket.socketpair()
+    here.recv(1)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+HANGS: Mapping[str, Callable[[], None]] = {
+    "sleep with the GIL": sleep_with_the_gil,
+    "regular expression": search_back_and_forth,
+    "lock": take_a_lock_twice,
+    "mutex with the GIL": lambda: take_a_mutex_twice(ctypes.PyDLL(None)),
+    "mutex": lambda: take_a_mutex_twice(ctypes.CDLL(None)),
+    "loop": loop_for_ever,
+    "recv": receive_nothing,
+    "stopped": stop,
+}
+
+
+@dataclass
+class Watched:
+    """A rank in a process of its own, and what its supervisor saw."""
+
+    page: SharedPage
+    pid: int
+    watchdog: Watchdog
+    findings: list[Finding] = field(default_factory=list)
+    exit_code: int | None = None
+
+
+def start(entrypoint: Callable[[Replica], None], limits: str) -> Watched:
+    """Fork a rank that is watched; it leaves with 3 after HangError, with 4 after another exception."""
+    page = SharedPage.create()
+    pid = os.fork()
+    if pid == 0:
+        code = 4
+        try:
+            be_watched(page)
+            entrypoint(Replica(3, 8, "RUN", 0, "memory://hanging", page=page))
+            code = 0
+        except BaseException as error:  # noqa: BLE001 - of a process that ends here
+            code = 3 if type(error).__name__ == "HangError" and str(error) == page.diagnosis else 4
+        finally:
+            os._exit(code)
+    watchdog = Watchdog(
+        page,
+        pid,
+        HangLimits.parse(limits),
+        ends=True,
+        term_grace_s=GRACE_S,
+        rank=3,
+        world_size=8,
+        run_id="RUN",
+    )
+    return Watched(page, pid, watchdog)
+
+
+def watch(ranks: list[Watched], *, for_s: float = 60.0) -> None:
+    """Be their supervisor until all have ended, or so long."""
+    began = time.monotonic()
+    while time.monotonic() - began < for_s and (living := [rank for rank in ranks if rank.exit_code is None]):
+        time.sleep(0.01)
+        for rank in living:
+            pid, status = os.waitpid(rank.pid, os.WNOHANG)
+            if pid:
+                rank.exit_code = os.waitstatus_to_exitcode(status)
+            elif (finding := rank.watchdog.look(time.monotonic())) is not None:
+                rank.findings.append(finding)
+                rank.page.n_stacks += finding.stacks is not None
+                if finding.is_kill:
+                    kill(rank)
+
+
+def kill(rank: Watched) -> None:
+    """End a rank as its supervisor does."""
+    os.kill(rank.pid, signal.SIGCONT)
+    os.kill(rank.pid, signal.SIGKILL)

@@ -1,0 +1,87 @@
+"""What replicas do in the tests of restarts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from executors import current_replica
+from executors.testing import eventually
+from support import tasks
+from support.hanging import HANGS
+from support.processes import is_alive
+
+
+def end_by(kind: str, group: str = "") -> None:
+    """End this process in one of many ways."""
+    if kind == "exit":
+        os._exit(3)
+    elif kind == "exception":
+        raise ValueError("boom")
+    elif kind == "memory":
+        tasks.take_memory(group)
+    elif kind == "helper":
+        helper = subprocess.Popen([sys.executable, "-c", tasks.SLEEP])
+        helper.kill()
+        helper.wait()
+    elif kind == "hang":
+        tasks.hang()
+    elif kind != "return":
+        os.kill(os.getpid(), signal.Signals[kind])
+
+
+def end_first(kinds: list[str], group: str) -> int:
+    """End the first attempt in the way of this rank, and return in the second."""
+    me = current_replica()
+    print(f"attempt {me.attempt} of rank {me.rank}", flush=True)
+    if me.attempt == 0:
+        end_by(kinds[me.rank], group)
+    return me.attempt
+
+
+def end_always(kinds: list[str]) -> None:
+    end_by(kinds[current_replica().rank])
+
+
+def die_and_hang(folder: str, fails: int = 0) -> None:
+    """SIGKILL for one rank's first attempt once all are up; all else hangs."""
+    me = current_replica()
+    tasks.mark(Path(folder, f"{me.rank}.{me.attempt}"), str(os.getpid()))
+    if (me.rank, me.attempt) == (fails, 0):
+        eventually(lambda: len(list(Path(folder).glob("*.0"))) == me.world_size)
+        os.kill(os.getpid(), signal.SIGKILL)
+    tasks.hang()
+
+
+def bomb(folder: str) -> int:
+    """Start 200 processes below, in many sessions, which all ignore SIGTERM; then die."""
+    me = current_replica()
+    if me.attempt == 1:
+        return sum(is_alive(int(path.name)) for path in Path(folder).glob("[0-9]*"))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in range(100):
+        if os.fork() == 0:
+            if number % 2:
+                os.setsid()
+            is_orphan = os.fork() == 0
+            tasks.mark(Path(folder, str(os.getpid())))
+            if is_orphan or number % 3:
+                time.sleep(600)
+            os._exit(0)
+    eventually(lambda: len(list(Path(folder).glob("[0-9]*"))) == 200)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still here")
+
+
+def hang_first(kinds: list[str]) -> int:
+    """Make progress once; then hang in the first attempt in the way of this rank, and return in the second."""
+    me = current_replica()
+    me.progress()
+    if me.attempt:
+        return me.attempt
+    HANGS[kinds[me.rank]]()
+    raise AssertionError("still here")
