@@ -81,8 +81,8 @@ class Checked:
                 self._check_answer(index, entry)
             elif entry.kind == "restart" or (entry.kind == "stop" and entry.why != "asked"):
                 self._check_too_few(index)
-        for done_s, ranks in self.simulation.cancelled:
-            self._check_cancelled(done_s, ranks)
+        for cancelled in self.simulation.cancelled:
+            self._check_cancelled(*cancelled)
 
     def _check_answer(self, index: int, entry: Decision) -> None:
         assert entry.rank is not None
@@ -157,11 +157,11 @@ class Checked:
         if plan.min_replicas is None or plan.n_ranks - len(gone) >= plan.min_replicas:
             raise Violation(f"entry {index} stops a run of which {sorted(gone)} are gone")
 
-    def _check_cancelled(self, done_s: float, ranks: list[int]) -> None:
+    def _check_cancelled(self, began_s: float, done_s: float, ranks: list[int]) -> None:
         """S3 as the one who cancelled sees it."""
         resumed: set[int] = set()
         for entry, landed_s in zip(self.simulation.entries, self.simulation.landed_s, strict=True):
-            if entry.kind == "resume":
+            if entry.kind == "resume" and landed_s >= began_s:
                 resumed |= entry.start.keys()
             for rank in set(ranks) & entry.start.keys() - resumed:
                 if landed_s > done_s and entry.kind == "restart":

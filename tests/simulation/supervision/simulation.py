@@ -1,6 +1,7 @@
 """A simulated run: a service with containers, keepers outside, and people.
 
-`decide`, `DecisionLog` and `Keeper` are the real ones, on the store and under the scheduler of the other simulation.
+`decide`, `DecisionLog`, `Keeper` and people's orders are the real ones, on the store and under the scheduler of the
+other simulation.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from executors.attempt import replica_key
 from executors.errors import StoreError
 from executors.protocol import ReplicaStatus
-from executors.supervision import decisions
+from executors.supervision import decisions, orders
 from executors.supervision.decisions import Decision, DecisionLog, is_barred
 from executors.supervision.keeper import Keeper, Sight
 from simulation.invariants import Violation
@@ -51,8 +52,8 @@ class Simulation:
         self.workers: list[Worker] = []
         self.preempted: set[tuple[int, int]] = set()
         self.asked: Counter[tuple[int, int]] = Counter()
-        self.cancelled: list[tuple[float, list[int]]] = []
-        """When cancels were done, and of which ranks."""
+        self.cancelled: list[tuple[float, float, list[int]]] = []
+        """When cancels began and were done, and of which ranks."""
         self.has_progress = False
         self.failure = ""
         self._names: Counter[str] = Counter()
@@ -216,9 +217,9 @@ class Simulation:
 
     def _cancel(self, act: Act) -> None:
         ranks = range(self.plan.n_ranks) if act.rank is None else [act.rank]
-        log = self.log()
+        log, began_s = self.log(), self.world.now
         if self.appends_cancel:
-            log.append(lambda _: Decision(kind="cancel", rank=act.rank))
+            orders.order_cancel(log, None if act.rank is None else [act.rank], self.plan.n_ranks)
         newest = self.sight(self.world.who()).newest
         log.read()
         for rank in ranks:
@@ -229,31 +230,24 @@ class Simulation:
         for container in [each for each in self.containers if each.is_alive]:
             for rank in set(ranks) & container.workers.keys():
                 container._end(rank, "cancelled")
-        self.cancelled.append((self.world.now, list(ranks)))
+        self.cancelled.append((began_s, self.world.now, list(ranks)))
 
     def _stop(self, act: Act) -> None:
-        self.log().append(lambda _: Decision(kind="stop", why="asked", within_s=20.0))
+        orders.order_stop(self.log(), 20.0)
 
     def _policy(self, act: Act) -> None:
-        self.log().append(lambda _: Decision(kind="policy", restarts=str(parse(act.policy))))
+        orders.order_policy(self.log(), parse(act.policy), None)
 
     def _resume(self, act: Act) -> None:
-        """Start anew what ended, or what is decided and not begun, as a person asks for."""
-        log, sight, person = self.log(), self.sight(self.world.who()), Outside(self)
+        """Start anew what has ended, as a person asks for."""
+        log, person = self.log(), Outside(self)
+        n_seen = len(log.read())
+        sight = self.sight(person.name)
         ranks = range(self.plan.n_ranks) if act.rank is None else [act.rank]
-
-        def compute(_: object) -> Decision | None:
-            start = {}
-            for rank in ranks:
-                end, newest = sight.ends.get(rank), sight.newest[rank]
-                if end is not None and end.status is not ReplicaStatus.SUCCEEDED:
-                    start[rank] = newest + 1
-            return Decision(kind="resume", start=start) if start else None
-
-        entry = log.append(compute)
-        if entry is not None:
-            person.name = self.world.who()
-            person.launch(entry.start)
+        ended = {rank for rank in ranks if rank in sight.ends}
+        start = {r: sight.newest[r] + 1 for r in ended if sight.ends[r].status is not ReplicaStatus.SUCCEEDED}
+        if start and orders.order_resume(log, start, n_seen) is None:
+            person.launch(start)
 
 
 def run_schedule(seed: int, *, is_traced: bool = True, **changes: Any) -> Simulation:
