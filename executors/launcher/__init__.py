@@ -5,23 +5,26 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executors.attempt import Attempt
+from executors.attempt import Attempt, half_way
 from executors.entrypoint import check_entrypoint, split_rank_env
-from executors.errors import BackendError, ReplicasError, RunExistsError, StoreError
+from executors.errors import BackendError, RunExistsError, StoreError
+from executors.launcher.at_exit import ends_with_this_process
 from executors.launcher.checks import (
     check_chaos,
     check_directory,
     check_environment,
+    check_kept,
+    check_named,
     check_same,
     check_working_directory,
     resolved,
+    with_policy,
     with_tracker,
 )
 from executors.launcher.prices import affordable_s, usd_per_hour
@@ -29,12 +32,13 @@ from executors.native import GATHER_S, KeepsOptions, NativeExecutor, Package
 from executors.policy import Restarts
 from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
-from executors.report.trackers import check_tracker
 from executors.run_index import NOTE, local_store, locate, new_run_id, preparing, remember, state_path
 from executors.shipping.script_header import check_python, script_header, script_of
 from executors.store import Store, open_store
 from executors.store.records import exists
 from executors.store.url import address_of, directory_of, shared_rendezvous
+from executors.supervision.decisions import DecisionLog
+from executors.supervision.orders import order_cancel
 from executors.task.create import LaunchRequest, create_run, plan_run
 
 if TYPE_CHECKING:
@@ -71,6 +75,7 @@ def launch(
     tracker: str | None = None,
     restarts: Restarts | int | str | None = None,
     hang_timeout: str | float | None = None,
+    health_check: str | None = None,
     progress: bool = False,
     config: str | Path | bool | Sequence[str | Path] = False,
     profile: str | None = None,
@@ -108,6 +113,8 @@ def launch(
             `Restarts`. 0: only those whose end is nobody's fault. None: nothing restarts.
         hang_timeout: how long a replica may go on without progress: seconds, "SOFT:HARD" as in "2m:3m", "off", or
             "auto": learned. With "auto" a replica is ended only where `restarts` is given.
+        health_check: a function without arguments, as "pkg.mod:f", that each new process calls before the entrypoint,
+            for 60 s at most. An exception, or False: this attempt ends as `start_failed`.
         progress: while this process waits for the run, draw bars with rate and time left, of the steps that replicas
             report; without a terminal, print a line now and then.
         config: take what is left at its default here from the settings that `replicas launch` would find here; files
@@ -142,6 +149,7 @@ def launch(
         "tracker": tracker,
         "restarts": Restarts.of(restarts),
         "hang_timeout": None if hang_timeout is None else str(hang_timeout),
+        "health_check": health_check,
     }
     if config is not False or profile is not None:
         from executors.launcher.launch_settings import filled
@@ -167,33 +175,6 @@ def named(request: LaunchRequest) -> LaunchRequest:
     return request if request.run_id is not None else replace(request, run_id=new_run_id())
 
 
-def ends_with_this_process(run: Run, *, detach: bool) -> Run:
-    """Return the run; if it goes on when this process ends, and is ended so, a line on stderr says it then."""
-    import atexit
-
-    executor, pid = run.executor, os.getpid()
-    if detach or not isinstance(executor, NativeExecutor) or not executor.ends_with_launcher:
-        return run
-
-    def tell() -> None:
-        if pid != os.getpid() or run.is_awaited:
-            return
-        with contextlib.suppress(ReplicasError):
-            if not exists(run.store, f"{run.run_id}/run.json"):
-                return  # it was deleted
-            attempts = (Attempt(run.store, run.run_id, rank) for rank in range(run.world_size))
-            # One by one: at the exit no thread can be started any more.
-            if any(each.newest().outcome() is None for each in attempts):
-                print(
-                    f"replicas: run {run.run_id} ends with this process. Wait for it with run.wait(), or let it go on "
-                    "with launch(…, detach=True).",
-                    file=sys.stderr,
-                )
-
-    atexit.register(tell)
-    return run
-
-
 @dataclass(frozen=True)
 class LaunchPlan:
     """A launch that was checked, and has neither written nor started anything."""
@@ -211,7 +192,9 @@ class LaunchPlan:
             tell: gets a few words on how far the start is, where it takes long.
         """
         from executors.run.handles import keep_handles
+        from executors.run.launch_hands import Recipe
         from executors.run.run import Run
+        from executors.supervision.lease import hold_lease
 
         request, executor = self.request, self.executor
         store = local_store() if request.rendezvous is None else open_store(request.rendezvous)
@@ -222,6 +205,7 @@ class LaunchPlan:
                 f"`replicas status {self.run_id}`. Choose another run id, or `replicas rm {self.run_id}`."
             )
         spec = create_run(request, self.run_id, store, describe_executor(executor), self.package)
+        lease = None
         try:
             options = executor.options_to_keep if isinstance(executor, KeepsOptions) else {}
             remember(self.run_id, store.url, spec.task_digest, options, request.secrets)
@@ -229,18 +213,27 @@ class LaunchPlan:
             if isinstance(executor, NativeExecutor):
                 limits: Any = {"gpu": request.gpu, "timeout": request.timeout}
                 args = request.args or {}
+                spec = replace(spec, lease_s=None if request.detach else executor.lease_s)
+                lease = hold_lease(store, spec)
                 started = executor.launch_replicas(request.n, request.entrypoint, args, **limits, run=spec, tell=tell)
                 of_ranks = {handle.rank: handle for handle in started}
                 handles = [of_ranks.get(rank) for rank in range(request.n)]
             else:
                 handles = self._start_plainly(store)
         except BaseException as error:
+            if lease is not None:
+                lease.end()
             with contextlib.suppress(StoreError):
                 for rank in range(request.n):
                     Attempt(store, self.run_id, rank).abandon(error)
+                # No keeper goes on with it.
+                order_cancel(DecisionLog(store, self.run_id), None, request.n, half_way(error))
             raise
         keep_handles(store, self.run_id, 0, handles)
-        return Run(store, self.run_id, executor=executor, handles=handles)
+        run = Run(store, self.run_id, executor=executor, handles=handles)
+        if not request.detach and isinstance(executor, NativeExecutor):
+            run.keep_here(Recipe(spec, request.entrypoint, limits), lease)
+        return run
 
     def usd_per_hour(self) -> float | None:
         """Return what an hour of all replicas costs in US dollars; None: nobody tells, or not now."""
@@ -336,10 +329,10 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     if timeout is None:
         timeout = PLAIN_TIMEOUT_S if native is None else native.default_timeout_s
     check_environment(executor, request)
+    request = with_policy(executor, request)
     if (script := script_of(request.entrypoint)) is not None:
         check_python(script_header(script), script)
-    if request.tracker is not None:
-        check_tracker(request.tracker)
+    check_named(request)
     chaos = check_chaos(executor, request) if request.chaos else ()
     request = replace(request, rendezvous=rendezvous, timeout=timeout, chaos=chaos)
     package = None
@@ -365,9 +358,7 @@ def _bring_back(
     """Resume a run as `launch(resume=True)` does."""
     given = request.args if request.argv is None else request.argv
     request = resolved(request) if given is not None else replace(resolved(request), args=None)
-    for name in ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker", "restarts", "hang_timeout"):
-        if getattr(request, name):
-            raise ValueError(f"A resumed run keeps the {name} it was launched with: leave {name}= away.")
+    check_kept(request)
     if request.run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
     from executors.resume import resume, vouched_task
@@ -385,5 +376,7 @@ def _bring_back(
         env=request.env,
         secrets=request.secrets,
         detach=request.detach,
+        restarts=request.restarts,
+        hang_timeout=request.hang_timeout,
         task_digest=task.digest,
     )

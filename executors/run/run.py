@@ -4,45 +4,47 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
 
 from executors.attempt import Attempt
 from executors.errors import (
-    BackendError,
     CorruptObjectError,
     RunExistsError,
-    RunNotFoundError,
-    StoreError,
     UnknownHandleError,
 )
 from executors.metrics.metrics import Metrics, read_metrics
-from executors.native import NativeExecutor, page_of_job
+from executors.native import NativeExecutor
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
-from executors.registry import executor_of_record
 from executors.report.root_cause import raise_root_cause
+from executors.run.canceller import Canceller
+from executors.run.known_run import KnownRun
+from executors.run.launch_hands import LaunchHands, Recipe
 from executors.run.notebook import Display, in_notebook
 from executors.run.observer import RECENT_S, Observer
+from executors.run.outside_keeper import OutsideKeeper
 from executors.run.progress import View, open_view
+from executors.run.removal import remove_run
+from executors.run.run_logs import EVERYTHING, Lines, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
-from executors.run.run_logs import Ranks, RunLogs, Which
 from executors.run.waiter import Waiter
-from executors.run_index import Note, folder_of_run, forget, noted_at_launch
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
-from executors.store.parallel import in_parallel
-from executors.store.url import address_of
-from executors.task.record import RunRecord, find_run_record
-from executors.task.stored import read_task
+from executors.store.records import retry
+from executors.supervision.decisions import Decision, DecisionLog
+from executors.supervision.events import Event, EventReader
+from executors.supervision.lease import LeaseHolder
 
 log = logging.getLogger(__name__)
 
 
-class Run:
+class Run(KnownRun):
     """One run: follow it, read its logs, cancel it, collect its results.
 
     A context manager: leaving it cancels what still runs.
@@ -56,65 +58,14 @@ class Run:
         executor: ServerlessExecutor | str | None = None,
         handles: Sequence[Any] | None = None,
     ) -> None:
-        self.store = store
-        self.run_id = run_id
-        self._named_executor = executor if isinstance(executor, str) else None
-        self._executor = None if isinstance(executor, str) else executor
-        self.has_given_options = self._executor is not None
-        """Whether a person made the executor, and so gave its options, too."""
+        super().__init__(store, run_id, executor)
         self._launched = handles
         self.is_awaited = False
         """Whether this process has waited for the run's end, or ended it."""
         self.shows_progress = False
         """Whether waiting for it draws how far it is."""
-
-    @cached_property
-    def record(self) -> RunRecord:
-        """What `run.json` says: who, what, when, backend, options."""
-        record = find_run_record(self.store, self.run_id)
-        if record is None:
-            raise RunNotFoundError(f"No run {self.run_id!r} at {self.store.url}.")
-        return record
-
-    @property
-    def url(self) -> str:
-        """The run's address: `attach(url)` finds it from any machine that reaches its store."""
-        return address_of(self.store.url, self.run_id)
-
-    @property
-    def backend(self) -> str:
-        """The backend's name."""
-        return self.record.backend
-
-    @property
-    def world_size(self) -> int:
-        """How many replicas were launched."""
-        return self.record.world_size
-
-    @property
-    def executor(self) -> ServerlessExecutor:
-        """The executor; for an attached run one of the backend that its record names.
-
-        Raises:
-            BackendError: that backend is not installed here. Nothing is imported because a record names it: give the
-                executor to `attach`.
-        """
-        if self._executor is None:
-            options = None if self.noted is None else self.noted.executor_options
-            self._executor = executor_of_record(self.record, named=self._named_executor, options=options)
-        return self._executor
-
-    @property
-    def noted(self) -> Note | None:
-        """What this machine noted when it launched the task that the record names. None on other machines."""
-        note = noted_at_launch(self.run_id, self.store.url)
-        return note if note is not None and note.task_digest == self.record.task_digest else None
-
-    @property
-    def task_digest(self) -> str | None:
-        """The sha256 of the run's task, if this machine launched it: what another one needs to resume the run."""
-        note = noted_at_launch(self.run_id, self.store.url)
-        return None if note is None else note.task_digest
+        self._lease: LeaseHolder | None = None
+        self._keeper: OutsideKeeper | None = None
 
     @property
     def handles(self) -> list[Any]:
@@ -210,7 +161,17 @@ class Run:
         """
         states = self._look()
         replicas = self._observer.with_reports(states) if reports else states
-        return RunStatus(self.run_id, self.backend, replicas, self._observer.count_joined(), self.record.min_replicas)
+        return self._observer.status(replicas)
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """What was decided on the run, as far as a look at it needed to know, oldest first."""
+        return self._observer.decisions
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether, as of the last look, it was stopped or a rank given up for what comes again if nothing changes."""
+        return self._observer.is_hopeless
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look at the run and the next: at a bucket, requests cost."""
@@ -218,14 +179,29 @@ class Run:
 
     @overload
     def logs(
-        self, rank: Ranks = None, tail: int = 200, follow: Literal[False] = False, *, attempt: Which = None
+        self,
+        rank: Ranks = None,
+        tail: int = 200,
+        follow: Literal[False] = False,
+        *,
+        attempt: Which = None,
+        grep: str | None = None,
+        since: float | None = None,
     ) -> str: ...
     @overload
     def logs(
-        self, rank: Ranks = None, tail: int = 200, *, follow: Literal[True], attempt: Which = None
-    ) -> Iterator[str]: ...
+        self, rank: Ranks = None, tail: int = 200, *, follow: Literal[True], attempt: Which = None,
+        grep: str | None = None,
+    ) -> Iterator[str]: ...  # fmt: skip
     def logs(
-        self, rank: Ranks = None, tail: int = 200, follow: bool = False, *, attempt: Which = None
+        self,
+        rank: Ranks = None,
+        tail: int = 200,
+        follow: bool = False,
+        *,
+        attempt: Which = None,
+        grep: str | None = None,
+        since: float | None = None,
     ) -> str | Iterator[str]:
         """Return the last lines of one replica's output, or of several or all, each line then led by `[rank]`.
 
@@ -235,23 +211,47 @@ class Run:
             follow: return an iterator over these and all later lines instead, which ends with the run. Where a rank is
                 resumed meanwhile, it goes on with the new attempt.
             attempt: the number of one, "all", or None: the newest of each rank.
+            grep: only the lines in which this regular expression is found.
+            since: only the lines of the last so many seconds; not for `follow`.
         """
-        pieces = self.log_pieces(rank, tail, follow, attempt)
+        lines = Lines(grep=re.compile(grep) if grep else None, since=None if since is None else time.time() - since)
+        pieces = self.log_pieces(rank, tail, follow, attempt, lines)
         return pieces if follow else "".join(pieces)
 
     def log_pieces(
-        self, rank: Ranks, tail: int, follow: bool, attempt: Which = None, note: LogNote = log.warning
+        self,
+        rank: Ranks,
+        tail: int,
+        follow: bool,
+        attempt: Which = None,
+        lines: Lines = EVERYTHING,
+        note: LogNote = log.warning,
     ) -> Iterator[str]:
         """Yield what `logs` returns, rank after rank; followed, line after line.
 
         Args:
+            lines: which ones, and how they are shown.
             note: is given a line about each log that is not read where its replica writes to.
         """
-        logs = RunLogs(self._observer, self.executor, attempt, note)
-        is_one = isinstance(rank, int)
+        logs = RunLogs(self._observer, self.executor, attempt, lines, note, is_one=isinstance(rank, int))
         chosen = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
         ranks = [self._check_rank(r) for r in chosen]
-        return logs.followed(ranks, tail, is_one=is_one) if follow else logs.tails(ranks, tail, is_one=is_one)
+        return logs.followed(ranks, tail) if follow else logs.tails(ranks, tail)
+
+    def events(self, follow: bool = False, note: LogNote = log.warning) -> Iterator[Event]:
+        """Yield what happened in the run so far, in the order of time: launches, ends, hangs, decisions.
+
+        Args:
+            follow: go on with what happens, until the run has ended.
+            note: is told of each record that cannot be read.
+        """
+        reader = EventReader(self.store, self.run_id, self.record, map_over=self._observer.map, note=note)
+        for pause_s in self.pauses():
+            now = retry(lambda: self.status(reports=False)) if follow else self.status(reports=False)
+            yield from reader.new(self._observer.inventory, now)
+            if not follow or now.is_terminal:
+                return
+            time.sleep(pause_s)
 
     def metrics(self) -> Metrics:
         """Return what the replicas measured over time, on one time line, and what became of their work."""
@@ -280,54 +280,53 @@ class Run:
 
     def report_document(self) -> dict[str, Any]:
         """Return all that the page of the run shows as one JSON document, whose floats are finite."""
-        from executors.report.document import Subject, document
+        from executors.report.document import document
+        from executors.run.report_subject import subject_of
 
-        task, pages, problems = None, list[str | None](), list[str]()
-        try:
-            task = read_task(self.store, self.run_id).record
-        except StoreError as error:
-            problems.append(str(error))
-        with contextlib.suppress(BackendError):  # of a backend that is not installed here, which may have no pages
-            pages = list(map(page_of_job, self.handles))
-        return document(
-            Subject(
-                url=self.url,
-                record=self.record,
-                task=task,
-                now=self.status(),
-                metrics=self.metrics(),
-                pages=pages,
-                problems=problems,
-            )
-        )
+        return document(subject_of(self.store, self.record, self.status(), self.metrics(), self.handles))
 
     def request_cancel(self) -> None:
         """Leave the cancel marker of every replica that has not ended; `cancel` also waits for their end."""
-        alive = [state.rank for state in self._look() if not state.status.is_terminal]
-        self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(), alive)
+        self._canceller.request()
 
     def cancel(self, rank: int | None = None) -> None:
         """Cancel one replica, or all that still run; returns when they are gone. Nothing changes for the others."""
-        observer = self._observer
-        ranks = observer.ranks if rank is None else [self._check_rank(rank)]
-        states = [state for state in observer.look(ranks) if not state.status.is_terminal]
-        alive = [state.rank for state in states if not state.is_over]
-        launched = [r for r in alive if self.handle(r) is not None]
-        for r in set(alive) - set(launched):
-            attempt = observer.attempt(r)
-            if not isinstance(self.executor, NativeExecutor):
-                raise RunNotFoundError(
-                    f"Run {self.run_id!r}: backend {self.backend!r} left no handle that another process can read. "
-                    "Cancel it in the process that launched it."
-                )
-            attempt.request_cancel()  # its launcher died, or has not come to it; one that comes up late ends, too
-            attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
-        in_parallel(lambda r: self.executor.cancel(self.handle(r)), launched)
-        for state in states:
-            if state.is_over:  # raises what is wrong with its records
-                self.executor.cancel(self.handle(state.rank))
+        self._canceller.cancel(None if rank is None else self._check_rank(rank))
         if rank is None:
             self._settle()
+
+    def stop(self, within_s: float = 600.0, wait: Callable[[float], bool] | None = None) -> None:
+        """End the run well; returns when its replicas are gone.
+
+        Each ends at the next round that is adopted, or when its entrypoint looks at `replica.ending_s`. What has not
+        after `within_s` seconds is ended as by a cancel. `resume` goes on from there.
+
+        Args:
+            wait: waits meanwhile, so many seconds at most; False if the run is not over then. None: as `wait` does.
+        """
+        self._canceller.stop(within_s, wait or self.wait)
+        self._settle()
+
+    def keep_here(
+        self, recipe: Recipe, lease: LeaseHolder | None, say: Callable[[str], None] | None = None
+    ) -> OutsideKeeper:
+        """Let this process answer ends whose supervisors are gone, whenever it looks at the run while it waits.
+
+        Args:
+            lease: where its replicas end unless somebody renews it; it ends with the run.
+            say: gets a sentence on each start that failed. None: they go to stderr.
+        """
+        executor = self.executor
+        assert isinstance(executor, NativeExecutor)
+        hands = LaunchHands(executor, recipe, say or (lambda words: print(f"replicas: {words}", file=sys.stderr)))
+        log = DecisionLog(self.store, self.run_id)
+        self._keeper = OutsideKeeper(log, self.record, self._observer, hands, self._canceller.end)
+        self._lease = lease
+        return self._keeper
+
+    def keep(self, states: Sequence[ReplicaState]) -> float | None:
+        """Answer the ends among these states, if this process keeps the run; return when to do so again, in seconds."""
+        return None if self._keeper is None else self._keeper.keep(states)
 
     def remove(self) -> None:
         """Delete everything the run left, here and in its store.
@@ -335,25 +334,12 @@ class Run:
         Raises:
             RunExistsError: a replica still runs.
         """
-        folder = folder_of_run(self.run_id, self.store.url)
         with contextlib.suppress(CorruptObjectError, UnknownHandleError):  # what cannot be read can be removed
             if not self.status(reports=False).is_terminal:
                 raise RunExistsError(
                     f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`."
                 )
-        left = []
-        for entry in list(self.store.list(f"{self.run_id}/")):
-            try:
-                self.store.delete(entry.key)
-            except ValueError:  # not a key that a store takes: somebody put it there by other means
-                left.append(entry.key)
-        forget(folder)
-        if left:
-            raise StoreError(
-                f"Run {self.run_id!r} is removed, but for {len(left)} objects under names that no run has, such as "
-                f"{left[0][:200]!r}. Delete these with the tools of the rendezvous.",
-                url=self.store.url,
-            )
+        remove_run(self.store, self.run_id)
 
     def newest_attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt: its number is 0 until it was resumed, or its process started twice."""
@@ -371,7 +357,11 @@ class Run:
 
     @cached_property
     def _waiter(self) -> Waiter:
-        return Waiter(self.run_id, self.record, self._observer, self.cancel)
+        return Waiter(self.run_id, self.record, self._observer, self.cancel, self.keep)
+
+    @cached_property
+    def _canceller(self) -> Canceller:
+        return Canceller(self.store, self.run_id, self._observer, self.backend, lambda: self.executor)
 
     @cached_property
     def _display(self) -> Display:
@@ -380,6 +370,8 @@ class Run:
     def _settle(self) -> None:
         """The run has ended: whoever goes on finds that the cells say so."""
         self.is_awaited = True
+        if self._lease is not None:
+            self._lease.end()
         if "_display" in self.__dict__:
             self._display.settle()
 

@@ -150,7 +150,7 @@ class Keeper:
             answer = decide(entries, end, others, policy, facts, now)
             if answer is None or answer.kind != "restart":
                 return answer
-            if how == "fork" and (policy.how != "fork" or end.reason in NEEDS_LAUNCH or self._is_to_leave(answer)):
+            if how == "fork" and (policy.how != "fork" or _needs_launch(end) or self._is_to_leave(answer)):
                 return None
             return replace(answer, how=how)
 
@@ -208,8 +208,11 @@ class Keeper:
         for rank, entry in self._starts.items():
             if entry.start[rank] <= sight.newest.get(rank, -1) or not self.hands.may_start(rank):
                 continue
-            is_anothers = entry.kind == "resume" or (entry.how != "fork" and entry.rank == rank)
-            if not (self.hands.how == "fork" and is_anothers) and not self.barred_by(rank):
+            # Whoever resumes a rank starts it; a machine that is to be left starts nothing.
+            is_others = self.hands.how == "fork" and (
+                entry.kind == "resume" or (entry.how != "fork" and entry.rank == rank)
+            )
+            if not is_others and not self.barred_by(rank):
                 pending[rank] = entry
         return pending
 
@@ -225,10 +228,16 @@ class Keeper:
         return max(0.0, self._ready_at[entry.nonce] - self._monotonic())
 
     def _is_to_leave(self, answer: Decision) -> bool:
-        return self._has_wider and answer.strikes > MOST_FORK_STRIKES
+        most = MOST_FORK_STRIKES - (answer.reason == "start_failed")  # twice unwell: another machine
+        return self._has_wider and answer.strikes > most
 
     def _leave_no_hole(self, rank: int, newest: int, number: int) -> None:
         """Close attempts that were decided and never begun, since attempts are dense."""
         for skipped in range(newest + 1, number):
             attempt = Attempt(self.log.store, self.log.run_id, rank, skipped)
             attempt.record(attempt.ended(ReplicaStatus.FAILED, "fenced", error=f"Attempt {number} came before it."))
+
+
+def _needs_launch(end: Outcome) -> bool:
+    """Return whether a new process of the same supervisor would not do: one that says itself why it fails was there."""
+    return end.reason in NEEDS_LAUNCH and not (end.reason == "start_failed" and end.pid is not None)
