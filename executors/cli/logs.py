@@ -52,6 +52,11 @@ def moment(text: str) -> float:
             raise ValueError(f"{text!r} is no time. Give {TIME}.") from None
 
 
+def without_bars(line: str) -> str:
+    """Return a line as a terminal shows it in the end."""
+    return BAR.sub("", line)
+
+
 def logs(
     run: RunArgument,
     rank: RanksOption = None,
@@ -97,7 +102,7 @@ def logs(
             since=None if since is None else moment(since),
             until=None if until is None else moment(until),
             prefix=prefix,
-            clean=str if raw else lambda text: BAR.sub("", text),
+            clean=str if raw else without_bars,
         )
         n_lines = lines if lines is not None else MAX_READ_BYTES if chosen.is_search and not follow else LAST_LINES
         if as_json:

@@ -86,6 +86,8 @@ def parse_duration(text: str) -> float:
         raise UsageProblem(str(error)) from None
 
 
+TEE = "Show the output of these ranks, too, as in 0,2: below the table, or between the lines."
+TeeOption = Annotated[Any, Option("--tee", metavar="R,…", parser=_ranks_in, help=TEE)]
 WAIT = f"Wait at most this long ({DURATIONS}); then exit with 124."
 WaitOption = Annotated[float | None, Option("--timeout", metavar="DURATION", parser=parse_duration, help=WAIT)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -11,7 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from executors.attempt import Attempt, Beat
-from executors.errors import CorruptObjectError, UnknownHandleError
+from executors.errors import BackendError, CorruptObjectError, UnknownHandleError
 from executors.native import NativeExecutor, Observation, Unfinished
 from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
 from executors.run.handles import kept_handles
@@ -61,7 +62,7 @@ class Observer:
         self._outcomes: dict[int, Outcome] = {}
         self._problems: dict[int, Outcome] = {}
         self._beats: dict[int, tuple[int, Beat | None]] = {}
-        self._answers = Answers(store, run_id, record)
+        self._answers = Answers(store, run_id, record, self._has_keeper)
         self._hopeless: set[int] = set()
 
     @property
@@ -110,6 +111,14 @@ class Observer:
     def is_hopeless(self) -> bool:
         """Whether, as of the last look, starting some rank again unchanged does not help."""
         return bool(self._hopeless)
+
+    def _has_keeper(self, rank: int) -> bool:
+        """Whether the supervisor of a rank that has ended lives, as far as its executor can tell."""
+        with contextlib.suppress(BackendError, CorruptObjectError, UnknownHandleError):
+            executor, handle = self._executor(), self.handle(rank)
+            if isinstance(executor, NativeExecutor) and handle is not None:
+                return executor.parents([Unfinished(handle, self.attempt(rank).number)])[0].is_alive
+        return False
 
     def _ends(self) -> dict[int, Outcome]:
         return {rank: end for rank in self.ranks if (end := self.outcome(rank)) is not None}

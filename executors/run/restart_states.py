@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from threading import Lock
@@ -26,9 +26,14 @@ RESUME_S = 60.0  # so long a resume may take from its decision to a replica that
 
 
 class Answers:
-    """The log of one run's decisions, as this process has read it, and what it says of each replica."""
+    """The log of one run's decisions, as this process has read it, and what it says of each replica.
 
-    def __init__(self, store: Store, run_id: str, record: RunRecord) -> None:
+    Args:
+        has_keeper: tells whether the supervisor of a rank that ended lives; asked only when an answer is overdue.
+    """
+
+    def __init__(self, store: Store, run_id: str, record: RunRecord, has_keeper: Callable[[int], bool]) -> None:
+        self._has_keeper = has_keeper
         self._log = DecisionLog(store, run_id)
         self._record = record
         self._launched = Restarts.of(record.restarts)
@@ -123,17 +128,17 @@ class Answers:
         if answer is not None:
             known = replace(known, next_at=max(answer.not_before, answer.at))
             note = note_of(log, log.index(answer), self._launched, now)
-            return _awaiting(state, known, self._note_of_wait(note, known.next_at or 0.0, now))
+            return _awaiting(state, known, self._note_of_wait(end.rank, note, known.next_at or 0.0, now))
         expected = None if policy is None else self._expected(end, log, ends, policy, now)
         if expected is None:
             return replace(state, restart=known)
         if expected.kind == "give_up" and expected.why != "no_progress":
             note = note_of([*log, expected], len(log), self._launched, now)
             return replace(state, restart=replace(known, note=note, is_hopeless=expected.why in HOPELESS))
-        return _awaiting(state, known, self._note_of_wait(f"ended: {expected.words}", end.finished_at, now))
+        return _awaiting(state, known, self._note_of_wait(end.rank, f"ended: {expected.words}", end.finished_at, now))
 
-    def _note_of_wait(self, note: str, due_at: float, now: float) -> str:
-        if now - due_at <= OVERDUE_S:
+    def _note_of_wait(self, rank: int, note: str, due_at: float, now: float) -> str:
+        if now - due_at <= OVERDUE_S or self._has_keeper(rank):  # which waits for a place, perhaps
             return note
         return f"waits for a keeper: replicas watch {self._name}"
 

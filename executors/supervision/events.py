@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +15,7 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.status import RunStatus
 from executors.store import Store
 from executors.store.inventory import Inventory
-from executors.store.records import find_record, get_at_most
+from executors.store.records import FAR_AHEAD, find_record, get_at_most, number
 from executors.supervision.decision_words import line_of
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.task.record import RunRecord
@@ -161,10 +162,8 @@ class EventReader:
 
     def _seconds_to_progress(self, rank: int, attempt: int) -> float | None:
         key = f"{self._run_id}/metrics/{rank:04d}/{attempt}/000000.jsonl"
-        for line in find_record(self._store, key, _lines, SEGMENT_BYTES) or ():
-            if not any(name in line for name in NO_PROGRESS) and isinstance(line.get("t"), float | int):
-                return float(line["t"])
-        return None
+        found = find_record(self._store, key, lambda data, *_: progress_in(data), SEGMENT_BYTES)
+        return None if found is None else next(found, None)
 
     def _hangs(self, inventory: Inventory) -> Iterator[Event]:
         before: tuple[int, int, int, float] | None = None
@@ -239,12 +238,10 @@ def read_stacks(attempt: Attempt, number: int) -> str:
     return bytes(get_at_most(attempt.store, key, MAX_DUMP_BYTES)).decode(errors="replace")
 
 
-def _lines(data: Any, key: str, url: str) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a segment that are JSON objects."""
-    for text in bytes(data).splitlines():
-        try:
+def progress_in(segment: Any) -> Iterator[float]:
+    """Yield when something was reported, by the lines of a segment of measurements: seconds since the claim."""
+    for text in bytes(segment).splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict):
-            yield line
+            if isinstance(line, dict) and not any(name in line for name in NO_PROGRESS):
+                yield number(0.0, FAR_AHEAD)(line.get("t"))

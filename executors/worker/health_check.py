@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 
 from executors.entrypoint import load_entrypoint
@@ -38,6 +39,7 @@ def check_health(name: str, end: Callable[[str], None] | None = None, limit_s: f
     except (Exception, SystemExit) as error:
         if sigterm_arrived():
             raise
+        traceback.print_exc()  # the outcome has the last line of it
         raise UnhealthyError(f"The health check {name} failed: {type(error).__name__}: {error}") from error
     finally:
         timer.cancel()

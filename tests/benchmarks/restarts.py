@@ -110,7 +110,7 @@ def goodput(options: Options) -> list[Comparison]:
     """R6: eight replicas, of which a random one is killed every few seconds; `--seconds` shortens it."""
     cases = [(8, 2.0, 5.0, 600.0, 0.05), (8, 40.0, 60.0, 1200.0, 0.08)]
     if options.quick:
-        cases = [(2, 0.5, 1.0, 4.0, 1.0)]
+        cases = [(2, 0.3, 1.0, 1.5, 1.0)]
     found = []
     with state_of_its_own():
         for n, round_s, every_s, usual_s, goal in cases:

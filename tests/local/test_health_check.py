@@ -49,6 +49,7 @@ def test_a_replica_whose_check_fails_ends_before_its_task_and_says_why(tmp_path:
         expected = f"The health check {name}:of_rank " + (f"failed: {says}" if says else "returned False.")
         assert outcome.error == expected
         assert "checking" in str(outcome.output_tail)
+    assert "checks_of_ranks.py" in str(outcomes[1].output_tail), "the traceback is in the log"
     unchecked = launch(local, f"{name}:draw", 4, seed=7).results()
     assert outcomes[0].result == unchecked[0], "what a check draws at random is not the task's"
 

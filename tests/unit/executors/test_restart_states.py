@@ -9,10 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.hostile_records import outcome_json, run_json
+from support.hostile_records import local_handle, outcome_json, run_json
 
+from executors import LocalProcessExecutor
 from executors.attempt import replica_key
 from executors.cli.summary import exit_code
+from executors.native import Parent, Unfinished
 from executors.protocol import STOPPED, Outcome, ReplicaStatus
 from executors.run.run import Run
 from executors.store import Store
@@ -144,6 +146,26 @@ def test_what_failed_twice_alike_is_given_up_also_before_anybody_writes_it() -> 
 )
 def test_a_note_says_what_an_ended_replica_waits_for(end: dict[str, Any], log: Sequence[Decision], note: str) -> None:
     assert run_of(end, None, log=log).status().replicas[0].note.startswith(note)
+
+
+class Watched(LocalProcessExecutor):
+    """Its supervisors live, or not."""
+
+    def __init__(self, is_alive: bool) -> None:
+        super().__init__(preload=())
+        self.is_alive = is_alive
+
+    def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
+        assert [(each.handle.rank, each.attempt) for each in replicas] == [(0, 0)]
+        return [Parent(self.is_alive)]
+
+
+def test_who_has_a_supervisor_waits_for_nobody_else() -> None:
+    run = run_of(failed(finished_at=ENDED_LONG_AGO), log=[RESTART])
+    write(run.store, 0, "handle", local_handle(0, run_id="wide", store_url=run.store.url))
+    notes = [Run(run.store, "wide", executor=Watched(alive)).status().replicas[0].note for alive in (True, False)]
+    assert notes[0] == "restarts now: signal, SIGKILL", "perhaps it waits for a place"
+    assert notes[1].startswith("waits for a keeper: replicas watch")
 
 
 def test_the_document_counts_restarts() -> None:
