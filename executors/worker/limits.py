@@ -43,7 +43,7 @@ class Finding:
     stacks: str | None = None
     """The stacks of its threads, below the sentence: to be kept by `keep_stacks`, and shown in the log."""
     is_kill: bool = False
-    """Its supervisor ends the rank now: SIGCONT, then SIGKILL to it and all below; outcome `failed`, `hang`."""
+    """Its supervisor ends the rank now: SIGKILL to it and all below; outcome `failed`, `hang`."""
 
 
 class Watchdog:
