@@ -33,7 +33,7 @@ from executors.store.records import Fields, get_at_most, to_bytes
 from executors.store.url import impatient_store, is_near
 from executors.task.stored import StoredTask
 from executors.worker.main import Assignment, main
-from executors.worker.ranks import Running, claimed_by, how_started, leave_supervisor, read_task_ahead
+from executors.worker.ranks import Running, how_started, leave_supervisor, read_task_ahead
 from executors.worker.supervisor import CANCEL_LOOK_S, Supervisor
 from executors.worker.surroundings import await_gpu_release
 
@@ -112,7 +112,7 @@ class ContainerSupervisor(Supervisor):
         """Beat in place of a rank that holds its GIL, so that it looks busy and not lost."""
         self._beaten_at = time.monotonic()
         with contextlib.suppress(StoreError):
-            attempt = claimed_by(running.pid, running.asked)
+            attempt = running.attempt
             beat = attempt.find("heartbeat.json", Beat.parse)
             reported = {} if beat is None else dict(beat.reported)
             attempt.store.put(attempt.key("heartbeat.json"), to_bytes({**reported, "at": time.time()}))
@@ -168,6 +168,9 @@ class ContainerRanks:
     def output_tail(self, attempt: Attempt) -> str:
         """Return the end of what an attempt printed."""
         return "" if self._page is None else self._page.tail()
+
+    def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None:
+        """Note nothing: the service knows when a line came."""
 
     def write_log(self, attempt: Attempt, words: str) -> None:
         """Add to what an attempt prints."""
