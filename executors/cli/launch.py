@@ -21,6 +21,7 @@ from executors.cli.options import (
     RendezvousOption,
     RunArgument,
     SecretOption,
+    TeeOption,
     VolumeOption,
     find_run,
     note_python_words,
@@ -97,6 +98,7 @@ def launch(
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
     columns: ColumnsOption = None,
+    tee: TeeOption = None,
     config: ConfigOption = None,
     profile: ProfileOption = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the request, start nothing.")] = False,
@@ -119,6 +121,10 @@ def launch(
     with Interrupts() as interrupts:
         try:
             with with_origins(context, backend), usage_errors():
+                if wrong := next((rank for rank in tee or () if rank >= n), None):
+                    refuse(f"--tee {wrong}: the ranks are 0 to {n - 1}.")
+                if tee and (detach or backend == "inline"):
+                    refuse("--tee belongs to a run that is watched here: leave --detach and --backend inline away.")
                 given, chosen = parse_texts("--arg", arg), options_of(backend, option, volume)
                 request = named(
                     LaunchRequest(
@@ -163,7 +169,7 @@ def launch(
             has_begun = request is not None and locate(str(request.run_id)) is not None
             output.say("Cancelled." if has_begun else "Cancelled before the run had started.", "yellow")
             return CANCELLED
-        return _finish(run, output, interrupts, detach=detach, columns=columns)
+        return _finish(run, output, interrupts, detach=detach, columns=columns, tee=tee or ())
 
 
 launch.epilog = (  # type: ignore[attr-defined]
@@ -276,6 +282,7 @@ def _finish(
     detach: bool,
     columns: Sequence[str] | None = None,
     timeout_s: float | None = None,
+    tee: Sequence[int] = (),
 ) -> int:
     """Watch a run that this process started to its end, or leave it; return the exit code."""
     from executors.cli.live import watch
@@ -297,7 +304,7 @@ def _finish(
     if lease:
         output.say(f"It ends when nobody watches it for {lease}: --detach lets it go on alone.", "dim")
     try:
-        watch(run, output, interrupts=interrupts, columns=columns)
+        watch(run, output, interrupts=interrupts, columns=columns, tee=tee)
         summary = Summary.of(run, interrupted=interrupts.count > 0)
     except (StoreError, BackendError) as error:
         output.say(f"The status of the run cannot be read any more: {error}", "red")

@@ -43,7 +43,7 @@ from executors.worker.heartbeat import Heartbeat
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.result import to_json_value
 from executors.worker.sigterm import TERMINATED, handle_sigterm, ignore_sigterm, sigterm_arrived
-from executors.worker.surroundings import NoGpuError, check_gpu, seed_generators, set_environment
+from executors.worker.surroundings import NoGpuError, check_gpu, fill_in_environment, seed_generators, set_environment
 from executors.worker.watched import be_watched, end_watch
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def _load(replica: Replica, stored: StoredTask, gpu: str | None = None) -> Calla
         if warning := difference(stored.record.python_version, stored.record.torch):
             print(warning, file=sys.stderr)
     seeded = seed_generators(replica, stored.record.seed, but=set())
-    function, args = stored.load()
+    function, args = stored.load(fill_in_environment(replica, stored.record.launched_with))
     if gpu is not None:
         check_gpu(gpu)
     seed_generators(replica, stored.record.seed, but=seeded)

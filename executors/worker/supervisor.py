@@ -159,6 +159,8 @@ class Supervisor:
             if time.monotonic() >= self._look_at:
                 self._look_at = time.monotonic() + self._look_s
                 self._look()
+                for running in self._running.values():
+                    self._ranks.note_output(running.asked)
             self._keep_log()
             if time.monotonic() >= self._watch_at:
                 self._watch()
@@ -252,6 +254,7 @@ class Supervisor:
             if running is None:
                 continue  # something a rank left behind
             self._free_places.append(running.place)
+            self._ranks.note_output(running.asked, is_whole=True)
             spare = {*self._running, *self._copying}
             if not spare >= set(children(os.getpid())):
                 kill_descendants(os.getpid(), spare=spare, limit_s=UNKILLABLE_S)
