@@ -11,11 +11,11 @@ from dataclasses import replace
 from executors.attempt import Attempt
 from executors.errors import StoreError
 from executors.native import RunSpec
-from executors.policy import Restarts
+from executors.policy import HangLimits, Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
 from executors.store.records import RETRY_S
-from executors.supervision.decisions import Decision, DecisionLog
+from executors.supervision.decisions import Decision, DecisionLog, hang_of
 from executors.supervision.keeper import Keeper, Sight
 from executors.task.record import find_run_record
 from executors.worker.ends import record_end
@@ -63,6 +63,16 @@ class Answers:
             min_replicas=None if record is None else record.min_replicas,
             hands=self,
         )
+
+    @property
+    def n_read(self) -> int:
+        """How many entries of the log were read."""
+        return len(self._log.entries)
+
+    @property
+    def hang(self) -> HangLimits:
+        """The limits on making no progress that count now."""
+        return hang_of(self._log.entries, HangLimits.parse(self._spec.hang))
 
     @property
     def next_at(self) -> float:

@@ -121,7 +121,7 @@ def test_a_restart_together_ends_the_living_ranks_and_starts_them_anew(
     over(run)
 
 
-def barred(run: Run, **entry: Any) -> None:
+def added(run: Run, **entry: Any) -> None:
     """Add an entry to the log, and say so to the supervisor, which looks every ten seconds otherwise."""
     DecisionLog(run.store, run.run_id).append(lambda log: Decision(**entry))
     os.kill(supervisor_of(run), signal.SIGUSR1)
@@ -140,7 +140,7 @@ def test_what_bars_the_run_ends_what_lives_and_what_was_to_be_started(
 ) -> None:
     run = started(local, die_and_hang, 2, "3,backoff=600s:600s", folder=str(tmp_path))
     decided(run, "restart")
-    barred(run, **entry)
+    added(run, **entry)
     over(run)
     assert [told(run, rank) for rank in range(2)] == [["signal SIGKILL", "cancelled"], ["cancelled"]]
     assert why in str(ends(run, 1)[0].error)
@@ -195,7 +195,9 @@ def test_nothing_of_an_attempt_is_left_when_the_next_one_starts(local: LocalProc
 
 def test_a_rank_that_hangs_is_ended_says_where_and_starts_anew(local: LocalProcessExecutor, state_home: Path) -> None:
     args = {"kinds": ["loop", "mutex with the GIL"]}
-    run = over(launch(local, hang_first, 2, args=args, restarts=f"1,{QUICK}", hang_timeout="1s:2s"))
+    run = launch(local, hang_first, 2, args=args, restarts=f"1,{QUICK}", hang_timeout="off")
+    added(run, kind="policy", hang="1s:2s")
+    over(run)
     assert [told(run, rank) for rank in range(2)] == [["hang", "succeeded"], ["hang SIGKILL", "succeeded"]]
     for rank in range(2):
         end, attempt = ends(run, rank)[0], Attempt(run.store, run.run_id, rank, 0)
