@@ -13,12 +13,21 @@ from typing import Any
 import pytest
 from support.chaos_tasks import closed_gates, train
 from support.processes import is_alive
-from support.restart_tasks import bomb, die_and_hang, end_always, end_first, hang_first, save_slowly
+from support.restart_tasks import (
+    bomb,
+    come_back_when_resumed,
+    die_and_hang,
+    end_always,
+    end_first,
+    hang_first,
+    save_slowly,
+)
 from support.runs import all_gone, launcher, said
 
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Attempt
 from executors.protocol import Outcome
+from executors.resume import resume
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.testing import eventually
 
@@ -239,3 +248,20 @@ def test_a_cancel_waits_for_what_a_rank_must_not_be_interrupted_in(local: LocalP
         ["cancelled"],
         ["begun", "saved", "state"],
     )
+
+
+def test_a_rank_that_is_given_up_and_resumed_belongs_to_its_new_supervisor(
+    local: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    run = started(local, come_back_when_resumed, 2, "9,backoff=1s:1s", folder=str(tmp_path))
+    decided(run, "give_up")
+    resume(run, ranks=[0])
+    eventually(lambda: len(decisions(run)) == 4, "its new supervisor answers the next end")
+    os.kill(supervisor_of(run), signal.SIGUSR1)  # the old one looks, before the new one starts what it decided
+    over(run)
+    eventually(lambda: told(run, 0)[3:] == ["succeeded"])
+    assert told(run, 0) == ["no_result", "no_result", "signal SIGKILL", "succeeded"]
+    assert [entry.kind for entry in decisions(run)] == ["restart", "give_up", "resume", "restart"]
+    handles = [Attempt(run.store, run.run_id, 0, number).handle("local") for number in range(4)]
+    first, second, third, fourth = [handle and handle.metadata["supervisor_pid"] for handle in handles]
+    assert (first == second, second == third, third == fourth) == (True, False, True)
