@@ -179,10 +179,10 @@ def barred_by(log: Sequence[Decision], rank: int) -> Decision | None:
 def answer_to(log: Sequence[Decision], rank: int, attempt: int) -> Decision | None:
     """Return what answers the end of an attempt: the entry that starts a later one of the rank, or gives it up."""
     for entry in reversed(log):
-        if entry.kind == "restart" and entry.start.get(rank, -1) > attempt:
+        if entry.start.get(rank, -1) > attempt:
             return entry
-        if entry.kind == "resume" and entry.start.get(rank, -1) > attempt:
-            return entry
+        if entry.kind == "resume" and rank in entry.start:
+            return None  # what was decided before it no longer counts
         if entry.kind in ("restart", "give_up", "stop") and entry.rank == rank and (entry.ended or 0) >= attempt:
             return entry
     return None

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from executors.attempt import Attempt, Claim
+from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
 from executors.errors import StoreError
 from executors.protocol import BY_USER, Outcome, Reason, ReplicaStatus
@@ -40,6 +40,8 @@ class Ends:
             return "cancelled", None  # its marker says why
         if running.ending == "timeout":
             return because("timeout", limit_s=self._timeout_s)
+        if running.ending == "hang":
+            return "hang", running.error
         if running.ending == "fenced":
             return because("fenced")
         if running.ending == "signal":
@@ -54,30 +56,30 @@ class Ends:
         return because("no_result", code=f"exit code {exit_code}")
 
 
-def claimed_by(pid: int | None, asked: Attempt) -> Attempt:
-    """Return the attempt that a child of this process claimed; the one it was asked for when it claimed none.
+def seen_from_outside(running: Running, exit_code: int) -> dict[str, Any]:
+    """Return what an outcome says beside the reason, where its supervisor writes it."""
+    killed_by = signal_name(-exit_code) if exit_code < 0 else None
+    return {
+        **running.page.told(),
+        "exit_code": exit_code,
+        "signal": killed_by or running.page.notice,
+        "fingerprint": killed_by or f"exit code {exit_code}",
+        "pid": running.pid,
+        "started_at": running.started_at,
+    }
 
-    Not simply the newest: another process may have claimed that, and live on when the child ends.
-    """
-    attempt = asked
-    while pid is not None and (claim := attempt.find("started.json", Claim.parse)):
-        if claim.pid == pid:
-            return attempt
-        attempt = attempt.at(attempt.number + 1)
-    return asked
 
-
-def is_cancelled(asked: Attempt, pid: int | None = None) -> bool:
-    """Return whether the attempt that a child claimed has a cancel marker; False when the store does not answer."""
+def is_cancelled(attempt: Attempt) -> bool:
+    """Return whether an attempt has a cancel marker; False when the store does not answer."""
     with contextlib.suppress(StoreError):
-        return claimed_by(pid, asked).has("cancel.json")
+        return attempt.has("cancel.json")
     return False  # asked again in a second
 
 
 def is_overtaken(running: Running) -> bool:
     """Return whether a living process has lost its attempt: to an outcome of somebody else, or to a later claim."""
     with contextlib.suppress(StoreError):
-        attempt = claimed_by(running.pid, running.asked)
+        attempt = running.attempt
         outcome = attempt.outcome()
         return attempt.at(attempt.number + 1).has("started.json") or (
             outcome is not None and outcome.pid != running.pid
@@ -92,10 +94,9 @@ def why_barred(entry: Decision) -> str:
     return f"the run was stopped ({entry.why})" + (f": {entry.words}" if entry.words else "")
 
 
-def mark_cancelled(why: str, asked: Attempt, pid: int | None = None) -> None:
-    """Leave the cancel marker of the attempt that a child claimed, unless that has its outcome."""
+def mark_cancelled(why: str, attempt: Attempt) -> None:
+    """Leave the cancel marker of an attempt, unless that has its outcome."""
     with contextlib.suppress(StoreError):
-        attempt = claimed_by(pid, asked)
         if attempt.outcome() is None:  # else it is only tidying up
             attempt.request_cancel(why)
 

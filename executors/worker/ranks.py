@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from executors.attempt import Attempt
-from executors.errors import ReplicasError
+from executors.errors import ReplicasError, StoreError
 from executors.native import RunSpec
+from executors.policy import HangLimits
 from executors.process import become_subreaper
 from executors.protocol import Reason
 from executors.shared_page import SharedPage
 from executors.store import store_at
 from executors.task.stored import StoredTask, read_task
+from executors.worker.limits import Watchdog, keep_stacks
 
 NEVER = float("inf")
 ATOMIC_LOOK_S = 0.5
@@ -43,6 +45,16 @@ class Ranks(Protocol):
     def output_tail(self, attempt: Attempt) -> str:
         """Return the end of an attempt's output, for its outcome."""
 
+    def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None:
+        """Note how far an attempt's output has come, if its times are kept here.
+
+        Args:
+            is_whole: the attempt has ended.
+        """
+
+    def write_log(self, attempt: Attempt, words: str) -> None:
+        """Add to an attempt's output."""
+
     def copy_log(self, asked: Attempt, claimed: Attempt) -> int | None:
         """Begin to copy the end of an attempt's output into the run's store, if it is to be there.
 
@@ -63,15 +75,26 @@ class Running:
     """The attempt asked for; the process may have claimed a later one."""
     place: int
     page: SharedPage
+    watchdog: Watchdog
     started_at: float
     deadline: float
     why_then: Reason = "timeout"
     """Why it is ended at its deadline."""
     ending: Reason | None = None
     """Why the supervisor ended it."""
+    error: str | None = None
+    """The same as a sentence, where the supervisor alone knows it."""
     asked_at: float = NEVER
     grace_s: float = 0.0
     kill_at: float = NEVER
+
+    @property
+    def attempt(self) -> Attempt:
+        """The attempt that the process claimed; the one that it was asked for while it has claimed none.
+
+        Not simply the newest: another process may have claimed that, and live on when this one ends.
+        """
+        return self.asked.at(int(self.page.claimed) - 1) if self.page.claimed else self.asked
 
     def terminate(self, why: Reason, grace_s: float) -> None:
         """Ask the rank to end; only the rank: its helpers are part of how it cleans up."""
@@ -86,10 +109,40 @@ class Running:
         self.kill_at = min(at, now + ATOMIC_LOOK_S)
         return at <= now
 
+    def watch(self, now: float, ranks: Ranks) -> None:
+        """Look whether it makes progress; keep its stacks if it does not, and have it killed when it must be."""
+        finding = self.watchdog.look(now) if self.ending is None else None
+        if finding is not None and finding.stacks is not None:
+            with contextlib.suppress(OSError, StoreError):
+                ranks.write_log(self.asked, finding.stacks)
+                keep_stacks(self.attempt, self.page, finding.stacks)
+        if finding is not None and finding.is_kill:
+            self.ending, self.error, self.deadline = "hang", finding.sentence, NEVER
+            self.asked_at, self.kill_at = -NEVER, now
+
     def end_by(self, deadline: float, why: Reason) -> None:
         """Have it asked to end at a time of the monotonic clock, if it is not to end before."""
         if self.ending is None and deadline < self.deadline:
             self.deadline, self.why_then = deadline, why
+
+
+def how_started(spec: RunSpec, attempt: Attempt) -> str | None:
+    """Return how an attempt was started: that of the launch by the launch, those after it by a fork."""
+    return None if attempt.number == spec.attempt else "fork"
+
+
+def watchdog_of(spec: RunSpec, rank: int, page: SharedPage, pid: int, term_grace_s: float) -> Watchdog:
+    """Return what watches the process of a rank."""
+    return Watchdog(
+        page,
+        pid,
+        HangLimits.parse(spec.hang),
+        ends=spec.restarts is not None,
+        term_grace_s=term_grace_s,
+        rank=rank,
+        world_size=spec.world_size,
+        run_id=spec.run_id,
+    )
 
 
 def leave_supervisor(close: Iterable[int]) -> None:

@@ -28,18 +28,18 @@ from executors.store.records import is_gone
 from executors.worker.answers import Answers
 from executors.worker.ends import (
     Ends,
-    claimed_by,
     is_cancelled,
     is_overtaken,
     mark_cancelled,
     record_end,
-    signal_name,
+    seen_from_outside,
     why_barred,
 )
 from executors.worker.fail_fast import end_others
-from executors.worker.ranks import NEVER, Ranks, Running
+from executors.worker.ranks import NEVER, Ranks, Running, how_started, watchdog_of
 
 CANCEL_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves only its marker
+WATCH_PAUSE_S = 0.1  # looks at many ranks fall together
 UNKILLABLE_S = 5.0  # how long a process stuck in the kernel is waited for
 
 
@@ -92,7 +92,13 @@ class Supervisor:
         self._free_places = deque(range(places))
         self._look_s = look_s
         self._look_at = time.monotonic() + look_s
+        self._watch_at = NEVER
         self._signals: tuple[signal.Signals, ...] = (signal.SIGCHLD, signal.SIGUSR1)
+        self._killer = None
+        if spec.chaos:
+            from executors.chaos import Killer
+
+            self._killer = Killer(spec.chaos, spec.run_id)
         self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def start(self) -> list[Attempt]:
@@ -145,7 +151,9 @@ class Supervisor:
             poller.register(self._launcher_pidfd, select.POLLIN)
         while self._running or self._waiting or self._copying or self._answers.is_pending:
             events = (min(running.deadline, running.kill_at) for running in self._running.values())
-            left_s = max(0.0, min(self._look_at, self._answers.next_at, *events) - time.monotonic())
+            kill_at = NEVER if self._killer is None else self._killer.next_at
+            next_at = min(self._look_at, self._watch_at, self._answers.next_at, kill_at, *events)
+            left_s = max(0.0, next_at - time.monotonic())
             ready = {descriptor for descriptor, _ in poller.poll(min(left_s, 60.0) * 1000)}
             if self._wakeup in ready:
                 with contextlib.suppress(BlockingIOError):
@@ -158,8 +166,14 @@ class Supervisor:
             if time.monotonic() >= self._look_at:
                 self._look_at = time.monotonic() + self._look_s
                 self._look()
+                for running in self._running.values():
+                    self._ranks.note_output(running.asked)
             self._keep_log()
+            if time.monotonic() >= self._watch_at:
+                self._watch()
             self._enforce_deadlines()
+            if self._killer is not None:
+                self._killer.strike({running.asked.rank: running.pid for running in self._running.values()})
             while self._waiting and self._free_places:
                 attempt = self._waiting.popleft()
                 try:
@@ -176,7 +190,9 @@ class Supervisor:
         self._free_places.popleft()
         deadline = NEVER if self._timeout_s is None else time.monotonic() + self._timeout_s
         deadline = self._deadlines.setdefault(attempt.rank, deadline)
-        self._running[pid] = Running(pid, attempt, place, page, time.time(), deadline)
+        watchdog = watchdog_of(self._spec, attempt.rank, page, pid, self._term_grace_s)
+        self._running[pid] = Running(pid, attempt, place, page, watchdog, time.time(), deadline)
+        self._watch_at = 0.0
 
     def _begin_next(self, attempt: Attempt) -> None:
         """Begin the attempt that follows another of its rank; one that lives is ended before."""
@@ -247,6 +263,7 @@ class Supervisor:
             if running is None:
                 continue  # something a rank left behind
             self._free_places.append(running.place)
+            self._ranks.note_output(running.asked, is_whole=True)
             spare = {*self._running, *self._copying}
             if not spare >= set(children(os.getpid())):
                 kill_descendants(os.getpid(), spare=spare, limit_s=UNKILLABLE_S)
@@ -261,7 +278,7 @@ class Supervisor:
     def _look(self) -> None:
         """Look into the store for what others ask for."""
         for running in self._running.values():
-            if running.ending is None and is_cancelled(running.asked, running.pid):
+            if running.ending is None and is_cancelled(running.attempt):
                 running.terminate("cancelled", self._term_grace_s)
         for attempt in [waiting for waiting in self._waiting if is_cancelled(waiting)]:
             self._waiting.remove(attempt)
@@ -283,23 +300,32 @@ class Supervisor:
                 if is_overtaken(running):
                     running.terminate("fenced", self._term_grace_s)
             elif bar.within_s is None:
-                mark_cancelled(why_barred(bar), running.asked, running.pid)
+                mark_cancelled(why_barred(bar), running.attempt)
                 running.terminate("cancelled", self._term_grace_s)
             elif running.page.ending_at is None:
                 end_at = time.monotonic() + bar.within_s
                 running.page.announce(end_at)
                 running.end_by(end_at, "cancelled")
-        for attempt in [waiting for waiting in self._waiting if waiting.rank in bars]:
-            mark_cancelled(why_barred(bars[attempt.rank]), attempt)
-            self._waiting.remove(attempt)
-            self._record(attempt, "cancelled", None)
+        for attempt in self._waiting:
+            if attempt.rank in bars:
+                mark_cancelled(why_barred(bars[attempt.rank]), attempt)
+                self._look_at = 0.0
+
+    def _watch(self) -> None:
+        """Look at what is watched for its progress."""
+        now, looks = time.monotonic(), [NEVER]
+        for running in self._running.values():
+            running.watch(now, self._ranks)
+            if running.ending is None:
+                looks.append(running.watchdog.next_look_at)
+        self._watch_at = max(min(looks), now + WATCH_PAUSE_S)
 
     def _enforce_deadlines(self) -> None:
         now = time.monotonic()
         for running in self._running.values():
             if now >= running.deadline:
                 if running.why_then == "cancelled":
-                    mark_cancelled("the run was stopped", running.asked, running.pid)
+                    mark_cancelled("the run was stopped", running.attempt)
                 running.terminate(running.why_then, self._term_grace_s)
             if now >= running.kill_at and running.may_be_killed(now):
                 os.kill(running.pid, signal.SIGKILL)
@@ -309,8 +335,8 @@ class Supervisor:
     def _end_abandoned(self, why: str) -> None:
         """End the whole run: nobody is there to watch it. What was asked to end before gets no more time."""
         for running in self._running.values():
-            was_asked = running.ending is not None or is_cancelled(running.asked, running.pid)
-            mark_cancelled(why, running.asked, running.pid)
+            was_asked = running.ending is not None or is_cancelled(running.attempt)
+            mark_cancelled(why, running.attempt)
             if running.ending is None:
                 running.terminate("cancelled", self._term_grace_s)
             if was_asked:
@@ -324,9 +350,8 @@ class Supervisor:
 
     def _conclude(self, running: Running, exit_code: int) -> None:
         """See that a rank that ended has an outcome, and its log a copy."""
-        attempt = running.asked
+        attempt = running.attempt
         with contextlib.suppress(StoreError):
-            attempt = claimed_by(running.pid, attempt)
             if (outcome := attempt.outcome()) is not None:
                 self._note_end(attempt, outcome)
                 return
@@ -343,23 +368,8 @@ class Supervisor:
     def _record_end(self, running: Running, attempt: Attempt, exit_code: int) -> None:
         reason, error = self._ends.explain(running, exit_code)
         self._tell(running, reason, error)
-        page, killed_by = running.page, signal_name(-exit_code) if exit_code < 0 else None
-        self._record(
-            attempt,
-            reason,
-            error,
-            exit_code=exit_code,
-            signal=killed_by or page.notice,
-            fingerprint=killed_by or (f"exit code {exit_code}" if reason == "no_result" else None),
-            pid=running.pid,
-            started_at=running.started_at,
-            output_tail=self._ranks.output_tail(running.asked),
-            reached=page.reached,
-            marks=int(page.marks),
-            kept=int(page.kept),
-            how=None if running.asked.number == self._spec.attempt else Answers.how,
-            notice=page.notice,
-        )
+        tail, how = self._ranks.output_tail(running.asked), how_started(self._spec, running.asked)
+        self._record(attempt, reason, error, output_tail=tail, how=how, **seen_from_outside(running, exit_code))
 
     def _record(self, attempt: Attempt, reason: Reason, error: str | None, **more: Any) -> None:
         outcome = record_end(attempt, reason, error, **more)

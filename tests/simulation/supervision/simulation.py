@@ -326,16 +326,17 @@ class Outside:
     def launch(self, attempts: Mapping[int, int]) -> None:
         simulation, store = self.simulation, self.simulation.store
         mine = {}
+        nonce = simulation.name(self.name).encode()
         for rank, number in attempts.items():
             key = replica_key(RUN, rank, number, "intent.json")
-            if not simulation.has_intents or store.wins(key, self.name.encode()):
+            if not simulation.has_intents or store.wins(key, nonce):
                 mine[rank] = number
         if mine:
             store.point("before the service's call")
             simulation.ask(mine)
             store.point("after the service's call")
         for rank, number in mine.items():
-            store.put_if_absent(replica_key(RUN, rank, number, "handle.json"), self.name.encode())
+            store.put_if_absent(replica_key(RUN, rank, number, "handle.json"), nonce)
 
     def body(self) -> None:
         simulation = self.simulation

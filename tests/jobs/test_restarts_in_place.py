@@ -1,0 +1,123 @@
+"""A container keeps its replica: what dies there comes back there, and no service is asked for anything."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers.hub.server import HubServer
+from servers.modal.server import ModalServer
+from servers.s3.server import S3Server
+
+from executors import Run, launch
+from executors.attempt import Attempt, Claim
+from executors.testing import eventually
+
+TASK = """
+import threading
+from executors import current_replica
+
+def main(waits_until):
+    replica = current_replica()
+    print("attempt", replica.attempt, flush=True)
+    replica.store.put(replica.key("printed"), b"")
+    if replica.attempt < waits_until:
+        threading.Event().wait()
+    return replica.attempt
+"""
+
+
+@dataclass(frozen=True)
+class Service:
+    """The stand-in of a service."""
+
+    backend: str
+    count: Callable[[], int]
+    """Returns how many requests there were."""
+    send: Callable[[Run, int], None]
+    """Sends a signal to the first process of a job."""
+
+
+@pytest.fixture(params=["modal", "hf"])
+def service(request: pytest.FixtureRequest, s3: S3Server) -> Service:
+    """Modal or Hugging Face, and a folder with `job.py` to launch from."""
+    if request.param == "modal":
+        modal: ModalServer = request.getfixturevalue("modal_runs")
+        found = Service(
+            "modal",
+            lambda: len(modal.calls_of()),
+            lambda run, number: modal.kill(run.handle(0).metadata["job"]["sandbox_id"], number),
+        )
+    else:
+        hub: HubServer = request.getfixturevalue("hf")
+
+        def send(run: Run, number: int) -> None:
+            process = hub.job(run.handle(0).metadata["job"]["id"]).process
+            assert process is not None
+            os.kill(process.pid, number)
+
+        found = Service("hf", lambda: len(hub.requests), send)
+    Path("job.py").write_text(TASK)
+    return found
+
+
+def waiting(attempt: Attempt) -> int:
+    """Wait until an attempt waits; return its pid."""
+    eventually(lambda: attempt.has("printed"), f"attempt {attempt.number} waits")
+    claim = attempt.find("started.json", Claim.parse)
+    assert claim is not None
+    return claim.pid or 0
+
+
+def start(backend: str, *, waits_until: int) -> tuple[Run, Attempt]:
+    env = {"REPLICA_NOTICE_S": "5"}  # as long as a replica has after SIGTERM, which it then gets at once
+    more: dict[str, Any] = {"restarts": "1,backoff=0s", "env": env}
+    run = launch(backend, "job.py:main", 1, args={"waits_until": waits_until}, run_id="otter", **more)
+    return run, Attempt(run.store, "otter", 0)
+
+
+def test_a_replica_that_is_killed_comes_back_in_its_container_and_the_service_is_asked_nothing(
+    service: Service,
+) -> None:
+    run, first = start(service.backend, waits_until=1)
+    pid = waiting(first)
+    n_requests = service.count()
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: first.at(1).has("outcome.json"), "it comes back")
+    assert service.count() == n_requests
+    assert run.results() == [1]
+    ended = first.outcome()
+    assert ended is not None
+    assert (ended.reason, ended.signal) == ("signal", "SIGKILL")
+    assert run.executor.poll(run.handle(0)) == "succeeded"
+    assert [row["result"] for row in run.executor.collect([run.handle(0)])] == [1]
+    assert [line for line in run.logs(rank=0).splitlines() if line.startswith("attempt")] == ["attempt 0", "attempt 1"]
+
+
+def test_a_replica_that_came_back_in_its_container_can_be_cancelled(service: Service) -> None:
+    run, first = start(service.backend, waits_until=2)
+    os.kill(waiting(first), signal.SIGKILL)
+    waiting(first.at(1))
+    assert run.executor.poll(run.handle(0)) == "running"
+    run.cancel()
+    assert run.wait(60)
+    outcome = first.at(1).outcome()
+    assert outcome is not None
+    assert (outcome.status, outcome.reason) == ("cancelled", "cancelled")
+    assert run.executor.poll(run.handle(0)) == "cancelled"
+
+
+def test_a_container_that_is_told_to_end_leaves_an_outcome_with_the_notice(service: Service) -> None:
+    number = signal.SIGINT if service.backend == "modal" else signal.SIGTERM
+    run, first = start(service.backend, waits_until=1)
+    waiting(first)
+    service.send(run, number)
+    eventually(lambda: first.has("outcome.json"), "it ends")
+    (outcome,) = run.outcomes()
+    assert (outcome.status, outcome.reason, outcome.notice) == ("failed", "signal", number.name)
+    assert not first.at(1).has("started.json")

@@ -1,0 +1,98 @@
+"""A replica that is asked to end, and what its supervisor sees of a training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.training import nudge
+from torch import nn
+
+from diloco import DiLoCo
+from executors.replica import Replica, set_current_replica
+from executors.shared_page import STEPS, SharedPage
+from executors.store import MemoryStore
+
+
+@pytest.fixture(autouse=True)
+def _no_replica_is_left() -> Iterator[None]:
+    yield
+    set_current_replica(None)
+
+
+class Training:
+    """An attempt of the one replica of a run, with an optimizer that rides along, and rounds of four steps."""
+
+    def __init__(self, store: MemoryStore, attempt: int = 0) -> None:
+        self.page = SharedPage.create()
+        replica = Replica(0, 1, "run", attempt, store.url, page=self.page, claimed_nonce=f"nonce-{attempt}")
+        replica.store = store
+        store.put(replica.key("started.json"), f'{{"nonce": "{replica.nonce}"}}'.encode())
+        set_current_replica(replica)
+        self.replica = replica
+        self.model = nn.Linear(3, 1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.1)
+        self.diloco = DiLoCo(self.model, inner_steps=4, snapshot_every=100)
+        self.diloco.attach_state("optimizer", self.optimizer)
+
+    def step(self) -> None:
+        nudge(self.model, 0.1)
+        self.model.weight.grad = torch.ones_like(self.model.weight)
+        self.optimizer.step()
+        self.diloco.step()
+
+    @property
+    def inner_moment(self) -> float:
+        return float(self.optimizer.state[self.model.weight]["exp_avg"][0, 0])
+
+
+def test_each_step_is_a_mark_and_a_round_that_counts_its_work_is_kept() -> None:
+    store = MemoryStore("marks")
+    training = Training(store)
+    page = training.page
+    assert (page.marks, page.kept, page.section) == (0, 0, STEPS)
+    for _ in range(9):
+        training.step()
+    assert (page.marks, page.kept, page.reached, page.section) == (9 + 2, 2, {"round": 2.0}, STEPS)
+    assert set(page._rows) == {STEPS, "first anchor", "round"}
+    training.diloco._close(in_order=False)
+    again = Training(store, attempt=1)
+    assert (again.diloco.rounds, again.page.marks, again.page.kept) == (2, 0, 0), "to catch up is nothing of its own"
+    again.diloco._close(in_order=False)
+
+
+def test_a_notice_keeps_what_is_attached_and_the_work_since_the_last_round() -> None:
+    store = MemoryStore("notice")
+    training = Training(store)
+    for _ in range(6):
+        training.step()
+    training.page.announce(time.monotonic() + 25, 15)
+    with pytest.raises(SystemExit) as left:
+        training.step()
+    assert left.value.code == 143
+    assert [entry.key for entry in store.list("run/diloco/main/") if "/bye/" in entry.key]
+
+    following = Training(store, attempt=1)
+    assert following.diloco.rounds == 1
+    assert following.inner_moment == training.inner_moment
+    assert torch.allclose(following.model.weight, training.model.weight, atol=1e-6)
+    following.diloco._close(in_order=False)
+
+
+def test_a_stop_lets_a_replica_have_its_next_round() -> None:
+    store = MemoryStore("stop")
+    training = Training(store)
+    for _ in range(2):
+        training.step()
+    training.page.announce(time.monotonic() + 600)
+    training.step()
+    with pytest.raises(SystemExit):
+        training.step()
+    assert training.diloco.rounds == 1
+    anchor = training.diloco.anchor()
+    following = Training(store, attempt=1)
+    assert following.inner_moment == training.inner_moment
+    assert all(torch.equal(values, anchor[name]) for name, values in following.diloco.anchor().items())
+    following.diloco._close(in_order=False)
