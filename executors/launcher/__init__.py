@@ -359,8 +359,9 @@ def _bring_back(
             raise ValueError(f"A resumed run keeps the {name} it was launched with: leave {name}= away.")
     if request.run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
-    from executors.resume import resume, vouched_task
+    from executors.resume import resume
     from executors.run.lookup import attach
+    from executors.run.recipe import vouched_task
 
     run = attach(request.run_id, rendezvous=request.rendezvous, executor=executor)
     task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
