@@ -166,6 +166,9 @@ class ContainerRanks:
         """Return the end of what an attempt printed."""
         return "" if self._page is None else self._page.tail()
 
+    def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None:
+        """Note nothing: the service knows when a line came."""
+
     def write_log(self, attempt: Attempt, words: str) -> None:
         """Add to what an attempt prints."""
         half_a_line = self.output_tail(attempt).rpartition("\n")[2]

@@ -45,6 +45,13 @@ class Ranks(Protocol):
     def output_tail(self, attempt: Attempt) -> str:
         """Return the end of an attempt's output, for its outcome."""
 
+    def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None:
+        """Note how far an attempt's output has come, if its times are kept here.
+
+        Args:
+            is_whole: the attempt has ended.
+        """
+
     def write_log(self, attempt: Attempt, words: str) -> None:
         """Add to an attempt's output."""
 

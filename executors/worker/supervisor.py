@@ -94,6 +94,11 @@ class Supervisor:
         self._look_at = time.monotonic() + look_s
         self._watch_at = NEVER
         self._signals: tuple[signal.Signals, ...] = (signal.SIGCHLD, signal.SIGUSR1)
+        self._killer = None
+        if spec.chaos:
+            from executors.chaos import Killer
+
+            self._killer = Killer(spec.chaos, spec.run_id)
         self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def start(self) -> list[Attempt]:
@@ -146,7 +151,9 @@ class Supervisor:
             poller.register(self._launcher_pidfd, select.POLLIN)
         while self._running or self._waiting or self._copying or self._answers.is_pending:
             events = (min(running.deadline, running.kill_at) for running in self._running.values())
-            left_s = max(0.0, min(self._look_at, self._watch_at, self._answers.next_at, *events) - time.monotonic())
+            kill_at = NEVER if self._killer is None else self._killer.next_at
+            next_at = min(self._look_at, self._watch_at, self._answers.next_at, kill_at, *events)
+            left_s = max(0.0, next_at - time.monotonic())
             ready = {descriptor for descriptor, _ in poller.poll(min(left_s, 60.0) * 1000)}
             if self._wakeup in ready:
                 with contextlib.suppress(BlockingIOError):
@@ -159,10 +166,14 @@ class Supervisor:
             if time.monotonic() >= self._look_at:
                 self._look_at = time.monotonic() + self._look_s
                 self._look()
+                for running in self._running.values():
+                    self._ranks.note_output(running.asked)
             self._keep_log()
             if time.monotonic() >= self._watch_at:
                 self._watch()
             self._enforce_deadlines()
+            if self._killer is not None:
+                self._killer.strike({running.asked.rank: running.pid for running in self._running.values()})
             while self._waiting and self._free_places:
                 attempt = self._waiting.popleft()
                 try:
@@ -252,6 +263,7 @@ class Supervisor:
             if running is None:
                 continue  # something a rank left behind
             self._free_places.append(running.place)
+            self._ranks.note_output(running.asked, is_whole=True)
             spare = {*self._running, *self._copying}
             if not spare >= set(children(os.getpid())):
                 kill_descendants(os.getpid(), spare=spare, limit_s=UNKILLABLE_S)

@@ -12,6 +12,8 @@ import time
 from executors import replica as environment
 from executors.errors import ReplicasError
 from executors.replica import Replica, set_current_replica
+from executors.task.placeholders import NAMES, fill
+from executors.task.record import LaunchedWith
 
 GPU_RELEASE_S, GPU_PAUSE_S = 50.0, 0.5
 OTHER_FRAMEWORKS = ("jax", "tensorflow")
@@ -38,6 +40,15 @@ def set_environment(replica: Replica, threads: int | None = None) -> None:
         said = os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         if "torch" in sys.modules and said.isdigit():  # imported before the variable was set
             sys.modules["torch"].set_num_threads(int(said))
+
+
+def fill_in_environment(replica: Replica, launched: LaunchedWith | None) -> dict[str, object]:
+    """Fill in the placeholders in the variables that the launch gave; return what stands for them."""
+    own = {name: getattr(replica, name) for name in NAMES}
+    for name in launched.env if launched is not None else ():
+        if name in os.environ:
+            os.environ[name] = fill(os.environ[name], own)
+    return own
 
 
 def check_gpu(asked: str) -> None:
