@@ -196,13 +196,18 @@ def test_the_run_is_stopped_when_too_few_can_succeed(scene: Scene) -> None:
     assert [(entry.kind, entry.why) for entry in scene.told] == [("give_up", "budget"), ("stop", "min_replicas")]
 
 
-def test_a_pass_in_which_nothing_follows_is_one_request(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_in_which_nothing_follows_is_one_request(scene: Scene) -> None:
     keeper = scene.keeper(FakeHands(), policy=Restarts.parse("0"))
     found = sight(*(end(rank) for rank in range(3)), end(3, reason="preempted"))
     keeper.keep(found)
     asked: list[str] = []
-    get = scene.store.get
-    monkeypatch.setattr(scene.store, "get", lambda key, **part: (asked.append(key), get(key, **part))[1])
+
+    class Listening(MemoryStore):
+        def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+            asked.append(key)
+            return super().get(key, start=start, size=size)
+
+    scene.store.__class__ = Listening
     keeper.keep(found)
     assert asked == ["run/decisions/000003.json"]
 
