@@ -1,4 +1,4 @@
-"""Spans of time as people write them."""
+"""Spans of time as people write and read them."""
 
 from __future__ import annotations
 
@@ -20,3 +20,14 @@ def parse_duration(text: str) -> float:
         raise ValueError(f"{text!r} is not a duration. Give seconds, or hours, minutes and seconds: {DURATIONS}.")
     hours, minutes, seconds = (float(part or 0) for part in found.groups())
     return hours * 3600 + minutes * 60 + seconds
+
+
+def name_duration(seconds: float) -> str:
+    """Write a duration for people: `0.8 s`, `42 s`, `3:05`, `2:10:00`."""
+    if seconds < 10:
+        return f"{max(0.0, seconds):.1f} s"
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from executors.protocol import Outcome, ReplicaHandle, ServerlessExecutor
+from executors.protocol import Outcome, Reason, ReplicaHandle, ServerlessExecutor
 
 GATHER_S = 600.0
 PAGE = re.compile(r"https?://[!-~]{1,500}")
@@ -105,7 +105,7 @@ class KnowsPrices(Protocol):
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A replica that has left no outcome, as the records of its run show it."""
+    """A replica that a backend is asked about, as the records of its run show it."""
 
     handle: ReplicaHandle
     """The newest that it has."""
@@ -123,6 +123,15 @@ class Observation:
     """In a few words for people, what it does or waits for before its entrypoint runs, as in "installing"."""
 
 
+@dataclass(frozen=True)
+class Parent:
+    """What would restart a replica in place, as a backend sees it: its supervisor, or the job that it runs in."""
+
+    is_alive: bool
+    reason: Reason | None = None
+    """How the job ended, where its service knows more than its exit code, as in "preempted"."""
+
+
 @runtime_checkable
 class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
     """What the executors of this package add to the five verbs.
@@ -135,6 +144,8 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
     """Whether its replicas see no directory of this machine."""
     ends_with_launcher: bool
     """Whether a run that is not detached ends with the process that launched it, however that ends."""
+    lease_s: float | None
+    """How long the replicas of an attached run go on while no process renews its lease. None: they need none."""
     default_timeout_s: float | None
     """The time limit of a launch that names none, in seconds. None: no limit."""
 
@@ -197,6 +208,16 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
             BackendError: the backend refuses the credentials.
         """
 
+    def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
+        """Tell of replicas that ended whether what supervised them lives on, in their order.
+
+        What cannot be found out, or not now, counts as alive.
+
+        Raises:
+            CorruptObjectError: a handle is not one of this backend.
+            BackendError: the backend refuses the credentials.
+        """
+
     def open_log(self, handle: ReplicaHandle) -> Log:
         """Return the log of the attempt that a handle names, and of no later one."""
 
@@ -243,6 +264,11 @@ class Log(Protocol):
 
     def close(self) -> None:
         """Let go of connections, at once."""
+
+
+def restarts_replicas(executor: ServerlessExecutor) -> bool:
+    """Whether single replicas of an executor can be started again, and watched by a supervisor."""
+    return isinstance(executor, NativeExecutor) and executor.backend_name != "inline"
 
 
 def page_of_job(handle: Any) -> str | None:

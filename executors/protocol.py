@@ -29,6 +29,7 @@ Reason = Literal[
 ]
 REASONS: tuple[str, ...] = get_args(Reason)
 BY_USER = "cancelled by the user"
+STOPPED = "stopped by the user"
 
 
 class ReplicaStatus(StrEnum):

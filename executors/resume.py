@@ -17,18 +17,24 @@ from executors.errors import (
     AlreadyResumedError,
     BackendError,
     CorruptObjectError,
+    LaunchError,
     RunNotFoundError,
     StoreError,
     UntrustedTaskError,
 )
-from executors.native import KeepsOptions, NativeExecutor, RunSpec
+from executors.native import KeepsOptions, NativeExecutor, RunSpec, restarts_replicas
+from executors.policy import HangLimits, Restarts
 from executors.process import this_process
 from executors.protocol import ReplicaStatus
 from executors.registry import is_given
 from executors.run.handles import keep_handles
+from executors.run.launch_hands import Recipe
 from executors.run.run import Run
 from executors.run_index import new_run_id, remember
 from executors.store.records import SHA256, exists
+from executors.supervision.decisions import DecisionLog, hang_of, policy_of
+from executors.supervision.lease import hold_lease, release_lease
+from executors.supervision.orders import order_policy, order_resume
 from executors.task.create import continue_run
 from executors.task.stored import StoredTask, read_task
 
@@ -45,6 +51,8 @@ def resume(
     env: Mapping[str, str] | None = None,
     secrets: Sequence[str] = (),
     gather_s: float | None = None,
+    restarts: Restarts | int | str | None = None,
+    hang_timeout: str | float | None = None,
     detach: bool = False,
     task_digest: str | None = None,
     trust_bucket: bool = False,
@@ -57,6 +65,7 @@ def resume(
         run: the run; those of its replicas that still run go on undisturbed.
         ranks: start these instead; each must have ended.
         gpu, timeout, gather_s: None: as the run was launched. `gather_s` goes with its `min_replicas`.
+        restarts, hang_timeout: as for `launch`, for all ranks from here on. None: as before.
         env, secrets: as for `launch`. Values are not recorded, so those of the launch have to be given again.
         detach: go on when this process ends.
         task_digest: the sha256 of the task, for a run that another machine launched: `Run.task_digest` there.
@@ -77,49 +86,44 @@ def resume(
         BackendError: the backend cannot start single ranks.
         AlreadyResumedError: another process is resuming the same ranks. When it is some of them, the others are
             resumed, and those are named on stderr.
+        LaunchError: the run was cancelled or stopped meanwhile.
         StoreError: the run was aborted, which is final for its id; or its task is not the one that was launched.
     """
+    new_restarts = Restarts.of(restarts)
+    new_hang = None if hang_timeout is None else HangLimits.parse(hang_timeout)
     task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
-    launched, executor = task.launched_with, run.executor
-    if not isinstance(executor, NativeExecutor):
-        raise BackendError(f"Backend {run.backend!r} starts all ranks or none; it cannot resume some of a run.")
+    launched = task.launched_with
+    recipe = recipe_of(run, task, gpu=gpu, timeout=timeout, env=env, secrets=secrets, detach=detach)
+    executor, limits = native_executor(run), recipe.limits
+    if (new_restarts or new_hang) and not restarts_replicas(executor):
+        raise ValueError(f"Backend {run.backend!r} starts nothing again: leave restarts= and hang_timeout= away.")
     if from_snapshot:
         _check_that_all_ended(run, ranks)
     elif exists(run.store, f"{run.run_id}/abort.json"):
         raise StoreError(f"Run {run.run_id!r} was aborted, which is final. Launch a new one.", url=run.store.url)
-    if gather_s is not None and launched.min_replicas is None:
-        raise ValueError(f"Run {run.run_id!r} was launched without min_replicas, so gather_s= (--gather) says nothing.")
-    missing = sorted(set(launched.env) - set(env or {}))
-    if missing:
-        raise ValueError(
-            f"Run {run.run_id!r} was launched with the variable {missing[0]!r}, whose value is not recorded. "
-            f"Give it again: --env {missing[0]}=… or env={{{missing[0]!r}: …}}."
-        )
-    secret_names = _secrets_to_give(run, task, secrets)
-    all_ranks = RunSpec(
-        run_id=run.run_id,
-        store_url=run.store.url,
-        task_digest=task.digest,
-        world_size=run.world_size,
-        ranks=tuple(range(run.world_size)),
-        env=dict(env or {}),
-        secret_names=secret_names,
-        detach=detach,
-        chaos=launched.chaos,
-        min_replicas=launched.min_replicas,
-        gather_s=launched.gather_s if gather_s is None else gather_s,
-        fail_fast=launched.fail_fast,
-        restarts=launched.restarts,
-        hang=launched.hang,
-        launched_at=run.record.created_at,
-    )
-    limits: Any = {
-        "gpu": gpu if gpu is not None else launched.gpu,
-        "timeout": timeout if timeout is not None else launched.timeout_s,
-    }
+    if gather_s is not None:
+        if launched.min_replicas is None:
+            raise ValueError(
+                f"Run {run.run_id!r} was launched without min_replicas, so gather_s= (--gather) says nothing."
+            )
+        recipe = replace(recipe, spec=replace(recipe.spec, gather_s=gather_s))
+    log = DecisionLog(run.store, run.run_id)
+    policy = new_restarts or policy_of(log.read(), Restarts.of(launched.restarts))
+    hang = new_hang or hang_of(log.entries, HangLimits.parse(launched.hang))
+    kept = replace(recipe.spec, restarts=None if policy is None else str(policy), hang=str(hang))
+    recipe = replace(recipe, spec=kept)
     if from_snapshot:
-        return _begin_from_snapshot(run, task, replace(all_ranks, run_id=new_run_id(), chaos=()), limits, tell)
+        return _begin_from_snapshot(run, task, recipe, tell)
+    if new_restarts or new_hang:
+        order_policy(log, new_restarts, new_hang)
+    n_seen = len(log.read())
     next_attempts = _next_attempts(run, ranks)
+    if (barring := order_resume(log, next_attempts, n_seen)) is not None:
+        what = "cancelled" if barring.kind == "cancel" else "stopped"
+        raise LaunchError(f"Run {run.run_id!r} was {what} meanwhile by {_name(barring.by)}.", cancelled=True)
+    if detach and executor.lease_s is not None:
+        release_lease(run.store, run.run_id)
+    lease = hold_lease(run.store, recipe.spec)
     by_attempt: dict[int, list[int]] = {}
     for rank, attempt in next_attempts.items():
         by_attempt.setdefault(attempt, []).append(rank)
@@ -127,7 +131,7 @@ def resume(
     goes_on = run.world_size - len(next_attempts)
     for attempt, group in sorted(by_attempt.items()):
         needed = launched.min_replicas and max(1, min(launched.min_replicas - goes_on, len(group)))
-        spec = replace(all_ranks, ranks=tuple(group), attempt=attempt, min_replicas=needed)
+        spec = replace(recipe.spec, ranks=tuple(group), attempt=attempt, min_replicas=needed)
         handles = executor.launch_replicas(len(group), launched.entrypoint, {}, **limits, run=spec, tell=tell)
         begun.update(handle.rank for handle in handles)
         keep_handles(run.store, run.run_id, attempt, handles)
@@ -138,7 +142,73 @@ def resume(
         # With `min_replicas` some may be missing that this process itself could not start, or not yet.
         if by_others := _who_resumes(run, overtaken, but=this_process() if launched.min_replicas else None):
             print(f"replicas: {by_others}", file=sys.stderr)
-    return Run(run.store, run.run_id, executor=executor)
+    found = Run(run.store, run.run_id, executor=executor)
+    if not detach:
+        found.keep_here(recipe, lease)
+    return found
+
+
+def native_executor(run: Run) -> NativeExecutor:
+    """Return the executor of a run that can start single ranks.
+
+    Raises:
+        BackendError: it cannot.
+    """
+    if not isinstance(run.executor, NativeExecutor):
+        raise BackendError(f"Backend {run.backend!r} starts all ranks or none; it cannot resume some of a run.")
+    return run.executor
+
+
+def recipe_of(
+    run: Run,
+    task: StoredTask,
+    *,
+    gpu: str | None = None,
+    timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
+    secrets: Sequence[str] = (),
+    detach: bool = False,
+) -> Recipe:
+    """Return what starts attempts of a run, after checking that a person gave here what is never recorded.
+
+    Args:
+        task: for which somebody vouched.
+        gpu, timeout, env, secrets, detach: as for `resume`.
+
+    Raises:
+        ValueError: a value of the environment, a secret or an option is missing.
+        BackendError: the backend cannot start single ranks.
+    """
+    launched, executor = task.launched_with, native_executor(run)
+    missing = sorted(set(launched.env) - set(env or {}))
+    if missing:
+        raise ValueError(
+            f"Run {run.run_id!r} was launched with the variable {missing[0]!r}, whose value is not recorded. "
+            f"Give it again: --env {missing[0]}=… or env={{{missing[0]!r}: …}}."
+        )
+    spec = RunSpec(
+        run_id=run.run_id,
+        store_url=run.store.url,
+        task_digest=task.digest,
+        world_size=run.world_size,
+        ranks=tuple(range(run.world_size)),
+        env=dict(env or {}),
+        secret_names=_secrets_to_give(run, task, secrets),
+        detach=detach,
+        chaos=launched.chaos,
+        min_replicas=launched.min_replicas,
+        gather_s=launched.gather_s,
+        fail_fast=launched.fail_fast,
+        restarts=launched.restarts,
+        hang=launched.hang,
+        launched_at=run.record.created_at,
+        lease_s=None if detach else executor.lease_s,
+    )
+    limits = {
+        "gpu": gpu if gpu is not None else launched.gpu,
+        "timeout": timeout if timeout is not None else launched.timeout_s,
+    }
+    return Recipe(spec, launched.entrypoint, limits)
 
 
 def _check_that_all_ended(run: Run, ranks: Sequence[int] | None) -> None:
@@ -152,25 +222,29 @@ def _check_that_all_ended(run: Run, ranks: Sequence[int] | None) -> None:
         )
 
 
-def _begin_from_snapshot(
-    run: Run, task: StoredTask, spec: RunSpec, limits: dict[str, Any], tell: Callable[[str], None]
-) -> Run:
+def _begin_from_snapshot(run: Run, task: StoredTask, recipe: Recipe, tell: Callable[[str], None]) -> Run:
     """Write and start a new run of the task, as `launch` does."""
-    executor = run.executor
-    assert isinstance(executor, NativeExecutor)
-    spec = continue_run(task, spec, run.record, **limits)
+    executor, limits = native_executor(run), recipe.limits
+    spec = continue_run(task, replace(recipe.spec, run_id=new_run_id(), chaos=()), run.record, **limits)
+    recipe = replace(recipe, spec=spec)
+    lease = None
     try:
         options = executor.options_to_keep if isinstance(executor, KeepsOptions) else {}
         remember(spec.run_id, run.store.url, spec.task_digest, options, spec.secret_names)
-        entrypoint = task.launched_with.entrypoint
-        handles = executor.launch_replicas(spec.world_size, entrypoint, {}, **limits, run=spec, tell=tell)
+        lease = hold_lease(run.store, spec)
+        handles = executor.launch_replicas(spec.world_size, recipe.entrypoint, {}, **limits, run=spec, tell=tell)
     except BaseException as error:
+        if lease is not None:
+            lease.end()
         with contextlib.suppress(StoreError):
             for rank in spec.ranks:
                 Attempt(run.store, spec.run_id, rank).abandon(error)
         raise
     keep_handles(run.store, spec.run_id, 0, handles)
-    return Run(run.store, spec.run_id, executor=executor)
+    begun = Run(run.store, spec.run_id, executor=executor)
+    if not spec.detach:
+        begun.keep_here(recipe, lease)
+    return begun
 
 
 def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tuple[str, ...]:
@@ -245,7 +319,12 @@ def _begun_by(run: Run, begun: Attempt) -> str:
             by = intent.by
         elif handle := begun.handle(run.backend):
             by = handle.metadata.get("by")
-    if not isinstance(by, str) or len(by) > MAX_NAME:
+    return _name(by)
+
+
+def _name(by: Any) -> str:
+    """Return the name of a process, as a record has it, for people."""
+    if not isinstance(by, str) or not 0 < len(by) <= MAX_NAME:
         return "an unnamed process"
     return by if by.isprintable() else repr(by)
 

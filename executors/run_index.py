@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -42,7 +43,7 @@ from executors.store.records import (
     text,
     to_bytes,
 )
-from executors.store.url import check_run_id, directory_of
+from executors.store.url import address_of, check_run_id, directory_of
 
 NOTE = "launched.json"
 PREPARING = ".preparing"
@@ -145,6 +146,11 @@ def locate(run_id: str) -> str | None:
     if note is not None and note.rendezvous is not None:
         return note.rendezvous
     return store.url if (state_dir() / run_id / "run.json").is_file() else None
+
+
+def reference(run_id: str, store_url: str) -> str:
+    """Return what finds a run again from this machine, for a shell: its id where that is enough, else its address."""
+    return run_id if locate(run_id) == store_url else shlex.quote(address_of(store_url, run_id))
 
 
 def folder_of_run(run_id: str, store_url: str) -> Path | None:

@@ -6,20 +6,22 @@ import html
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from executors.durations import name_duration
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, as_status
 
 FAILED_EARLY = "failed before the first round"
 STEPS_PER_S, TOTAL_STEPS = "steps_per_s", "total_steps"
-COLUMNS = ("rank", "attempt", "status", "round", "step", STEPS_PER_S, "left", "loss", "round_s", "note")
+COLUMNS = ("rank", "attempt", "restarts", "status", "round", "step", STEPS_PER_S, "left", "loss", "round_s", "note")
 SAME_DATA_AS = "same_data_as"  # reported by DiLoCo: a rank that sends the same work; the note says it
 NO_COLUMNS = (TOTAL_STEPS, SAME_DATA_AS)
 N_MORE = 3  # columns for other numbers, where nobody says which
 MAX_STEPS, MAX_LEFT_S = 1e15, 1e9  # reports may be any numbers
 MAX_COLUMNS = 50  # in a notebook
+MAX_DECIDED = 8  # lines that are shown at once
 HEADINGS = {"round_s": "in rounds", STEPS_PER_S: "steps/s", "note": ""}
 FIRST_PAUSE_S = 0.01
 LONGEST_PAUSE_S = 0.5
@@ -62,6 +64,44 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class RestartState:
+    """What the run's log of decisions says of a replica at one moment."""
+
+    restarts: int = 0
+    """How many of its attempts were decided as restarts."""
+    charged: int = 0
+    """How many count against its budget now."""
+    limit: int | None = None
+    """That budget. None: nothing restarts."""
+    next_at: float | None = None
+    """When its next attempt is due, in Unix time."""
+    decision: Mapping[str, Any] | None = None
+    """What answers its end."""
+    note: str = ""
+    is_awaited: bool = False
+    """Whether another attempt is to follow the one that ended."""
+    is_hopeless: bool = False
+    """Whether it was given up, or the run stopped, because starting it again unchanged does not help."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is for other programs as plain JSON."""
+        left = None if self.limit is None else max(0, self.limit - self.charged)
+        shown = {name: getattr(self, name) for name in ("restarts", "charged", "next_at", "decision")}
+        return {**shown, "left": left}
+
+
+NO_RESTARTS = RestartState()
+
+
+@dataclass(frozen=True)
+class Decided:
+    """One decision on a run, as a line."""
+
+    at: float
+    line: str
+
+
+@dataclass(frozen=True)
 class ReplicaState:
     """One replica at one moment."""
 
@@ -77,6 +117,7 @@ class ReplicaState:
     """In a few words, what it does or waits for before its entrypoint runs."""
     is_readable: bool = True
     """Whether its records tell how it is."""
+    restart: RestartState = NO_RESTARTS
 
     @property
     def is_over(self) -> bool:
@@ -91,6 +132,8 @@ class ReplicaState:
     @property
     def note(self) -> str:
         """A few words on how it ended, on what it waits for, on its data, or on a heartbeat that is overdue."""
+        if self.restart.note:
+            return self.restart.note
         if self.outcome is not None and self.outcome.reason is not None:
             if self.outcome.reason == "cancelled":
                 error = self.outcome.error or ""
@@ -118,6 +161,8 @@ class ReplicaState:
         """Return the text of one column of the table."""
         if column in ("rank", "attempt", "status", "note"):
             return str(getattr(self, column))
+        if column == "restarts":
+            return "" if self.restart.limit is None else f"{self.restart.charged}/{self.restart.limit}"
         if column == "left":
             return "" if self.left_s is None else name_duration(self.left_s)
         text = "" if column == STEPS_PER_S and self.status.is_terminal else self.number(column)
@@ -145,7 +190,7 @@ class ReplicaState:
         }
         outcome = self.outcome
         more = {"reason": outcome and outcome.reason, "exit_code": outcome and outcome.exit_code}
-        return {**row, "note": self.note, **more}
+        return {**row, "note": self.note, **more, **self.restart.to_json()}
 
 
 def is_failure(outcome: Outcome, min_replicas: int | None) -> bool:
@@ -165,6 +210,9 @@ class RunStatus:
     """How many more ranks joined while it ran; only their claims are known."""
     min_replicas: int | None = None
     """How many replicas are enough. None: all."""
+    decided: Sequence[Decided] = ()
+    """What was decided on it so far, oldest first."""
+    restarts_by_reason: Mapping[str, int] = field(default_factory=dict)
     at: float = field(default_factory=time.time)
 
     @property
@@ -216,7 +264,7 @@ class RunStatus:
         if self.min_replicas is None:
             return ""
         count, n = dict(self.numbers), len(self.replicas)
-        pending = count.get(ReplicaStatus.PENDING, 0)
+        pending = count.get(ReplicaStatus.PENDING, 0) - sum(replica.restart.is_awaited for replica in self.replicas)
         can_succeed = n - count.get(ReplicaStatus.FAILED, 0) - count.get(ReplicaStatus.CANCELLED, 0)
         if can_succeed < self.min_replicas:
             which = "succeeded" if self.is_terminal else "can still succeed"
@@ -261,6 +309,7 @@ class RunStatus:
             "prospects": self.prospects,
             "joined": self.joined,
             "left_s": self.left_s,
+            "restarts_by_reason": dict(self.restarts_by_reason),
             "replicas": [replica.to_json() for replica in self.replicas],
         }
 
@@ -280,6 +329,8 @@ class RunStatus:
     def _has(self, column: str) -> bool:
         if column == "attempt":
             return any(replica.attempt > 0 for replica in self.replicas)
+        if column == "restarts":
+            return any(replica.restart.restarts or replica.restart.decision for replica in self.replicas)
         return any(replica.cell(column) for replica in self.replicas)
 
     def to_html(self, between: str = "") -> str:
@@ -294,23 +345,25 @@ class RunStatus:
         body = "".join(f"<tr>{row}</tr>" for row in rows)
         words = "; ".join(filter(None, [self.counts, self.prospects]))
         title = html.escape(f"{self.run_id} on {self.backend}: {words}")
-        return f"<p>{title}</p>{between}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def name_duration(seconds: float) -> str:
-    """Write a duration for people: `0.8 s`, `42 s`, `3:05`, `2:10:00`."""
-    if seconds < 10:
-        return f"{max(0.0, seconds):.1f} s"
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+        lines = "".join(f"<p>{html.escape(each.line)}</p>" for each in self.decided[-MAX_DECIDED:])
+        return f"<p>{title}</p>{lines}{between}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def name_rate(per_s: float) -> str:
     """Write a rate for people: `123`, `12.3`, `1.23`, `0.0123`."""
     return f"{per_s:.3g}" if not 0.1 <= per_s < 1e6 else f"{per_s:.{2 if per_s < 10 else 1 if per_s < 100 else 0}f}"
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Name ranks briefly: `rank 3`, `ranks 0-2, 5`."""
+    spans: list[list[int]] = []
+    ranks = sorted(ranks)
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, span)) for span in spans)
 
 
 def pauses(first_s: float = FIRST_PAUSE_S, longest_s: float = LONGEST_PAUSE_S) -> Iterator[float]:

@@ -291,11 +291,16 @@ class Attempt:
 
     def abandon(self, error: BaseException) -> None:
         """Close an attempt whose launch failed: nobody waits for it, and its replica ends if it comes up late."""
-        why = f"The launch ended half-way: {str(error) or type(error).__name__}"
+        why = half_way(error)
         if self.outcome() is None:
             if not self.has("handle.json"):
                 self.record(self.ended(ReplicaStatus.FAILED, "start_failed", error=why))
             self.request_cancel(why)  # also where no handle is: its starter may live on
+
+
+def half_way(error: BaseException) -> str:
+    """Say that a launch ended before everything was started."""
+    return f"The launch ended half-way: {str(error) or type(error).__name__}"
 
 
 def _parse_world_size(data: Any, key: str, url: str) -> int:

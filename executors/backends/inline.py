@@ -17,7 +17,7 @@ from executors.attempt.outcome import PID
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import BackendError
 from executors.logs.readers import TailedLog
-from executors.native import Log, Observation, Recordable, RunSpec, Unfinished
+from executors.native import Log, Observation, Parent, Recordable, RunSpec, Unfinished
 from executors.process import is_alive, start_time, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
@@ -52,6 +52,7 @@ class InlineExecutor:
     supports_inter_replica_network = True
     needs_shared_rendezvous = False
     ends_with_launcher = False  # it has ended when its launch returns
+    lease_s: float | None = None
     default_timeout_s: float | None = None
     recordable_options: ClassVar[Recordable] = {}
 
@@ -163,6 +164,10 @@ class InlineExecutor:
         """Return nothing: what the replica prints goes where its process prints."""
         Attempt.of_handle(handle, self.backend_name)
         return ""
+
+    def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
+        """Nobody restarts what runs in the caller's process; see `NativeExecutor.parents`."""
+        return [Parent(is_alive=True)] * len(replicas)
 
     def open_log(self, handle: ReplicaHandle) -> Log:
         """Return an empty log; see `stream_logs`."""

@@ -25,15 +25,17 @@ from executors.cli.logs import logs
 from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, inert
 from executors.cli.report import report
 from executors.cli.runs import cancel, ls, rm, status, wait
+from executors.cli.watch import stop, watch
 from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
 
 SYNONYMS = {
     **dict.fromkeys(("run", "start", "submit", "exec"), "launch"),
     **dict.fromkeys(("ps", "list", "runs"), "ls"),
-    **dict.fromkeys(("stop", "kill", "end"), "cancel"),
+    **dict.fromkeys(("kill", "end"), "cancel"),
     **dict.fromkeys(("tail", "log", "follow"), "logs"),
     **dict.fromkeys(("show", "info", "inspect", "top"), "status"),
-    **dict.fromkeys(("attach", "watch"), "wait"),
+    "attach": "wait",
+    "keep": "watch",
     **dict.fromkeys(("results", "fetch", "get"), "collect"),
     **dict.fromkeys(("restart", "retry"), "resume"),
     **dict.fromkeys(("page", "html", "plot"), "report"),
@@ -86,7 +88,24 @@ app = typer.Typer(
     epilog="[bold]First steps[/bold]\n\nreplicas launch --n 4\n\nreplicas launch train.py:main --n 8 --arg steps=500"
     "\n\nreplicas logs RUN -f    replicas status RUN    replicas collect RUN --out results",
 )
-for verb in (launch, ls, status, logs, wait, collect, report, export, cancel, resume, rm, doctor, backends, config):
+for verb in (
+    launch,
+    ls,
+    status,
+    logs,
+    wait,
+    watch,
+    collect,
+    report,
+    export,
+    stop,
+    cancel,
+    resume,
+    rm,
+    doctor,
+    backends,
+    config,
+):
     app.command(cls=_Verb, epilog=getattr(verb, "epilog", None))(verb)
 
 

@@ -37,6 +37,8 @@ EXAMPLES = {
     "secret": ["wandb"],
     "volume": ["corpus:/data"],
     "chaos": ["kill:rank=1,round=3"],
+    "restarts": 3,
+    "hang-timeout": "2m:3m",
     "health-check": "checks.py:gpu",
     "tracker": "trackio",
     "columns": "lr,gnorm",

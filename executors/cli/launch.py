@@ -61,6 +61,7 @@ RESTARTS = (
 )
 HANG = "How long a replica may go on without progress: SOFT[:HARD] as in 2m:3m, auto or off. Default: auto."
 HEALTH_CHECK = "A function that each new process calls before the task, for 60 s at most: pkg.mod:f, path/file.py:f."
+AS_FOR_LAUNCH, FROM_HERE_ON = "As for launch,", "for all ranks from here on. Default: as before."
 TASK_DIGEST = (
     "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
     "task_digest."
@@ -108,7 +109,8 @@ def launch(
 
     Ctrl-C once cancels the run and waits for its end; twice exits at once.
 
-    Exit code: 130 cancelled, 1 a replica failed, 124 only time limits were hit, 0 all succeeded, 2 usage.
+    Exit code: 130 cancelled, 93 given up or stopped where starting it again unchanged does not help, 1 a replica
+    failed, 124 only time limits were hit, 0 all succeeded, 2 usage.
     """
     from executors.cli.live import Interrupts
     from executors.launcher import named, plan_launch
@@ -224,6 +226,8 @@ def resume(
     gather: Annotated[
         float | None, Option(metavar="DURATION", parser=parse_duration, help=f"As for launch ({DURATIONS}).")
     ] = None,
+    restarts: Annotated[str | None, Option(metavar="N[/SPAN],…", help=f"{AS_FOR_LAUNCH} {FROM_HERE_ON}")] = None,
+    hang_timeout: Annotated[str | None, Option(metavar="SOFT[:HARD]", help=f"{AS_FOR_LAUNCH} {FROM_HERE_ON}")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Return at once; the run continues.")] = False,
     task_digest: Annotated[str | None, Option(metavar="SHA256", help=TASK_DIGEST)] = None,
     trust_bucket: Annotated[bool, Option("--trust-bucket", help=TRUST_BUCKET)] = False,
@@ -252,6 +256,8 @@ def resume(
                     env=parse_texts("--env", env),
                     secrets=secret or (),
                     gather_s=gather,
+                    restarts=restarts,
+                    hang_timeout=hang_timeout,
                     detach=detach,
                     task_digest=task_digest,
                     trust_bucket=trust_bucket,

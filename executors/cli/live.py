@@ -19,9 +19,10 @@ from executors.cli.summary import reference
 from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError, unknown_name
 from executors.protocol import ReplicaStatus
 from executors.run.run import Run
-from executors.status import COLUMNS, LONGEST_PAUSE_S, ReplicaState, RunStatus, pauses
+from executors.status import COLUMNS, LONGEST_PAUSE_S, MAX_DECIDED, ReplicaState, RunStatus, pauses
 
 PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
+MAX_LINE = 1000  # characters of a decision
 SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -184,6 +185,7 @@ def follow(
             if clock() - failed_at > PATIENCE_S:  # most readings of a status ask the store alone
                 failing_since.pop("backend", None)
             view.update(status)
+            run.keep(status.replicas)
             if status.failed_early and (told := run.end_early(status, "--fail-fast")):
                 view.say(told[:1].upper() + told[1:], "yellow")
             if status.is_terminal:
@@ -212,16 +214,19 @@ class PlainView:
         self._created_at = run.record.created_at
         self._seen: dict[int, ReplicaStatus] = {}
         self._told: set[str] = set()
+        self._n_decided = 0
         self._progress = ""
         self._progress_at = clock()
 
     def update(self, status: RunStatus) -> None:
         elapsed = f"[{name_duration(status.last_at - self._created_at):>6}]"
+        self._tell_decided(status)
         changed: dict[tuple[ReplicaStatus, str], list[int]] = {}
         for replica in status.replicas:
             if self._seen.get(replica.rank) is not replica.status:
                 self._seen[replica.rank] = replica.status
-                changed.setdefault((replica.status, self._note(replica)), []).append(replica.rank)
+                note = "" if replica.restart.decision else self._note(replica)  # the decision has said it
+                changed.setdefault((replica.status, note), []).append(replica.rank)
         for (state, note), ranks in changed.items():
             self._told.add(note)
             self.say(f"{elapsed} {name_ranks(ranks)} {state}" + (f" ({note})" if note else ""))
@@ -231,6 +236,12 @@ class PlainView:
             self._progress, self._progress_at = progress, self._clock()
             self.say(f"{elapsed} {progress}")
 
+    def _tell_decided(self, status: RunStatus) -> None:
+        """Print what was decided since the last look."""
+        new, self._n_decided = status.decided[self._n_decided :], len(status.decided)
+        for each in new[-MAX_DECIDED:]:
+            self._print(f"[{name_duration(each.at - self._created_at):>6}] {one_line(each.line, MAX_LINE)}", "yellow")
+
     def _note(self, replica: ReplicaState) -> str:
         """Return a failure's words, once."""
         note = one_line(replica.note)
@@ -238,8 +249,11 @@ class PlainView:
         return reason if reason and replica.status is ReplicaStatus.FAILED and note in self._told else note
 
     def say(self, text: str, style: str | None = None) -> None:
+        self._print(text, style)
+
+    def _print(self, text: str, style: str | None) -> None:
         self._output.say(text, style)
-        self.close()
+        self._output.console.file.flush()
 
     def close(self) -> None:
         self._output.console.file.flush()
@@ -264,6 +278,7 @@ class LiveView(PlainView):
         from executors.run.progress import bars
 
         console, bar = self._output.console, bars(status)
+        self._tell_decided(status)
         max_rows = None if status.is_terminal else console.height - LINES_AROUND - bool(bar)
         hint = [Text(self._hint, style="dim")] if self._hint and not status.is_terminal else []
         head = title(status, status.last_at - self._created_at)
@@ -272,6 +287,9 @@ class LiveView(PlainView):
 
     def say(self, text: str, style: str | None = None) -> None:
         self._hint = ""
+        self._print(text, style)
+
+    def _print(self, text: str, style: str | None) -> None:
         self._output.console.print(inert(text), style=style)
 
     def close(self) -> None:

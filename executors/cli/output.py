@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from executors.durations import name_duration as name_duration
 from executors.errors import ReplicasError
-from executors.report.root_cause import name_ranks as name_ranks
 from executors.report.words import MAX_CHARACTERS as MAX_CHARACTERS
 from executors.report.words import inert as inert
 from executors.report.words import name_age as name_age
 from executors.report.words import one_line as one_line
-from executors.status import name_duration as name_duration
+from executors.status import name_ranks as name_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-FAILED, USAGE, TIMED_OUT, CANCELLED = 1, 2, 124, 130  # exit codes
+FAILED, USAGE, HOPELESS, TIMED_OUT, CANCELLED = 1, 2, 93, 124, 130  # exit codes
 CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
 UNUSUAL = re.compile(r"[^\n -~]")
 PROGRESS_EVERY_S = 10.0  # between two plain lines of progress

@@ -25,6 +25,7 @@ from executors.cli.output import (
     Output,
     inert,
     name_age,
+    name_duration,
     name_ranks,
     one_line,
     usage_errors,
@@ -34,6 +35,7 @@ from executors.errors import ReplicasError, RunNotFoundError
 from executors.native import page_of_job
 from executors.protocol import ReplicaStatus
 from executors.run_index import find_preparation
+from executors.status import MAX_DECIDED
 
 if TYPE_CHECKING:
     from executors.run.run import Run
@@ -100,8 +102,8 @@ def status(
     as_json: JsonOption = False,
 ) -> int:
     """Show the status of each replica of a run."""
-    from executors.cli.live import note_unknown_columns
-    from executors.cli.summary import Summary, exit_code, heading
+    from executors.cli.live import MAX_LINE, note_unknown_columns
+    from executors.cli.summary import Summary, code_of, heading
     from executors.cli.table import replica_table, title
     from executors.run.progress import bars
 
@@ -116,7 +118,7 @@ def status(
         return 0
     now, record = found.status(), found.record
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]
-    summary = Summary(found, outcomes, exit_code(outcomes, enough=record.min_replicas) if now.is_terminal else None)
+    summary = Summary(found, outcomes, code_of(found, outcomes) if now.is_terminal else None)
     pages = list(map(page_of_job, found.handles)) if as_json or verbose else []
     if as_json:
         document = {**summary.document(), **now.to_json()}
@@ -133,6 +135,8 @@ def status(
     if bar := bars(now):
         output.say(bar)
     output.say(replica_table(now, width=output.console.width, more=columns, brief=True))
+    for each in now.decided[-MAX_DECIDED:]:
+        output.say(f"[{name_duration(each.at - record.created_at):>6}] {one_line(each.line, MAX_LINE)}", "yellow")
     note_unknown_columns(columns or (), now)
     for rank, page in enumerate(pages):
         if page is not None:
@@ -185,7 +189,8 @@ def cancel(
     after = found.status(reports=False)
     alive = {r.rank for r in before.replicas if not r.status.is_terminal and (not rank or r.rank in rank)}
     chosen = [replica for replica in after.replicas if replica.rank in alive]
-    ended = [replica.rank for replica in chosen if replica.status is ReplicaStatus.CANCELLED]
+    awaited = {replica.rank for replica in before.replicas if replica.restart.is_awaited}
+    ended = [r.rank for r in chosen if r.status is ReplicaStatus.CANCELLED or (r.rank in awaited and r.is_over)]
     ending = [replica.rank for replica in chosen if not replica.status.is_terminal]
     names = [name_ranks(ended)] if ended else []
     names += [f"{name_ranks(ending)} (still ending)"] if ending else []

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from executors import run_index
 from executors.cli.output import (
     CANCELLED,
     FAILED,
+    HOPELESS,
     MAX_CHARACTERS,
     TIMED_OUT,
     Output,
@@ -20,10 +21,11 @@ from executors.cli.output import (
 from executors.entrypoint import shown
 from executors.protocol import Outcome, ReplicaStatus
 from executors.report.failures import group_failures, words_of
-from executors.report.root_cause import headline, last_frames, name_ranks
+from executors.report.root_cause import headline, last_frames
+from executors.run.restart_states import was_stopped
 from executors.run.run import Run
-from executors.run_index import locate
-from executors.status import FAILED_EARLY
+from executors.status import FAILED_EARLY, name_ranks
+from executors.supervision.decisions import Decision
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -44,26 +46,48 @@ def heading(run: Run, timeout_s: float | None = None) -> str:
 
 
 def reference(run: Run) -> str:
-    """Return what finds the run again from this machine, for a shell: its id where that is enough, else its address."""
-    return run.run_id if locate(run.run_id) == run.store.url else shlex.quote(run.url)
+    """Return what finds the run again from this machine, for a shell."""
+    return run_index.reference(run.run_id, run.store.url)
 
 
-def exit_code(outcomes: Sequence[Outcome], *, interrupted: bool = False, enough: int | None = None) -> int:
-    """Return the command's exit code for a run that has ended: the first that applies of 130, 1, 124 and 0.
+def exit_code(
+    outcomes: Sequence[Outcome],
+    *,
+    interrupted: bool = False,
+    enough: int | None = None,
+    decisions: Sequence[Decision] = (),
+    is_hopeless: bool = False,
+) -> int:
+    """Return the command's exit code for a run that has ended: the first that applies of 130, 93, 1, 124 and 0.
 
     Args:
         enough: how many that succeed make it 0. None: all.
+        decisions: what was decided on the run.
+        is_hopeless: starting it again unchanged does not help.
     """
     n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
     if enough is not None and n_done >= enough and not interrupted:
         return 0
     cancelled = [outcome for outcome in outcomes if outcome.status is ReplicaStatus.CANCELLED]
-    if interrupted or not all(FAILED_EARLY in (outcome.error or "") for outcome in cancelled):
+    if interrupted or not all(FAILED_EARLY in (end.error or "") or was_stopped(decisions, end) for end in cancelled):
         return CANCELLED
+    if is_hopeless:
+        return HOPELESS
     reasons = {group[0].reason for group in group_failures(outcomes)}
     if reasons - {"timeout"}:
         return FAILED
     return TIMED_OUT if reasons else 0
+
+
+def code_of(run: Run, outcomes: Sequence[Outcome], *, interrupted: bool = False) -> int:
+    """Return the exit code for a run that was looked at and has ended."""
+    return exit_code(
+        outcomes,
+        interrupted=interrupted,
+        enough=run.record.min_replicas,
+        decisions=run.decisions,
+        is_hopeless=run.is_hopeless,
+    )
 
 
 def find_summary(outcomes: Sequence[Outcome]) -> str | None:
@@ -88,8 +112,7 @@ class Summary:
     def of(cls, run: Run, *, in_time: bool = True, interrupted: bool = False) -> Summary:
         """Summarise a run that was watched to its end, or until the time was over."""
         outcomes = run.outcomes()
-        code = exit_code(outcomes, interrupted=interrupted, enough=run.record.min_replicas) if in_time else TIMED_OUT
-        return cls(run, outcomes, code)
+        return cls(run, outcomes, code_of(run, outcomes, interrupted=interrupted) if in_time else TIMED_OUT)
 
     def document(self) -> dict[str, Any]:
         """Return the summary as JSON."""
@@ -124,12 +147,20 @@ class Summary:
             if enough is not None and n_done < self.run.world_size:
                 output.say()
                 asked = f"at least {enough} were asked for"
-                output.say(f"{n_done} of {self.run.world_size} replicas succeeded; {asked}.", "yellow")
+                output.say(f"{n_done} of {self.run.world_size} replicas succeeded; {asked}.{self._others()}", "yellow")
+            if self.code == HOPELESS:
+                output.say()
+                output.say("Starting the run again unchanged does not help (exit code 93).", "yellow")
             output.say()
             output.say(f"More: replicas status {reference(self.run)} (or: logs, collect)", "dim")
         if output.as_json:
             output.document(document)
         return self.code or 0
+
+    def _others(self) -> str:
+        """Name those that did not succeed."""
+        others = ((str(end.status), end.rank) for end in self.outcomes if end.status is not ReplicaStatus.SUCCEEDED)
+        return " The others: " + ", ".join(f"{name_ranks(ranks)} {status}" for status, ranks in _by_key(others)) + "."
 
     def _print_results(self, output: Output, document: dict[str, Any]) -> None:
         done = (row for row in document["replicas"] if row["status"] == "succeeded" and row["result"] is not None)

@@ -19,7 +19,17 @@ STYLES = {  # in the order in which they matter to somebody who watches
     ReplicaStatus.PENDING: "dim",
     ReplicaStatus.SUCCEEDED: "green",
 }
-WIDTHS = {"rank": 4, "status": 9, "round": 5, "step": 6, "loss": 8, "round_s": 9, STEPS_PER_S: 7, "left": 7}
+WIDTHS = {
+    "rank": 4,
+    "restarts": 5,
+    "status": 9,
+    "round": 5,
+    "step": 6,
+    "loss": 8,
+    "round_s": 9,
+    STEPS_PER_S: 7,
+    "left": 7,
+}
 """At least, so that columns stay where they are."""
 GAP = 2
 NOTE_WIDTH = 20  # of which no other column takes anything
@@ -83,7 +93,7 @@ def replica_table(
     table = plain_table(*columns, right={*columns} - {"status", "note"}, gives_way="note")
     told: set[str] = set()
     for replica in shown:
-        is_told = brief or replica.note in told
+        is_told = (brief and not replica.restart.note) or replica.note in told
         told.add(replica.note)
         table.add_row(*(_cell(replica, name, is_told) for name in columns))
     hidden = len(status.replicas) - len(shown)

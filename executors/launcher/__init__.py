@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executors.attempt import Attempt
+from executors.attempt import Attempt, half_way
 from executors.entrypoint import check_entrypoint, split_rank_env
-from executors.errors import BackendError, ReplicasError, RunExistsError, StoreError
+from executors.errors import BackendError, RunExistsError, StoreError
+from executors.launcher.at_exit import ends_with_this_process
 from executors.launcher.checks import (
     check_chaos,
     check_directory,
@@ -24,6 +24,7 @@ from executors.launcher.checks import (
     check_same,
     check_working_directory,
     resolved,
+    with_policy,
     with_tracker,
 )
 from executors.launcher.prices import affordable_s, usd_per_hour
@@ -36,6 +37,8 @@ from executors.shipping.script_header import check_python, script_header, script
 from executors.store import Store, open_store
 from executors.store.records import exists
 from executors.store.url import address_of, directory_of, shared_rendezvous
+from executors.supervision.decisions import DecisionLog
+from executors.supervision.orders import order_cancel
 from executors.task.create import LaunchRequest, create_run, plan_run
 
 if TYPE_CHECKING:
@@ -172,33 +175,6 @@ def named(request: LaunchRequest) -> LaunchRequest:
     return request if request.run_id is not None else replace(request, run_id=new_run_id())
 
 
-def ends_with_this_process(run: Run, *, detach: bool) -> Run:
-    """Return the run; if it goes on when this process ends, and is ended so, a line on stderr says it then."""
-    import atexit
-
-    executor, pid = run.executor, os.getpid()
-    if detach or not isinstance(executor, NativeExecutor) or not executor.ends_with_launcher:
-        return run
-
-    def tell() -> None:
-        if pid != os.getpid() or run.is_awaited:
-            return
-        with contextlib.suppress(ReplicasError):
-            if not exists(run.store, f"{run.run_id}/run.json"):
-                return  # it was deleted
-            attempts = (Attempt(run.store, run.run_id, rank) for rank in range(run.world_size))
-            # One by one: at the exit no thread can be started any more.
-            if any(each.newest().outcome() is None for each in attempts):
-                print(
-                    f"replicas: run {run.run_id} ends with this process. Wait for it with run.wait(), or let it go on "
-                    "with launch(…, detach=True).",
-                    file=sys.stderr,
-                )
-
-    atexit.register(tell)
-    return run
-
-
 @dataclass(frozen=True)
 class LaunchPlan:
     """A launch that was checked, and has neither written nor started anything."""
@@ -216,7 +192,9 @@ class LaunchPlan:
             tell: gets a few words on how far the start is, where it takes long.
         """
         from executors.run.handles import keep_handles
+        from executors.run.launch_hands import Recipe
         from executors.run.run import Run
+        from executors.supervision.lease import hold_lease
 
         request, executor = self.request, self.executor
         store = local_store() if request.rendezvous is None else open_store(request.rendezvous)
@@ -227,6 +205,7 @@ class LaunchPlan:
                 f"`replicas status {self.run_id}`. Choose another run id, or `replicas rm {self.run_id}`."
             )
         spec = create_run(request, self.run_id, store, describe_executor(executor), self.package)
+        lease = None
         try:
             options = executor.options_to_keep if isinstance(executor, KeepsOptions) else {}
             remember(self.run_id, store.url, spec.task_digest, options, request.secrets)
@@ -234,18 +213,27 @@ class LaunchPlan:
             if isinstance(executor, NativeExecutor):
                 limits: Any = {"gpu": request.gpu, "timeout": request.timeout}
                 args = request.args or {}
+                spec = replace(spec, lease_s=None if request.detach else executor.lease_s)
+                lease = hold_lease(store, spec)
                 started = executor.launch_replicas(request.n, request.entrypoint, args, **limits, run=spec, tell=tell)
                 of_ranks = {handle.rank: handle for handle in started}
                 handles = [of_ranks.get(rank) for rank in range(request.n)]
             else:
                 handles = self._start_plainly(store)
         except BaseException as error:
+            if lease is not None:
+                lease.end()
             with contextlib.suppress(StoreError):
                 for rank in range(request.n):
                     Attempt(store, self.run_id, rank).abandon(error)
+                # No keeper goes on with it.
+                order_cancel(DecisionLog(store, self.run_id), None, request.n, half_way(error))
             raise
         keep_handles(store, self.run_id, 0, handles)
-        return Run(store, self.run_id, executor=executor, handles=handles)
+        run = Run(store, self.run_id, executor=executor, handles=handles)
+        if not request.detach and isinstance(executor, NativeExecutor):
+            run.keep_here(Recipe(spec, request.entrypoint, limits), lease)
+        return run
 
     def usd_per_hour(self) -> float | None:
         """Return what an hour of all replicas costs in US dollars; None: nobody tells, or not now."""
@@ -341,6 +329,7 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     if timeout is None:
         timeout = PLAIN_TIMEOUT_S if native is None else native.default_timeout_s
     check_environment(executor, request)
+    request = with_policy(executor, request)
     if (script := script_of(request.entrypoint)) is not None:
         check_python(script_header(script), script)
     check_named(request)
@@ -387,5 +376,7 @@ def _bring_back(
         env=request.env,
         secrets=request.secrets,
         detach=request.detach,
+        restarts=request.restarts,
+        hang_timeout=request.hang_timeout,
         task_digest=task.digest,
     )

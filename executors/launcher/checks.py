@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,8 @@ from executors.entrypoint import (
     split_rank_env,
 )
 from executors.errors import NO_DIRECTORY, EntrypointError, ReplicasError, StoreError
-from executors.native import NativeExecutor, Package
+from executors.native import NativeExecutor, Package, restarts_replicas
+from executors.policy import HangLimits
 from executors.protocol import ServerlessExecutor
 from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED
 from executors.report.trackers import BUILT_IN, check_tracker
@@ -30,7 +32,7 @@ from executors.task.arguments import annotations_in, from_texts, to_json
 from executors.task.create import LaunchRequest
 from executors.task.stored import StoredTask, installed_version
 
-KEPT = ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker", "restarts", "hang_timeout", "health_check")
+KEPT = ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker", "health_check")
 
 
 def check_working_directory() -> None:
@@ -96,6 +98,24 @@ def check_environment(executor: ServerlessExecutor, request: LaunchRequest) -> N
     for name in request.env or {}:
         if name in (*TORCH_DISTRIBUTED, *CONTRACT, *FOR_THE_WORKER):
             raise ValueError(f"env cannot set {name!r}: replicas get or lose it themselves, see the README.")
+
+
+def with_policy(executor: ServerlessExecutor, request: LaunchRequest) -> LaunchRequest:
+    """Return the request with what the executor keeps of restarts and limits on hanging; stderr says what is left out.
+
+    Raises:
+        ValueError: nobody could start a replica again, or watch it, where somebody relies on it.
+    """
+    name, is_limited = executor.backend_name, HangLimits.parse(request.hang_timeout).soft_s is not None
+    if restarts_replicas(executor) or (request.restarts is None and not is_limited):
+        return request
+    if not isinstance(executor, NativeExecutor):
+        raise ValueError(
+            f"Backend {name!r} takes no restarts= (--restarts) and no hang_timeout= (--hang-timeout): its five verbs "
+            "start all replicas or none, and nobody is beside them. Leave these away."
+        )
+    print(f"replicas: backend {name!r} starts nothing again: restarts and hang_timeout do not count", file=sys.stderr)
+    return replace(request, restarts=None, hang_timeout=None)
 
 
 def check_chaos(executor: ServerlessExecutor, request: LaunchRequest) -> Sequence[str]:

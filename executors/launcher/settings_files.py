@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from executors.durations import parse_duration
 from executors.entrypoint import parse_entrypoint
 from executors.errors import EntrypointError, unknown_name
+from executors.policy import HangLimits, Restarts
 from executors.registry import known_backends
 from executors.shipping.script_header import read_text, script_header, script_of, toml_of
 from executors.store.url import directory_of
@@ -23,6 +24,7 @@ from executors.task.arguments import describe
 FILE, PROJECT = "replicas.toml", "pyproject.toml"
 # A name has no twenty letters and digits in a row; a token, which somebody may take for one, has.
 SECRET = re.compile(r"(?!.*(?=[A-Za-z]*[0-9])[A-Za-z0-9]{20})[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+POLICIES: Mapping[str, Callable[[str], object]] = {"restarts": Restarts.parse, "hang-timeout": HangLimits.parse}
 Place = tuple[str, ...]  # ("n",), ("args", "steps") or ("option", "modal", "region")
 
 
@@ -124,6 +126,12 @@ def _checked(key: str, value: Any, kind: Any, origin: str) -> Any:
             return parse_duration(value)
         except ValueError as error:
             raise ValueError(f"{origin}: {key} = {value!r}: {error}") from None
+    if key in POLICIES and isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            POLICIES[key](str(value))
+        except ValueError as error:
+            raise ValueError(f"{origin}: {error}") from None
+        return str(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     fits = {
         Duration: is_number,

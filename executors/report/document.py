@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from executors.durations import name_duration
 from executors.metrics.metrics import Metrics
 from executors.protocol import Outcome
 from executors.report.curves import MAX_POINTS, MIN_POINTS, Array, Line, Point, middle, thin
@@ -22,7 +23,7 @@ from executors.report.measures import Measures
 from executors.report.rounds import UNNOTICED, meetings, rounds_document
 from executors.report.timeline import timeline_document
 from executors.report.words import name_moment, one_line
-from executors.status import TOTAL_STEPS, RunStatus, name_duration
+from executors.status import TOTAL_STEPS, RunStatus
 from executors.task.record import RunRecord, TaskRecord
 
 MAX_VALUES = 220_000  # of all curves together

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from executors.report.root_cause import name_ranks
+from executors.durations import name_duration
 from executors.report.words import name_moment, name_number, name_share
-from executors.status import name_duration
+from executors.status import name_ranks
 
 MAX_LATE = 3  # ranks that are named
 NOTABLE = 0.02  # of the replicas' time; less is nobody's fault

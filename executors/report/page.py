@@ -13,11 +13,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from executors.report.root_cause import name_ranks
+from executors.durations import name_duration
 from executors.report.tables import replacing
 from executors.report.timeline import KINDS, MARKS, SHAPES, svg
 from executors.report.words import name_moment, name_number, name_share, name_size
-from executors.status import name_duration
+from executors.status import name_ranks
 
 ASSETS = Path(__file__).with_name("assets")
 STYLES = ("uplot/uPlot.min.css", "page.css")

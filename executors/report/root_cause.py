@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from executors.errors import (
     ReplicaCancelledError,
@@ -13,6 +13,7 @@ from executors.errors import (
     ReplicaTimeoutError,
 )
 from executors.protocol import Outcome, ReplicaStatus
+from executors.status import name_ranks
 
 MAX_CHARACTERS = 300  # of a headline
 MAX_FRAME_LINES = 12
@@ -23,18 +24,6 @@ _ERRORS: dict[str | None, type[ReplicaError]] = {
     "timeout": ReplicaTimeoutError,
     "cancelled": ReplicaCancelledError,
 }
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """Name ranks briefly: `rank 3`, `ranks 0-2, 5`."""
-    spans: list[list[int]] = []
-    ranks = sorted(ranks)
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, span)) for span in spans)
 
 
 def headline(outcome: Outcome, ranks: Sequence[int], world_size: int) -> str:

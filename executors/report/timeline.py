@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from executors.durations import name_duration
 from executors.metrics.metrics import AttemptSpan, Metrics
 from executors.metrics.rows import Round
 from executors.protocol import ReplicaStatus
 from executors.report.words import one_line
-from executors.status import name_duration
 
 KINDS = {
     "starting": "starting",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -11,15 +12,17 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from executors.attempt import Attempt, Beat
-from executors.errors import CorruptObjectError, UnknownHandleError
+from executors.errors import BackendError, CorruptObjectError, UnknownHandleError
 from executors.native import NativeExecutor, Observation, Unfinished
 from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
 from executors.run.handles import kept_handles
-from executors.status import ReplicaState, pauses
+from executors.run.restart_states import Answers
+from executors.status import ReplicaState, RunStatus, pauses
 from executors.store import Store
 from executors.store.inventory import Inventory
 from executors.store.parallel import in_parallel
 from executors.store.url import directory_of, is_near
+from executors.supervision.decisions import Decision
 from executors.task.record import RunRecord
 
 FAR_PAUSES_S = (0.25, 4.0)  # 64 replicas watched for an hour are 60,000 requests
@@ -59,6 +62,8 @@ class Observer:
         self._outcomes: dict[int, Outcome] = {}
         self._problems: dict[int, Outcome] = {}
         self._beats: dict[int, tuple[int, Beat | None]] = {}
+        self._answers = Answers(store, run_id, record, self._has_keeper)
+        self._hopeless: set[int] = set()
 
     @property
     def ranks(self) -> range:
@@ -70,10 +75,50 @@ class Observer:
         return pauses() if self.is_near else pauses(*FAR_PAUSES_S)
 
     def look(self, ranks: Sequence[int]) -> list[ReplicaState]:
-        """Return the state of replicas, but for what they report.
+        """Return the state of replicas, but for what they report. One whose next attempt is to come is pending.
 
-        One list, the outcomes and handles that are new, and one call of the backend about all that have no outcome.
+        One list, the outcomes and handles that are new, one call of the backend about all that have no outcome, and
+        where one ended badly, what is new in the log of decisions.
         """
+        states = self._answers.over(self._look(ranks), self._ends())
+        self._hopeless = {state.rank for state in states if state.restart.is_hopeless} | self._hopeless - {*ranks}
+        return states
+
+    def status(self, states: Sequence[ReplicaState]) -> RunStatus:
+        """Return the run's state, of those of all its replicas."""
+        record, answers = self._record, self._answers
+        return RunStatus(
+            self._run_id,
+            record.backend,
+            states,
+            self.count_joined(),
+            record.min_replicas,
+            answers.told(self._ends()),
+            answers.restarts_by_reason,
+        )
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """The log of decisions, as far as it was read."""
+        return self._answers.decisions
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether, as of the last look, starting some rank again unchanged does not help."""
+        return bool(self._hopeless)
+
+    def _has_keeper(self, rank: int) -> bool:
+        """Whether the supervisor of a rank that has ended lives, as far as its executor can tell."""
+        with contextlib.suppress(BackendError, CorruptObjectError, UnknownHandleError):
+            executor, handle = self._executor(), self.handle(rank)
+            if isinstance(executor, NativeExecutor) and handle is not None:
+                return executor.parents([Unfinished(handle, self.attempt(rank).number)])[0].is_alive
+        return False
+
+    def _ends(self) -> dict[int, Outcome]:
+        return {rank: end for rank in self.ranks if (end := self.outcome(rank)) is not None}
+
+    def _look(self, ranks: Sequence[int]) -> list[ReplicaState]:
         self.update()
         self.map(self._read_outcome, [rank for rank in ranks if self.outcome(rank) is None])
         waiting = [rank for rank in ranks if self.outcome(rank) is None]
@@ -89,7 +134,7 @@ class Observer:
             if overtaken:  # the answer was of an attempt that was begun meanwhile
                 others = [rank for rank in ranks if rank not in overtaken]
                 found = [self._state(rank, *seen.get(rank, (None, ""))) for rank in others]  # the look may find newer
-                return sorted([*found, *self.look(overtaken)], key=lambda state: ranks.index(state.rank))
+                return sorted([*found, *self._look(overtaken)], key=lambda state: ranks.index(state.rank))
         return [self._state(rank, *seen.get(rank, (None, ""))) for rank in ranks]
 
     def with_reports(self, states: Sequence[ReplicaState]) -> list[ReplicaState]:
@@ -167,7 +212,8 @@ class Observer:
 
     def ending(self, state: ReplicaState) -> Outcome:
         """Return how a replica ended, as far as is known."""
-        return state.outcome or self.outcome(state.rank) or self.attempt(state.rank).ended(state.status)
+        known = None if state.restart.is_awaited else state.outcome or self.outcome(state.rank)
+        return known or self.attempt(state.rank).ended(state.status)
 
     def map(self, act: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Act on several items: at once where each takes round trips, and in turn on a directory."""

@@ -5,39 +5,41 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
 
 from executors.attempt import Attempt
 from executors.errors import (
-    BackendError,
     CorruptObjectError,
     RunExistsError,
     RunNotFoundError,
-    StoreError,
     UnknownHandleError,
 )
 from executors.metrics.metrics import Metrics, read_metrics
-from executors.native import NativeExecutor, page_of_job
+from executors.native import NativeExecutor
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.registry import executor_of_record
 from executors.report.root_cause import raise_root_cause
+from executors.run.canceller import Canceller
+from executors.run.launch_hands import LaunchHands, Recipe
 from executors.run.notebook import Display, in_notebook
 from executors.run.observer import RECENT_S, Observer
+from executors.run.outside_keeper import OutsideKeeper
 from executors.run.progress import View, open_view
+from executors.run.removal import remove_run
 from executors.run.run_logs import Note as LogNote
 from executors.run.run_logs import Ranks, RunLogs, Which
 from executors.run.waiter import Waiter
-from executors.run_index import Note, folder_of_run, forget, noted_at_launch
+from executors.run_index import Note, noted_at_launch
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
-from executors.store.parallel import in_parallel
 from executors.store.url import address_of
+from executors.supervision.decisions import Decision, DecisionLog
+from executors.supervision.lease import LeaseHolder
 from executors.task.record import RunRecord, find_run_record
-from executors.task.stored import read_task
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,8 @@ class Run:
         """Whether this process has waited for the run's end, or ended it."""
         self.shows_progress = False
         """Whether waiting for it draws how far it is."""
+        self._lease: LeaseHolder | None = None
+        self._keeper: OutsideKeeper | None = None
 
     @cached_property
     def record(self) -> RunRecord:
@@ -197,7 +201,7 @@ class Run:
 
     def outcomes(self) -> list[Outcome]:
         """Return how each replica ended, in rank order, without waiting; those that have not are pending or running."""
-        states = self._look()
+        states = self._observer.look(self._observer.ranks)
         if all(state.is_over for state in states):
             self._observer.collect_missing(self._observer.ranks)
         return list(map(self._observer.ending, states))
@@ -208,9 +212,19 @@ class Run:
         Args:
             reports: False leaves out what they reported: at a bucket that saves a request for each.
         """
-        states = self._look()
+        states = self._observer.look(self._observer.ranks)
         replicas = self._observer.with_reports(states) if reports else states
-        return RunStatus(self.run_id, self.backend, replicas, self._observer.count_joined(), self.record.min_replicas)
+        return self._observer.status(replicas)
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """What was decided on the run, as far as a look at it needed to know, oldest first."""
+        return self._observer.decisions
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether, as of the last look, it was stopped or a rank given up for what comes again if nothing changes."""
+        return self._observer.is_hopeless
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look at the run and the next: at a bucket, requests cost."""
@@ -280,54 +294,53 @@ class Run:
 
     def report_document(self) -> dict[str, Any]:
         """Return all that the page of the run shows as one JSON document, whose floats are finite."""
-        from executors.report.document import Subject, document
+        from executors.report.document import document
+        from executors.run.report_subject import subject_of
 
-        task, pages, problems = None, list[str | None](), list[str]()
-        try:
-            task = read_task(self.store, self.run_id).record
-        except StoreError as error:
-            problems.append(str(error))
-        with contextlib.suppress(BackendError):  # of a backend that is not installed here, which may have no pages
-            pages = list(map(page_of_job, self.handles))
-        return document(
-            Subject(
-                url=self.url,
-                record=self.record,
-                task=task,
-                now=self.status(),
-                metrics=self.metrics(),
-                pages=pages,
-                problems=problems,
-            )
-        )
+        return document(subject_of(self.store, self.record, self.status(), self.metrics(), self.handles))
 
     def request_cancel(self) -> None:
         """Leave the cancel marker of every replica that has not ended; `cancel` also waits for their end."""
-        alive = [state.rank for state in self._look() if not state.status.is_terminal]
-        self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(), alive)
+        self._canceller.request()
 
     def cancel(self, rank: int | None = None) -> None:
         """Cancel one replica, or all that still run; returns when they are gone. Nothing changes for the others."""
-        observer = self._observer
-        ranks = observer.ranks if rank is None else [self._check_rank(rank)]
-        states = [state for state in observer.look(ranks) if not state.status.is_terminal]
-        alive = [state.rank for state in states if not state.is_over]
-        launched = [r for r in alive if self.handle(r) is not None]
-        for r in set(alive) - set(launched):
-            attempt = observer.attempt(r)
-            if not isinstance(self.executor, NativeExecutor):
-                raise RunNotFoundError(
-                    f"Run {self.run_id!r}: backend {self.backend!r} left no handle that another process can read. "
-                    "Cancel it in the process that launched it."
-                )
-            attempt.request_cancel()  # its launcher died, or has not come to it; one that comes up late ends, too
-            attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
-        in_parallel(lambda r: self.executor.cancel(self.handle(r)), launched)
-        for state in states:
-            if state.is_over:  # raises what is wrong with its records
-                self.executor.cancel(self.handle(state.rank))
+        self._canceller.cancel(None if rank is None else self._check_rank(rank))
         if rank is None:
             self._settle()
+
+    def stop(self, within_s: float = 600.0, wait: Callable[[float], bool] | None = None) -> None:
+        """End the run well; returns when its replicas are gone.
+
+        Each ends at the next round that is adopted, or when its entrypoint looks at `replica.ending_s`. What has not
+        after `within_s` seconds is ended as by a cancel. `resume` goes on from there.
+
+        Args:
+            wait: waits meanwhile, so many seconds at most; False if the run is not over then. None: as `wait` does.
+        """
+        self._canceller.stop(within_s, wait or self.wait)
+        self._settle()
+
+    def keep_here(
+        self, recipe: Recipe, lease: LeaseHolder | None, say: Callable[[str], None] | None = None
+    ) -> OutsideKeeper:
+        """Let this process answer ends whose supervisors are gone, whenever it looks at the run while it waits.
+
+        Args:
+            lease: where its replicas end unless somebody renews it; it ends with the run.
+            say: gets a sentence on each start that failed. None: they go to stderr.
+        """
+        executor = self.executor
+        assert isinstance(executor, NativeExecutor)
+        hands = LaunchHands(executor, recipe, say or (lambda words: print(f"replicas: {words}", file=sys.stderr)))
+        log = DecisionLog(self.store, self.run_id)
+        self._keeper = OutsideKeeper(log, self.record, self._observer, hands, self._canceller.end)
+        self._lease = lease
+        return self._keeper
+
+    def keep(self, states: Sequence[ReplicaState]) -> float | None:
+        """Answer the ends among these states, if this process keeps the run; return when to do so again, in seconds."""
+        return None if self._keeper is None else self._keeper.keep(states)
 
     def remove(self) -> None:
         """Delete everything the run left, here and in its store.
@@ -335,25 +348,12 @@ class Run:
         Raises:
             RunExistsError: a replica still runs.
         """
-        folder = folder_of_run(self.run_id, self.store.url)
         with contextlib.suppress(CorruptObjectError, UnknownHandleError):  # what cannot be read can be removed
             if not self.status(reports=False).is_terminal:
                 raise RunExistsError(
                     f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`."
                 )
-        left = []
-        for entry in list(self.store.list(f"{self.run_id}/")):
-            try:
-                self.store.delete(entry.key)
-            except ValueError:  # not a key that a store takes: somebody put it there by other means
-                left.append(entry.key)
-        forget(folder)
-        if left:
-            raise StoreError(
-                f"Run {self.run_id!r} is removed, but for {len(left)} objects under names that no run has, such as "
-                f"{left[0][:200]!r}. Delete these with the tools of the rendezvous.",
-                url=self.store.url,
-            )
+        remove_run(self.store, self.run_id)
 
     def newest_attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt: its number is 0 until it was resumed, or its process started twice."""
@@ -371,7 +371,11 @@ class Run:
 
     @cached_property
     def _waiter(self) -> Waiter:
-        return Waiter(self.run_id, self.record, self._observer, self.cancel)
+        return Waiter(self.run_id, self.record, self._observer, self.cancel, self.keep)
+
+    @cached_property
+    def _canceller(self) -> Canceller:
+        return Canceller(self.store, self.run_id, self._observer, self.backend, lambda: self.executor)
 
     @cached_property
     def _display(self) -> Display:
@@ -380,14 +384,13 @@ class Run:
     def _settle(self) -> None:
         """The run has ended: whoever goes on finds that the cells say so."""
         self.is_awaited = True
+        if self._lease is not None:
+            self._lease.end()
         if "_display" in self.__dict__:
             self._display.settle()
 
     def _view(self) -> View | None:
         return open_view(self.run_id) if self.shows_progress else None
-
-    def _look(self) -> list[ReplicaState]:
-        return self._observer.look(self._observer.ranks)
 
     def _check_rank(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:

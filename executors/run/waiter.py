@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from executors.errors import BackendError, RunNotFoundError
 from executors.protocol import Outcome, ReplicaStatus
-from executors.report.root_cause import name_ranks
 from executors.run.observer import Observer
 from executors.run.progress import View
-from executors.status import FAILED_EARLY, ReplicaState, RunStatus, wait_until
+from executors.status import FAILED_EARLY, ReplicaState, RunStatus, name_ranks, wait_until
 from executors.task.record import RunRecord
 
 MAX_WHY = 2000  # characters
@@ -24,13 +23,22 @@ class Waiter:
 
     Args:
         cancel: ends all replicas that still run.
+        keep: gets the replicas after each look, and starts again what is to be.
     """
 
-    def __init__(self, run_id: str, record: RunRecord, observer: Observer, cancel: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        record: RunRecord,
+        observer: Observer,
+        cancel: Callable[[], None],
+        keep: Callable[[Sequence[ReplicaState]], object],
+    ) -> None:
         self._run_id = run_id
         self._record = record
         self._observer = observer
         self._cancel = cancel
+        self._keep = keep
         self._watches_for_failures = True
         self._failing_since: float | None = None
 
@@ -91,12 +99,13 @@ class Waiter:
 
     def _ended(self, view: View | None) -> list[ReplicaState]:
         """Look at the run once, show it, and return the replicas that have ended."""
-        observer, record = self._observer, self._record
+        observer = self._observer
         states = observer.look(observer.ranks)
+        self._keep(states)
         has_failed = self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states)
         if view is not None or has_failed:
             reported = observer.with_reports(states)
-            now = RunStatus(self._run_id, record.backend, reported, observer.count_joined(), record.min_replicas)
+            now = observer.status(reported)
             if view is not None:
                 view.update(now)
             if has_failed and (told := self.end_early(now, "fail_fast=True")):

@@ -194,3 +194,11 @@ def policy_of(log: Sequence[Decision], launched: Restarts | None) -> Restarts | 
         if entry.kind == "policy" and entry.restarts is not None:
             return Restarts.parse(entry.restarts)
     return launched
+
+
+def hang_of(log: Sequence[Decision], launched: HangLimits) -> HangLimits:
+    """Return which limits on hanging count now: the last in the log, else the launch's."""
+    for entry in reversed(log):
+        if entry.kind == "policy" and entry.hang is not None:
+            return HangLimits.parse(entry.hang)
+    return launched

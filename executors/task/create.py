@@ -235,7 +235,15 @@ def continue_run(
         StoreError: the task's code or callable is not what was launched.
     """
     described = json.loads(bytes(old.read("task.json", old.digest)))
-    launched_with = replace(old.launched_with, continues=old.run_id, chaos=(), gpu=gpu, timeout_s=timeout)
+    launched_with = replace(
+        old.launched_with,
+        continues=old.run_id,
+        chaos=(),
+        gpu=gpu,
+        timeout_s=timeout,
+        restarts=spec.restarts,
+        hang=spec.hang,
+    )
     task = to_bytes({**described, "launched_with": asdict(launched_with)})
     spec = replace(spec, task_digest=hashlib.sha256(task).hexdigest())
     new_record = replace(record, **vars(launched_with), task_digest=spec.task_digest, detach=spec.detach, **_by_whom())

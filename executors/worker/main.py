@@ -34,6 +34,8 @@ from executors.shared_page import SharedPage
 from executors.store import store_at
 from executors.store.records import RETRY_S, is_gone, read_record, retry, to_bytes
 from executors.store.url import split_address
+from executors.supervision.decisions import DecisionLog, barred_by
+from executors.supervision.orders import words_of_bar
 from executors.task.record import RunRecord
 from executors.task.stored import StoredTask, read_task
 from executors.worker.fail_fast import end_others
@@ -136,19 +138,28 @@ def claim(asked: Attempt) -> tuple[Attempt, str]:
     Returns: the attempt, and the nonce of its claim.
 
     Raises:
-        CancelledBeforeStart: an attempt on the way, from the one asked for on, was cancelled.
+        CancelledBeforeStart: an attempt on the way, from the one asked for on, was cancelled; or the log of decisions
+            bars the rank, by a cancel or a stop that came before it.
     """
     nonce, pid, now = os.urandom(16).hex(), os.getpid(), time.time()
     claim = {"nonce": nonce, "pid": pid, "pid_started": start_time(pid), "host": socket.gethostname(), "at": now}
     for attempt in map(asked.at, itertools.count(asked.number)):
         if retry(functools.partial(attempt.has, "cancel.json")):
-            cancelled = attempt.ended(ReplicaStatus.CANCELLED, "cancelled", pid=pid, started_at=time.time())
-            attempt.record(cancelled, retry_s=RETRY_S)
-            name = f"Attempt {attempt.number} of rank {attempt.rank}"
-            raise CancelledBeforeStart(f"{name} was cancelled before it started.")
+            _end_before_start(attempt)
         if retry(functools.partial(_nonce_that_counts, attempt, to_bytes(claim))) == nonce:
+            # Behind the claim: who cancels looks for claims behind the entry, so one of the two sees the other.
+            log = retry(DecisionLog(attempt.store, attempt.run_id).read)
+            if (entry := barred_by(log, attempt.rank)) is not None:
+                attempt.request_cancel(words_of_bar(entry))
+                _end_before_start(attempt)
             return attempt, nonce
     raise AssertionError("unreachable")
+
+
+def _end_before_start(attempt: Attempt) -> NoReturn:
+    cancelled = attempt.ended(ReplicaStatus.CANCELLED, "cancelled", pid=os.getpid(), started_at=time.time())
+    attempt.record(cancelled, retry_s=RETRY_S)
+    raise CancelledBeforeStart(f"Attempt {attempt.number} of rank {attempt.rank} was cancelled before it started.")
 
 
 def _nonce_that_counts(attempt: Attempt, claim: bytes) -> str:

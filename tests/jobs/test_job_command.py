@@ -52,7 +52,7 @@ def test_a_run_in_which_enough_replicas_succeed_has_succeeded(machines: Machines
     told = command.replicas(*LAUNCH, "--n", 3, "--min-replicas", 2, "--gather", "1m")
     assert told.code == 0, told
     assert "replicas: Rank 1 could not be started" in told.stderr
-    assert "2 of 3 replicas succeeded; at least 2 were asked for." in told.stdout
+    assert "2 of 3 replicas succeeded; at least 2 were asked for. The others: rank 1 failed." in told.stdout
     status = command.replicas("status", "otter", "--backend", BACKEND, "--json").json
     assert (status["status"], status["exit_code"], status["min_replicas"]) == ("succeeded", 0, 2)
     assert attached().results() == [{"rank": 0}, None, {"rank": 2}]

@@ -94,6 +94,12 @@ def test_what_it_cannot_do_is_refused_by_name(state_home: Path) -> None:
     assert {path.parent.name for path in state_home.rglob("*") if path.is_file()} <= {".preparing"}
 
 
+def test_a_policy_of_restarts_does_not_count_and_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    run = launch("inline", "os:getpid", 1, restarts=3)
+    assert "backend 'inline' starts nothing again: restarts and hang_timeout do not count" in capsys.readouterr().err
+    assert run.record.restarts is None
+
+
 def test_the_command_shows_a_debugger_and_goes_on(folder: Folder) -> None:
     (folder.path / "debugged.py").write_text("def main():\n    value = 6 * 7\n    breakpoint()\n    return value\n")
     terminal = Terminal(folder, "launch", "debugged.py", "--n", "1", "--backend", "inline", "--run-id", "mine")

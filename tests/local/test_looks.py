@@ -23,6 +23,7 @@ from executors.store import Store, open_store
 from executors.store.inventory import Inventory
 from executors.store.memory import MemoryStore
 from executors.store.protocol import Entry
+from executors.supervision.decisions import Decision
 from executors.testing.executor_contract import task
 
 ELSEWHERE = "another-host 0-0 1"
@@ -74,6 +75,20 @@ def test_a_look_at_a_run_is_one_list_and_the_heartbeats(bucket: S3Server, n: int
     assert [state.reported["step"] for state in run.status().replicas] == list(range(n))
     assert cost(bucket, lambda: run.wait(timeout=0)) == 1
     assert cost(bucket, run.outcomes) == 1
+
+
+def test_the_log_of_decisions_is_read_once_somebody_has_ended_and_from_where_it_was_read_to(bucket: S3Server) -> None:
+    store = open_store(bucket.url("runs"))
+    write_run(store, 2)
+    store.put("wide/run.json", json.dumps(run_json(world_size=2, restarts="3")).encode())
+    run = attach("wide", rendezvous=store.url)
+    run.wait(timeout=0)
+    assert cost(bucket, lambda: run.wait(timeout=0)) == 1, "nobody has ended"
+    write(store, 0, "outcome", outcome_json(0, status="failed", reason="signal"))
+    assert cost(bucket, lambda: run.wait(timeout=0)) == 3, "one list, the outcome, one look for what is new in the log"
+    store.put("wide/decisions/000000.json", Decision(kind="restart", rank=0, ended=0, start={0: 1}).to_bytes())
+    assert [cost(bucket, lambda: run.wait(timeout=0)) for _ in range(2)] == [3, 2]
+    assert run.status().replicas[0].status == "pending"
 
 
 def test_who_launches_or_resumes_at_a_bucket_leaves_the_handles_together(

@@ -14,6 +14,7 @@ from support.third_party import PopenExecutor
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import BackendError, StoreError
 from executors.resume import resume
+from executors.supervision.decisions import DecisionLog
 from executors.testing import eventually
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
@@ -43,6 +44,16 @@ def half_dead(tmp_path: Path) -> Run:
 def test_what_ended_without_succeeding_gets_a_new_attempt(half_dead: Run) -> None:
     results = resume(half_dead).results()
     assert [(result["rank"], result["attempt"]) for result in results] == [(0, 0), (1, 1), (2, 1)]
+
+
+def test_other_rules_may_count_from_a_resume_on(half_dead: Run) -> None:
+    run = resume(half_dead, restarts=2, hang_timeout="off")
+    run.results()
+    policy, resumed = DecisionLog(run.store, run.run_id).read()
+    assert (policy.kind, policy.restarts, policy.hang) == ("policy", "2", "off")
+    assert (resumed.kind, resumed.start) == ("resume", {1: 1, 2: 1})
+    with pytest.raises(ValueError, match="whole number"):
+        resume(half_dead, restarts="many")
 
 
 def test_the_old_run_object_its_old_handles_and_another_process_see_the_new_attempts(half_dead: Run) -> None:

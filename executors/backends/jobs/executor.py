@@ -34,7 +34,7 @@ from executors.backends.jobs.service import (
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import StoreError
 from executors.logs.readers import TailedLog
-from executors.native import Log, Observation, Package, Recordable, RunSpec, Unfinished
+from executors.native import Log, Observation, Package, Parent, Recordable, RunSpec, Unfinished
 from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.replica import RENDEZVOUS
@@ -42,6 +42,7 @@ from executors.run_index import local_store, new_run_id, remember
 from executors.store import open_store, store_at
 from executors.store.records import FAR_AHEAD, Fields, integer, json_object, nullable, number
 from executors.store.url import remote_access, shared_rendezvous
+from executors.supervision.lease import LEASE_S
 from executors.task.create import LaunchRequest, create_run
 from executors.task.record import find_run_record
 from executors.task.stored import read_task
@@ -100,7 +101,8 @@ class JobExecutor:
     recordable_options: ClassVar[Recordable]
     supports_inter_replica_network: bool = False
     needs_shared_rendezvous: bool = True
-    ends_with_launcher: bool = False
+    ends_with_launcher: bool = True
+    lease_s: float | None = LEASE_S
     default_timeout_s: float | None = DEFAULT_TIMEOUT_S
 
     def __init__(self, service: JobService) -> None:
@@ -222,6 +224,20 @@ class JobExecutor:
         return self._observe(
             [_Replica.of(attempt, each.handle) for attempt, each in zip(newest, replicas, strict=True)]
         )
+
+    def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
+        """Ask the service whether the jobs of replicas run; see `NativeExecutor.parents`."""
+        found = [_Replica.of(Attempt.named_by(each.handle, self.backend_name), each.handle) for each in replicas]
+        states = self._states.of({replica.key: replica.job for replica in found if replica.job is not None})
+
+        def parent(replica: _Replica) -> Parent:
+            state = states.get(replica.key)
+            if replica.job is None or (state is not None and state.has_ended):
+                self._states.forget(replica.key)
+                return Parent(is_alive=False, reason=None if state is None else state.reason)
+            return Parent(is_alive=True)
+
+        return list(map(parent, found))
 
     def _observe(self, replicas: Sequence[_Replica]) -> list[Observation]:
         states = self._states.of({replica.key: replica.job for replica in replicas if replica.job is not None})

@@ -23,7 +23,7 @@ from executors.backends.local.zygote_client import ZygoteClient, zygote
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError, StoreError
 from executors.logs import last_of, read_from, tail_lines
-from executors.native import Log, Observation, Recordable, RunSpec, Unfinished
+from executors.native import Log, Observation, Parent, Recordable, RunSpec, Unfinished
 from executors.process import is_alive, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
@@ -56,6 +56,7 @@ class LocalProcessExecutor:
     supports_inter_replica_network = True
     needs_shared_rendezvous = False
     ends_with_launcher = True
+    lease_s: float | None = None  # their supervisor watches the launcher itself
     default_timeout_s: float | None = None
     recordable_options: ClassVar[Recordable] = {"max_parallel": int, "term_grace_s": float}
 
@@ -246,6 +247,11 @@ class LocalProcessExecutor:
             for each in replicas
         ]
 
+    def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
+        """Look for the supervisors of replicas; see `NativeExecutor.parents`."""
+        named = [(Attempt.named_by(each.handle, self.backend_name), each.handle) for each in replicas]
+        return [Parent(_Watch.of(attempt, handle).is_supervised()) for attempt, handle in named]
+
     def _conclude(self, attempt: Attempt, handle: ReplicaHandle) -> Outcome | None:
         """Record a replica as lost if it and its supervisor are gone, and it has left no outcome."""
         if not _Watch.of(attempt, handle).is_gone(attempt):
@@ -345,16 +351,22 @@ class _Watch(Record):
 
     def is_gone(self, attempt: Attempt) -> bool:
         """Whether no process is left that could write the attempt's outcome, as far as this machine can see."""
-        here, there = this_machine(), self.machine
-        if here != there:
-            host, boot, _ = here.split(" ")
-            return there.split(" ")[0] == host and there.split(" ")[1] != boot  # this host was restarted since
-        if is_alive(self.supervisor_pid, self.supervisor_started):
+        if self.is_supervised():
             return False
+        if self.machine != this_machine():
+            return True
         claim = attempt.find("started.json", Claim.parse)
         if claim is None or claim.pid is None or claim.pid_started is None:
             return True
         return not is_alive(claim.pid, claim.pid_started)
+
+    def is_supervised(self) -> bool:
+        """Whether the supervisor lives, as far as this machine can see."""
+        here, there = this_machine(), self.machine
+        if here != there:
+            host, boot, _ = here.split(" ")
+            return there.split(" ")[0] != host or there.split(" ")[1] == boot  # else this host was restarted since
+        return is_alive(self.supervisor_pid, self.supervisor_started)
 
 
 def _gpus_of_this_machine() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -15,7 +16,7 @@ from executors.cli.table import replica_table
 from executors.errors import BackendError, ReplicasError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.run import Run
-from executors.status import ReplicaState, RunStatus, pauses
+from executors.status import Decided, ReplicaState, RestartState, RunStatus, pauses
 from executors.task.record import RunRecord
 
 RUNNING, SUCCEEDED, FAILED = ReplicaStatus.RUNNING, ReplicaStatus.SUCCEEDED, ReplicaStatus.FAILED
@@ -94,6 +95,35 @@ def test_each_change_of_status_is_one_line_and_progress_comes_now_and_then(capsy
     assert [line.partition("] ")[2] for line in lines[4:]] == [
         "ranks 0, 2 succeeded",
         "rank 1 failed (exception: Oops: no)",
+    ]
+
+
+def test_each_decision_is_a_line_once_and_the_replica_does_not_repeat_it(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    restarting = Decided(1.5, "restarting rank 0 as attempt 1 (1 of 3): signal, SIGKILL \x1b[2J")
+    given_up = Decided(6.0, "rank 0 given up: it failed twice the same way.")
+
+    def script() -> RunStatus:
+        if clock.now < 1:
+            return state(replica(0), at=clock.now)
+        if clock.now < 3:
+            waits = RestartState(decision={"kind": "restart"}, note="restarts in 2 s", is_awaited=True)
+            pending = ReplicaState(0, 0, ReplicaStatus.PENDING, restart=waits)
+            return replace(state(pending, at=clock.now), decided=[restarting])
+        if clock.now < 5:
+            return replace(state(replica(0), at=clock.now), decided=[restarting])
+        gone = RestartState(decision={"kind": "give_up"}, note="given up: …")
+        failed = replace(replica(0, FAILED, "Oops: no"), restart=gone)
+        return replace(state(failed, at=clock.now), decided=[restarting, given_up])
+
+    assert show(script, clock)
+    assert [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()] == [
+        "rank 0 running",
+        "restarting rank 0 as attempt 1 (1 of 3): signal, SIGKILL",
+        "rank 0 pending",
+        "rank 0 running",
+        given_up.line,
+        "rank 0 failed",
     ]
 
 

@@ -84,6 +84,11 @@ def nothing_written(state_home: Path) -> Iterator[None]:
         ({"entrypoint": "no_such.py", "argv": []}, EntrypointImportError, "does not exist"),
         ({"executor": "locla"}, LookupError, "Did you mean 'local'?"),
         ({"executor": PopenExecutor(), "env": {"A": "1"}}, ValueError, "'popen' takes no env="),
+        ({"executor": PopenExecutor(), "restarts": 3}, ValueError, "'popen' takes no restarts= (--restarts)"),
+        ({"executor": PopenExecutor(), "hang_timeout": 60}, ValueError, "'popen' takes no restarts= (--restarts)"),
+        ({"restarts": -1}, ValueError, "is a whole number, got '-1'"),
+        ({"restarts": True}, TypeError, "or a Restarts, got True"),
+        ({"hang_timeout": "soon"}, ValueError, "hang_timeout is SOFT, SOFT:HARD, auto or off"),
     ],
 )
 def test_a_bad_argument_is_refused_before_anything_is_written(

@@ -108,6 +108,12 @@ def test_variables_of_the_environment_are_texts_of_their_flags(monkeypatch: pyte
             assert str(caught.value).startswith(words)
 
 
+def test_a_policy_may_be_a_number() -> None:
+    write("replicas.toml", "restarts = 3\nhang-timeout = 90\n[profile.firm]\nrestarts = '5/1h,oom=0'\n")
+    assert read().values == {"restarts": "3", "hang-timeout": "90"}
+    assert read(profile="firm").values["restarts"] == "5/1h,oom=0"
+
+
 def test_an_argument_is_a_text_where_its_annotation_may_explain_it_and_else_what_the_file_says() -> None:
     write("replicas.toml", '[args]\na = "5"\nb = "word"\nc = 5\nd = 0.5\ne = true\nf = nan\ng = {x = 1}\nh = "true"\n')
     values, texts = read().arguments
@@ -131,6 +137,9 @@ REFUSED = {
     "n = true": "{file}: n takes an int, got true.",
     "timeout = '5x'": "{file}: timeout = '5x': '5x' is not a duration.",
     "timeout = [1]": "{file}: timeout takes seconds, or a duration as in '1h30m', got [1].",
+    "restarts = '3,oon=1'": "{file}: restarts: No setting 'oon'. Did you mean 'oom'?",
+    "restarts = true": "{file}: restarts takes a string, got true.",
+    "hang-timeout = 'soon'": "{file}: hang_timeout is SOFT, SOFT:HARD, auto or off, as in 2m:3m, got 'soon'.",
     "chaos = 'kill:rank=1'": '{file}: chaos takes a list, each item a string, got "kill:rank=1".',
     "dry-run = 1": "{file}: dry-run takes true or false, got 1.",
     "[env]\nHF_TOKEN = 'hunter2'": "{file}: env is not taken from a file",

@@ -1,0 +1,171 @@
+"""The verbs `watch` and `stop`: keeping a run from anywhere, and ending it well."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from executors.cli.launch import TASK_DIGEST, TRUST_BUCKET
+from executors.cli.options import (
+    BackendOptions,
+    EnvOption,
+    ExecutorOption,
+    RendezvousOption,
+    RunArgument,
+    SecretOption,
+    VolumeOption,
+    find_run,
+    parse_duration,
+    parse_texts,
+)
+from executors.cli.output import JsonOption, Output, refuse, usage_errors
+from executors.durations import DURATIONS, name_duration
+from executors.policy import HangLimits, Restarts
+from executors.status import LONGEST_PAUSE_S
+
+if TYPE_CHECKING:
+    from executors.run.launch_hands import Recipe
+    from executors.run.outside_keeper import OutsideKeeper
+    from executors.run.run import Run
+    from executors.supervision.decisions import DecisionLog
+
+SETTING = re.compile(r"(?:^|,)(restarts|hang)=(.*?)(?=,(?:restarts|hang)=|$)")
+SET = "Other rules from here on: restarts=5, restarts=3/1h,oom=0 or hang=off. Repeatable."
+LONGEST_S = 120.0  # of a single pass; what is due later is left to the next
+WITHIN = f"How long replicas have to come to a good place ({DURATIONS}). Default: 10m."
+
+
+def watch(
+    run: RunArgument,
+    once: Annotated[bool, Option("--once", help="Make one pass and return: for cron and CI.")] = False,
+    set_: Annotated[list[str] | None, Option("--set", metavar="NAME=VALUE", help=SET)] = None,
+    env: EnvOption = None,
+    secret: SecretOption = None,
+    task_digest: Annotated[str | None, Option(metavar="SHA256", help=TASK_DIGEST)] = None,
+    trust_bucket: Annotated[bool, Option("--trust-bucket", help=TRUST_BUCKET)] = False,
+    rendezvous: RendezvousOption = None,
+    backend: ExecutorOption = None,
+    option: BackendOptions = None,
+    volume: VolumeOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Keep a run to its end: start anew what ended with its machine, as the run's --restarts say.
+
+    Any number of processes may keep a run. Ctrl-C leaves it alone. Exit code: as `launch`; 0 with --once.
+    """
+    from executors.cli.live import watch as watch_to_its_end
+    from executors.cli.summary import Summary, heading
+    from executors.supervision.decisions import DecisionLog
+    from executors.supervision.lease import LeaseHolder
+    from executors.supervision.orders import order_policy
+
+    output = Output(as_json)
+    restarts, hang = _settings(set_)
+    found = find_run(run, rendezvous, backend, option, volume)
+    with usage_errors():
+        recipe = _recipe(found, env, secret, task_digest=task_digest, trust_bucket=trust_bucket)
+    log = DecisionLog(found.store, found.run_id)
+    _check_policy(found, log, restarts)
+    if restarts is not None or hang is not None:
+        order_policy(log, restarts, hang)
+    output.say(heading(found), "bold")
+    lease = None
+    if recipe.spec.lease_s is not None:
+        lease = LeaseHolder(found.store, found.run_id, is_second=True)
+        lease.start()
+    keeper = found.keep_here(recipe, lease, lambda words: output.say(words, "yellow"))
+    keeper.log.read()
+    if once:
+        _keep_once(found, keeper, output)
+        return 0
+    try:
+        watch_to_its_end(found, output)
+    finally:
+        if lease is not None:  # who leaves a run that is watched from nowhere else lets it go on
+            lease.release()
+    return Summary.of(found).finish(output)
+
+
+def stop(
+    run: RunArgument,
+    within: Annotated[float, Option("--within", metavar="DURATION", parser=parse_duration, help=WITHIN)] = 600.0,
+    rendezvous: RendezvousOption = None,
+    backend: ExecutorOption = None,
+    option: BackendOptions = None,
+    as_json: JsonOption = False,
+) -> int:
+    """End a run well: each replica ends at its next round, and keeps what it has.
+
+    What is not over in time is cancelled. `replicas resume` goes on from there. Exit code 0 if nothing failed.
+    """
+    from executors.cli.live import watch as watch_to_its_end
+    from executors.cli.summary import Summary, reference
+
+    output = Output(as_json)
+    found = find_run(run, rendezvous, backend, option)
+    now = found.status(reports=False)
+    if now.is_terminal:
+        output.say(f"Nothing to stop in {found.run_id}: {now.counts}.")
+        if as_json:
+            output.document(now.to_json())
+        return 0
+    output.say(f"Stopping {found.run_id}: what has not ended in {name_duration(within)} is cancelled.", "bold")
+    with usage_errors():
+        found.stop(within, lambda within_s: watch_to_its_end(found, output, timeout_s=within_s))
+    output.say(f"Go on from there: replicas resume {reference(found)}", "dim")
+    return Summary.of(found).finish(output)
+
+
+def _settings(texts: Sequence[str] | None) -> tuple[Restarts | None, HangLimits | None]:
+    """Return the values of --set."""
+    found: dict[str, str] = {}
+    for text in texts or ():
+        parts = SETTING.findall(text)
+        if ",".join(f"{name}={value}" for name, value in parts) != text or not text:
+            refuse(f"--set {text!r}: the form is --set restarts=5, --set hang=off, or both with a comma.")
+        found |= dict(parts)
+    with usage_errors():
+        return Restarts.of(found.get("restarts")), HangLimits.parse(found["hang"]) if "hang" in found else None
+
+
+def _recipe(
+    run: Run, env: Sequence[str] | None, secrets: Sequence[str] | None, *, task_digest: str | None, trust_bucket: bool
+) -> Recipe:
+    """Return what starts attempts of a run that another process launched."""
+    from executors.resume import native_executor, recipe_of, vouched_task
+
+    task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
+    # What this starts on this machine outlives it: Ctrl-C leaves the run alone.
+    detach = run.record.detach or native_executor(run).lease_s is None
+    return recipe_of(run, task, env=parse_texts("--env", env), secrets=secrets or (), detach=detach)
+
+
+def _check_policy(run: Run, log: DecisionLog, restarts: Restarts | None) -> None:
+    from executors.cli.summary import reference
+    from executors.supervision.decisions import policy_of
+
+    if restarts is None and policy_of(log.read(), Restarts.of(run.record.restarts)) is None:
+        refuse(
+            f"Run {run.run_id!r} was launched without --restarts, so nothing follows an end. Say what is to: "
+            f"replicas watch {reference(run)} --set restarts=3"
+        )
+
+
+def _keep_once(run: Run, keeper: OutsideKeeper, output: Output) -> None:
+    """Answer what has ended, and start what follows, also where that is to wait for a moment."""
+    from executors.cli.live import PlainView
+
+    view, began = PlainView(output, run), time.monotonic()
+    while True:
+        now = run.status()
+        view.update(now)
+        wait_s = keeper.keep(now.replicas)
+        is_over = wait_s is None or time.monotonic() - began > LONGEST_S
+        if is_over and not keeper.hands.is_busy:
+            break
+        time.sleep(min(0.2 if wait_s is None else wait_s, LONGEST_PAUSE_S))
+    view.update(run.status())

@@ -1,0 +1,93 @@
+"""Ending a run before its time: by a cancel, at once, or by a stop, which lets it come to a good place."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+from executors.errors import CorruptObjectError, RunNotFoundError
+from executors.native import NativeExecutor
+from executors.protocol import BY_USER, STOPPED, ReplicaStatus, ServerlessExecutor
+from executors.run.observer import Observer
+from executors.status import ReplicaState
+from executors.store import Store
+from executors.store.parallel import in_parallel
+from executors.store.url import was_deleted
+from executors.supervision.decisions import DecisionLog
+from executors.supervision.orders import order_cancel, order_stop
+
+
+class Canceller:
+    """Ends the replicas of one run.
+
+    The log of decisions says it first: what starts meanwhile, by a resume or a restart, finds it there when it claims
+    its attempt.
+    """
+
+    def __init__(
+        self, store: Store, run_id: str, observer: Observer, backend: str, executor: Callable[[], ServerlessExecutor]
+    ) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._observer = observer
+        self._backend = backend
+        self._executor = executor
+
+    def request(self, why: str = BY_USER) -> None:
+        """Bar all ranks, and leave the cancel marker of every replica that has not ended."""
+        self._observer.map(
+            lambda state: self._observer.attempt(state.rank).request_cancel(why),
+            [state for state in self._bar(None, why) if not state.status.is_terminal],
+        )
+
+    def cancel(self, rank: int | None = None) -> None:
+        """Cancel one replica, or all that still run; returns when they are gone."""
+        self._end(self._bar(rank, BY_USER), BY_USER)
+
+    def stop(self, within_s: float, wait: Callable[[float], bool]) -> None:
+        """Ask all replicas to end at the next good place, and end what has not within some seconds.
+
+        Args:
+            wait: waits until the run is over, for so many seconds at most; False if it is not.
+        """
+        stop = order_stop(DecisionLog(self._store, self._run_id), within_s)
+        if not wait(max(0.0, stop.at + (stop.within_s or 0.0) - time.time())):
+            self.end(STOPPED)
+
+    def end(self, why: str) -> None:
+        """End all that still run, which nobody bars; returns when they are gone."""
+        self._end(self._observer.look(self._observer.ranks), why)
+
+    def _end(self, seen: Sequence[ReplicaState], why: str) -> None:
+        observer, executor = self._observer, self._executor
+        states = [state for state in seen if not state.status.is_terminal]
+        alive = [state.rank for state in states if not state.is_over]
+        launched = [r for r in alive if observer.handle(r) is not None]
+        for r in set(alive) - set(launched):
+            attempt = observer.attempt(r)
+            if not isinstance(executor(), NativeExecutor):
+                raise RunNotFoundError(
+                    f"Run {self._run_id!r}: backend {self._backend!r} left no handle that another process can read. "
+                    "Cancel it in the process that launched it."
+                )
+            attempt.request_cancel(why)  # its launcher died, or has not come to it; one that comes up late ends, too
+            attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
+        if why != BY_USER:  # the executor's own marker would say that
+            observer.map(lambda r: observer.attempt(r).request_cancel(why), launched)
+        in_parallel(lambda r: executor().cancel(observer.handle(r)), launched)
+        for state in states:
+            if state.is_over:  # raises what is wrong with its records
+                executor().cancel(observer.handle(state.rank))
+
+    def _bar(self, rank: int | None, why: str) -> Sequence[ReplicaState]:
+        """Bar a rank, or all; return the states of these after that."""
+        observer = self._observer
+        ranks = observer.ranks if rank is None else [rank]
+        states = observer.look(ranks)
+        if was_deleted(self._store, self._run_id) or all(s.status is ReplicaStatus.SUCCEEDED for s in states):
+            return states
+        log = DecisionLog(self._store, self._run_id)
+        with contextlib.suppress(CorruptObjectError):  # then nobody can read it, so nothing is started
+            order_cancel(log, None if rank is None else ranks, len(ranks), why)
+        return observer.look(ranks)

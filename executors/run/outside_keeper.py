@@ -1,0 +1,148 @@
+"""Keeping a run from outside: answering ends whose supervisors are gone, and starting what follows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from executors.errors import BackendError, StoreError
+from executors.native import Parent, Unfinished
+from executors.policy import Restarts
+from executors.protocol import Outcome, ReplicaStatus
+from executors.run.launch_hands import LaunchHands
+from executors.run.observer import Observer
+from executors.status import ReplicaState
+from executors.supervision.decisions import Decision, DecisionLog, answer_to
+from executors.supervision.keeper import Keeper, Sight
+from executors.supervision.orders import ASKED, order_cancel, words_of_bar
+from executors.supervision.rules import is_own
+from executors.task.record import RunRecord
+
+LEAVE_S = 15.0  # how long an end is left to a supervisor that lives
+LEFT_S = 60.0  # the same by the clock of the machine where it ended, for a keeper that makes a single pass
+
+
+class OutsideKeeper:
+    """Keeps one run in passes, each after a look at it.
+
+    Args:
+        hands: start what follows.
+        end: ends the replicas that run, for the reason given.
+    """
+
+    def __init__(
+        self,
+        log: DecisionLog,
+        record: RunRecord,
+        observer: Observer,
+        hands: LaunchHands,
+        end: Callable[[str], None],
+    ) -> None:
+        self.log = log
+        self.hands = hands
+        self._record = record
+        self._observer = observer
+        self._end = end
+        self._keeper = Keeper(
+            log,
+            Restarts.of(record.restarts),
+            world_size=record.world_size,
+            launched_at=record.created_at,
+            min_replicas=record.min_replicas,
+            hands=hands,
+        )
+        self._gone: dict[tuple[int, int], Parent] = {}
+        self._seen_at: dict[tuple[int, int], float] = {}
+        self._problem = ""
+        self._ended_by: set[str] = set()
+
+    @property
+    def policy(self) -> Restarts | None:
+        """The policy that counts, as far as the log was read."""
+        return self._keeper.policy
+
+    def keep(self, states: Sequence[ReplicaState]) -> float | None:
+        """Make one pass; return in how many seconds there is something to do again. What fails is told once.
+
+        Args:
+            states: of all replicas, as the observer has just seen them.
+        """
+        try:
+            wait_s = self._pass(states)
+        except (StoreError, BackendError) as error:
+            if str(error) != self._problem:
+                self._problem = str(error)
+                self.hands.say(f"what follows an end cannot be decided now; trying again: {error}")
+            return 1.0
+        self._problem = ""
+        return wait_s
+
+    def _pass(self, states: Sequence[ReplicaState]) -> float | None:
+        observer, log = self._observer, self.log
+        if self._record.restarts is None and not log.entries:
+            return None  # to look whether somebody has set a policy since costs a request each time
+        log.read()
+        if self.policy is None:
+            return None
+        ends = {rank: end for rank in observer.ranks if (end := observer.outcome(rank)) is not None}
+        newest = {rank: observer.attempt(rank).number for rank in observer.ranks}
+        failed = [
+            end for end in ends.values() if end.status is ReplicaStatus.FAILED and newest[end.rank] == end.attempt
+        ]
+        parents = self._parents(failed)
+        self.hands.free = frozenset(end.rank for end in failed if self._is_free(end, parents[end.rank]))
+        for end in failed:
+            ends[end.rank] = self._as_its_service_says(end, parents[end.rank])
+        wait_s = self._keeper.keep(Sight(newest, ends, self._has_progress(failed, states)))
+        self._finish_stop(newest.keys() - ends.keys())
+        return wait_s
+
+    def _parents(self, failed: Sequence[Outcome]) -> Mapping[int, Parent]:
+        """Ask whether the supervisors of ranks live, but of those that are known to be gone."""
+        asked = [end for end in failed if (end.rank, end.attempt) not in self._gone]
+        handles = {end.rank: self._observer.handle(end.rank) for end in asked}
+        ours = [end for end in asked if handles[end.rank] is not None]
+        told = self.hands.executor.parents([Unfinished(handles[end.rank], end.attempt) for end in ours]) if ours else []
+        found = {end.rank: parent for end, parent in zip(ours, told, strict=True)}
+        for end in asked:
+            parent = found.setdefault(end.rank, Parent(is_alive=False))
+            if not parent.is_alive:
+                self._gone[end.rank, end.attempt] = parent
+        return {end.rank: self._gone.get((end.rank, end.attempt)) or found[end.rank] for end in failed}
+
+    def _is_free(self, end: Outcome, parent: Parent) -> bool:
+        """Return whether nobody nearer answers an end, or carries its answer out."""
+        if not parent.is_alive:
+            return True
+        answer = answer_to(self.log.entries, end.rank, end.attempt)
+        if answer is not None:
+            return answer.how == self.hands.how
+        seen_at = self._seen_at.setdefault((end.rank, end.attempt), time.monotonic())
+        return time.monotonic() - seen_at >= LEAVE_S or time.time() - end.finished_at >= LEFT_S
+
+    def _as_its_service_says(self, end: Outcome, parent: Parent) -> Outcome:
+        """Return an end with the reason that only the service knows: a container hears no more than a signal."""
+        if not end.notice or parent.is_alive or parent.reason is None:
+            return end
+        if parent.reason == "cancelled":
+            words = f"cancelled at the backend {self._record.backend!r}"
+            order_cancel(self.log, [end.rank], self._record.world_size, words)
+        return replace(end, reason=parent.reason)
+
+    def _has_progress(self, failed: Sequence[Outcome], states: Sequence[ReplicaState]) -> bool:
+        """Return whether any replica has reported anything; it matters to ends that are nobody else's doing alone."""
+        unanswered = [end for end in failed if answer_to(self.log.entries, end.rank, end.attempt) is None]
+        if not any(is_own(end) for end in unanswered):
+            return True
+        return any(end.marks for end in failed) or any(state.reported for state in self._observer.with_reports(states))
+
+    def _finish_stop(self, running: set[int]) -> None:
+        """End what lives on after a stop."""
+        stop = next((each for each in map(self._keeper.barred_by, running) if each and each.kind == "stop"), None)
+        if stop is not None and stop.nonce not in self._ended_by and self._is_over(stop):
+            self._end(words_of_bar(stop))
+            self._ended_by.add(stop.nonce)
+
+    def _is_over(self, stop: Decision) -> bool:
+        return stop.why != ASKED or time.time() > stop.at + (stop.within_s or 0.0)

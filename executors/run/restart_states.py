@@ -1,0 +1,186 @@
+"""What the log of decisions says of the ends of a run's replicas: whether each is final, or its next attempt is due."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from threading import Lock
+
+from executors.errors import CorruptObjectError
+from executors.policy import Restarts
+from executors.protocol import STOPPED, Outcome, ReplicaStatus
+from executors.run_index import reference
+from executors.status import Decided, ReplicaState, RestartState
+from executors.store import Store
+from executors.supervision.decision_words import HOPELESS, charged_in_force, line_of, note_of
+from executors.supervision.decisions import Decision, DecisionLog, answer_to, barred_by, policy_of
+from executors.supervision.rules import RunFacts, decide
+from executors.task.record import RunRecord
+
+OVERDUE_S = 15.0  # a supervisor that lives has answered an end by then, and begun what is due
+SHOWN = ("kind", "why", "reason", "words", "start", "charged", "strikes", "not_before", "at", "by")
+RESUME_S = 60.0  # so long a resume may take from its decision to a replica that claims
+
+
+class Answers:
+    """The log of one run's decisions, as this process has read it, and what it says of each replica.
+
+    Args:
+        has_keeper: tells whether the supervisor of a rank that ended lives; asked only when an answer is overdue.
+    """
+
+    def __init__(self, store: Store, run_id: str, record: RunRecord, has_keeper: Callable[[int], bool]) -> None:
+        self._has_keeper = has_keeper
+        self._log = DecisionLog(store, run_id)
+        self._record = record
+        self._launched = Restarts.of(record.restarts)
+        self._reading = Lock()
+        self._seen: frozenset[tuple[int, int, bool]] = frozenset()
+        self._problem = ""
+        self._told: list[Decided] = []
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """The log, as far as it was read."""
+        return tuple(self._log.entries)
+
+    def over(self, states: Sequence[ReplicaState], ends: Mapping[int, Outcome]) -> list[ReplicaState]:
+        """Return the states of replicas, pending where an attempt ended and another one is to follow.
+
+        The log is read where a replica has ended badly, or was started again: before that it says nothing of any.
+
+        Args:
+            ends: the outcomes of all ranks that have one.
+        """
+        seen = frozenset(
+            (state.rank, state.attempt, state.status.is_terminal)
+            for state in states
+            if state.attempt or (state.status.is_terminal and state.status is not ReplicaStatus.SUCCEEDED)
+        )
+        if seen and (seen != self._seen or self._policy is not None):
+            self._read()
+            self._seen = seen
+        if self._policy is None and not self._log.entries:
+            return [replace(state, doing=self._problem) if self._problem else state for state in states]
+        log, now = self.decisions, time.time()
+        return [self._with_answer(state, log, list(ends.values()), now) for state in states]
+
+    def told(self, ends: Mapping[int, Outcome]) -> list[Decided]:
+        """Return what was decided so far, a line each, oldest first."""
+        with self._reading:
+            log = self.decisions
+            for index in range(len(self._told), len(log)):
+                entry = log[index]
+                alike = [rank for rank, end in ends.items() if end.fingerprint == entry.fingerprint]
+                self._told.append(Decided(entry.at, line_of(log, index, self._launched, self._name, alike)))
+            return list(self._told)
+
+    @property
+    def restarts_by_reason(self) -> dict[str, int]:
+        """How many restarts were decided after which kind of end."""
+        return dict(Counter(str(entry.reason) for entry in self.decisions if entry.kind == "restart"))
+
+    @cached_property
+    def _name(self) -> str:
+        """What finds the run again from this machine, in a shell."""
+        return reference(self._log.run_id, self._log.store.url)
+
+    @property
+    def _policy(self) -> Restarts | None:
+        return policy_of(self._log.entries, self._launched)
+
+    def _read(self) -> None:
+        with self._reading:
+            try:
+                self._log.read()
+                self._problem = ""
+            except CorruptObjectError as error:  # whoever decides cannot read it either
+                self._problem = str(error)
+
+    def _with_answer(
+        self, state: ReplicaState, log: Sequence[Decision], ends: Sequence[Outcome], now: float
+    ) -> ReplicaState:
+        policy = policy_of(log, self._launched)
+        decided = [entry for entry in log if entry.kind == "restart" and state.rank in entry.start]
+        known = RestartState(
+            restarts=len(decided),
+            charged=0 if policy is None else charged_in_force(log, state.rank, policy, now),
+            limit=None if policy is None else policy.per_replica,
+        )
+        end = state.outcome if state.status.is_terminal and state.is_readable else None
+        if end is None or end.status is ReplicaStatus.SUCCEEDED:
+            return replace(state, restart=known)
+        answer = answer_to(log, end.rank, end.attempt)
+        bar = barred_by(log, end.rank)
+        if answer is not None:
+            known = replace(known, decision={name: getattr(answer, name) for name in SHOWN})
+        if answer is not None and answer.kind in ("give_up", "stop"):
+            note = note_of(log, log.index(answer), self._launched, now)
+            return replace(state, restart=replace(known, note=note, is_hopeless=answer.why in HOPELESS))
+        if bar is not None or self._problem:
+            is_hopeless = bar is not None and bar.kind == "stop" and bar.why in HOPELESS
+            return replace(state, restart=replace(known, note=self._problem, is_hopeless=is_hopeless))
+        if answer is not None and answer.kind == "resume":
+            return replace(state, restart=known) if now > answer.at + RESUME_S else _awaiting(state, known, "resuming")
+        if answer is not None:
+            known = replace(known, next_at=max(answer.not_before, answer.at))
+            note = note_of(log, log.index(answer), self._launched, now)
+            return _awaiting(state, known, self._note_of_wait(end.rank, note, known.next_at or 0.0, now))
+        expected = None if policy is None else self._expected(end, log, ends, policy, now)
+        if expected is None:
+            return replace(state, restart=known)
+        if expected.kind == "give_up" and expected.why != "no_progress":
+            note = note_of([*log, expected], len(log), self._launched, now)
+            return replace(state, restart=replace(known, note=note, is_hopeless=expected.why in HOPELESS))
+        return _awaiting(state, known, self._note_of_wait(end.rank, f"ended: {expected.words}", end.finished_at, now))
+
+    def _note_of_wait(self, rank: int, note: str, due_at: float, now: float) -> str:
+        if now - due_at <= OVERDUE_S or self._has_keeper(rank):  # which waits for a place, perhaps
+            return note
+        return f"waits for a keeper: replicas watch {self._name}"
+
+    def _expected(
+        self, end: Outcome, log: Sequence[Decision], ends: Sequence[Outcome], policy: Restarts, now: float
+    ) -> Decision | None:
+        """Return what is to answer an end that nobody has answered.
+
+        A keeper may know better whether anybody has made progress: where that matters, it is not given up yet.
+        """
+        others = [other for other in ends if other.rank != end.rank]
+        found = []
+        for has_progress in (True, False):
+            facts = RunFacts(
+                run_id=self._log.run_id,
+                world_size=self._record.world_size,
+                launched_at=self._record.created_at,
+                has_progress=has_progress,
+            )
+            found.append(decide(log, end, others, policy, facts, now))
+        return next((answer for answer in found if answer is not None and answer.kind != "give_up"), found[0])
+
+
+def was_stopped(log: Sequence[Decision], outcome: Outcome) -> bool:
+    """Return whether a replica was cancelled because the run was stopped, and by nobody's cancel."""
+    if _stop_of(log) is None:
+        return False
+    for entry in reversed(log):
+        if entry.kind == "resume" and outcome.rank in entry.start:
+            return False
+        if entry.kind == "cancel" and entry.rank in (None, outcome.rank) and entry.words != STOPPED:
+            return False
+    return True
+
+
+def _stop_of(log: Sequence[Decision]) -> Decision | None:
+    """Return the stop of the run that stands; None: there is none, or somebody resumed the run since."""
+    last = next((entry for entry in reversed(log) if entry.kind in ("stop", "resume")), None)
+    return last if last is not None and last.kind == "stop" else None
+
+
+def _awaiting(state: ReplicaState, restart: RestartState, note: str) -> ReplicaState:
+    """Return the state of a replica whose next attempt is to come."""
+    restart = replace(restart, note=note, is_awaited=True)
+    return replace(state, status=ReplicaStatus.PENDING, outcome=None, restart=restart)

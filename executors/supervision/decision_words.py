@@ -1,0 +1,126 @@
+"""What was decided, in words. What they quote comes from records: whoever shows it cleans it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+
+from executors.policy import Restarts
+from executors.status import name_ranks
+from executors.supervision.decisions import Decision, policy_of
+from executors.supervision.rules import charged_of
+
+HOPELESS = ("deterministic", "no_progress")
+"""Why a rank was given up, or the run stopped, so that starting it again unchanged does not help."""
+MAX_ERROR = 160  # characters of a message that is quoted within a line
+
+
+def line_of(
+    log: Sequence[Decision], index: int, launched: Restarts | None, run: str, alike: Collection[int] = ()
+) -> str:
+    """Say what an entry of the log decided: `restarting rank 3 as attempt 1 (1 of 3): signal, SIGKILL`.
+
+    Args:
+        launched: the policy that the run was launched with.
+        run: what finds the run again, in a shell.
+        alike: of a stop, the ranks that ended the same way, as far as they are known.
+    """
+    entry, before = log[index], log[:index]
+    policy = policy_of(before, launched)
+    if entry.kind == "restart":
+        count = "free"
+        if entry.charged and policy is not None:
+            count = f"{charged_in_force([*before, entry], entry.rank or 0, policy, entry.at)} of {policy.per_replica}"
+        others = [rank for rank in entry.start if rank != entry.rank]
+        also = f", and with it {name_ranks(others)}" if others else ""
+        number = entry.start.get(entry.rank if entry.rank is not None else -1, 0)
+        return f"restarting rank {entry.rank} as attempt {number} ({count}){also}: {entry.words}"
+    if entry.kind == "give_up":
+        why = _why_given_up(log, index, policy)
+        return f"rank {entry.rank} given up: {why}. `replicas resume {run} --rank {entry.rank}` tries again."
+    if entry.kind == "stop":
+        return _line_of_stop(entry, alike)
+    if entry.kind == "cancel":
+        return f"cancelled: {'all ranks' if entry.rank is None else f'rank {entry.rank}'}"
+    if entry.kind == "resume":
+        numbers = sorted(set(entry.start.values()))
+        attempts = f"attempt{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+        return f"resuming {name_ranks(entry.start)} as {attempts}"
+    changed = {"restarts": entry.restarts, "hang timeout": entry.hang}
+    return "from here on: " + ", ".join(f"{name} {value}" for name, value in changed.items() if value is not None)
+
+
+def note_of(log: Sequence[Decision], index: int, launched: Restarts | None, now: float) -> str:
+    """Say of an entry that answers a rank's end what the rank waits for, or why it is not started again.
+
+    Args:
+        now: Unix time.
+    """
+    entry = log[index]
+    if entry.kind == "restart":
+        left_s = entry.not_before - now
+        return f"restarts {f'in {math.ceil(left_s)} s' if left_s > 0 else 'now'}: {entry.words}"
+    if entry.kind == "give_up" and entry.why == "deterministic":
+        return f"given up: failed twice alike{_at_place(entry)} ({error_in(entry)})"
+    if entry.kind == "give_up":
+        return f"given up: {_why_given_up(log, index, policy_of(log[:index], launched))}"
+    return _line_of_stop(entry) if entry.kind == "stop" else ""
+
+
+def charged_in_force(log: Iterable[Decision], rank: int, policy: Restarts, now: float) -> int:
+    """Return how many charged restarts of a rank count against its budget at a time."""
+    since = -math.inf if policy.per_s is None else now - policy.per_s
+    return sum(entry.at > since for entry in charged_of(list(log), rank))
+
+
+def error_in(entry: Decision) -> str:
+    """Return the error in an entry's words, without its reason and where it was: `ValueError: boom`."""
+    words = entry.words.removeprefix(f"{entry.reason}, ")
+    for name in ("round", "step"):
+        words = words.removesuffix(f", after {name} {entry.reached.get(name, 0):.0f}")
+    return words if len(words) <= MAX_ERROR else f"{words[: MAX_ERROR - 1]}…"
+
+
+def _why_given_up(log: Sequence[Decision], index: int, policy: Restarts | None) -> str:
+    entry, before = log[index], log[:index]
+    rank = entry.rank or 0
+    if entry.why == "deterministic":
+        return f"it failed twice the same way{_at_place(entry)}: {error_in(entry)}"
+    if entry.why == "no_progress":
+        return f"{entry.strikes} attempts in a row made no progress, the last: {entry.words}"
+    if policy is None:
+        return entry.words
+    name, most = policy.cap(entry.reason, entry.exit_code)
+    span = "" if policy.per_s is None else f" within {policy.per_s:g} s"
+    used = charged_in_force(before, rank, policy, entry.at)
+    of_run = policy.run
+    if most == 0:
+        why = f"the policy restarts nothing after {_name_cap(name)}"
+    elif used >= policy.per_replica:
+        why = f"{used} of {policy.per_replica} restarts are used{span}"
+    elif of_run is not None and sum(each.charged for each in before) >= of_run:
+        why = f"{of_run} of {of_run} restarts of the run are used"
+    elif name is not None and most != math.inf:
+        why = f"{most:g} of {most:g} restarts after {_name_cap(name)} are used{span}"
+    else:
+        why = "the time for restarts is over"
+    return f"{why}: {entry.words}"
+
+
+def _name_cap(name: str | None) -> str:
+    return f"exit code {name}" if name is not None and name.lstrip("-").isdigit() else str(name)
+
+
+def _line_of_stop(entry: Decision, alike: Collection[int] = ()) -> str:
+    if entry.why == "deterministic":
+        who = name_ranks(alike) if alike else "replicas"
+        return f"stopped: {who} failed the same way before their first step: {error_in(entry)}"
+    if entry.why == "min_replicas":
+        return "stopped: fewer replicas than --min-replicas asks for can still succeed"
+    within = f", within {entry.within_s:g} s" if entry.within_s is not None else ""
+    return f"stopping, as somebody asked{within}" if entry.why == "asked" else f"stopped: {entry.words or entry.why}"
+
+
+def _at_place(entry: Decision) -> str:
+    """Return where it was: ` at step 812`; nothing where nobody knows."""
+    return next((f" at {name} {entry.reached[name]:.0f}" for name in ("step", "round") if name in entry.reached), "")

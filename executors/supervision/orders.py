@@ -1,0 +1,90 @@
+"""What people tell a run through its log of decisions: cancel, stop, resume, and other rules from here on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from executors.policy import HangLimits, Restarts
+from executors.protocol import BY_USER, STOPPED
+from executors.supervision.decisions import MAX_WORDS, Decision, DecisionLog, barred_by
+
+ASKED = "asked"
+
+
+def order_cancel(log: DecisionLog, ranks: Sequence[int] | None, world_size: int, words: str = BY_USER) -> None:
+    """Bar ranks, None: all, so that nothing of theirs starts any more until somebody resumes them.
+
+    Raises:
+        StoreError: the store does not answer, or holds something else there.
+    """
+    for rank in (None,) if ranks is None else ranks:
+
+        def entry(entries: Sequence[Decision], rank: int | None = rank) -> Decision | None:
+            barring = [barred_by(entries, each) for each in (range(world_size) if rank is None else (rank,))]
+            stands = all(each is not None and (each.kind, each.why) != ("stop", ASKED) for each in barring)
+            return None if stands else Decision(kind="cancel", rank=rank, words=words[:MAX_WORDS])
+
+        log.append(entry)
+
+
+def order_stop(log: DecisionLog, within_s: float) -> Decision:
+    """Ask all replicas to end well within some seconds; return the stop that stands.
+
+    Raises:
+        StoreError: the store does not answer, or holds something else there.
+    """
+    standing: list[Decision] = []
+
+    def entry(entries: Sequence[Decision]) -> Decision | None:
+        last = next((each for each in reversed(entries) if each.kind in ("stop", "resume")), None)
+        standing[:] = [last] if last is not None and last.kind == "stop" else []
+        is_sooner = bool(standing) and time.time() + within_s < standing[0].at + (standing[0].within_s or 0.0)
+        if standing and not is_sooner:
+            return None
+        return Decision(kind="stop", why=ASKED, within_s=within_s, words=STOPPED)
+
+    return log.append(entry) or standing[0]
+
+
+def order_resume(log: DecisionLog, start: Mapping[int, int], n_seen: int) -> Decision | None:
+    """Start these attempts, by rank, with new budgets; return what was ordered since that forbids it, None: nothing.
+
+    Args:
+        n_seen: how long the log was when these ranks were chosen.
+
+    Raises:
+        StoreError: the store does not answer, or holds something else there.
+    """
+    forbidding: list[Decision] = []
+
+    def entry(entries: Sequence[Decision]) -> Decision | None:
+        later = entries[n_seen:]
+        forbidding[:] = [e for e in later if e.kind == "stop" or (e.kind == "cancel" and e.rank in (None, *start))]
+        return None if forbidding else Decision(kind="resume", start=dict(start))
+
+    log.append(entry)
+    return forbidding[0] if forbidding else None
+
+
+def order_policy(log: DecisionLog, restarts: Restarts | None, hang: HangLimits | None) -> None:
+    """Let other rules count from here on; None: as before.
+
+    Raises:
+        StoreError: the store does not answer, or holds something else there.
+    """
+    new = Decision(
+        kind="policy", restarts=None if restarts is None else str(restarts), hang=None if hang is None else str(hang)
+    )
+
+    def entry(entries: Sequence[Decision]) -> Decision | None:
+        last = next((each for each in reversed(entries) if each.kind == "policy"), None)
+        is_same = last is not None and (last.restarts, last.hang) == (new.restarts, new.hang)
+        return None if is_same else new
+
+    log.append(entry)
+
+
+def words_of_bar(entry: Decision) -> str:
+    """Say why nothing of a rank runs any more, as its cancel marker does."""
+    return entry.words or (BY_USER if entry.kind == "cancel" else f"the run was stopped: {entry.why}")

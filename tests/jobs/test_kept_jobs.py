@@ -1,0 +1,204 @@
+"""Runs on a service that are kept from outside: what ended with its container is started anew, by whoever keeps."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import fake_jobs
+from support.fake_jobs import FakeJob, Machines, attached, start
+
+from executors import Run
+from executors.attempt import Attempt
+from executors.backends.jobs.service import Job
+from executors.resume import recipe_of, resume, vouched_task
+from executors.supervision.decisions import Decision, DecisionLog
+from executors.supervision.lease import LeaseHolder
+from executors.testing import eventually
+
+MAIN = """
+import os, time
+from pathlib import Path
+from executors import current_replica
+
+def main(folder):
+    replica = current_replica()
+    replica.report(step=replica.attempt)
+    Path(folder, f"{replica.rank}-{replica.attempt}").write_text(str(os.getpid()))
+    while not Path(folder, "go").exists():
+        time.sleep(0.02)
+    return replica.attempt
+"""
+
+
+@pytest.fixture
+def folder(machines: Machines, tmp_path: Path) -> Path:
+    made = tmp_path / "said"
+    made.mkdir()
+    Path("job.py").write_text(MAIN)
+    return made
+
+
+def waits(folder: Path, n: int = 2, **more: Any) -> Run:
+    """Launch replicas that wait until a file is there."""
+    run = start(n, args={"folder": str(folder)}, **more)
+    eventually(lambda: len(list(folder.iterdir())) == n, "all wait")
+    return run
+
+
+@contextmanager
+def waiting(run: Run) -> Iterator[None]:
+    """Wait for a run in a thread, as its launcher does."""
+    thread = threading.Thread(target=run.wait, args=(120,))
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+@pytest.fixture
+def _time_after_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_jobs, "TERM_GRACE_S", 20.0)
+    add = Machines.add
+
+    def add_hurried(self: Machines, job: Job) -> FakeJob:
+        return add(self, replace(job, env={**job.env, "REPLICA_NOTICE_S": "0.01"}))  # its replica ends at once
+
+    monkeypatch.setattr(Machines, "add", add_hurried)
+
+
+def log_of(run: Run) -> list[Decision]:
+    return list(DecisionLog(run.store, run.run_id).read())
+
+
+def lose_container(machines: Machines, job: FakeJob) -> None:
+    """End a job and all its processes without a word."""
+    machines.end(job)
+
+
+def preempt(machines: Machines, job: FakeJob) -> None:
+    machines.end(job, "preempted")
+
+
+def give_notice(machines: Machines, job: FakeJob) -> None:
+    """Preempt a job whose container hears of it, and leaves an outcome that knows no more than a signal."""
+    machines.end(job, "preempted", gently=True)
+
+
+@pytest.mark.usefixtures("_time_after_a_notice")
+@pytest.mark.parametrize(
+    ("restarts", "end", "reason"),
+    [("2", lose_container, "signal"), ("0", preempt, "preempted"), ("0", give_notice, "preempted")],
+)
+def test_who_launched_starts_anew_what_lost_its_container(
+    machines: Machines, folder: Path, restarts: str, end: Callable[[Machines, FakeJob], None], reason: str
+) -> None:
+    run = waits(folder, restarts=restarts)
+    with waiting(run):
+        end(machines, machines.job_of(run, 1))
+        eventually((folder / "1-1").exists, "rank 1 is started anew")
+        (folder / "go").touch()
+    assert run.results() == [0, 1]
+    assert [(e.kind, e.start, e.how, e.reason) for e in log_of(run)] == [("restart", {1: 1}, "launch", reason)]
+    assert len(machines.jobs) == 3
+    assert Attempt(run.store, run.run_id, 1).outcome().notice == ("SIGTERM" if end is give_notice else None)  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("_time_after_a_notice")
+def test_what_was_cancelled_at_the_service_stays_so(machines: Machines, folder: Path) -> None:
+    run = waits(folder, restarts="5")
+    with waiting(run):
+        machines.end(machines.job_of(run, 1), "cancelled", gently=True)
+        eventually(lambda: attached().status().replicas[1].status.is_terminal, "rank 1 is over")
+        (folder / "go").touch()
+    assert [str(outcome.status) for outcome in run.outcomes()] == ["succeeded", "failed"]
+    assert [(e.kind, e.rank, e.words) for e in log_of(run)] == [("cancel", 1, "cancelled at the backend 'fake'")]
+    assert len(machines.jobs) == 2
+
+
+def test_a_detached_run_waits_for_whoever_keeps_it(machines: Machines, folder: Path) -> None:
+    run = waits(folder, restarts="2", detach=True)
+    lose_container(machines, machines.job_of(run, 0))
+    assert not run.wait(2)
+    assert log_of(run) == []
+    keeper = attached()
+    keeper.keep_here(recipe_of(keeper, vouched_task(keeper), detach=True), None)
+    with waiting(keeper):
+        eventually((folder / "0-1").exists, "rank 0 is started anew")
+        (folder / "go").touch()
+    assert run.results() == [1, 0]
+
+
+def test_a_store_or_service_that_fails_for_a_while_is_told_once_and_ends_no_wait(
+    machines: Machines, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = waits(folder, 1, restarts="3,backoff=0s")
+    machines.fail("start", "rejected", times=1)
+    with waiting(run):
+        lose_container(machines, machines.job_of(run, 0))
+        eventually((folder / "0-2").exists, "rank 0 is started anew", within_s=60)
+        (folder / "go").touch()
+    assert run.results() == [2]
+    assert [(e.kind, e.start, e.reason) for e in log_of(run)] == [
+        ("restart", {0: 1}, "signal"),
+        ("restart", {0: 2}, "start_failed"),
+    ]
+
+
+def test_an_attached_run_has_a_lease_which_its_launcher_renews_and_a_second_watcher_takes_over(
+    machines: Machines, folder: Path
+) -> None:
+    run = waits(folder, 1)
+    key = f"{run.run_id}/lease.json"
+    lease = json.loads(bytes(run.store.get(key)))
+    assert not lease["detached"]
+    assert machines.jobs[0].job.env["REPLICA_LEASE_S"] == "900.0"
+    second = LeaseHolder(run.store, run.run_id, is_second=True, renew_s=0.2)
+    second.renew()
+    assert json.loads(bytes(run.store.get(key))) == lease  # somebody else renews it
+    second.start()
+    taken = eventually(lambda: (found := json.loads(bytes(run.store.get(key)))) != lease and found, "it is taken over")
+    assert taken["holder"] not in ("", lease["holder"])
+    second.release()
+    assert json.loads(bytes(run.store.get(key)))["detached"]
+    (folder / "go").touch()
+    assert run.results() == [0]
+
+
+def test_a_detached_run_has_no_lease_and_a_detached_resume_lets_an_attached_one_go(
+    machines: Machines, folder: Path
+) -> None:
+    run = waits(folder, 1)
+    run.cancel()
+    Path(folder, "go").touch()
+    assert resume(run, detach=True).results() == [1]
+    assert json.loads(bytes(run.store.get(f"{run.run_id}/lease.json")))["detached"]
+    assert "REPLICA_LEASE_S" not in machines.jobs[1].job.env
+
+
+def test_a_lease_does_not_bring_a_deleted_run_back(machines: Machines, folder: Path) -> None:
+    run = waits(folder, 1)
+    holder = LeaseHolder(run.store, run.run_id)
+    run.cancel()
+    run.remove()
+    holder.renew()
+    assert list(run.store.list(f"{run.run_id}/")) == []
+
+
+def test_a_stop_ends_what_is_not_over_in_time_and_a_resume_goes_on(machines: Machines, folder: Path) -> None:
+    run = waits(folder, 1, restarts="2")
+    run.stop(within_s=1)
+    assert [(str(o.status), o.error) for o in run.outcomes()] == [
+        ("cancelled", "Replica 0 was ended: stopped by the user.")
+    ]
+    assert [(e.kind, e.why, e.within_s) for e in log_of(run)] == [("stop", "asked", 1)]
+    assert machines.living() == []
+    (folder / "go").touch()
+    assert resume(run).results() == [1]

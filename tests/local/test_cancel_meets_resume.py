@@ -1,0 +1,113 @@
+"""A cancel wins over a resume that is under way; a resume that comes after it wins over the cancel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from executors import LocalProcessExecutor, Run, attach, current_replica, launch
+from executors.errors import LaunchError
+from executors.resume import resume
+from executors.supervision.decisions import DecisionLog
+
+PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
+
+
+def fail_once(folder: str) -> str:
+    """Fail in the first attempt; leave a file in a later one."""
+    replica = current_replica()
+    if replica.attempt == 0:
+        raise RuntimeError("not yet")
+    Path(folder, f"{replica.rank}-{replica.attempt}").touch()
+    return "done"
+
+
+class CancelledInAResume(LocalProcessExecutor):
+    """Cancels the run from elsewhere, once, when a resume launches."""
+
+    is_armed: ClassVar[bool] = False
+
+    def launch_replicas(self, *args: Any, run: Any = None, **more: Any) -> Any:
+        if run.attempt > 0 and self.is_armed:
+            type(self).is_armed = False
+            attach(run.run_id, executor=PLAIN).cancel()
+        return super().launch_replicas(*args, run=run, **more)
+
+
+@pytest.fixture
+def failed(tmp_path: Path) -> Run:
+    run = launch(CancelledInAResume(preload=(), term_grace_s=0.5), fail_once, 2, args={"folder": str(tmp_path)})
+    run.wait(60)
+    return run
+
+
+def kinds(run: Run) -> list[tuple[str, int | None, dict[int, int]]]:
+    return [(entry.kind, entry.rank, entry.start) for entry in DecisionLog(run.store, run.run_id).read()]
+
+
+def ran(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if "-" in path.name)
+
+
+def test_what_a_resume_starts_behind_a_cancel_runs_none_of_the_users_code(
+    failed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CancelledInAResume, "is_armed", True)
+    again = resume(failed)
+    assert again.wait(60)
+    assert [(o.status, o.attempt, o.error) for o in again.outcomes()] == [
+        ("cancelled", 1, f"Replica {rank} was ended: cancelled by the user.") for rank in range(2)
+    ]
+    assert ran(tmp_path) == []
+    assert kinds(failed) == [("resume", None, {0: 1, 1: 1}), ("cancel", None, {})]
+
+
+def test_a_cancel_between_the_look_and_the_order_of_a_resume_is_told(
+    failed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Run.status
+
+    def cancel_behind_it(self: Run, **more: Any) -> Any:
+        found = look(self, **more)
+        monkeypatch.setattr(Run, "status", look)
+        attach(self.run_id, executor=PLAIN).cancel()
+        return found
+
+    monkeypatch.setattr(Run, "status", cancel_behind_it)
+    with pytest.raises(LaunchError, match=r"was cancelled meanwhile by \S+:\d+"):
+        resume(failed)
+    assert kinds(failed) == [("cancel", None, {})]
+
+
+def test_a_resume_after_a_cancel_starts_what_it_names_and_nothing_else(failed: Run, tmp_path: Path) -> None:
+    failed.cancel()
+    assert resume(failed, ranks=[1]).wait(60)
+    assert [outcome.status for outcome in failed.outcomes()] == ["failed", "succeeded"]
+    assert ran(tmp_path) == ["1-1"]
+    failed.cancel(0)
+    assert kinds(failed) == [("cancel", None, {}), ("resume", None, {1: 1})]
+
+
+def test_cancelling_one_rank_bars_that_one_alone(failed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed.cancel(1)
+    failed.cancel(1)
+    assert kinds(failed) == [("cancel", 1, {})]
+
+
+def test_a_run_that_has_succeeded_is_not_written_to(tmp_path: Path) -> None:
+    with launch(PLAIN, "time:time", 2) as run:
+        run.results()
+    assert kinds(run) == []
+
+
+def test_a_launch_that_fails_half_way_bars_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise LaunchError("no process can be started")
+
+    monkeypatch.setattr(LocalProcessExecutor, "launch_replicas", refuse)
+    with pytest.raises(LaunchError):
+        launch(PLAIN, "time:time", 2, run_id="otter")
+    log = DecisionLog(attach("otter").store, "otter").read()
+    assert [(e.kind, e.words) for e in log] == [("cancel", "The launch ended half-way: no process can be started")]

@@ -1,0 +1,220 @@
+"""A run with restarts, seen from outside: what is pending, what is final, what is said of it, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.hostile_records import local_handle, outcome_json, run_json
+
+from executors import LocalProcessExecutor
+from executors.attempt import replica_key
+from executors.cli.summary import exit_code
+from executors.native import Parent, Unfinished
+from executors.protocol import STOPPED, Outcome, ReplicaStatus
+from executors.run.run import Run
+from executors.store import Store
+from executors.store.memory import MemoryStore
+from executors.supervision.decisions import Decision
+
+ENDED_LONG_AGO = 1.7e9
+RESTART = Decision(
+    kind="restart", rank=0, ended=0, start={0: 1}, charged=True, reason="signal", words="signal, SIGKILL", at=1.7e9
+)
+GIVEN_UP = Decision(
+    kind="give_up", rank=0, ended=0, why="deterministic", reason="exception", words="exception, ValueError: no",
+    reached={"step": 812.0},
+)  # fmt: skip
+STOP = Decision(
+    kind="stop", rank=1, ended=0, why="deterministic", reason="exception", words="exception, ValueError: no"
+)
+ASKED = Decision(kind="stop", why="asked", within_s=600.0, words=STOPPED)
+CANCEL = Decision(kind="cancel")
+
+
+def run_of(
+    *ends: dict[str, Any] | None, restarts: str | None = "3", log: Sequence[Decision] = (), **record: Any
+) -> Run:
+    """A run whose ranks' first attempts ended so; None: it trains."""
+    store = MemoryStore("restarts")
+    written = run_json(world_size=len(ends), restarts=restarts, **record)
+    store.put("wide/run.json", json.dumps(written).encode())
+    for rank, end in enumerate(ends):
+        write(store, rank, "started", {"nonce": f"n{rank}"})
+        if end is not None:
+            write(store, rank, "outcome", outcome_json(rank, **end))
+    run = Run(store, "wide")
+    for entry in log:
+        add(run, entry)
+    return run
+
+
+def write(store: Store, rank: int, name: str, value: object, attempt: int = 0) -> None:
+    store.put(replica_key("wide", rank, attempt, f"{name}.json"), json.dumps(value).encode())
+
+
+def add(run: Run, entry: Decision) -> None:
+    number = sum(1 for _ in run.store.list("wide/decisions/"))
+    run.store.put(f"wide/decisions/{number:06d}.json", replace(entry, nonce=f"n{number}").to_bytes())
+
+
+def failed(reason: str = "signal", **more: Any) -> dict[str, Any]:
+    return {"status": "failed", "reason": reason, "finished_at": time.time(), **more}
+
+
+DONE = {"status": "succeeded", "result": 7}
+CANCELLED = {"status": "cancelled", "reason": "cancelled", "error": "Replica 0 was ended: stopped by the user."}
+
+
+def test_a_run_is_not_over_between_an_end_and_the_next_claim() -> None:
+    run = run_of(failed(), DONE)
+    assert not run.wait(timeout=0), "nobody has answered"
+    add(run, RESTART)
+    assert not run.wait(timeout=0), "the restart has not claimed"
+    assert [outcome.status for outcome in run.outcomes()] == ["pending", "succeeded"]
+    assert (run.status().status, run.status().replicas[0].is_over) == ("running", False)
+    write(run.store, 0, "started", {"nonce": "again"}, attempt=1)
+    assert run.status().replicas[0].status == "running"
+    write(run.store, 0, "outcome", outcome_json(0, attempt=1, result=8), attempt=1)
+    assert run.results() == [8, 7]
+    assert [outcome.attempt for outcome in run.as_completed()] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("end", "restarts", "log", "is_final"),
+    [
+        (failed(), "3", [], False),
+        (failed(), None, [], True),
+        (failed(), None, [Decision(kind="policy", restarts="3")], False),
+        (failed(), "0", [], True),
+        (failed("preempted"), "0", [], False),
+        (failed("timeout"), "3", [], True),
+        (failed("oom"), "3,oom=0", [], True),
+        (failed("fenced"), "3", [], True),
+        (CANCELLED, "3", [], True),
+        (failed(), "3", [CANCEL], True),
+        (failed(), "3", [RESTART, CANCEL], True),
+        (failed(), "3", [STOP], True),
+        (failed(), "3", [CANCEL, Decision(kind="resume", start={1: 1})], True),
+        (failed(), "3", [GIVEN_UP], True),
+        (failed(), None, [Decision(kind="resume", start={0: 1}, at=time.time())], False),
+        (failed(), None, [Decision(kind="resume", start={0: 1}, at=1.7e9)], True),
+        (failed("exception", fingerprint="f"), "0", [], True),
+    ],
+)
+def test_an_end_is_final_unless_another_attempt_is_to_follow(
+    end: dict[str, Any], restarts: str | None, log: Sequence[Decision], is_final: bool
+) -> None:
+    assert run_of(end, restarts=restarts, log=log).wait(timeout=0) is is_final
+
+
+def test_an_end_that_may_still_stop_the_run_is_not_final() -> None:
+    """All raise alike before their first step: within a second the run is stopped, and its exit code says so."""
+    alike = failed("exception", fingerprint="f")
+    run = run_of(alike, alike, restarts="0")
+    assert not run.wait(timeout=0)
+    add(run, STOP)
+    assert run.wait(timeout=0)
+
+
+def test_what_failed_twice_alike_is_given_up_also_before_anybody_writes_it() -> None:
+    run = run_of(failed(), DONE, log=[replace(RESTART, fingerprint="f", reached={"step": 7.0})])
+    write(run.store, 0, "started", {"nonce": "again"}, attempt=1)
+    end = failed("exception", attempt=1, fingerprint="f", reached={"step": 7}, error="ValueError: no")
+    write(run.store, 0, "outcome", outcome_json(0, **end), attempt=1)
+    assert run.wait(timeout=0)
+    assert run.status().replicas[0].note == "given up: failed twice alike at step 7 (ValueError: no)"
+    assert run.is_hopeless
+
+
+@pytest.mark.parametrize(
+    ("end", "log", "note"),
+    [
+        (failed(signal="SIGKILL", reached={"round": 4}), [], "ended: signal, SIGKILL, after round 4"),
+        (failed("timeout"), [], "given up: the policy restarts nothing after timeout: timeout"),
+        (failed(finished_at=ENDED_LONG_AGO), [], "waits for a keeper: replicas watch memory://restarts/wide"),
+        (failed(), [replace(RESTART, at=time.time(), not_before=time.time() + 5000)], "restarts in "),
+        (failed(), [RESTART], "waits for a keeper: replicas watch memory://restarts/wide"),
+        (failed(), [replace(RESTART, at=time.time())], "restarts now: signal, SIGKILL"),
+        (failed(), [GIVEN_UP], "given up: failed twice alike at step 812 (ValueError: no)"),
+        (failed("exception", error="ValueError: no"), [CANCEL], "exception: ValueError: no"),
+    ],
+)
+def test_a_note_says_what_an_ended_replica_waits_for(end: dict[str, Any], log: Sequence[Decision], note: str) -> None:
+    assert run_of(end, None, log=log).status().replicas[0].note.startswith(note)
+
+
+class Watched(LocalProcessExecutor):
+    """Its supervisors live, or not."""
+
+    def __init__(self, is_alive: bool) -> None:
+        super().__init__(preload=())
+        self.is_alive = is_alive
+
+    def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
+        assert [(each.handle.rank, each.attempt) for each in replicas] == [(0, 0)]
+        return [Parent(self.is_alive)]
+
+
+def test_who_has_a_supervisor_waits_for_nobody_else() -> None:
+    run = run_of(failed(finished_at=ENDED_LONG_AGO), log=[RESTART])
+    write(run.store, 0, "handle", local_handle(0, run_id="wide", store_url=run.store.url))
+    notes = [Run(run.store, "wide", executor=Watched(alive)).status().replicas[0].note for alive in (True, False)]
+    assert notes[0] == "restarts now: signal, SIGKILL", "perhaps it waits for a place"
+    assert notes[1].startswith("waits for a keeper: replicas watch")
+
+
+def test_the_document_counts_restarts() -> None:
+    run = run_of(failed(), None, log=[RESTART])
+    document = run.status().to_json()
+    row = document["replicas"][0]
+    assert [row[name] for name in ("restarts", "charged", "left")] == [1, 1, 2]
+    assert row["next_at"] == RESTART.at
+    assert row["decision"]["kind"] == "restart"
+    assert document["restarts_by_reason"] == {"signal": 1}
+    assert [each.line for each in run.status().decided] == ["restarting rank 0 as attempt 1 (1 of 3): signal, SIGKILL"]
+    assert run.status().used_columns()[:3] == ["rank", "restarts", "status"]
+    assert run.status().replicas[0].cell("restarts") == "1/3"
+
+
+def test_a_log_that_cannot_be_read_is_named_and_hides_nothing() -> None:
+    run = run_of(failed(), DONE)
+    run.store.put("wide/decisions/000000.json", b'{"kind": "rest')
+    first, second = run.status().replicas
+    assert (first.status, second.status) == ("failed", "succeeded")
+    assert "wide/decisions/000000.json" in first.note
+
+
+@pytest.mark.parametrize(
+    ("ends", "log", "code"),
+    [
+        ([failed(), DONE], [], 1),
+        ([failed(), DONE], [GIVEN_UP], 93),
+        ([failed(), DONE], [replace(GIVEN_UP, why="no_progress")], 93),
+        ([failed(), DONE], [replace(GIVEN_UP, why="budget")], 1),
+        ([failed("timeout"), DONE], [replace(GIVEN_UP, why="budget")], 124),
+        ([failed(), DONE], [GIVEN_UP, Decision(kind="resume", start={0: 1}), CANCEL], 1),
+        ([CANCELLED, failed("exception")], [STOP], 93),
+        ([CANCELLED, failed("exception")], [CANCEL, STOP], 130),
+        ([CANCELLED, DONE], [ASKED], 0),
+        ([CANCELLED, failed()], [ASKED], 1),
+        ([CANCELLED, DONE], [ASKED, CANCEL], 130),
+        ([CANCELLED, DONE], [ASKED, replace(CANCEL, words=STOPPED)], 0),
+        ([CANCELLED, DONE], [], 130),
+    ],
+)
+def test_the_exit_code_says_whether_starting_again_helps(
+    ends: Sequence[dict[str, Any]], log: Sequence[Decision], code: int
+) -> None:
+    run = run_of(*ends, log=log)
+    outcomes = [
+        Outcome(rank, 0, ReplicaStatus(end["status"]), end.get("reason"), error=end.get("error"))
+        for rank, end in enumerate(ends)
+    ]
+    run.status()
+    assert exit_code(outcomes, decisions=run.decisions, is_hopeless=run.is_hopeless) == code
+    assert exit_code(outcomes, decisions=run.decisions, is_hopeless=run.is_hopeless, interrupted=True) == 130
