@@ -45,7 +45,7 @@ from executors.worker.heartbeat import Deadline, Heartbeat
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.result import to_json_value
 from executors.worker.sigterm import TERMINATED, handle_sigterm, ignore_sigterm, sigterm_arrived
-from executors.worker.surroundings import NoGpuError, check_gpu, seed_generators, set_environment
+from executors.worker.surroundings import NoGpuError, load_task, seed_generators, set_environment
 from executors.worker.watched import be_watched, end_watch
 
 if TYPE_CHECKING:
@@ -249,12 +249,12 @@ class _Worker:
             with replica.section("health check", LIMIT_S):
                 check_health(launched.health_check, self._end_unhealthy if self._owns_process else None)
         if launched is None or launched.tracker is None or replica.recorder is None:
-            return _load(replica, task, self._assignment.gpu)
+            return load_task(replica, task, self._assignment.gpu)
         from executors.worker.tracking import Tracking, tracked
 
         # Loaded before the generators are seeded: what it draws is not the user's. Begun after: it loads more modules.
         tracking = Tracking(launched.tracker, tracked(task, replica))
-        loaded = _load(replica, task, self._assignment.gpu)
+        loaded = load_task(replica, task, self._assignment.gpu)
         self._tracking, replica.recorder.on_line = tracking, tracking.take
         tracking.start()
         return loaded
@@ -369,23 +369,6 @@ def _called(task: Callable[[], Any]) -> Any:
         if sigterm_arrived() or (left.code is not None and not (isinstance(left.code, int) and left.code == 0)):
             raise
         return None
-
-
-def _load(replica: Replica, stored: StoredTask, gpu: str | None = None) -> Callable[[], Any]:
-    """Load the task; seed every generator before the user's module is imported, and those that came with it after."""
-    if stored.record.python_version is not None:  # it came from another machine
-        from executors.task.stored import difference
-
-        if warning := difference(stored.record.python_version, stored.record.torch):
-            print(warning, file=sys.stderr)
-    seeded = seed_generators(replica, stored.record.seed, but=set())
-    function, args = stored.load()
-    if gpu is not None:
-        check_gpu(gpu)
-    seed_generators(replica, stored.record.seed, but=seeded)
-    if stored.record.rank_env is not None:
-        os.environ[stored.record.rank_env] = str(replica.rank)
-    return functools.partial(function, **args)
 
 
 def _flush() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import os
 import random
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from executors import replica as environment
 from executors.errors import ReplicasError
 from executors.replica import Replica, set_current_replica
+from executors.task.stored import StoredTask, difference
 
 OTHER_FRAMEWORKS = ("jax", "tensorflow")
 
@@ -36,6 +40,21 @@ def set_environment(replica: Replica, threads: int | None = None) -> None:
         said = os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         if "torch" in sys.modules and said.isdigit():  # imported before the variable was set
             sys.modules["torch"].set_num_threads(int(said))
+
+
+def load_task(replica: Replica, stored: StoredTask, gpu: str | None = None) -> Callable[[], Any]:
+    """Load the task; seed every generator before the user's module is imported, and those that came with it after."""
+    python_version = stored.record.python_version  # None: it is of this machine
+    if python_version is not None and (warning := difference(python_version, stored.record.torch)):
+        print(warning, file=sys.stderr)
+    seeded = seed_generators(replica, stored.record.seed, but=set())
+    function, args = stored.load()
+    if gpu is not None:
+        check_gpu(gpu)
+    seed_generators(replica, stored.record.seed, but=seeded)
+    if stored.record.rank_env is not None:
+        os.environ[stored.record.rank_env] = str(replica.rank)
+    return functools.partial(function, **args)
 
 
 def check_gpu(asked: str) -> None:
