@@ -237,6 +237,18 @@ class OffsetReader(Protocol):
         """Return output, and the offset behind it: from byte `offset` on, or the last `n_lines` when it is None."""
 
 
+@runtime_checkable
+class KnowsTimes(Protocol):
+    """A log that knows when its lines came."""
+
+    def between(self, since: float | None, until: float | None) -> Iterator[list[str]]:
+        """Yield the lines of a span of Unix time, to the second, in parts of bounded size.
+
+        Raises:
+            ValueError: of this log nobody kept when its lines came.
+        """
+
+
 class Log(Protocol):
     """What one attempt of one rank writes, as it can be read from here. For one reader; any thread may close it."""
 

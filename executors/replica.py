@@ -47,9 +47,8 @@ FOR_THE_WORKER = (
     *(TASK_DIGEST, TIMEOUT_S, BOOTSTRAP_S, GPU, FAIL_FAST, BOTO3),
     *(RESTARTS, HANG, LAUNCHED_AT, LEASE_S),
 )
-NOTICE_S = (
-    "REPLICA_NOTICE_S"  # how long a service leaves a replica that it has told to end; whoever launches may set it
-)
+NOTICE_S = "REPLICA_NOTICE_S"  # how long a service leaves to what it has told to end; whoever launches may set it
+UNSEEN = nullcontext()
 # A replica is not a member of a torch process group: a leftover of these would make libraries think it is.
 TORCH_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -178,24 +177,25 @@ class Replica:
         """
         if limit_s is not None and not limit_s > 0:
             raise ValueError(f"section({name!r}): limit_s must be more than 0, got {limit_s!r}.")
-        return nullcontext() if self.page is None else Section(self.page, name, limit_s)
+        return UNSEEN if self.page is None else Section(self.page, name, limit_s)
 
     def atomic(self) -> AbstractContextManager[None]:
         """Return a context in which this replica is not ended, for 60 s at most: `with replica.atomic(): save(…)`.
 
         What was to end it, as a cancel, is raised when the context is left.
         """
-        return nullcontext() if self.page is None else Atomic(self.page)
+        return UNSEEN if self.page is None else Atomic(self.page)
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Return a context in which this replica is not taken for one that hangs, as in a long call into C code."""
-        return nullcontext() if self.page is None else Unwatched(self.page)
+        return UNSEEN if self.page is None else Unwatched(self.page)
 
     @property
     def ending_s(self) -> float | None:
         """Seconds left for this replica, which is to save its work and leave. None: nobody asked it to.
 
-        Its machine goes, or `replicas stop` asked. `DiLoCo.step()` leaves then by `SystemExit`.
+        Its machine goes, or `replicas stop` asked. `DiLoCo.step()` leaves then by `SystemExit`. An entrypoint that has
+        read a number here and returns has left early, and has not succeeded.
         """
         if self.page is None or (at := self.page.ending_at) is None:
             return None
@@ -204,7 +204,8 @@ class Replica:
 
     def is_to_leave(self, *, after_round: bool) -> bool:
         """Tell whether a training loop ends here: its machine goes, or the run was asked to stop and had a round."""
-        return self.ending_s is not None and (after_round or self.page is None or not self.page.is_stopping)
+        page = self.page
+        return page is not None and page.ending_at is not None and (after_round or not page.is_stopping)
 
     def record_round(self, ended: float, **fields: Any) -> None:
         """Keep what a round was: the fields of `executors.metrics.rows.Round`.

@@ -20,12 +20,13 @@ from executors.cli.collect import collect
 from executors.cli.config import config, use_settings
 from executors.cli.doctor import doctor
 from executors.cli.export import export
+from executors.cli.happened import events
+from executors.cli.keep import stop, watch
 from executors.cli.launch import launch, resume
 from executors.cli.logs import logs
 from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, inert
 from executors.cli.report import report
 from executors.cli.runs import cancel, ls, rm, status, wait
-from executors.cli.watch import stop, watch
 from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
 
 SYNONYMS = {
@@ -33,6 +34,7 @@ SYNONYMS = {
     **dict.fromkeys(("ps", "list", "runs"), "ls"),
     **dict.fromkeys(("kill", "end"), "cancel"),
     **dict.fromkeys(("tail", "log", "follow"), "logs"),
+    **dict.fromkeys(("history", "happened", "audit"), "events"),
     **dict.fromkeys(("show", "info", "inspect", "top"), "status"),
     "attach": "wait",
     "keep": "watch",
@@ -88,24 +90,11 @@ app = typer.Typer(
     epilog="[bold]First steps[/bold]\n\nreplicas launch --n 4\n\nreplicas launch train.py:main --n 8 --arg steps=500"
     "\n\nreplicas logs RUN -f    replicas status RUN    replicas collect RUN --out results",
 )
-for verb in (
-    launch,
-    ls,
-    status,
-    logs,
-    wait,
-    watch,
-    collect,
-    report,
-    export,
-    stop,
-    cancel,
-    resume,
-    rm,
-    doctor,
-    backends,
-    config,
-):
+VERBS = (
+    launch, ls, status, logs, events, wait, watch, collect, report, export, stop, cancel, resume, rm, doctor,
+    backends, config,
+)  # fmt: skip
+for verb in VERBS:
     app.command(cls=_Verb, epilog=getattr(verb, "epilog", None))(verb)
 
 

@@ -21,6 +21,7 @@ from executors.cli.options import (
     RendezvousOption,
     RunArgument,
     SecretOption,
+    TeeOption,
     VolumeOption,
     find_run,
     note_python_words,
@@ -60,8 +61,8 @@ RESTARTS = (
     "3,oom=0,75=inf. 0: only what is nobody's fault. Default: nothing restarts."
 )
 HANG = "How long a replica may go on without progress: SOFT[:HARD] as in 2m:3m, auto or off. Default: auto."
-HEALTH_CHECK = "A function that each new process calls before the task, for 60 s at most: pkg.mod:f, path/file.py:f."
 AS_FOR_LAUNCH, FROM_HERE_ON = "As for launch,", "for all ranks from here on. Default: as before."
+HEALTH_CHECK = "A function that each new process calls before the task, for 60 s at most: pkg.mod:f, path/file.py:f."
 TASK_DIGEST = (
     "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
     "task_digest."
@@ -100,6 +101,7 @@ def launch(
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
     columns: ColumnsOption = None,
+    tee: TeeOption = None,
     config: ConfigOption = None,
     profile: ProfileOption = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the request, start nothing.")] = False,
@@ -122,6 +124,10 @@ def launch(
     with Interrupts() as interrupts:
         try:
             with with_origins(context, backend), usage_errors():
+                if wrong := next((rank for rank in tee or () if rank >= n), None):
+                    refuse(f"--tee {wrong}: the ranks are 0 to {n - 1}.")
+                if tee and (detach or backend == "inline"):
+                    refuse("--tee belongs to a run that is watched here: leave --detach and --backend inline away.")
                 given, chosen = parse_texts("--arg", arg), options_of(backend, option, volume)
                 request = named(
                     LaunchRequest(
@@ -167,7 +173,7 @@ def launch(
             has_begun = request is not None and locate(str(request.run_id)) is not None
             output.say("Cancelled." if has_begun else "Cancelled before the run had started.", "yellow")
             return CANCELLED
-        return _finish(run, output, interrupts, detach=detach, columns=columns)
+        return _finish(run, output, interrupts, detach=detach, columns=columns, tee=tee or ())
 
 
 launch.epilog = (  # type: ignore[attr-defined]
@@ -280,6 +286,7 @@ def _finish(
     detach: bool,
     columns: Sequence[str] | None = None,
     timeout_s: float | None = None,
+    tee: Sequence[int] = (),
 ) -> int:
     """Watch a run that this process started to its end, or leave it; return the exit code."""
     from executors.cli.live import watch
@@ -296,13 +303,20 @@ def _finish(
         return 0
     interrupts.count_on(run.run_id)
     output.say(heading(run, timeout_s), "bold")
+    native = run.executor if isinstance(run.executor, NativeExecutor) else None
+    lease = "" if native is None or native.lease_s is None else f"{native.lease_s / 60:.0f} min"
+    if lease:
+        output.say(f"It ends when nobody watches it for {lease}: --detach lets it go on alone.", "dim")
     try:
-        watch(run, output, interrupts=interrupts, columns=columns)
+        watch(run, output, interrupts=interrupts, columns=columns, tee=tee)
         summary = Summary.of(run, interrupted=interrupts.count > 0)
     except (StoreError, BackendError) as error:
         output.say(f"The status of the run cannot be read any more: {error}", "red")
-        continues = f"The run continues without this command: replicas wait {name}"
-        ends = isinstance(run.executor, NativeExecutor) and run.executor.ends_with_launcher
-        output.say("The run ends with this command." if ends else continues, "red")
+        then = f"The run continues without this command: replicas wait {name}"
+        if lease:
+            then = f"The run continues for {lease}, and as long as somebody watches it: replicas watch {name}"
+        elif native is not None and native.ends_with_launcher:
+            then = "The run ends with this command."
+        output.say(then, "red")
         return FAILED
     return summary.finish(output)

@@ -10,12 +10,14 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 from executors.cli.output import CANCELLED, PROGRESS_EVERY_S, Output, inert, name_duration, name_ranks, one_line
 from executors.cli.summary import reference
+from executors.cli.tee import Tee
 from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError, unknown_name
 from executors.protocol import ReplicaStatus
 from executors.run.run import Run
@@ -23,6 +25,7 @@ from executors.status import COLUMNS, LONGEST_PAUSE_S, MAX_DECIDED, ReplicaState
 
 PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
 MAX_LINE = 1000  # characters of a decision
+MAX_LINES = 200  # of output, below the table
 SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -81,21 +84,26 @@ def watch(
     interrupts: Interrupts | None = None,
     timeout_s: float | None = None,
     columns: Sequence[str] | None = None,
+    tee: Sequence[int] = (),
 ) -> bool:
     """Show a run until every replica has ended; False if the time was over first. Raises what `follow` raises.
 
     Args:
         columns: which numbers to show that replicas report besides the usual ones.
+        tee: the ranks whose output to show, too.
         interrupts: the first one cancels the run, whose end is then shown as well. None: Ctrl-C leaves the run alone.
     """
     hint = "Ctrl-C stops watching; the run continues." if interrupts is None else "Ctrl-C cancels the run."
     view = LiveView(output, run, hint, columns) if output.is_live else PlainView(output, run, columns=columns)
     note = ""
+    shown = Tee(run, tee, view.take) if tee else None
     try:
         if interrupts is not None:
             _follow_and_cancel(run, view, interrupts)
         elif not follow(run, view, timeout_s=timeout_s):
             note = f"Not finished after {timeout_s:g} s."
+        if shown is not None:
+            shown.finish()
     except KeyboardInterrupt:
         note = "Stopped watching."
         raise
@@ -169,6 +177,8 @@ def follow(
     while True:
         try:
             status = run.status()
+            if run.keep(status.replicas):
+                status = run.status()
         except (StoreError, BackendError) as error:
             what = "rendezvous" if isinstance(error, StoreError) else "backend"
             if not was_read and (what == "backend" or isinstance(error, CorruptObjectError)):
@@ -185,7 +195,6 @@ def follow(
             if clock() - failed_at > PATIENCE_S:  # most readings of a status ask the store alone
                 failing_since.pop("backend", None)
             view.update(status)
-            run.keep(status.replicas)
             if status.failed_early and (told := run.end_early(status, "--fail-fast")):
                 view.say(told[:1].upper() + told[1:], "yellow")
             if status.is_terminal:
@@ -242,6 +251,10 @@ class PlainView:
         for each in new[-MAX_DECIDED:]:
             self._print(f"[{name_duration(each.at - self._created_at):>6}] {one_line(each.line, MAX_LINE)}", "yellow")
 
+    def take(self, line: str) -> None:
+        """Show a line that a replica printed."""
+        self._print(line, None)
+
     def _note(self, replica: ReplicaState) -> str:
         """Return a failure's words, once."""
         note = one_line(replica.note)
@@ -267,6 +280,8 @@ class LiveView(PlainView):
 
         super().__init__(output, run, columns=columns)
         self._hint = hint
+        self._lines: deque[str] = deque(maxlen=MAX_LINES)
+        self._draw: Callable[[], None] = lambda: None
         self._live = Live(console=output.console, auto_refresh=False, vertical_overflow="crop")
         self._live.start()
 
@@ -274,16 +289,29 @@ class LiveView(PlainView):
         from rich.console import Group
         from rich.text import Text
 
-        from executors.cli.table import LINES_AROUND, replica_table, title
+        from executors.cli.table import LINES_AROUND, cut, replica_table, title
         from executors.run.progress import bars
 
         console, bar = self._output.console, bars(status)
         self._tell_decided(status)
-        max_rows = None if status.is_terminal else console.height - LINES_AROUND - bool(bar)
+        room = console.height - LINES_AROUND - bool(bar)
+        n_rows = max(1, room - min(len(self._lines), max(room // 3, room - len(status.replicas))))
+        max_rows = None if status.is_terminal else n_rows
         hint = [Text(self._hint, style="dim")] if self._hint and not status.is_terminal else []
         head = title(status, status.last_at - self._created_at)
         table = replica_table(status, max_rows, width=console.width, more=self._columns)
-        self._live.update(Group(head, *([bar] if bar else []), table, *hint), refresh=True)
+        parts = [head, *([bar] if bar else []), table, *hint]
+
+        def draw() -> None:
+            n_lines = max(0, room - min(n_rows, len(status.replicas)))
+            lines = [cut(line) for line in list(self._lines)[-n_lines:]] if n_lines else []
+            self._live.update(Group(*parts, *lines), refresh=True)
+
+        self._draw = draw
+        draw()
+
+    def take(self, line: str) -> None:
+        self._lines.append(line)
 
     def say(self, text: str, style: str | None = None) -> None:
         self._hint = ""
@@ -293,4 +321,5 @@ class LiveView(PlainView):
         self._output.console.print(inert(text), style=style)
 
     def close(self) -> None:
+        self._draw()
         self._live.stop()

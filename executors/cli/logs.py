@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import Annotated, Any
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -16,23 +19,55 @@ from executors.cli.options import (
     RunArgument,
     find_run,
 )
-from executors.cli.output import JsonOption, Output, inert, refuse, usage_errors
+from executors.cli.output import JsonOption, Output, inert, name_ranks, refuse, usage_errors
+from executors.durations import DURATIONS, parse_duration
 from executors.logs import MAX_READ_BYTES
 
-ATTEMPT = "An earlier attempt, by its number, or `all`. Default: the newest of each rank."
+if TYPE_CHECKING:
+    from executors.run.run import Run
 
+ATTEMPT = "An earlier attempt, by its number, or `all`. Default: the newest of each rank."
+LINES = "The last lines of each replica. Default: 200, or all that --grep, --since and --until find."
+LAST_LINES = 200
+TIME = f"{DURATIONS} before now, or 2026-11-22T09:30"
+PREFIX = "What leads each line, with {rank}, {attempt} and {run_id}. Default: '\\[{rank}] ' where there are several."
+STACKS = "Show the stacks of all threads instead, as they were dumped when a replica hung."
 
 BAR = re.compile(r"^.*\r(?=[^\r\n])", re.MULTILINE)
 """What a terminal shows no more of a line: a progress bar writes over it again and again."""
-BAR_OF_RANK = re.compile(rf"^(\[\d+\] ){BAR.pattern[1:]}", re.MULTILINE)
+
+
+def moment(text: str) -> float:
+    """Return the Unix time that is meant: so long before now, or a date and time of this machine's clock.
+
+    Raises:
+        ValueError: neither.
+    """
+    try:
+        return time.time() - parse_duration(text)
+    except ValueError:
+        try:
+            return datetime.fromisoformat(text).timestamp()
+        except ValueError:
+            raise ValueError(f"{text!r} is no time. Give {TIME}.") from None
+
+
+def without_bars(line: str) -> str:
+    """Return a line as a terminal shows it in the end."""
+    return BAR.sub("", line)
 
 
 def logs(
     run: RunArgument,
     rank: RanksOption = None,
     follow: Annotated[bool, Option("--follow", "-f", help="Continue with new lines until the run ends.")] = False,
-    lines: Annotated[int, Option("--lines", "-n", metavar="N", help="The last lines of each replica.")] = 200,
+    lines: Annotated[int | None, Option("--lines", "-n", metavar="N", help=LINES)] = None,
     attempt: Annotated[str | None, Option("--attempt", metavar="K", help=ATTEMPT)] = None,
+    grep: Annotated[str | None, Option("--grep", metavar="RE", help="Only lines in which this is found.")] = None,
+    since: Annotated[str | None, Option("--since", metavar="T", help=f"Only lines since then: {TIME}.")] = None,
+    until: Annotated[str | None, Option("--until", metavar="T", help="Only lines until then.")] = None,
+    prefix: Annotated[str | None, Option("--prefix", metavar="TEMPLATE", help=PREFIX)] = None,
+    stacks: Annotated[bool, Option("--stacks", help=STACKS)] = False,
     raw: Annotated[bool, Option("--raw", help="Show lines with all that was written over by progress bars.")] = False,
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,
@@ -43,33 +78,80 @@ def logs(
 
     Lines of more than one rank are led by `\\[rank]`.
     """
+    from executors.run.run_logs import Lines
+
     found = find_run(run, rendezvous, backend, option)
-    if as_json and follow:
-        refuse("--json prints one document at the end: leave --follow away.")
-    if lines < 0:
+    if as_json and (follow or prefix is not None):
+        refuse(f"--json prints one document at the end: leave {'--follow' if follow else '--prefix'} away.")
+    if follow and (since or until):
+        refuse("--follow begins with the last --lines: leave --since and --until away.")
+    if lines is not None and lines < 0:
         refuse(f"--lines must be at least 0, got {lines}.")
     if attempt not in (None, "all") and not attempt.isdecimal():
         refuse(f"--attempt is a number or 'all', got {attempt!r}.")
-    is_one = rank is not None and len(rank) == 1
+    which: Any = int(attempt) if attempt and attempt != "all" else attempt
+    if stacks:
+        given = {"follow": follow, "grep": grep, "since": since, "until": until, "prefix": prefix, "lines": lines}
+        if wrong := next((name for name, value in given.items() if value), None):
+            refuse(f"--stacks shows whole dumps: leave --{wrong} away.")
+        return _show_stacks(found, rank or range(found.world_size), which, Output(as_json))
     last = "\n"
     with usage_errors():
-        which: Any = int(attempt) if attempt and attempt != "all" else attempt
+        chosen = Lines(
+            grep=_pattern(grep),
+            since=None if since is None else moment(since),
+            until=None if until is None else moment(until),
+            prefix=prefix,
+            clean=str if raw else without_bars,
+        )
+        n_lines = lines if lines is not None else MAX_READ_BYTES if chosen.is_search and not follow else LAST_LINES
         if as_json:
             ranks = rank or range(found.world_size)
-            texts = {one: "".join(found.log_pieces(one, lines, False, which, _note)) for one in ranks}
-            rows = [{"rank": one, "log": text if raw else BAR.sub("", text)} for one, text in texts.items()]
+            texts = {one: "".join(found.log_pieces(one, n_lines, False, which, chosen, _note)) for one in ranks}
+            rows = [{"rank": one, "log": text} for one, text in texts.items()]
             Output(as_json).document({"run_id": found.run_id, "attempt": attempt, "replicas": rows})
             return 0
-        for piece in found.log_pieces(rank[0] if rank and is_one else rank, lines, follow, which, _note):
-            text = piece if raw else BAR.sub("", piece) if is_one else BAR_OF_RANK.sub(r"\1", piece)
+        asked = rank[0] if rank is not None and len(rank) == 1 else rank
+        for text in found.log_pieces(asked, n_lines, follow, which, chosen, _note):
             sys.stdout.write(text)
             last = text[-1:] or last
             if follow:
                 sys.stdout.flush()
-            elif len(piece) >= MAX_READ_BYTES:
+            elif len(text) >= MAX_READ_BYTES:
                 _note(f"these are the last {MAX_READ_BYTES >> 20} MiB; `replicas collect --out DIR` writes all.")
     if last != "\n":
         sys.stdout.write("\n")
+    return 0
+
+
+def _pattern(text: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if text is None else re.compile(text)
+    except re.error as error:
+        raise ValueError(f"--grep {text!r} is not a regular expression: {error}.") from None
+
+
+def _show_stacks(run: Run, ranks: Sequence[int], which: Any, output: Output) -> int:
+    """Print the stacks of ranks: of the newest attempt that has any, of one, or of all."""
+    from executors.cli.output import one_line
+    from executors.report.words import name_moment
+    from executors.store.inventory import Inventory
+    from executors.supervision.events import read_stacks
+
+    dumps = sorted(dump for dump in Inventory.of(run.store, run.run_id).stacks if dump[0] in ranks)
+    newest = {rank: attempt for rank, attempt, _, _ in dumps}
+    rows = list[dict[str, Any]]()
+    for rank, attempt, number, at in dumps:
+        if which in ("all", attempt) or (which is None and attempt == newest[rank]):
+            text = inert(read_stacks(run.newest_attempt(rank).at(attempt), number))
+            rows.append({"rank": rank, "attempt": attempt, "number": number, "at": at, "text": text})
+    if output.as_json:
+        output.document({"run_id": run.run_id, "stacks": rows})
+    for row in rows if not output.as_json else ():
+        output.say(one_line(f"=== rank {row['rank']}, attempt {row['attempt']}, {name_moment(row['at'])} ==="), "bold")
+        output.say(row["text"])
+    if not rows:
+        _note(f"no stacks were dumped of {name_ranks(ranks)}.")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,7 +39,26 @@ RunArgument = Annotated[str, Argument(metavar="RUN", help="A run id, or URL/RUN_
 RunArguments = Annotated[
     list[str], Argument(metavar="RUN…", help="Run ids, or URL/RUN_ID.", autocompletion=_complete_run)
 ]
-RanksOption = Annotated[list[int] | None, Option("--rank", "-r", metavar="R", help="Only this rank. Repeatable.")]
+
+
+def _ranks_in(text: str) -> list[int]:
+    """Return the ranks of `0,2-5`."""
+    found = [re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", part.strip()) for part in text.split(",")]
+    spans = [range(int(each[1]), int(each[2] or each[1]) + 1) for each in found if each is not None]
+    if len(spans) < len(found) or not all(spans):
+        raise UsageProblem(f"{text!r} does not name ranks, as 3 or 0,2-5 do.")
+    return [rank for span in spans for rank in span]
+
+
+def _flat(given: Any) -> Any:
+    """Return the ranks that an option names which may be repeated, each once."""
+    return given and list(dict.fromkeys(rank for ranks in given for rank in ranks))
+
+
+RanksOption = Annotated[
+    list[Any] | None,
+    Option("--rank", "-r", metavar="R,…", parser=_ranks_in, callback=_flat, help="Only these, as 0,2-5. Repeatable."),
+]
 RENDEZVOUS = "Where the run is kept and its replicas meet: a directory, or a url. Default: this user's own."
 RendezvousOption = Annotated[str | None, Option("--rendezvous", metavar="URL", help=RENDEZVOUS)]
 ENV = "A variable for the replicas; never recorded. Repeatable."
@@ -66,6 +86,8 @@ def parse_duration(text: str) -> float:
         raise UsageProblem(str(error)) from None
 
 
+TEE = "Show the output of these ranks, too, as in 0,2: below the table, or between the lines."
+TeeOption = Annotated[Any, Option("--tee", metavar="R,…", parser=_ranks_in, help=TEE)]
 WAIT = f"Wait at most this long ({DURATIONS}); then exit with 124."
 WaitOption = Annotated[float | None, Option("--timeout", metavar="DURATION", parser=parse_duration, help=WAIT)]
 

@@ -20,6 +20,7 @@ from executors.cli.options import (
     find_run,
 )
 from executors.cli.output import (
+    FAILED,
     USAGE,
     JsonOption,
     Output,
@@ -39,6 +40,8 @@ from executors.status import MAX_DECIDED
 
 if TYPE_CHECKING:
     from executors.run.run import Run
+
+CHECK = "Say only which ranks may hang, wait for a keeper or were given up; exit code 1 if any does."
 
 
 def ls(
@@ -99,6 +102,7 @@ def status(
     option: BackendOptions = None,
     columns: ColumnsOption = None,
     verbose: Annotated[bool, Option("--verbose", "-v", help="Name the service's page of each job, too.")] = False,
+    check: Annotated[bool, Option("--check", help=CHECK)] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Show the status of each replica of a run."""
@@ -106,6 +110,7 @@ def status(
     from executors.cli.summary import Summary, code_of, heading
     from executors.cli.table import replica_table, title
     from executors.run.progress import bars
+    from executors.supervision.uptime import uptime_document, wants_attention
 
     output = Output(as_json)
     try:
@@ -120,11 +125,18 @@ def status(
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]
     summary = Summary(found, outcomes, code_of(found, outcomes) if now.is_terminal else None)
     pages = list(map(page_of_job, found.handles)) if as_json or verbose else []
+    attention = wants_attention(now, found.inventory, found.newest_attempt) if as_json or check else {}
+    if check and not as_json:
+        for rank, why in attention.items():
+            output.say(f"rank {rank} {one_line(why)}", "red")
+        return FAILED if attention else 0
     if as_json:
-        document = {**summary.document(), **now.to_json()}
-        rows = [{**row, "page": page} for row, page in zip(document["replicas"], pages, strict=True)]
-        output.document({**document, "replicas": rows})
-        return 0
+        up = uptime_document(now, record.created_at, found.newest_attempt)
+        document = {**summary.document(), **now.to_json(), "availability": up["availability"]}
+        document |= {"flakiness": up["flakiness"], "attention": {str(rank): why for rank, why in attention.items()}}
+        pairs = zip(document["replicas"], up["replicas"], pages, strict=True)
+        output.document({**document, "replicas": [{**row, **more, "page": page} for row, more, page in pairs]})
+        return FAILED if check and attention else 0
     output.say(heading(found), "bold")
     output.say(
         f"launched {name_age(time.time() - record.created_at)} ago by {one_line(record.created_by)}"

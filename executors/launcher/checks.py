@@ -30,6 +30,7 @@ from executors.report.trackers import BUILT_IN, check_tracker
 from executors.store import open_store
 from executors.task.arguments import annotations_in, from_texts, to_json
 from executors.task.create import LaunchRequest
+from executors.task.placeholders import fill
 from executors.task.stored import StoredTask, installed_version
 
 KEPT = ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker", "health_check")
@@ -63,9 +64,12 @@ def resolved(request: LaunchRequest) -> LaunchRequest:
     found = find_definition(entrypoint)
     taken = None if found is None else signature_in(*found)
     annotations = {} if found is None or taken is None else annotations_in(found[0], taken)
-    values = from_texts(request.arg_texts, annotations, found[1] if found else entrypoint)
-    args = {**(request.args or {}), **{name: to_json(value) for name, value in values.items()}}
-    return replace(request, args=args)
+    # A placeholder is checked as rank 0 will see it, and stays: each replica fills in its own.
+    filled = fill(dict(request.arg_texts), {"rank": 0, "run_id": request.run_id, "attempt": 0, "world_size": request.n})
+    values = from_texts(filled, annotations, found[1] if found else entrypoint)
+    texts = request.arg_texts
+    kept = {name: to_json(value) if filled[name] == texts[name] else texts[name] for name, value in values.items()}
+    return replace(request, args={**(request.args or {}), **kept})
 
 
 def check_same(request: LaunchRequest, task: StoredTask) -> None:

@@ -49,8 +49,8 @@ def begins(attempt: int) -> str:
 
 def follow_logs(
     logs: Logs, ranks: Sequence[int], tail: int, *, look_s: float = LOOK_S, longest_pause_s: float = LONGEST_PAUSE_S
-) -> Iterator[tuple[int, str]]:
-    """Yield ranks and whole lines with their newline, until all have ended and are read to the end.
+) -> Iterator[tuple[int, int, str]]:
+    """Yield rank, attempt and whole line with its newline, until all have ended and are read to the end.
 
     Each rank is read in a thread of its own, so that none waits for another.
 
@@ -71,12 +71,12 @@ class _Follower:
         self._ranks = {rank: _Rank(logs, rank, tail) for rank in ranks}
         self._longest_pause_s = longest_pause_s
         self._sights: Mapping[int, Sight] = {}
-        self._parts: Queue[tuple[int, list[str]] | BaseException | None] = Queue()
+        self._parts: Queue[tuple[int, int, list[str]] | BaseException | None] = Queue()
         self._room = threading.Semaphore(MAX_PARTS)
         self._changed = threading.Condition()
         self._is_stopped = False
 
-    def lines(self, look_s: float) -> Iterator[tuple[int, str]]:
+    def lines(self, look_s: float) -> Iterator[tuple[int, int, str]]:
         self._sights = self._logs.look(list(self._ranks))
         each = list(self._ranks.values())
         for place in range(min(MAX_THREADS, len(each))):
@@ -88,8 +88,8 @@ class _Follower:
                 raise part
             if part is not None:
                 self._room.release()
-                rank, lines = part
-                yield from ((rank, line) for line in lines)
+                rank, attempt, lines = part
+                yield from ((rank, attempt, line) for line in lines)
             elif self._parts.empty() and all(each.is_done(self._sights[rank]) for rank, each in self._ranks.items()):
                 return
 
@@ -129,7 +129,7 @@ class _Follower:
                     self._room.acquire()
                     if self._is_stopped:
                         return
-                    self._parts.put((each.rank, lines))
+                    self._parts.put((each.rank, each.attempt, lines))
                 if not was_done and each.is_done(sights[each.rank]):
                     self._parts.put(None)
             pause_s = max(each.pause_s for each in ranks)
@@ -156,6 +156,10 @@ class _Rank:
         self._has_ended = False
 
     @property
+    def attempt(self) -> int:
+        return self._attempt or 0
+
+    @property
     def pause_s(self) -> float:
         return self._log.pause_s if self._log is not None else LOOK_S
 
@@ -170,9 +174,11 @@ class _Rank:
                 if not self._has_ended:
                     yield from self._fresh(True)
                 self.close()
+                self._begin(sight.attempt)
                 yield [begins(sight.attempt)]
                 self._tail = WHOLE
-            self._begin(sight.attempt)
+            else:
+                self._begin(sight.attempt)
         if self._has_ended:
             return
         yield from self._fresh(sight.has_ended)

@@ -66,6 +66,11 @@ class Observer:
         self._hopeless: set[int] = set()
 
     @property
+    def inventory(self) -> Inventory:
+        """What the replicas have left, as of the last look."""
+        return self._inventory
+
+    @property
     def ranks(self) -> range:
         """The ranks that were launched."""
         return range(self._record.world_size)

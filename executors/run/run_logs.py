@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import string
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, TypeVar
 
 from executors.attempt import Attempt
-from executors.errors import CorruptObjectError
-from executors.logs import last_of
-from executors.logs.follower import Sight, begins, follow_logs
+from executors.errors import CorruptObjectError, unknown_name
+from executors.logs import MAX_READ_BYTES, last_of
+from executors.logs.follower import WHOLE, Sight, begins, follow_logs
 from executors.logs.gaps import completed
 from executors.logs.readers import open_log
-from executors.native import Log
+from executors.native import KnowsTimes, Log
 from executors.protocol import Outcome, ServerlessExecutor
 from executors.run.observer import Observer, unreadable
 
@@ -25,8 +29,57 @@ Which = int | Literal["all"] | None
 Ranks = int | Sequence[int] | None
 Note = Callable[[str], None]
 MAX_THREADS = 16
+FIELDS = ("rank", "attempt", "run_id")
+"""Of what leads a line."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines:
+    """Which lines of logs to return, and how.
+
+    Raises:
+        ValueError: the prefix has another field than `FIELDS`.
+    """
+
+    grep: re.Pattern[str] | None = None
+    """What is found in each of them."""
+    since: float | None = None
+    """Unix time, from when on they came."""
+    until: float | None = None
+    prefix: str | None = None
+    """A template of what leads each line. None: the rank in brackets, where there are several."""
+    clean: Callable[[str], str] = str
+    """Returns a line as it is to be shown."""
+
+    def __post_init__(self) -> None:
+        if self.prefix is None:
+            return
+        try:
+            names = [name for _, name, _, _ in string.Formatter().parse(self.prefix) if name is not None]
+            if wrong := next((name for name in names if name not in FIELDS), None):
+                raise ValueError(unknown_name("field", wrong, FIELDS))
+            self.prefix.format(rank=0, attempt=0, run_id="")
+        except (ValueError, IndexError) as error:
+            raise ValueError(f"The prefix {self.prefix!r}: {error}") from None
+
+    @property
+    def is_search(self) -> bool:
+        """Whether they are looked for in the whole log."""
+        return self.grep is not None or self.since is not None or self.until is not None
+
+    def shown(self, attempt: Attempt, line: str, *, is_one: bool) -> str:
+        """Return a line with its newline as it is to be shown; empty if it is not."""
+        text = self.clean(line)
+        if self.grep is not None and not self.grep.search(text.removesuffix("\n")):
+            return ""
+        if self.prefix is None:
+            return text if is_one else f"[{attempt.rank}] {text}"
+        return self.prefix.format(rank=attempt.rank, attempt=attempt.number, run_id=attempt.run_id) + text
+
+
+EVERYTHING = Lines()
 
 
 class RunLogs:
@@ -34,27 +87,50 @@ class RunLogs:
 
     Args:
         which: the attempt to read of each rank.
+        chosen: which of its lines.
         note: is given a line about each log that is not read where its replica writes to.
+        is_one: one rank was asked for, so that lines need not say whose they are.
     """
 
-    def __init__(self, observer: Observer, executor: ServerlessExecutor, which: Which, note: Note) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        executor: ServerlessExecutor,
+        which: Which,
+        chosen: Lines,
+        note: Note,
+        *,
+        is_one: bool,
+    ) -> None:
         self._observer = observer
         self._executor = executor
         self._which = which
+        self._chosen = chosen
         self._note = note
+        self._is_one = is_one
 
-    def tails(self, ranks: Sequence[int], n_lines: int, *, is_one: bool) -> Iterator[str]:
+    def tails(self, ranks: Sequence[int], n_lines: int) -> Iterator[str]:
         """Return the last lines of rank after rank. Several are read at the same time, and few kept."""
         self._observer.look(ranks)
-        ranks = self._that_have_it(ranks)
-        texts = zip(ranks, in_order(lambda rank: self._tails(rank, n_lines), ranks), strict=True)
-        return (text if is_one else _led_by(rank, text) for rank, text in texts)
+        return in_order(lambda rank: self._tails(rank, n_lines), self._that_have_it(ranks))
 
-    def followed(self, ranks: Sequence[int], n_lines: int, *, is_one: bool) -> Iterator[str]:
-        """Return these and all later lines, until the attempts that are asked for have ended."""
+    def followed(self, ranks: Sequence[int], n_lines: int) -> Iterator[str]:
+        """Return these and all later lines, until the attempts that are asked for have ended.
+
+        Raises:
+            ValueError: only those of a span are asked for.
+        """
+        if self._chosen.since is not None or self._chosen.until is not None:
+            raise ValueError("Lines that are followed begin with the last ones: leave since and until away.")
         self._observer.update()
         lines = self._follow(self._that_have_it(ranks), n_lines)
-        return (line if is_one else f"[{rank}] {line}" for rank, line in lines)
+        return (text for rank, number, line in lines if (text := self._shown(rank, number, line)))
+
+    def _shown(self, rank: int, number: int, line: str) -> str:
+        attempt = self._observer.attempt(rank).at(number)
+        if line == begins(number):  # led by the rank, and nothing else
+            return "" if self._chosen.grep else EVERYTHING.shown(attempt, line, is_one=self._is_one)
+        return self._chosen.shown(attempt, line, is_one=self._is_one)
 
     def _that_have_it(self, ranks: Sequence[int]) -> Sequence[int]:
         """Return those of the ranks that have the attempt that is asked for.
@@ -78,12 +154,53 @@ class RunLogs:
         return launched if self._which == "all" else launched[-1:]
 
     def _tails(self, rank: int, n_lines: int) -> str:
-        attempts = self._attempts(rank)
-        texts = [self._tail(attempt, n_lines) for attempt in attempts]
-        if self._which != "all":
-            return texts[0]
-        texts = [text if text.endswith("\n") or not text else f"{text}\n" for text in texts]
-        return "".join(f"{begins(each.number)}{text}" for each, text in zip(attempts, texts, strict=True))
+        texts = []
+        for attempt in self._attempts(rank):
+            if self._which == "all":
+                texts.append(self._shown(rank, attempt.number, begins(attempt.number)))
+            texts += self._chosen_of(attempt, n_lines)
+        return "".join(texts)
+
+    def _chosen_of(self, attempt: Attempt, n_lines: int) -> Iterable[str]:
+        """Return the last of the chosen lines of an attempt, as they are shown, and at most 4 MiB."""
+        is_led = self._chosen.prefix is not None or not self._is_one
+        kept, size = deque[str](), 0
+        for line in chain.from_iterable(self._parts(attempt, n_lines)):
+            if is_led and not line.strip("\n"):
+                continue
+            is_open = (is_led or self._which == "all") and not line.endswith("\n")
+            text = self._chosen.shown(attempt, f"{line}\n" if is_open else line, is_one=self._is_one)
+            if text:
+                kept.append(text)
+                size += len(text)
+            while len(kept) > n_lines or size > MAX_READ_BYTES:
+                size -= len(kept.popleft())
+        return kept
+
+    def _parts(self, attempt: Attempt, n_lines: int) -> Iterator[Sequence[str]]:
+        """Yield lines of an attempt in parts: the last ones, or all where some are looked for.
+
+        Raises:
+            ValueError: those of a span are looked for, and nobody kept when they came.
+        """
+        chosen = self._chosen
+        if not chosen.is_search:
+            yield _split(self._tail(attempt, n_lines))
+            return
+        is_by_time, is_empty = chosen.since is not None or chosen.until is not None, True
+        if (handle := self._observer.handle_at(attempt)) is not None:
+            with contextlib.closing(open_log(self._executor, handle)) as opened:
+                try:
+                    if is_by_time and not isinstance(opened, KnowsTimes):
+                        raise ValueError(opened.note or "nobody keeps when its lines come")
+                    if isinstance(opened, KnowsTimes) and (is_by_time or not opened.may_lag):
+                        for lines in opened.between(chosen.since, chosen.until):
+                            is_empty = is_empty and not lines
+                            yield lines
+                except ValueError as error:
+                    raise ValueError(f"Rank {attempt.rank} has no times of its lines: {error}.") from None
+        if is_empty and not is_by_time:
+            yield _split(self._tail(attempt, WHOLE))
 
     def _tail(self, attempt: Attempt, n_lines: int) -> str:
         text, handle = "", self._observer.handle_at(attempt)
@@ -115,14 +232,15 @@ class RunLogs:
         except CorruptObjectError as error:
             return unreadable(attempt, error)
 
-    def _follow(self, ranks: Sequence[int], n_lines: int) -> Iterator[tuple[int, str]]:
+    def _follow(self, ranks: Sequence[int], n_lines: int) -> Iterator[tuple[int, int, str]]:
         if self._which == "all":
             for rank in ranks:
                 *earlier, newest = self._attempts(rank)
                 for attempt in earlier:
-                    yield rank, begins(attempt.number)
-                    yield from ((rank, f"{line}\n") for line in _lines(self._tail(attempt, n_lines)))
-                yield rank, begins(newest.number)
+                    yield rank, attempt.number, begins(attempt.number)
+                    lines = _split(self._tail(attempt, n_lines))
+                    yield from ((rank, attempt.number, line.removesuffix("\n") + "\n") for line in lines)
+                yield rank, newest.number, begins(newest.number)
         yield from follow_logs(self, ranks, n_lines, look_s=LOOK_S if self._observer.is_near else FAR_LOOK_S)
 
     # What a follower needs
@@ -152,13 +270,10 @@ class RunLogs:
         return outcome.output_tail if outcome else ""
 
 
-def _lines(text: str) -> list[str]:
-    return text.removesuffix("\n").split("\n") if text else []
-
-
-def _led_by(rank: int, text: str) -> str:
-    """Return the lines of a text that are not empty, each led by its rank."""
-    return "".join(f"[{rank}] {line}\n" for line in text.split("\n") if line)
+def _split(text: str) -> list[str]:
+    """Return the lines of a text with their newlines."""
+    *lines, last = text.split("\n")  # not splitlines(): the \r of a progress bar does not end a line
+    return [*(f"{line}\n" for line in lines), *([last] if last else [])]
 
 
 def in_order(act: Callable[[int], T], ranks: Sequence[int]) -> Iterator[T]:

@@ -10,6 +10,7 @@ from executors.store import Store
 RECORD = re.compile(
     r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/(boot|started|handle|intent|outcome|heartbeat)\.json"
 )
+STACKS = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/stacks/(0|[1-9][0-9]{0,3})\.txt")
 BEGINNINGS = ("started", "handle", "intent", "outcome")
 
 
@@ -19,17 +20,24 @@ class Inventory:
 
     records: frozenset[tuple[int, int, str]] = frozenset()
     """Rank, attempt, and the record's name."""
+    stacks: frozenset[tuple[int, int, int, float]] = frozenset()
+    """Rank, attempt, number and time of each dump of stacks."""
 
     @classmethod
     def of(cls, store: Store, run_id: str) -> Inventory:
         """List the replicas of a run."""
         prefix = f"{run_id}/replicas/"
-        found = (RECORD.fullmatch(entry.key, len(prefix)) for entry in store.list(prefix))
-        return cls(frozenset((int(each[1]), int(each[2]), each[3]) for each in found if each is not None))
+        records, stacks = set[tuple[int, int, str]](), set[tuple[int, int, int, float]]()
+        for entry in store.list(prefix):
+            if found := RECORD.fullmatch(entry.key, len(prefix)):
+                records.add((int(found[1]), int(found[2]), found[3]))
+            elif found := STACKS.fullmatch(entry.key, len(prefix)):
+                stacks.add((int(found[1]), int(found[2]), int(found[3]), entry.modified_at))
+        return cls(frozenset(records), frozenset(stacks))
 
     def __or__(self, other: Inventory) -> Inventory:
         """Return what either knows of: a record is never taken back, and a list may be older than one before it."""
-        return Inventory(self.records | other.records)
+        return Inventory(self.records | other.records, self.stacks | other.stacks)
 
     def has(self, rank: int, attempt: int, name: str) -> bool:
         """Tell whether an attempt has left a record, such as `started`."""

@@ -13,6 +13,7 @@ from executors.errors import CorruptObjectError, EntrypointError, StoreError
 from executors.store import Store
 from executors.store.records import get_at_most, retry
 from executors.task.arguments import annotations_of, from_texts
+from executors.task.placeholders import fill
 from executors.task.record import LaunchedWith, TaskRecord
 from executors.task.sources import show_sources
 
@@ -85,8 +86,11 @@ class StoredTask:
         if self.record.entrypoint is not None:
             prepare_entrypoint(self.record.entrypoint)
 
-    def load(self) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    def load(self, replica: Mapping[str, object]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
         """Import or unpickle the entrypoint, and return it with its arguments.
+
+        Args:
+            replica: what stands for the placeholders in its arguments; see `fill`.
 
         Raises:
             StoreError: the pickle is not what was launched.
@@ -94,10 +98,10 @@ class StoredTask:
         """
         if self.record.entrypoint is not None:
             function = load_entrypoint(self.record.entrypoint)
-            texts = {name: str(text) for name, text in self.record.arg_texts.items()}
+            texts = {name: fill(str(text), replica) for name, text in self.record.arg_texts.items()}
             name = getattr(function, "__name__", self.record.entrypoint)
             given = from_texts(texts, annotations_of(function), name) if texts else {}
-            args = {**(self.record.args or {}), **given}
+            args = {**fill(dict(self.record.args or {}), replica), **given}
             check_call(function, args, f"Entrypoint {self.record.entrypoint!r}")
             return function, args
         if self.record.python != PYTHON:
@@ -109,7 +113,7 @@ class StoredTask:
 
         function, args = cloudpickle.loads(self.read("callable.pkl", self.record.callable_sha256))
         show_sources(self.record.sources)
-        return function, args
+        return function, fill(args, replica)
 
 
 def read_task(store: Store, run_id: str, digest: str | None = None) -> StoredTask:

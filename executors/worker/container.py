@@ -32,11 +32,13 @@ from executors.store import Store
 from executors.store.records import Fields, get_at_most, to_bytes
 from executors.store.url import impatient_store, is_near
 from executors.task.stored import StoredTask
-from executors.worker.main import TIMED_OUT, Assignment, main
-from executors.worker.ranks import Running, claimed_by, how_started, leave_supervisor, read_task_ahead
+from executors.worker.main import Assignment, main
+from executors.worker.ranks import Running, how_started, leave_supervisor, read_task_ahead
 from executors.worker.supervisor import CANCEL_LOOK_S, Supervisor
+from executors.worker.surroundings import await_gpu_release
 
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+TIMED_OUT = 124  # as the command `timeout` leaves
 NOTICE_S = 25.0  # of the 30 s that services leave between the notice and the end
 STORE_LIMIT_S = 5.0  # how long a request may hold up the supervisor
 FAR_LOOK_S = 10.0  # how often a bucket is looked into
@@ -110,7 +112,7 @@ class ContainerSupervisor(Supervisor):
         """Beat in place of a rank that holds its GIL, so that it looks busy and not lost."""
         self._beaten_at = time.monotonic()
         with contextlib.suppress(StoreError):
-            attempt = claimed_by(running.pid, running.asked)
+            attempt = running.attempt
             beat = attempt.find("heartbeat.json", Beat.parse)
             reported = {} if beat is None else dict(beat.reported)
             attempt.store.put(attempt.key("heartbeat.json"), to_bytes({**reported, "at": time.time()}))
@@ -137,6 +139,7 @@ class ContainerRanks:
         self._torch_threads = usable_cores()
         self._task: StoredTask | None = None
         self._page: SharedPage | None = None
+        self._last_pid: int | None = None
 
     def prepare(self, attempt: Attempt) -> None:
         """Read the task, and import torch if the user's code does: each attempt then has it from the start."""
@@ -159,11 +162,15 @@ class ContainerRanks:
         pid = fork()
         if pid == 0:
             self._become_rank(attempt, page, parent, close)
+        self._last_pid = pid
         return pid
 
     def output_tail(self, attempt: Attempt) -> str:
         """Return the end of what an attempt printed."""
         return "" if self._page is None else self._page.tail()
+
+    def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None:
+        """Note nothing: the service knows when a line came."""
 
     def write_log(self, attempt: Attempt, words: str) -> None:
         """Add to what an attempt prints."""
@@ -186,6 +193,8 @@ class ContainerRanks:
             be_killed_first()
             gc.enable()
             keep_output(page)
+            if self._gpu is not None and self._last_pid is not None:
+                await_gpu_release(self._last_pid)
             assignment = Assignment(
                 replace(self._spec, attempt=attempt.number),
                 attempt.rank,

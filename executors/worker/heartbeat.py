@@ -1,7 +1,7 @@
-"""The threads beside an entrypoint: the heartbeat, which also notices a dead supervisor, and the time limit.
+"""The thread beside an entrypoint: it beats, and notices a dead supervisor.
 
-They are not of `threading`: its `Thread.start()` waits for the thread's first turn, which is long among 256 new
-processes. So they must import nothing: `threading` takes the thread that imports it first for the main thread.
+It is not of `threading`: its `Thread.start()` waits for the thread's first turn, which is long among 256 new
+processes. So it must import nothing: `threading` takes the thread that imports it first for the main thread.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 
 from executors.errors import StoreError
 from executors.process import kill_descendants
 from executors.replica import Replica
 from executors.status import STEPS_PER_S
-from executors.store.records import exists, to_bytes
+from executors.store.records import to_bytes
 from executors.store.url import was_deleted
 from executors.worker.log_copy import LIVE_BYTES, LogCopy
 from executors.worker.pace import Pace
 from executors.worker.sigterm import sigterm_arrived
 
 COPY_S = 60.0  # how often the end of the output is copied, where it is
-CANCEL_GRACE_S = 30.0  # the longest that a service gives a replica that it stops
 LOOK_S = 1.0  # how often new reports are looked for, and so the least time between two heartbeats
 BEAT_S = 10.0  # how often it beats with nothing new
 
@@ -35,8 +33,6 @@ class Heartbeat:
 
     Args:
         log: copied with it, if given.
-        at_cancel: called in the heartbeat's thread when the replica was cancelled and SIGTERM had no effect; ends the
-            process. None: somebody else looks for the cancel marker.
     """
 
     def __init__(
@@ -46,11 +42,9 @@ class Heartbeat:
         supervisor_pid: int | None = None,
         grace_s: float = 5.0,
         log: LogCopy | None = None,
-        at_cancel: Callable[[], None] | None = None,
     ) -> None:
         self._replica = replica
         self._log = log
-        self._at_cancel = at_cancel
         self._supervisor_pid = supervisor_pid
         self._grace_s = grace_s
         self._key = replica.key("heartbeat.json")
@@ -70,13 +64,10 @@ class Heartbeat:
 
     def start(self) -> None:
         """Begin to beat."""
-        if self._at_cancel is not None:
-            import threading  # noqa: F401 - `at_cancel` may be the first to need it, and is not in the main thread
-
         _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
-        beaten_at = looked_at = -BEAT_S
+        beaten_at = -BEAT_S
         copied_at = time.monotonic()
         while not self._stop.acquire(timeout=LOOK_S):
             if self.supervisor_is_gone:
@@ -86,11 +77,6 @@ class Heartbeat:
             if self._replica.reported != self._written or now - beaten_at >= BEAT_S:
                 self.beat()
                 beaten_at = now
-            if self._at_cancel is not None and now - looked_at >= BEAT_S:
-                looked_at = now
-                if self._is_cancelled():
-                    _end_self(self._stop, CANCEL_GRACE_S, self._at_cancel)
-                    return
             if self._log is not None and now - copied_at >= COPY_S:
                 copied_at = now
                 with self._writing:
@@ -100,11 +86,6 @@ class Heartbeat:
                 with self._writing:
                     if not self._is_stopped and not self._run_is_gone:
                         self._replica.recorder.look(is_last=sigterm_arrived())  # it may be killed soon
-
-    def _is_cancelled(self) -> bool:
-        with contextlib.suppress(StoreError):
-            return exists(self._replica.store, self._replica.key("cancel.json"))
-        return False  # asked again
 
     def beat(self) -> None:
         """Write the heartbeat now, unless stopped. A store that fails does not end the training."""
@@ -125,11 +106,6 @@ class Heartbeat:
                 self._write()
             if self._replica.recorder is not None and not self._run_is_gone:
                 self._replica.recorder.look(is_last=True)
-
-    def stop_behind_outcome(self, limit_s: float) -> None:
-        """Write what was measured since, unless another write hangs so long: nothing is written after this returns."""
-        if self._writing.acquire(timeout=limit_s) and self._replica.recorder is not None:  # held for good
-            self._replica.recorder.look(is_last=True)
 
     @property
     def _run_is_gone(self) -> bool:
@@ -156,45 +132,3 @@ class Heartbeat:
         self._stop.acquire(timeout=self._grace_s)
         kill_descendants(os.getpid())
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Deadline:
-    """The time limit of a replica without a supervisor: sends SIGTERM to its own process, then ends it.
-
-    Args:
-        left_s: seconds from the start on.
-        grace_s: seconds between SIGTERM, which runs the entrypoint's `finally`, and the end.
-        end: called in this thread when SIGTERM had no effect; ends the process.
-    """
-
-    def __init__(self, left_s: float, grace_s: float, end: Callable[[], None]) -> None:
-        self._left_s = max(0.0, left_s)
-        self._grace_s = grace_s
-        self._end = end
-        self._stop = _thread.allocate_lock()  # held until the thread is to end
-        self._stop.acquire()
-        self.has_passed = False
-
-    def start(self) -> None:
-        """Begin to count."""
-        import threading  # noqa: F401 - `end` may be the first to need it, and is not in the main thread
-
-        _thread.start_new_thread(self._run, ())
-
-    def _run(self) -> None:
-        if self._stop.acquire(timeout=self._left_s):
-            return
-        self.has_passed = True
-        _end_self(self._stop, self._grace_s, self._end)
-
-    def stop(self) -> None:
-        """Let the process go on: its entrypoint has ended."""
-        self._stop.release()
-
-
-def _end_self(stop: _thread.LockType, grace_s: float, end: Callable[[], None]) -> None:
-    """Send SIGTERM to this process, and call `end` unless `stop` is released within the grace."""
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else the user's code put it back: no outcome
-        os.kill(os.getpid(), signal.SIGTERM)
-    if not stop.acquire(timeout=grace_s):
-        end()

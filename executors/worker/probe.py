@@ -55,7 +55,7 @@ def driver_version() -> str | None:
     with contextlib.suppress(OSError):
         if found := re.search(r"\b\d+\.\d[\d.]*", Path(DRIVER).read_text()):
             return found.group()
-    listed = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    listed = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     return listed[0] if listed else None
 
 
@@ -67,12 +67,13 @@ def _version(package: str) -> str:
 
 
 def _gpus() -> str:
-    names = [line.partition(" (UUID")[0] for line in _nvidia_smi("--list-gpus")]
+    names = [line.partition(" (UUID")[0] for line in nvidia_smi("--list-gpus")]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (", ".join(names) or "none") + ("" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})")
 
 
-def _nvidia_smi(*arguments: str) -> list[str]:
+def nvidia_smi(*arguments: str) -> list[str]:
+    """Return the lines that `nvidia-smi` prints; none where it fails."""
     try:
         command = ["nvidia-smi", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()

@@ -21,23 +21,20 @@ AGAIN_AFTER_S = 0.01  # seconds in which a callback ends
 
 _arrived = False
 _page: SharedPage | None = None
-_at_second: Any = signal.SIG_DFL
 
 
 class Terminated(SystemExit):
     """SIGTERM arrived."""
 
 
-def handle_sigterm(page: SharedPage | None = None, *, is_supervised: bool) -> None:
-    """Turn the first SIGTERM into SystemExit; a second one ends what has a supervisor.
+def handle_sigterm(page: SharedPage | None) -> None:
+    """Turn the first SIGTERM into SystemExit; a second one ends the process.
 
     Args:
         page: says when that has to wait.
     """
-    global _at_second, _page
+    global _page
     _page = page
-    # Without one, no other process would write the outcome; SIGKILL is left.
-    _at_second = signal.SIG_DFL if is_supervised else signal.SIG_IGN
     signal.signal(signal.SIGTERM, _terminate)
     os.register_at_fork(after_in_child=_forget)
     sys.unraisablehook = _raise_again
@@ -56,7 +53,7 @@ def sigterm_arrived() -> bool:
 def _terminate(signum: int, frame: FrameType | None) -> None:
     global _arrived
     _arrived = True
-    signal.signal(signal.SIGTERM, _at_second)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if _page is not None and _page.n_atomic:
         _page.deferred = Terminated(TERMINATED)
         return

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import os
 import random
 import sys
-from collections.abc import Callable
-from typing import Any
+import time
 
 from executors import replica as environment
 from executors.errors import ReplicasError
 from executors.replica import Replica, set_current_replica
-from executors.task.stored import StoredTask, difference
+from executors.task.placeholders import NAMES, fill
+from executors.task.record import LaunchedWith
 
+GPU_RELEASE_S, GPU_PAUSE_S = 50.0, 0.5
 OTHER_FRAMEWORKS = ("jax", "tensorflow")
 
 
@@ -42,19 +42,13 @@ def set_environment(replica: Replica, threads: int | None = None) -> None:
             sys.modules["torch"].set_num_threads(int(said))
 
 
-def load_task(replica: Replica, stored: StoredTask, gpu: str | None = None) -> Callable[[], Any]:
-    """Load the task; seed every generator before the user's module is imported, and those that came with it after."""
-    python_version = stored.record.python_version  # None: it is of this machine
-    if python_version is not None and (warning := difference(python_version, stored.record.torch)):
-        print(warning, file=sys.stderr)
-    seeded = seed_generators(replica, stored.record.seed, but=set())
-    function, args = stored.load()
-    if gpu is not None:
-        check_gpu(gpu)
-    seed_generators(replica, stored.record.seed, but=seeded)
-    if stored.record.rank_env is not None:
-        os.environ[stored.record.rank_env] = str(replica.rank)
-    return functools.partial(function, **args)
+def fill_in_environment(replica: Replica, launched: LaunchedWith | None) -> dict[str, object]:
+    """Fill in the placeholders in the variables that the launch gave; return what stands for them."""
+    own = {name: getattr(replica, name) for name in NAMES}
+    for name in launched.env if launched is not None else ():
+        if name in os.environ:
+            os.environ[name] = fill(os.environ[name], own)
+    return own
 
 
 def check_gpu(asked: str) -> None:
@@ -91,6 +85,25 @@ def check_gpu(asked: str) -> None:
             f" If this trains with {' or '.join(OTHER_FRAMEWORKS)}, import that at the top of the entrypoint's file."
         )
     raise NoGpuError(f"gpu={asked!r} was asked for, and torch sees no GPU: torch {torch.__version__} {build}. {advice}")
+
+
+def await_gpu_release(pid: int, limit_s: float = GPU_RELEASE_S) -> None:
+    """Wait until an ended process is gone from the GPUs of this machine, whose memory it may hold a little longer."""
+    from executors.worker.probe import nvidia_smi
+
+    began, has_told = time.monotonic(), False
+    while str(pid) in nvidia_smi("--query-compute-apps=pid", "--format=csv,noheader"):
+        if not has_told:
+            _say(f"waiting until process {pid}, which has ended, is gone from the GPU")
+            has_told = True
+        if time.monotonic() - began > limit_s:
+            _say(f"process {pid} is still on the GPU after {limit_s:g} s; starting all the same")
+            return
+        time.sleep(GPU_PAUSE_S)
+
+
+def _say(words: str) -> None:
+    print(f"replicas: {words}.", file=sys.stderr, flush=True)
 
 
 def seed_generators(replica: Replica, seed: int | None, but: set[str]) -> set[str]:

@@ -40,9 +40,9 @@ def test_an_argument_is_what_its_annotation_says_also_where_only_the_replica_kno
         "    assert isinstance(out, Path) and mode is Mode.FAST\n"
         "    return [on, lr, str(out), mode.name, name]\n"
     )
-    given = ["on=no", "lr=.5", "out=a/b", "mode=FAST", "name=5"]
+    given = ["on=no", "lr=.${world_size}5", "out=a/${rank}", "mode=FAST", "name=5"]
     result = here.launch("annotated.py", *(part for text in given for part in ("--arg", text)), "--json", n=1)
-    assert result.json["replicas"][0]["result"] == [False, 0.5, "a/b", "FAST", "5"]
+    assert result.json["replicas"][0]["result"] == [False, 0.15, "a/0", "FAST", "5"]
     result = here.launch("annotated.py", "--arg", "on=no", "--arg", "lr=abc")
     assert (result.code, result.stdout) == (2, "")
     assert result.stderr == "Error: --arg lr=abc: main() takes lr as a float.\n"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 from support.cli import HereInstead
 
 from executors import LocalProcessExecutor, Run, attach, launch
+from executors.logs.times import PAIR, times_of
 from executors.resume import resume
 
 BARS = """
@@ -71,6 +73,69 @@ def test_earlier_attempts_are_shown_by_number_or_all_with_a_line_before_each(
     ):
         refused = bars.replicas("logs", "mine", "--attempt", wrong)
         assert (refused.code, message in refused.stderr) == (2, True), refused
+
+
+def test_lines_are_chosen_and_led_as_asked(bars: HereInstead, local: LocalProcessExecutor, state_home: Path) -> None:
+    resumed(local)
+    now = time.time()
+    for rank, attempt in ((0, 0), (1, 0), (1, 1)):
+        log = state_home / f"replicas/mine/replicas/{rank:04d}/{attempt}/output.log"
+        times_of(log).write_bytes(PAIR.pack(now - 7200, 0) + PAIR.pack(now - 3600, log.stat().st_size))
+    cases: dict[tuple[object, ...], str] = {
+        ("--grep", "of rank"): "[0] attempt 0 of rank 0\n[1] attempt 1 of rank 1\n",
+        ("--grep", "^attempt", "--attempt", "all", "-r", "0-1", "--prefix", "{run_id} {rank}.{attempt}: "): (
+            "mine 0.0: attempt 0 of rank 0\nmine 1.0: attempt 0 of rank 1\nmine 1.1: attempt 1 of rank 1\n"
+        ),
+        ("-f", "--grep", "rank 1", "--prefix", "{rank:03}|"): "001|attempt 1 of rank 1\n",
+        ("-r", "1,0", "--grep", "no such line"): "",
+        ("-r", 0, "--since", "3h", "--until", "30m"): "attempt 0 of rank 0\n",
+        ("-r", 0, "--since", "30m"): "",
+        ("-r", 0, "--since", "2001-02-03", "--until", "2001-02-03T12:30"): "",
+    }
+    for arguments, expected in cases.items():
+        shown = bars.replicas("logs", "mine", *arguments)
+        assert (shown.code, shown.stdout) == (0, expected), (arguments, shown)
+    run = attach("mine")
+    assert run.logs(1, attempt="all", grep="^Runtime") == run.logs(1, attempt=0, grep="^Runtime") != ""
+    assert (run.logs(0, since=60), run.logs(0, since=10_000)) == ("", "attempt 0 of rank 0\n")
+
+
+REFUSED = (
+    ("--prefix {rnak}", "'{rnak}': No field 'rnak'. Did you mean 'rank'?"),
+    ("--prefix {rank", "The prefix '{rank': "),
+    ("--prefix {rank:d3}", "The prefix '{rank:d3}': "),
+    ("--prefix {rank} --json", "leave --prefix away"),
+    ("--grep (", "--grep '(' is not a regular expression"),
+    ("--since yesterday", "'yesterday' is no time. Give 90, 90s"),
+    ("--since 1m --follow", "leave --since and --until away"),
+    ("--since 1m", "Rank 0 has no times of its lines: nobody kept when the lines of "),
+    ("--stacks --grep x", "--stacks shows whole dumps: leave --grep away."),
+    ("-r 0-", "'0-' does not name ranks, as 3 or 0,2-5 do."),
+    ("-r 5-2", "'5-2' does not name ranks"),
+    ("-r 0-9", "has the ranks 0 to 1, got rank=2."),
+)
+
+
+def test_what_logs_cannot_show_is_refused(bars: HereInstead, local: LocalProcessExecutor, state_home: Path) -> None:
+    assert launch(local, "bars:bar", 2, run_id="mine").wait(60)
+    times_of(state_home / "replicas/mine/replicas/0000/0/output.log").unlink(missing_ok=True)
+    for arguments, message in REFUSED:
+        refused = bars.replicas("logs", "mine", *arguments.split())
+        assert (refused.code, message in refused.stderr) == (2, True), (arguments, refused)
+
+
+def test_stacks_are_shown_of_the_newest_attempt_that_has_any(bars: HereInstead, local: LocalProcessExecutor) -> None:
+    run = launch(local, "bars:bar", 2, run_id="mine")
+    assert run.wait(60)
+    assert "no stacks were dumped of ranks 0-1." in bars.replicas("logs", "mine", "--stacks").stderr
+    for attempt, number in ((0, 0), (1, 0), (1, 1)):
+        run.store.put(f"mine/replicas/0001/{attempt}/stacks/{number}.txt", f"hung {attempt}\x1b[2J\n  File".encode())
+    shown = bars.replicas("logs", "mine", "--stacks")
+    head, *rest = shown.stdout.splitlines()
+    assert head.startswith("=== rank 1, attempt 1, 20")
+    assert [line for line in rest if not line.startswith("===")] == ["hung 1", "  File"] * 2
+    rows = bars.replicas("logs", "mine", "--stacks", "--attempt", "all", "--json").json["stacks"]
+    assert [(row["rank"], row["attempt"], row["number"]) for row in rows] == [(1, 0, 0), (1, 1, 0), (1, 1, 1)]
 
 
 def test_a_progress_bar_is_shown_as_a_terminal_shows_it_in_the_end_and_raw_on_demand(

@@ -112,10 +112,8 @@ def test_a_replica_that_came_back_in_its_container_can_be_cancelled(service: Ser
     assert run.executor.poll(run.handle(0)) == "cancelled"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_container_that_is_told_to_end_leaves_an_outcome_with_the_notice(
-    service: Service, number: signal.Signals
-) -> None:
+def test_a_container_that_is_told_to_end_leaves_an_outcome_with_the_notice(service: Service) -> None:
+    number = signal.SIGINT if service.backend == "modal" else signal.SIGTERM
     run, first = start(service.backend, waits_until=1)
     waiting(first)
     service.send(run, number)

@@ -39,7 +39,7 @@ def all_end(pids: list[int]) -> None:
 
 def test_a_signal_is_named_with_its_number_and_the_last_words_are_kept(local: LocalProcessExecutor) -> None:
     numbers = [int(number) for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGUSR1, signal.SIGHUP)]
-    numbers.append(signal.SIGRTMIN + 6)  # has no name
+    numbers.append(signal.SIGRTMIN + 7)  # has no name
     n = len(numbers)
 
     def entrypoint() -> None:
@@ -66,6 +66,12 @@ def test_a_sigterm_that_replicas_did_not_send_is_a_signal(local: LocalProcessExe
     (row,) = local.collect(handles, timeout=60)
     assert (row["status"], row["reason"]) == ("failed", "signal")
     assert row["error"] == "Replica 0 of 1 was terminated by SIGTERM, not sent by `replicas`."
+
+
+def test_a_replica_killed_for_want_of_memory_says_so(local: LocalProcessExecutor, small_memory: Path) -> None:
+    row = one_row(local, tasks.take_memory, {"group": str(small_memory)})
+    assert (row["status"], row["reason"], row["exit_code"]) == ("failed", "oom", -signal.SIGKILL)
+    assert "memory" in row["error"]
 
 
 # --- exceptions, and what an entrypoint may do

@@ -32,8 +32,9 @@ def test_the_environment_has_the_contract_the_runs_own_values_and_no_process_gro
     for name in OF_A_PROCESS_GROUP:
         monkeypatch.setenv(name, "7")
     rendezvous = tmp_path / "a rendezvous, 100%"
-    args = {"names": [*CONTRACT, *OF_A_PROCESS_GROUP, "TOKEN", "PATH"]}
-    env = {"TOKEN": "hunter2-very-secret"}
+    args = {"names": [*CONTRACT, *OF_A_PROCESS_GROUP, "TOKEN", "PATH", "FILE", "OF_${rank}"]}
+    env = {"TOKEN": "hunter2-very-secret", "FILE": "${rank} of ${world_size}, $$5, $HOME"}
+    monkeypatch.setenv("OF_1", "${rank}")
     run = launch(local, tasks.surroundings, 2, args=args, rendezvous=str(rendezvous), env=env)
     for rank, inside in enumerate(run.results()):
         contract = [str(rank), "2", run.run_id, "0", rendezvous.as_uri()]
@@ -42,9 +43,11 @@ def test_the_environment_has_the_contract_the_runs_own_values_and_no_process_gro
             **dict.fromkeys(OF_A_PROCESS_GROUP),
             "TOKEN": "hunter2-very-secret",
             "PATH": os.environ["PATH"],
+            "FILE": f"{rank} of 2, $5, $HOME",
+            f"OF_{rank}": "${rank}" if rank == 1 else None,
         }
     assert os.environ["RANK"] == "7"
-    assert run.record.env == ("TOKEN",)
+    assert run.record.env == ("FILE", "TOKEN")
     for file in (path for path in tmp_path.rglob("*") if path.is_file() and path.name != "outcome.json"):
         assert b"hunter2" not in file.read_bytes(), f"{file}: values are never recorded"
 

@@ -15,6 +15,7 @@ from support.processes import is_alive
 from support.runs import pid_of, record_of
 
 from executors import LocalProcessExecutor, attach, launch
+from executors.attempt import Attempt
 from executors.errors import BackendError, LaunchError
 from executors.testing import eventually
 
@@ -191,3 +192,32 @@ def test_a_gpu_is_free_again_for_the_next_when_its_replica_was_killed() -> None:
     os.kill(pid_of(handles[0]), signal.SIGKILL)
     rows = executor.collect(handles, timeout=60)
     assert [row["status"] for row in rows] == ["failed", "succeeded"]
+
+
+@pytest.mark.usefixtures("torch_with_gpu")
+def test_a_restart_waits_until_the_ended_process_is_gone_from_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    listed = tmp_path / "listed"
+    tool.write_text(f"#!/bin/sh\necho x >> {tmp_path}/asked\nhead -n 1 {listed}\nsed -i 1d {listed}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def train(listed: str) -> int:
+        import os
+
+        from executors import current_replica
+
+        if current_replica().attempt == 0:
+            with open(listed, "w") as file:
+                file.write(f"{os.getpid()}\n{os.getpid()}\n")
+            os._exit(3)
+        return current_replica().attempt
+
+    run = launch(gpus(1), train, 1, args={"listed": str(listed)}, gpu="H100", restarts="1,backoff=0.05s:0.05s")
+    first, second = (Attempt(run.store, run.run_id, 0, number) for number in range(2))
+    eventually(second.outcome, "the second attempt ends")
+    pid = getattr(first.outcome(), "pid", None)
+    assert f"waiting until process {pid}, which has ended, is gone from the GPU" in run.logs(rank=0)
+    assert len((tmp_path / "asked").read_text().split()) == 3

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.processes import is_alive
-from support.restart_tasks import bomb, die_and_hang, end_always, end_first
+from support.restart_tasks import bomb, die_and_hang, end_always, end_first, hang_first
 from support.runs import all_gone, launcher, said
 
 from executors import LocalProcessExecutor, Run, attach, launch
@@ -180,3 +180,16 @@ def test_nothing_of_an_attempt_is_left_when_the_next_one_starts(local: LocalProc
     run = over(started(local, bomb, 1, f"1,{QUICK}", folder=str(tmp_path)))
     assert ends(run, 0)[-1].result == 0, told(run, 0)
     all_gone([int(path.name) for path in tmp_path.glob("[0-9]*")])
+
+
+def test_a_rank_that_hangs_is_ended_says_where_and_starts_anew(local: LocalProcessExecutor, state_home: Path) -> None:
+    args = {"kinds": ["loop", "mutex with the GIL"]}
+    run = over(launch(local, hang_first, 2, args=args, restarts=f"1,{QUICK}", hang_timeout="1s:2s"))
+    assert [told(run, rank) for rank in range(2)] == [["hang", "succeeded"], ["hang SIGKILL", "succeeded"]]
+    for rank in range(2):
+        end, attempt = ends(run, rank)[0], Attempt(run.store, run.run_id, rank, 0)
+        assert f"Replica {rank} of 2 made no progress for" in str(end.error)
+        assert (end.marks, len(end.stacks)) == (1, 2)
+        stacks = bytes(run.store.get(attempt.key(end.stacks[0]))).decode()
+        assert "in hang_first" in stacks
+        assert stacks.rstrip() in (state_home / "replicas" / attempt.key("output.log")).read_text()

@@ -12,6 +12,7 @@ from pathlib import Path
 from executors import current_replica
 from executors.testing import eventually
 from support import tasks
+from support.hanging import HANGS
 from support.processes import is_alive
 
 
@@ -73,4 +74,14 @@ def bomb(folder: str) -> int:
             os._exit(0)
     eventually(lambda: len(list(Path(folder).glob("[0-9]*"))) == 200)
     os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still here")
+
+
+def hang_first(kinds: list[str]) -> int:
+    """Make progress once; then hang in the first attempt in the way of this rank, and return in the second."""
+    me = current_replica()
+    me.progress()
+    if me.attempt:
+        return me.attempt
+    HANGS[kinds[me.rank]]()
     raise AssertionError("still here")

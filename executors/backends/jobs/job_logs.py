@@ -16,7 +16,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from executors.backends.jobs.service import JobServiceError, retrying
-from executors.native import Log
+from executors.native import KnowsTimes, Log
 
 QUIET_S = 0.5  # a stream that is silent for so long has sent what there is
 FIRST_LINE_S = 2.0  # how long the first line may take
@@ -60,6 +60,11 @@ class PatientLog:
                 log.warning("%s: its log cannot be read at the moment: %s", self._who, error)
             self._has_failed = True
 
+    def between(self, since: float | None, until: float | None) -> Iterator[list[str]]:
+        if not isinstance(self._inner, KnowsTimes):
+            raise ValueError("its service does not say when its lines came")
+        return iter(retrying()(lambda: list(self._inner.between(since, until))))  # type: ignore[attr-defined]
+
     def close(self) -> None:
         self._inner.close()
 
@@ -80,7 +85,7 @@ class StreamedLog:
 
     def __init__(self, connect: Callable[[int], AbstractContextManager[Any]]) -> None:
         self._connect = connect
-        self._lines: deque[str] = deque()
+        self._lines: deque[tuple[float, str]] = deque()
         self._n_lines: int | None = None
         """How many lines were asked for first."""
         self._changed = threading.Condition()
@@ -97,10 +102,16 @@ class StreamedLog:
 
     def tail(self, n_lines: int) -> str:
         lines = self._take(n_lines, waits=True) if n_lines > 0 else []
-        return "".join(f"{line}\n" for line in lines[-n_lines:])
+        return "".join(f"{line}\n" for _, line in lines[-n_lines:])
 
     def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
-        yield [f"{line}\n" for line in self._take(n_first, waits=has_ended)]
+        yield [f"{line}\n" for _, line in self._take(n_first, waits=has_ended)]
+
+    def between(self, since: float | None, until: float | None) -> Iterator[list[str]]:
+        """Yield the lines of a span, by the service's clock, of the last `AGAIN_LINES`."""
+        for at, line in self._take(AGAIN_LINES, waits=True):
+            if (since is None or at >= since) and (until is None or at <= until):
+                yield [f"{line}\n"]
 
     def close(self) -> None:
         with self._changed:
@@ -109,8 +120,11 @@ class StreamedLog:
         with contextlib.suppress(Exception):  # there is none, or it is gone
             self._response.extensions["network_stream"].get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
-    def _take(self, n_lines: int, *, waits: bool) -> list[str]:
-        """Return the lines that came; the first time, or if it `waits`, once the stream has said what there is."""
+    def _take(self, n_lines: int, *, waits: bool) -> list[tuple[float, str]]:
+        """Return the lines that came, each with its time.
+
+        The first time, or if it `waits`, once the stream has said what there is.
+        """
         with self._changed:
             if self._n_lines is None:
                 self._n_lines, waits = n_lines, True
@@ -189,7 +203,7 @@ class StreamedLog:
     def _add(self, line: str, at: float, has_all: bool = False) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or len(self._lines) < max(AGAIN_LINES, self._n_lines or 0))
-            self._lines.append(line)
+            self._lines.append((at, line))
             self._last = (at, self._last[1] + 1 if self._last is not None and self._last[0] == at else 1)
             self._heard_at = time.monotonic()
             self._has_all = self._has_all or has_all

@@ -183,6 +183,14 @@ class TimedLog:
         if has_ended:
             yield self._lines.last()
 
+    def between(self, since: float | None, until: float | None) -> Iterator[list[str]]:
+        """Yield the lines of a span, by the service's clock; of the last `MAX_KNOWN` entries where it has no start."""
+        lines = LineBuffer()
+        found = self._last(MAX_KNOWN) if since is None else self._fetch(datetime.fromtimestamp(since, UTC), 0)
+        last = None if until is None else datetime.fromtimestamp(until, UTC)
+        yield [line for entry in found if last is None or entry.at <= last for line in lines.add(entry.text)]
+        yield lines.last()
+
     def close(self) -> None:
         self._shared.leave(self._container)
 

@@ -9,6 +9,7 @@ from executors.attempt import Attempt
 from executors.errors import StoreError
 from executors.logs import MAX_READ_BYTES, last_of, read_from, tail_lines
 from executors.logs.readers import OffsetLog, TailedLog
+from executors.logs.times import offset_at
 from executors.native import Log
 from executors.store.protocol import Entry
 
@@ -26,22 +27,32 @@ def open_local_log(attempt: Attempt, path: Path | None, runs_here: bool) -> Log:
     if path is not None:
         try:
             with open(path, "rb"):
-                return file_log(path)
+                return FileLog(path)
         except FileNotFoundError:
             if runs_here:
-                return file_log(path)
+                return FileLog(path)
         except OSError as error:
             return StoredLog(attempt, f"{path} cannot be read ({error.strerror}); ")
     return StoredLog(attempt)
 
 
-def file_log(path: Path) -> OffsetLog:
-    """Return a log that is a file of this machine; empty while there is none."""
+class FileLog(OffsetLog):
+    """A log that is a file of this machine; empty while there is none."""
 
-    def read(offset: int | None, n_lines: int) -> tuple[bytes, int]:
-        return tail_lines(path, n_lines) if offset is None else read_from(path, offset, PART_BYTES)
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            lambda offset, n_lines: tail_lines(path, n_lines) if offset is None else read_from(path, offset, PART_BYTES)
+        )
+        self._path = path
 
-    return OffsetLog(read)
+    def _span(self, since: float | None, until: float | None) -> tuple[int, int | None]:
+        if (since is None and until is None) or not self._path.exists():
+            return 0, None
+        try:
+            start = 0 if since is None else offset_at(self._path, since)
+            return start, None if until is None else offset_at(self._path, until)
+        except FileNotFoundError:
+            raise ValueError(f"nobody kept when the lines of {self._path} came") from None
 
 
 class StoredLog(TailedLog):

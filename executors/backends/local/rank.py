@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -22,6 +23,7 @@ from executors.attempt.outcome import OUTPUT_TAIL_BYTES
 from executors.backends.local.request import LocalLaunch, adopt
 from executors.errors import LaunchError, ReplicasError
 from executors.logs import tail_text
+from executors.logs.times import TimesWriter
 from executors.process import become_subreaper, die_with_parent, fork, start_time, usable_cores
 from executors.protocol import ReplicaHandle
 from executors.shared_page import SharedPage
@@ -31,6 +33,7 @@ from executors.worker.main import Assignment, main
 from executors.worker.ranks import how_started, leave_supervisor, read_task_ahead
 from executors.worker.supervisor import Supervisor
 from executors.worker.supervisor_lock import hold, open_locks
+from executors.worker.surroundings import await_gpu_release
 
 COPY_LIMIT_S = 8  # a log that takes longer to copy is not waited for
 
@@ -93,6 +96,10 @@ class LocalRanks:
         self._torch_threads = launch.torch_threads(usable_cores())
         self._pid, self._started = os.getpid(), start_time(os.getpid())
         self._lock: int | None = None
+        self._times: dict[int, TimesWriter] = {}
+        """By rank, of its newest attempt here."""
+        self._last_at: dict[int, int] = {}
+        """The last process at each place, which may hold its GPU's memory for a while after its end."""
 
     @functools.cached_property
     def task(self) -> StoredTask | None:
@@ -125,6 +132,8 @@ class LocalRanks:
         """Fork an attempt's process; return its pid."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         output = os.open(self._launch.log_file(attempt), flags, 0o600)
+        self._times[attempt.rank] = TimesWriter(self._launch.log_file(attempt))
+        self.note_output(attempt)
         task = self.task  # before the first fork
         try:
             gc.freeze()  # the rank's collector finds nothing of the supervisor's to look at, and so to copy
@@ -133,11 +142,16 @@ class LocalRanks:
                 self._become_rank(attempt, place, page, task, output, [*close, *self.private])
         finally:
             os.close(output)
+        self._last_at[place] = pid
         return pid
 
     def output_tail(self, attempt: Attempt) -> str:
         """Return the end of an attempt's log."""
         return tail_text(self._launch.log_file(attempt), OUTPUT_TAIL_BYTES)
+
+    def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None:
+        """Note beside a log how far it has come."""
+        self._times[attempt.rank].note(time.time(), at_once=is_whole)
 
     def write_log(self, attempt: Attempt, words: str) -> None:
         """Add to an attempt's log."""
@@ -177,6 +191,8 @@ class LocalRanks:
             gc.enable()
             if self._launch.gpu_slots is not None:
                 os.environ["CUDA_VISIBLE_DEVICES"] = self._launch.gpu_slots[place]
+                if place in self._last_at:
+                    await_gpu_release(self._last_at[place])
             assignment = Assignment(
                 replace(self._launch.spec, attempt=attempt.number),
                 attempt.rank,

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from executors.backends.jobs.job_logs import PatientLog
 from executors.backends.jobs.service import JobServiceError
 from executors.backends.jobs.timed_log import Entry, SharedLog, TimedLog
 from executors.logs.follower import MAX_PARTS, MAX_THREADS, Sight, follow_logs
@@ -72,7 +73,7 @@ def test_all_ranks_are_read_at_the_same_time_and_one_look_is_of_all() -> None:
         return Scripted(read)
 
     scene = Scene(open_log, has_ended=True)
-    assert sorted(follow_logs(scene, range(N), 5)) == [(rank, f"{rank}\n") for rank in range(N)]
+    assert sorted(follow_logs(scene, range(N), 5)) == [(rank, 0, f"{rank}\n") for rank in range(N)]
     assert scene.looks[0] == list(range(N))
     assert len(scene.looks) <= 2
 
@@ -140,9 +141,13 @@ def test_a_rank_that_is_begun_again_is_followed_on() -> None:
 
     scene = Scene(open_log)
     lines = follow_logs(scene, [3], 5, look_s=0.01)
-    assert next(lines) == (3, "first\n")
+    assert next(lines) == (3, 0, "first\n")
     scene.sights[3] = Sight(1, False)
-    assert [next(lines) for _ in range(3)] == [(3, "unfinished\n"), (3, "=== attempt 1 ===\n"), (3, "second\n")]
+    assert [next(lines) for _ in range(3)] == [
+        (3, 0, "unfinished\n"),
+        (3, 1, "=== attempt 1 ===\n"),
+        (3, 1, "second\n"),
+    ]
     scene.sights[3] = Sight(1, True)
     assert list(lines) == []
     assert opened == [0, 1]
@@ -213,6 +218,17 @@ def test_a_log_of_more_than_was_asked_for_begins_with_its_last_lines() -> None:
     log = TimedLog(service.of("a"), None)
     assert new_lines(log)[-1] == "499\n"
     assert new_lines(log) == []
+
+
+def test_a_span_of_time_is_asked_of_a_service_that_keeps_times() -> None:
+    service = Service()
+    began = service.start.timestamp()
+    for number in range(10):
+        service.write(f"{number}\n", number)
+    log = PatientLog(TimedLog(service.of("a"), None), "rank 0")
+    for since, until, found in ((3.0, None, range(3, 10)), (2.0, 5.5, range(2, 6)), (None, 1.5, range(2))):
+        span = (None if since is None else began + since, None if until is None else began + until)
+        assert [line for part in log.between(*span) for line in part] == [f"{number}\n" for number in found]
 
 
 def test_all_jobs_are_asked_for_at_once_where_that_shows_them_and_each_for_itself_where_it_does_not(

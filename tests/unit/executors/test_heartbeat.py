@@ -1,21 +1,16 @@
-"""The heartbeat ends when it is stopped: nothing is written behind the outcome. It looks for a cancel marker, too."""
+"""The heartbeat ends when it is stopped: nothing is written behind the outcome."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import threading
 from pathlib import Path
-
-import pytest
 
 from executors.attempt import Attempt
 from executors.protocol import ReplicaStatus
 from executors.replica import Replica
 from executors.store import MemoryStore, open_store
 from executors.store.protocol import Data
-from executors.worker import heartbeat as heartbeat_module
 from executors.worker.heartbeat import Heartbeat
 from executors.worker.log_copy import LogCopy
 
@@ -58,28 +53,6 @@ def test_nothing_is_written_after_a_heartbeat_was_stopped() -> None:
     heartbeat.beat()
     assert puts_when_stopped == [1]
     assert store.puts == 1
-
-
-def test_a_replica_that_nobody_supervises_looks_for_its_cancel_marker(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOOK_S", "BEAT_S", "CANCEL_GRACE_S"):
-        monkeypatch.setattr(heartbeat_module, name, 0.01)
-    store = MemoryStore()
-    replica = Replica(0, 1, "run", 0, store.url, claimed_nonce="n")
-    replica.__dict__["store"] = store  # a cached property
-    arrived: list[int] = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: arrived.append(number))
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        ended = threading.Event()
-        heartbeat = Heartbeat(replica, at_cancel=ended.set)
-        heartbeat.start()
-        assert not ended.wait(0.1), "nobody has cancelled it"
-        Attempt(store, "run", 0).request_cancel()
-        assert ended.wait(30), "SIGTERM had no effect"
-        heartbeat.stop()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert arrived == [signal.SIGTERM]
 
 
 def test_the_folder_of_a_deleted_run_is_not_made_again(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from executors.backends.local.local_log import FileLog
 from executors.logs import MAX_READ_BYTES, last_of, read_from, tail_lines, tail_text
 from executors.logs.follower import Sight, follow_logs
 from executors.logs.gaps import completed
 from executors.logs.readers import TailedLog
+from executors.logs.times import PAIR, TimesWriter, times_of
 from executors.native import Log
 
 LINES = [f"line {i} of é\n" for i in range(12)]
@@ -34,6 +36,45 @@ def test_the_last_lines_are_what_a_plain_reading_gives(
     path.write_bytes(b"\n".join(lines) + (b"\n" if lines and ends_with_newline else b""))
     newline = b"\n" if lines and ends_with_newline and n_lines else b""
     assert tail_lines(path, n_lines)[0] == b"\n".join(lines[max(0, len(lines) - n_lines) :]) + newline
+
+
+def test_the_lines_of_a_span_are_found_by_when_the_log_grew(tmp_path: Path) -> None:
+    path, now = tmp_path / "output.log", 1000.0
+    writer, log = TimesWriter(path), FileLog(path)
+    path.write_bytes(b"")
+    for second in range(100):
+        writer.note(now + second)
+        if second not in range(40, 60):
+            with open(path, "ab") as file:
+                file.write(f"{second}\n".encode())
+        writer.note(now + second + 0.5)  # within the same second
+    assert times_of(path).stat().st_size <= 82 * PAIR.size, "nothing is noted while a log does not grow"
+
+    def between(since: float | None, until: float | None) -> list[int]:
+        return [int(line) for part in log.between(since, until) for line in part]
+
+    everything = [number for number in range(100) if number not in range(40, 60)]
+    assert between(None, None) == between(now - 5, now + 500) == everything
+    for since in range(0, 100, 7):
+        found = between(now + since, None)
+        assert found == everything[len(everything) - len(found) :]
+        assert {n for n in everything if n >= since} <= set(found) <= {n for n in everything if n >= since - 1}
+        found = between(None, now + since)
+        assert {n for n in everything if n < since - 1} <= set(found) <= {n for n in everything if n <= since}
+    assert between(now + 45, now + 50) == []
+
+
+def test_a_line_that_was_begun_before_a_span_and_ended_in_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "output.log"
+    writer = TimesWriter(path)
+    path.write_bytes(b"first\nhalf a")
+    writer.note(1000.0)
+    path.write_bytes(b"first\nhalf a line\n")
+    writer.note(1010.0)
+    assert list(FileLog(path).between(1005.0, None)) == [["half a line\n"], []]
+    times_of(path).unlink()
+    with pytest.raises(ValueError, match="nobody kept when"):
+        list(FileLog(path).between(1005.0, None))
 
 
 def test_a_progress_bar_is_one_line_and_a_line_of_two_megabytes_comes_whole(tmp_path: Path) -> None:
@@ -93,7 +134,7 @@ class Scripted:
 def followed(*answers: str, kept: str = "", tail: int = 200) -> str:
     """Follow a replica that ends when one answer is left."""
     scripted = Scripted(answers, kept)
-    return "".join(line for _, line in follow_logs(scripted, [0], tail, look_s=0.001))
+    return "".join(line for _, _, line in follow_logs(scripted, [0], tail, look_s=0.001))
 
 
 def test_a_log_that_lags_behind_the_end_is_completed_from_the_outcome() -> None:

@@ -20,7 +20,10 @@ from executors.store.faulty import FaultyStore
 from executors.store.file import FileStore
 from executors.store.records import to_bytes
 from executors.store.url import check_run_id
+from executors.task.placeholders import fill
 from executors.task.stored import read_task
+
+ME = {"rank": 1, "run_id": "r", "attempt": 2, "world_size": 4}
 
 
 def add(a: int, b: int = 1) -> int:
@@ -32,7 +35,7 @@ def test_a_callable_and_its_arguments_come_back() -> None:
     offset = 100
     spec = create_run(store, "r", lambda a, b: a + b + offset, {"a": 1, "b": 2}, 2, backend="local", seed=7)
     task = read_task(store, "r", spec.task_digest)
-    function, args = task.load()
+    function, args = task.load(ME)
     assert function(**args) == 103
     assert (task.record.seed, spec.ranks, spec.world_size) == (7, (0, 1), 2)
 
@@ -41,13 +44,31 @@ def test_rank_env_names_a_variable_and_is_no_argument() -> None:
     store = MemoryStore()
     spec = create_run(store, "r", add, {"a": 1, "rank_env": "MY_RANK"}, 1, backend="local")
     task = read_task(store, "r", spec.task_digest)
-    assert (task.load()[1], task.record.rank_env) == ({"a": 1}, "MY_RANK")
+    assert (task.load(ME)[1], task.record.rank_env) == ({"a": 1}, "MY_RANK")
+
+
+@pytest.mark.parametrize(
+    ("given", "filled"),
+    [
+        ("out/${run_id}/${rank}-of-${world_size}.${attempt}", "out/r/1-of-4.2"),
+        ("$${rank} costs $$5", "${rank} costs $5"),
+        ("$rank $HOME ${other} ${rank $", "$rank $HOME ${other} ${rank $"),
+        ("$$$${rank}$${rank}", "$${rank}${rank}"),
+        (["${rank}", {"a": "${rank}", "${rank}": 1}, ("${rank}",)], ["1", {"a": "1", "${rank}": 1}, ("1",)]),
+        ([1, 2.5, None, True, b"${rank}"], [1, 2.5, None, True, b"${rank}"]),
+    ],
+)
+def test_placeholders_are_filled_in_and_other_dollars_stay(given: object, filled: object) -> None:
+    assert fill(given, ME) == filled
+    store = MemoryStore()
+    spec = create_run(store, "r", lambda value: value, {"value": given}, 4, backend="local")
+    assert read_task(store, "r", spec.task_digest).load(ME)[1] == {"value": filled}
 
 
 def test_a_hundred_megabytes_of_arguments_travel() -> None:
     store = MemoryStore()
     spec = create_run(store, "r", lambda data: len(data), {"data": b"x" * (100 << 20)}, 1, backend="local")
-    function, args = read_task(store, "r", spec.task_digest).load()
+    function, args = read_task(store, "r", spec.task_digest).load(ME)
     assert function(**args) == 100 << 20
 
 
@@ -111,7 +132,7 @@ def test_a_task_that_was_changed_in_the_store_is_not_run() -> None:
     record = read_json(store, "r/task/task.json")
     store.put("r/task/task.json", to_bytes({**record, "seed": 3}))
     with pytest.raises(StoreError, match="is not what was launched"):
-        read_task(store, "r", spec.task_digest).load()
+        read_task(store, "r", spec.task_digest).load(ME)
 
 
 def test_a_pickle_that_was_changed_in_the_store_is_not_unpickled() -> None:
@@ -119,7 +140,7 @@ def test_a_pickle_that_was_changed_in_the_store_is_not_unpickled() -> None:
     spec = create_run(store, "r", add, {"a": 1}, 1, backend="local")
     store.put("r/task/callable.pkl", b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(StoreError, match=r"callable\.pkl.* is not what was launched"):
-        read_task(store, "r", spec.task_digest).load()
+        read_task(store, "r", spec.task_digest).load(ME)
 
 
 def test_readings_that_fail_or_are_not_what_was_launched_are_tried_again() -> None:
@@ -129,7 +150,7 @@ def test_readings_that_fail_or_are_not_what_was_launched_are_tried_again() -> No
     store.fail_at("get", key="*/task.json", action="error")
     store.fail_at("get", key="*/callable.pkl", action="lost")
     cutting = FaultyStore(store, seed=1, truncate=0.4)
-    function, args = read_task(cutting, "r", spec.task_digest).load()
+    function, args = read_task(cutting, "r", spec.task_digest).load(ME)
     assert function(**args) == 2
     assert len(store.log) == 2
     assert [line for line in cutting.log if "cut from" in line]
@@ -143,7 +164,7 @@ def test_a_pickle_of_another_python_is_refused_by_name_before_unpickling() -> No
     store.put("r/task/task.json", task)
     store.put("r/task/callable.pkl", b"not a pickle")
     with pytest.raises(EntrypointError) as caught:
-        read_task(store, "r", hashlib.sha256(task).hexdigest()).load()
+        read_task(store, "r", hashlib.sha256(task).hexdigest()).load(ME)
     assert str(caught.value).startswith("The callable was pickled by Python 3.9, this replica runs 3.")
     assert str(caught.value).endswith("Use the same version, or an importable entrypoint.")
 

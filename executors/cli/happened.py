@@ -1,0 +1,58 @@
+"""The verb `events`: what happened in a run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from typer import Option
+
+from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run
+from executors.cli.output import Output, inert, name_duration, one_line, strict_json
+from executors.supervision.events import Event
+
+AS_JSON = "Print a JSON object on a line for each."
+STYLES = {
+    "ended": "red", "hang_suspected": "yellow", "notice": "yellow", "cancelled": "yellow", "gave_up": "bold red",
+    "stopped": "bold red", "decided": "cyan",
+}  # fmt: skip
+TOLD = ("decided", "cancelled", "gave_up", "stopped")  # whose words say it all
+
+
+def events(
+    run: RunArgument,
+    follow: Annotated[bool, Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    rendezvous: RendezvousOption = None,
+    backend: ExecutorOption = None,
+    option: BackendOptions = None,
+    as_json: Annotated[bool, Option("--json", help=AS_JSON)] = False,
+) -> int:
+    """Show what happened in a run: launches, first progress, hangs, ends, and what was decided about them."""
+    found = find_run(run, rendezvous, backend, option)
+    output, began_at = Output(), found.record.created_at
+
+    def note(text: str) -> None:
+        print(inert(f"Note: {text}"), file=sys.stderr, flush=True)
+
+    for event in found.events(follow, note):
+        if as_json:
+            print(strict_json(event.to_json(), indent=None, encoding=sys.stdout.encoding), flush=follow)
+            continue
+        is_well = event.reason == "succeeded"
+        output.say(line_of_event(event, began_at), "green" if is_well else STYLES.get(event.kind))
+        if follow:
+            output.console.file.flush()
+    return 0
+
+
+def line_of_event(event: Event, began_at: float) -> str:
+    """Return an event as a line: `[  0:42] rank 3 ended after 38 s (attempt 1): signal: was ended by signal 9`."""
+    elapsed = f"[{name_duration(max(0.0, event.at - began_at)):>7}]"
+    if event.kind in TOLD:
+        return f"{elapsed} {one_line(event.why)}"
+    who = "the run" if event.rank is None else f"rank {event.rank}"
+    took = "" if event.duration_s is None else f" after {name_duration(event.duration_s)}"
+    which = f" (attempt {event.attempt})" if event.attempt else ""
+    by = f" by {event.actor}" if event.kind in ("launched", "claimed") and event.actor else ""
+    more = ": ".join(filter(None, (event.reason, event.why)))
+    return one_line(f"{elapsed} {who} {event.kind.replace('_', ' ')}{took}{which}{by}{': ' if more else ''}{more}")

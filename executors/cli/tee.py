@@ -1,0 +1,41 @@
+"""The output of some ranks, shown while their run is followed; `--tee`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from executors.cli.logs import without_bars
+from executors.errors import ReplicasError
+from executors.logs.follower import WHOLE
+from executors.run.run import Run
+from executors.run.run_logs import Lines
+
+END_S = 5.0  # a service's last lines come late; they are in its log
+
+
+class Tee:
+    """Follows the logs of some ranks in a thread, from their beginning to their end.
+
+    Args:
+        show: is given each line, led by its rank.
+    """
+
+    def __init__(self, run: Run, ranks: Sequence[int], show: Callable[[str], None]) -> None:
+        self._run = Run(run.store, run.run_id, executor=run.executor, handles=run.handles)  # looks from other threads
+        self._ranks = ranks
+        self._show = show
+        self._thread = threading.Thread(target=self._follow, name="replicas-tee", daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        try:
+            chosen = Lines(clean=without_bars)
+            for line in self._run.log_pieces(self._ranks, WHOLE, True, lines=chosen, note=lambda words: None):
+                self._show(line.rstrip("\n"))
+        except ReplicasError as error:
+            self._show(f"The output of ranks cannot be shown any more: {error}")
+
+    def finish(self) -> None:
+        """Wait until all was shown, for a moment."""
+        self._thread.join(END_S)

@@ -1,0 +1,285 @@
+"""What a run left, to read: status, outcomes, logs, events, measurements, files, and its page."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from executors.attempt import Attempt
+from executors.errors import (
+    RunNotFoundError,
+)
+from executors.metrics.metrics import Metrics, read_metrics
+from executors.protocol import Outcome, ServerlessExecutor
+from executors.registry import executor_of_record
+from executors.run.observer import RECENT_S, Observer
+from executors.run.run_logs import EVERYTHING, Lines, Ranks, RunLogs, Which
+from executors.run.run_logs import Note as LogNote
+from executors.run_index import Note, noted_at_launch
+from executors.status import ReplicaState, RunStatus
+from executors.store import Store
+from executors.store.artifacts import Artifact, find_artifacts
+from executors.store.inventory import Inventory
+from executors.store.records import retry
+from executors.store.url import address_of
+from executors.supervision.decisions import Decision
+from executors.supervision.events import Event, EventReader
+from executors.task.record import RunRecord, find_run_record
+
+log = logging.getLogger(__name__)
+
+
+class Traces:
+    """A run as its records and its backend show it."""
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        *,
+        executor: ServerlessExecutor | str | None = None,
+        handles: Sequence[Any] | None = None,
+    ) -> None:
+        self.store = store
+        self.run_id = run_id
+        self._named_executor = executor if isinstance(executor, str) else None
+        self._executor = None if isinstance(executor, str) else executor
+        self.has_given_options = self._executor is not None
+        """Whether a person made the executor, and so gave its options, too."""
+        self._launched = handles
+
+    @cached_property
+    def record(self) -> RunRecord:
+        """What `run.json` says: who, what, when, backend, options."""
+        record = find_run_record(self.store, self.run_id)
+        if record is None:
+            raise RunNotFoundError(f"No run {self.run_id!r} at {self.store.url}.")
+        return record
+
+    @property
+    def url(self) -> str:
+        """The run's address: `attach(url)` finds it from any machine that reaches its store."""
+        return address_of(self.store.url, self.run_id)
+
+    @property
+    def backend(self) -> str:
+        """The backend's name."""
+        return self.record.backend
+
+    @property
+    def world_size(self) -> int:
+        """How many replicas were launched."""
+        return self.record.world_size
+
+    @property
+    def executor(self) -> ServerlessExecutor:
+        """The executor; for an attached run one of the backend that its record names.
+
+        Raises:
+            BackendError: that backend is not installed here. Nothing is imported because a record names it: give the
+                executor to `attach`.
+        """
+        if self._executor is None:
+            options = None if self.noted is None else self.noted.executor_options
+            self._executor = executor_of_record(self.record, named=self._named_executor, options=options)
+        return self._executor
+
+    @property
+    def noted(self) -> Note | None:
+        """What this machine noted when it launched the task that the record names. None on other machines."""
+        note = noted_at_launch(self.run_id, self.store.url)
+        return note if note is not None and note.task_digest == self.record.task_digest else None
+
+    @property
+    def task_digest(self) -> str | None:
+        """The sha256 of the run's task, if this machine launched it: what another one needs to resume the run."""
+        note = noted_at_launch(self.run_id, self.store.url)
+        return None if note is None else note.task_digest
+
+    @property
+    def handles(self) -> list[Any]:
+        """The replicas' handles in rank order; None for one that left none that this process can read."""
+        return self._observer.handles()
+
+    def handle(self, rank: int) -> Any:
+        """The handle of one replica; None while it has left none that this process can read."""
+        return self._observer.handle(rank)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.run_id!r}: {self.world_size} replicas on {self.backend!r}, {self.store.url}>"
+
+    def _repr_html_(self) -> str:
+        return self.status().to_html()
+
+    def outcomes(self) -> list[Outcome]:
+        """Return how each replica ended, in rank order, without waiting; those that have not are pending or running."""
+        states = self._look()
+        if all(state.is_over for state in states):
+            self._observer.collect_missing(self._observer.ranks)
+        return list(map(self._observer.ending, states))
+
+    def status(self, *, reports: bool = True) -> RunStatus:
+        """Return the state of every replica: status, and what it reported last.
+
+        Args:
+            reports: False leaves out what they reported: at a bucket that saves a request for each.
+        """
+        states = self._look()
+        replicas = self._observer.with_reports(states) if reports else states
+        return self._observer.status(replicas)
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """What was decided on the run, as far as a look at it needed to know, oldest first."""
+        return self._observer.decisions
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether, as of the last look, it was stopped or a rank given up for what comes again if nothing changes."""
+        return self._observer.is_hopeless
+
+    def pauses(self) -> Iterator[float]:
+        """Yield the seconds to wait between one look at the run and the next: at a bucket, requests cost."""
+        return self._observer.pauses()
+
+    @overload
+    def logs(
+        self,
+        rank: Ranks = None,
+        tail: int = 200,
+        follow: Literal[False] = False,
+        *,
+        attempt: Which = None,
+        grep: str | None = None,
+        since: float | None = None,
+    ) -> str: ...
+
+    @overload
+    def logs(
+        self, rank: Ranks = None, tail: int = 200, *, follow: Literal[True], attempt: Which = None,
+        grep: str | None = None,
+    ) -> Iterator[str]: ...  # fmt: skip
+
+    def logs(
+        self,
+        rank: Ranks = None,
+        tail: int = 200,
+        follow: bool = False,
+        *,
+        attempt: Which = None,
+        grep: str | None = None,
+        since: float | None = None,
+    ) -> str | Iterator[str]:
+        """Return the last lines of one replica's output, or of several or all, each line then led by `[rank]`.
+
+        Args:
+            rank: one, some, or None: all.
+            tail: how many lines of each replica; with "all" of each attempt.
+            follow: return an iterator over these and all later lines instead, which ends with the run. Where a rank is
+                resumed meanwhile, it goes on with the new attempt.
+            attempt: the number of one, "all", or None: the newest of each rank.
+            grep: only the lines in which this regular expression is found.
+            since: only the lines of the last so many seconds; not for `follow`.
+        """
+        lines = Lines(grep=re.compile(grep) if grep else None, since=None if since is None else time.time() - since)
+        pieces = self.log_pieces(rank, tail, follow, attempt, lines)
+        return pieces if follow else "".join(pieces)
+
+    def log_pieces(
+        self,
+        rank: Ranks,
+        tail: int,
+        follow: bool,
+        attempt: Which = None,
+        lines: Lines = EVERYTHING,
+        note: LogNote = log.warning,
+    ) -> Iterator[str]:
+        """Yield what `logs` returns, rank after rank; followed, line after line.
+
+        Args:
+            lines: which ones, and how they are shown.
+            note: is given a line about each log that is not read where its replica writes to.
+        """
+        logs = RunLogs(self._observer, self.executor, attempt, lines, note, is_one=isinstance(rank, int))
+        chosen = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
+        ranks = [self._check_rank(r) for r in chosen]
+        return logs.followed(ranks, tail) if follow else logs.tails(ranks, tail)
+
+    def events(self, follow: bool = False, note: LogNote = log.warning) -> Iterator[Event]:
+        """Yield what happened in the run so far, in the order of time: launches, ends, hangs, decisions.
+
+        Args:
+            follow: go on with what happens, until the run has ended.
+            note: is told of each record that cannot be read.
+        """
+        reader = EventReader(self.store, self.run_id, self.record, map_over=self._observer.map, note=note)
+        for pause_s in self.pauses():
+            now = retry(lambda: self.status(reports=False)) if follow else self.status(reports=False)
+            yield from reader.new(self._observer.inventory, now)
+            if not follow or now.is_terminal:
+                return
+            time.sleep(pause_s)
+
+    @property
+    def inventory(self) -> Inventory:
+        """What the replicas have left, as of the last look."""
+        return self._observer.inventory
+
+    def metrics(self) -> Metrics:
+        """Return what the replicas measured over time, on one time line, and what became of their work."""
+        return read_metrics(self.store, self.run_id, self.record)
+
+    def artifacts(self, rank: int) -> list[Artifact]:
+        """List the files that a replica kept with `save_artifact`.
+
+        Those whose names are not relative paths, or cannot be shown, are left out; `replicas collect` names them.
+        """
+        return [artifact for artifact in self.all_artifacts(rank) if artifact.problem is None]
+
+    def all_artifacts(self, rank: int) -> list[Artifact]:
+        """List all objects where a replica keeps its files, also those whose names cannot be written to."""
+        return find_artifacts(self.store, rank, self.newest_attempt(self._check_rank(rank)).key("artifacts/"))
+
+    def report(self, path: str | Path) -> Path:
+        """Write the run, as it is now, as one self-contained HTML page; return its path.
+
+        Raises:
+            OSError: there is no such folder, or it cannot be written to.
+        """
+        from executors.report.page import write_page
+
+        return write_page(self.report_document(), Path(path))
+
+    def report_document(self) -> dict[str, Any]:
+        """Return all that the page of the run shows as one JSON document, whose floats are finite."""
+        from executors.report.document import document
+        from executors.run.report_subject import subject_of
+
+        return document(subject_of(self.store, self.record, self.status(), self.metrics(), self.handles))
+
+    def newest_attempt(self, rank: int) -> Attempt:
+        """Return a rank's newest attempt: its number is 0 until it was resumed, or its process started twice."""
+        self._observer.update(RECENT_S)
+        return self._observer.attempt(rank)
+
+    def launched(self, rank: int) -> list[Attempt]:
+        """Return a rank's attempts that were launched, oldest first: each has a log of its own."""
+        self._observer.update(RECENT_S)
+        return self._observer.launched(rank)
+
+    @cached_property
+    def _observer(self) -> Observer:
+        return Observer(self.store, self.run_id, self.record, lambda: self.executor, self._launched)
+
+    def _look(self) -> list[ReplicaState]:
+        return self._observer.look(self._observer.ranks)
+
+    def _check_rank(self, rank: int) -> int:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"Run {self.run_id!r} has the ranks 0 to {self.world_size - 1}, got rank={rank}.")
+        return rank

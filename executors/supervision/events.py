@@ -1,0 +1,247 @@
+"""What happened in a run, as events that are derived from its records: nothing is stored for them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
+
+from executors.attempt import Attempt, Claim, Intent
+from executors.errors import StoreError
+from executors.policy import Restarts
+from executors.protocol import Outcome, ReplicaStatus
+from executors.status import RunStatus
+from executors.store import Store
+from executors.store.inventory import Inventory
+from executors.store.records import FAR_AHEAD, find_record, get_at_most, number
+from executors.supervision.decision_words import line_of
+from executors.supervision.decisions import Decision, DecisionLog
+from executors.task.record import RunRecord
+
+KINDS = (
+    "launched", "claimed", "first_progress", "hang_suspected", "stacks", "notice", "ended", "decided", "cancelled",
+    "gave_up", "stopped", "finished",
+)  # fmt: skip
+OF_DECISIONS = {"cancel": "cancelled", "give_up": "gave_up", "stop": "stopped"}
+NO_PROGRESS = ("rss", "left_with", "left_out")  # lines of segments that are not reported by the entrypoint
+SEGMENT_BYTES = 4 << 20
+SUSPICION_S = 10.0  # dumps that lie closer together are of one suspicion
+HEAD_BYTES = 2000  # of a dump; its first line is the diagnosis
+MAX_DUMP_BYTES = 4 << 20
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One thing that happened to a run, or to one attempt of a rank."""
+
+    kind: str
+    """One of `KINDS`."""
+    at: float
+    """Unix time, by the clock of whoever recorded it."""
+    rank: int | None = None
+    """None: it happened to the whole run."""
+    attempt: int | None = None
+    actor: str = ""
+    """The process or host that did or saw it."""
+    reason: str | None = None
+    """Of an end, or of the end that a decision answers."""
+    why: str = ""
+    """For people."""
+    duration_s: float | None = None
+    """How long an attempt lived, took to its first progress, or stays down; how long the run took."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as plain JSON."""
+        return asdict(self)
+
+
+class EventReader:
+    """Reads what happened in a run; each record is read once.
+
+    Args:
+        map_over: acts on several items, at the same time where each takes a round trip.
+        note: is told what cannot be read.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        record: RunRecord,
+        *,
+        map_over: Callable[[Callable[[T], R], Iterable[T]], list[R]],
+        note: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._record = record
+        self._map: Any = map_over
+        self._policy = Restarts.of(record.restarts)
+        self._note = note
+        self._log = DecisionLog(store, run_id)
+        self._n_decisions = 0
+        self._seen = set[tuple[Any, ...]]()
+        self._claimed = dict[tuple[int, int], float]()
+        self._is_launch_told = False
+
+    def new(self, inventory: Inventory, now: RunStatus) -> list[Event]:
+        """Return what happened since the last call, in the order of time.
+
+        Args:
+            inventory: what the replicas have left.
+            now: the run's status, looked at before.
+        """
+        record, found = self._record, list[Event]()
+        if not self._is_launch_told:
+            self._is_launch_told = True
+            why = f"{record.world_size} on {record.backend}"
+            found.append(Event(kind="launched", at=record.created_at, actor=record.created_by, why=why))
+        # Claims first: the durations of what follows count from them.
+        for name, read in (("intent", self._intent), ("started", self._claim), ("outcome", self._end)):
+            keys = sorted(each for each in inventory.records if each[2] == name and each not in self._seen)
+            self._seen.update(keys)
+            found += self._read(read, [Attempt(self._store, self._run_id, *key[:2]) for key in keys])
+        found += self._first_progress(inventory)
+        found += self._hangs(inventory)
+        found += self._decisions()
+        found.sort(key=lambda event: event.at)
+        if now.is_terminal:
+            at = max([now.last_at, *(entry.at for entry in self._log.entries[-1:])])
+            took_s, status = max(0.0, at - record.created_at), str(now.status)
+            found.append(Event(kind="finished", at=at, reason=status, why=now.counts, duration_s=took_s))
+        return found
+
+    def _read(self, read: Callable[[T], list[Event]], items: Sequence[T]) -> Iterator[Event]:
+        def read_or_tell(item: T) -> list[Event]:
+            try:
+                return read(item)
+            except StoreError as error:
+                self._note(str(error))
+                return []
+
+        for events in self._map(read_or_tell, items):
+            yield from events
+
+    def _intent(self, attempt: Attempt) -> list[Event]:
+        intent = attempt.find("intent.json", Intent.parse)
+        if intent is None or attempt.number == 0:  # the launch itself is told already
+            return []
+        return [Event(kind="launched", at=intent.at, rank=attempt.rank, attempt=attempt.number, actor=intent.by)]
+
+    def _claim(self, attempt: Attempt) -> list[Event]:
+        claim = attempt.find("started.json", Claim.parse)
+        if claim is None or claim.at is None:
+            return []
+        self._claimed[attempt.rank, attempt.number] = claim.at
+        actor = claim.host if claim.pid is None else f"{claim.host}:{claim.pid}"
+        return [Event(kind="claimed", at=claim.at, rank=attempt.rank, attempt=attempt.number, actor=actor)]
+
+    def _end(self, attempt: Attempt) -> list[Event]:
+        outcome = attempt.outcome()
+        return [] if outcome is None else events_of_end(outcome, self._claimed.get((attempt.rank, attempt.number)))
+
+    def _first_progress(self, inventory: Inventory) -> Iterator[Event]:
+        """Tell of first reports, from the first segments of measurements, which come some seconds late."""
+        waiting = [key for key in self._claimed if ("progress", *key) not in self._seen]
+        over = {key for key in waiting if inventory.has(*key, "outcome")}
+
+        def read(key: tuple[int, int]) -> list[Event]:
+            after_s = self._seconds_to_progress(*key)
+            if after_s is not None or key in over:
+                self._seen.add(("progress", *key))
+            if after_s is None:
+                return []
+            at = self._claimed[key] + after_s
+            return [Event(kind="first_progress", at=at, rank=key[0], attempt=key[1], duration_s=after_s)]
+
+        return self._read(read, waiting)
+
+    def _seconds_to_progress(self, rank: int, attempt: int) -> float | None:
+        key = f"{self._run_id}/metrics/{rank:04d}/{attempt}/000000.jsonl"
+        found = find_record(self._store, key, lambda data, *_: progress_in(data), SEGMENT_BYTES)
+        return None if found is None else next(found, None)
+
+    def _hangs(self, inventory: Inventory) -> Iterator[Event]:
+        before: tuple[int, int, int, float] | None = None
+        new = list[tuple[int, int, int, float, bool]]()
+        for dump in sorted(inventory.stacks):
+            is_next = before is not None and before[:2] == dump[:2] and dump[3] - before[3] < SUSPICION_S
+            before = dump
+            if ("stacks", *dump[:3]) not in self._seen:
+                self._seen.add(("stacks", *dump[:3]))
+                new.append((*dump, not is_next))
+
+        def read(dump: tuple[int, int, int, float, bool]) -> list[Event]:
+            rank, attempt, number, at, is_first = dump
+            where = Attempt(self._store, self._run_id, rank, attempt)
+            diagnosis = read_stacks(where, number)[:HEAD_BYTES].partition("\n")[0]
+            event = Event(kind="stacks", at=at, rank=rank, attempt=attempt, why=f"stacks/{number}.txt")
+            return [*([replace(event, kind="hang_suspected", why=diagnosis)] if is_first else []), event]
+
+        return self._read(read, new)
+
+    def _decisions(self) -> Iterator[Event]:
+        try:
+            log = self._log.read()
+        except StoreError as error:
+            self._note(str(error))
+            return
+        for index in range(self._n_decisions, len(log)):
+            yield event_of_decision(log[index], line_of(log, index, self._policy, self._run_id))
+        self._n_decisions = len(log)
+
+
+def events_of_end(outcome: Outcome, claimed_at: float | None = None) -> list[Event]:
+    """Return the end of an attempt as events: the notice that came before, and the end."""
+    began_at = outcome.started_at if claimed_at is None else claimed_at
+    has_ended = outcome.status is ReplicaStatus.SUCCEEDED
+    end = Event(
+        kind="ended",
+        at=outcome.finished_at,
+        rank=outcome.rank,
+        attempt=outcome.attempt,
+        actor=outcome.host,
+        reason=str(outcome.status) if has_ended else outcome.reason or str(outcome.status),
+        why=outcome.headline,
+        duration_s=None if began_at is None else max(0.0, outcome.finished_at - began_at),
+    )
+    if outcome.notice is None:
+        return [end]
+    return [replace(end, kind="notice", reason=outcome.notice, why="", duration_s=None), end]
+
+
+def event_of_decision(entry: Decision, words: str) -> Event:
+    """Return an entry of the log as an event."""
+    return Event(
+        kind=OF_DECISIONS.get(entry.kind, "decided"),
+        at=entry.at,
+        rank=entry.rank,
+        attempt=entry.ended,
+        actor=entry.by,
+        reason=entry.reason,
+        why=words,
+        duration_s=max(0.0, entry.not_before - entry.at) if entry.kind == "restart" else None,
+    )
+
+
+def read_stacks(attempt: Attempt, number: int) -> str:
+    """Return a dump of an attempt's stacks; its first line is the diagnosis.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    key = attempt.key(f"stacks/{number}.txt")
+    return bytes(get_at_most(attempt.store, key, MAX_DUMP_BYTES)).decode(errors="replace")
+
+
+def progress_in(segment: Any) -> Iterator[float]:
+    """Yield when something was reported, by the lines of a segment of measurements: seconds since the claim."""
+    for text in bytes(segment).splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            line = json.loads(text)
+            if isinstance(line, dict) and not any(name in line for name in NO_PROGRESS):
+                yield number(0.0, FAR_AHEAD)(line.get("t"))

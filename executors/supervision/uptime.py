@@ -1,0 +1,95 @@
+"""How much of a run its replicas were down, how often attempts fail, and which ranks want somebody to look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from executors.attempt import Attempt, Claim
+from executors.protocol import Outcome, ReplicaStatus
+from executors.status import ReplicaState, RunStatus
+from executors.store.inventory import Inventory
+from executors.store.records import get_at_most
+from executors.supervision.events import SEGMENT_BYTES, progress_in, read_stacks
+
+Life = tuple[float | None, Outcome | None]
+"""When an attempt was claimed, where that is known, and how it ended."""
+
+
+def uptime_document(now: RunStatus, launched_at: float, newest: Callable[[int], Attempt]) -> dict[str, Any]:
+    """Return as JSON how often and how long the replicas of a run were down.
+
+    `availability` is 1 - down time / time, over all ranks: down from the end of a failed attempt to the claim of the
+    next; the time of a rank is from the launch to its success or cancellation, else to the run's end, or to now.
+    `flakiness` is the share of attempts that failed. Only ranks that were started again cost requests.
+
+    Args:
+        newest: returns a rank's newest attempt.
+    """
+    rows, time_s, n_failed = [], 0.0, 0
+    for state in now.replicas:
+        lives = _lives(state, newest)
+        ends = [outcome for _, outcome in lives if outcome is not None]
+        last = ends[-1] if ends and lives[-1][1] is not None else None
+        is_out = last is not None and last.status is not ReplicaStatus.FAILED
+        over_at = last.finished_at if is_out and last is not None else max(now.last_at, launched_at)
+        down_s = _down_s(lives, over_at)
+        rows.append({"attempts": len(lives), "down_s": down_s})
+        time_s += max(0.0, over_at - launched_at)
+        n_failed += sum(end.status is ReplicaStatus.FAILED and end.reason != "fenced" for end in ends)
+    n_attempts, down_s = sum(row["attempts"] for row in rows), sum(row["down_s"] for row in rows)
+    return {
+        "availability": 1.0 - min(1.0, down_s / time_s) if time_s else None,
+        "flakiness": n_failed / n_attempts if n_attempts else None,
+        "replicas": rows,
+    }
+
+
+def _lives(state: ReplicaState, newest: Callable[[int], Attempt]) -> list[Life]:
+    if state.attempt == 0 and not state.restart.is_awaited:
+        return [(None, state.outcome)]
+    attempts = [newest(state.rank).at(number) for number in range(state.attempt + 1)]
+    return [(_claimed_at(attempt), attempt.outcome()) for attempt in attempts]
+
+
+def _claimed_at(attempt: Attempt) -> float | None:
+    claim = attempt.find("started.json", Claim.parse)
+    return None if claim is None else claim.at
+
+
+def _down_s(lives: Sequence[Life], over_at: float) -> float:
+    """Return how long a rank was down: after each failed attempt until the next was claimed."""
+    claims = [*(claimed_at for claimed_at, _ in lives[1:]), over_at]
+    spans = (
+        max(0.0, (over_at if claimed_at is None else min(claimed_at, over_at)) - end.finished_at)
+        for (_, end), claimed_at in zip(lives, claims, strict=True)
+        if end is not None and end.status is ReplicaStatus.FAILED
+    )
+    return sum(spans, 0.0)
+
+
+def wants_attention(now: RunStatus, inventory: Inventory, newest: Callable[[int], Attempt]) -> dict[int, str]:
+    """Return by rank what somebody should look at: it may hang, waits for a keeper, or was given up."""
+    found = {}
+    for state in now.replicas:
+        kind = (state.restart.decision or {}).get("kind")
+        dumps = [dump for dump in inventory.stacks if dump[:2] == (state.rank, state.attempt)]
+        if state.restart.note.startswith("waits for a keeper") or (state.is_over and kind in ("give_up", "stop")):
+            found[state.rank] = state.restart.note
+        elif dumps and state.status is ReplicaStatus.RUNNING:
+            number, at = max((dump[2], dump[3]) for dump in dumps)
+            attempt = newest(state.rank).at(state.attempt)
+            if not _goes_on(attempt, at):
+                found[state.rank] = f"may hang: {read_stacks(attempt, number).partition(chr(10))[0]}"
+    return found
+
+
+def _goes_on(attempt: Attempt, since: float) -> bool:
+    """Return whether an attempt has reported anything since a time."""
+    claimed_at = _claimed_at(attempt)
+    if claimed_at is None:
+        return False
+    prefix = f"{attempt.run_id}/metrics/{attempt.rank:04d}/{attempt.number}/"
+    new = [entry for entry in attempt.store.list(prefix) if entry.modified_at >= since]
+    lines = (get_at_most(attempt.store, entry.key, SEGMENT_BYTES) for entry in reversed(new))
+    return any(claimed_at + t > since for data in lines for t in progress_in(data))

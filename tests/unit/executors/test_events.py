@@ -1,0 +1,184 @@
+"""What happened in a run, derived from made-up records: events, uptime, and which ranks want somebody to look."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from executors.attempt import Attempt
+from executors.attempt.outcome import encode_outcome
+from executors.cli.happened import line_of_event
+from executors.protocol import Outcome, ReplicaStatus
+from executors.status import ReplicaState, RestartState, RunStatus
+from executors.store.inventory import Inventory
+from executors.store.memory import MemoryStore
+from executors.store.records import to_bytes
+from executors.supervision.decisions import Decision, DecisionLog
+from executors.supervision.events import Event, EventReader
+from executors.supervision.uptime import uptime_document, wants_attention
+from executors.task.record import RunRecord
+
+RECORD = RunRecord.parse(
+    {
+        "backend": "local", "world_size": 2, "entrypoint": "train.py:main", "task_digest": "0" * 64,
+        "created_at": 1000.0, "created_by": "me@host:1", "restarts": "3",
+    }
+)  # fmt: skip
+FAILED, SUCCEEDED = ReplicaStatus.FAILED, ReplicaStatus.SUCCEEDED
+
+
+class MadeUp:
+    """A run in memory."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.notes: list[str] = []
+        self.reader = self.new_reader()
+
+    def new_reader(self) -> EventReader:
+        def in_turn(act: Any, items: Any) -> list[Any]:
+            return list(map(act, items))
+
+        return EventReader(self.store, "run", RECORD, map_over=in_turn, note=self.notes.append)
+
+    def attempt(self, rank: int, number: int = 0) -> Attempt:
+        return Attempt(self.store, "run", rank, number)
+
+    def claim(self, rank: int, number: int, at: float, *rows: Mapping[str, float]) -> None:
+        self.store.put(self.attempt(rank, number).key("started.json"), to_bytes({"nonce": "n", "at": at, "host": "h"}))
+        if rows:
+            lines = b"".join(map(to_bytes, rows))
+            self.store.put(f"run/metrics/{rank:04d}/{number}/000000.jsonl", lines)
+
+    def end(self, rank: int, number: int, at: float, **more: Any) -> Outcome:
+        outcome = Outcome(rank, number, more.pop("status", FAILED), finished_at=at, host="h", **more)
+        self.store.put(self.attempt(rank, number).key("outcome.json"), encode_outcome(outcome))
+        return outcome
+
+    def decide(self, **entry: Any) -> None:
+        log = DecisionLog(self.store, "run", clock=lambda: entry.pop("at"))
+        log.append(lambda _: Decision(**{name: value for name, value in entry.items() if name != "at"}))
+
+    def look(self, *states: ReplicaState) -> list[Event]:
+        return self.reader.new(Inventory.of(self.store, "run"), self.status(*states))
+
+    def status(self, *states: ReplicaState, at: float = 1100.0) -> RunStatus:
+        return RunStatus("run", "local", states or (ReplicaState(0, 0, ReplicaStatus.RUNNING),), at=at)
+
+
+@pytest.fixture
+def run() -> MadeUp:
+    """Rank 1 is killed at 1040 and comes back at 1050."""
+    made = MadeUp()
+    made.claim(0, 0, 1010.0, {"t": 0.5, "cpu": 1, "rss": 1}, {"t": 2.5, "step": 1, "loss": 3.0})
+    made.claim(1, 0, 1011.0)
+    made.end(1, 0, 1040.0, reason="signal", signal="SIGKILL", error="killed", notice="SIGTERM")
+    made.decide(
+        kind="restart", rank=1, ended=0, start={1: 1}, charged=True, reason="signal", words="signal", not_before=1043.0,
+        at=1041.0,
+    )  # fmt: skip
+    made.claim(1, 1, 1050.0)
+    return made
+
+
+def test_each_record_is_told_once_in_the_order_of_time(run: MadeUp) -> None:
+    first = run.look()
+    assert [(event.kind, event.rank, event.attempt, event.at, event.duration_s) for event in first] == [
+        ("launched", None, None, 1000.0, None),
+        ("claimed", 0, 0, 1010.0, None),
+        ("claimed", 1, 0, 1011.0, None),
+        ("first_progress", 0, 0, 1012.5, 2.5),
+        ("notice", 1, 0, 1040.0, None),
+        ("ended", 1, 0, 1040.0, 29.0),
+        ("decided", 1, 0, 1041.0, 2.0),
+        ("claimed", 1, 1, 1050.0, None),
+    ]
+    assert [line_of_event(event, 1000.0) for event in first[-4:]] == [
+        "[   40 s] rank 1 notice: SIGTERM",
+        "[   40 s] rank 1 ended after 29 s: signal: killed",
+        "[   41 s] restarting rank 1 as attempt 1 (1 of 3): signal",
+        "[   50 s] rank 1 claimed (attempt 1) by h",
+    ]
+    assert run.look() == []
+    run.end(0, 0, 1090.0, status=SUCCEEDED)
+    run.decide(kind="give_up", rank=1, ended=1, reason="hang", why="budget", words="hang", at=1095.0)
+    over = [ReplicaState(0, 0, SUCCEEDED, run.attempt(0).outcome())]
+    assert [(event.kind, event.at, event.reason) for event in run.look(*over)] == [
+        ("ended", 1090.0, "succeeded"),
+        ("gave_up", 1095.0, "hang"),
+        ("finished", 1095.0, "succeeded"),
+    ]
+    assert all(json.loads(json.dumps(event.to_json())) == asdict(event) for event in first)
+
+
+def test_dumps_that_lie_close_together_are_one_suspicion(run: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.look()
+    times = {0: 1060.0, 1: 1061.0, 2: 1080.0}
+    for number in times:
+        run.store.put(run.attempt(1, 1).key(f"stacks/{number}.txt"), b"Replica 1 waits: recv\nThread ...\n")
+    found = Inventory.of(run.store, "run")
+    found = replace(found, stacks=frozenset((1, 1, number, at) for number, at in times.items()))
+    events = run.reader.new(found, run.status())
+    assert [(event.kind, event.at, event.why) for event in events] == [
+        ("hang_suspected", 1060.0, "Replica 1 waits: recv"),
+        ("stacks", 1060.0, "stacks/0.txt"),
+        ("stacks", 1061.0, "stacks/1.txt"),
+        ("hang_suspected", 1080.0, "Replica 1 waits: recv"),
+        ("stacks", 1080.0, "stacks/2.txt"),
+    ]
+
+
+def test_a_record_that_cannot_be_read_is_named_and_costs_no_other(run: MadeUp) -> None:
+    run.store.put(run.attempt(0).key("outcome.json"), b"{")
+    run.store.put("run/metrics/0001/0/000000.jsonl", b'{"t": "soon"}\n[1]\nx\n')
+    run.store.put("run/decisions/000001.json", b'{"kind": "odd"}')
+    kinds = [event.kind for event in run.look()]
+    assert (kinds.count("claimed"), kinds.count("ended"), kinds.count("decided")) == (3, 1, 0)
+    assert [note.split(" in ")[0] for note in run.notes] == [
+        "'run/replicas/0000/0/outcome.json'",
+        "'run/decisions/000001.json'",
+    ]
+
+
+def test_what_a_rank_was_down_is_told_from_its_ends_and_claims(run: MadeUp) -> None:
+    running = [ReplicaState(0, 0, ReplicaStatus.RUNNING), ReplicaState(1, 1, ReplicaStatus.RUNNING)]
+    found = uptime_document(run.status(*running), 1000.0, run.attempt)
+    assert found == {
+        "availability": pytest.approx(1 - 10 / 200),
+        "flakiness": pytest.approx(1 / 3),
+        "replicas": [{"attempts": 1, "down_s": 0.0}, {"attempts": 2, "down_s": 10.0}],
+    }
+    awaited = [running[0], ReplicaState(1, 1, ReplicaStatus.PENDING, restart=RestartState(is_awaited=True))]
+    run.end(1, 1, 1070.0, reason="hang")
+    assert uptime_document(run.status(*awaited), 1000.0, run.attempt)["replicas"][1] == {"attempts": 2, "down_s": 40.0}
+    cancelled = Outcome(0, 0, ReplicaStatus.CANCELLED, "cancelled", finished_at=1030.0)
+    one = run.status(ReplicaState(0, 0, ReplicaStatus.CANCELLED, cancelled))
+    assert uptime_document(one, 1000.0, run.attempt) == {
+        "availability": 1.0,
+        "flakiness": 0.0,
+        "replicas": [{"attempts": 1, "down_s": 0.0}],
+    }
+
+
+def test_ranks_that_hang_wait_for_a_keeper_or_were_given_up_want_attention(run: MadeUp) -> None:
+    given_up = RestartState(decision={"kind": "give_up"}, note="given up: failed twice alike")
+    states = [
+        ReplicaState(0, 0, FAILED, Outcome(0, 0, FAILED, "exception"), restart=given_up),
+        ReplicaState(1, 1, ReplicaStatus.RUNNING),
+        ReplicaState(2, 0, ReplicaStatus.PENDING, restart=RestartState(note="waits for a keeper: replicas watch run")),
+    ]
+    run.store.put(run.attempt(1, 1).key("stacks/0.txt"), b"Replica 1 waits: recv\nThread ...\n")
+
+    def found() -> dict[int, str]:
+        return wants_attention(run.status(*states), Inventory.of(run.store, "run"), lambda rank: run.attempt(rank))
+
+    assert found() == {0: given_up.note, 1: "may hang: Replica 1 waits: recv", 2: states[2].restart.note}
+    dumped_at = max(dump[3] for dump in Inventory.of(run.store, "run").stacks)
+    run.claim(1, 1, dumped_at - 10, {"t": 5, "step": 1}, {"t": 11, "rss": 1})
+    assert 1 in found(), "usage is no progress, and what was reported before says nothing"
+    run.claim(1, 1, dumped_at - 10, {"t": 5, "step": 1}, {"t": 11, "step": 2})
+    assert 1 not in found()
