@@ -24,6 +24,7 @@ KINDS = (
     "launched", "claimed", "first_progress", "hang_suspected", "stacks", "notice", "ended", "decided", "cancelled",
     "gave_up", "stopped", "finished",
 )  # fmt: skip
+USUAL = ("launched", "claimed", "first_progress", "finished")
 OF_DECISIONS = {"cancel": "cancelled", "give_up": "gave_up", "stop": "stopped"}
 NO_PROGRESS = ("rss", "left_with", "left_out")  # lines of segments that are not reported by the entrypoint
 SEGMENT_BYTES = 4 << 20
@@ -53,6 +54,11 @@ class Event:
     """For people."""
     duration_s: float | None = None
     """How long an attempt lived, took to its first progress, or stays down; how long the run took."""
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether it happens in a run in which nothing goes wrong."""
+        return self.kind in USUAL or (self.kind == "ended" and self.reason == "succeeded")
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain JSON."""
