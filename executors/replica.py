@@ -47,9 +47,7 @@ FOR_THE_WORKER = (
     *(TASK_DIGEST, TIMEOUT_S, BOOTSTRAP_S, GPU, FAIL_FAST, BOTO3),
     *(RESTARTS, HANG, LAUNCHED_AT, LEASE_S),
 )
-NOTICE_S = (
-    "REPLICA_NOTICE_S"  # how long a service leaves a replica that it has told to end; whoever launches may set it
-)
+NOTICE_S = "REPLICA_NOTICE_S"  # how long a service leaves to what it has told to end; whoever launches may set it
 UNSEEN = nullcontext()
 # A replica is not a member of a torch process group: a leftover of these would make libraries think it is.
 TORCH_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

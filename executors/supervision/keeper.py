@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -86,7 +86,7 @@ class Keeper:
     ) -> None:
         self.log = log
         self.hands = hands
-        self._launched = launched
+        self._policy = launched
         self._facts = RunFacts(run_id=log.run_id, world_size=world_size, launched_at=launched_at)
         self._min_replicas = min_replicas
         self._has_wider = has_wider
@@ -105,7 +105,8 @@ class Keeper:
     @property
     def policy(self) -> Restarts | None:
         """Return the policy that counts now, as far as the log was read."""
-        return policy_of(self.log.entries, self._launched)
+        self._fold()
+        return self._policy
 
     def barred_by(self, rank: int) -> Decision | None:
         """Return the stop or cancel that stands against a rank, as far as the log was read."""
@@ -135,30 +136,27 @@ class Keeper:
 
     def answer(self, end: Outcome, sight: Sight) -> Decision | None:
         """Add what answers an end to the log; return None where nothing does, or something has."""
-        if self.hands is None:
-            return None
-        how = self.hands.how
+        hands = self.hands
         facts = replace(self._facts, newest=sight.newest, has_progress=sight.has_progress)
         others = [other for other in sight.ends.values() if other.rank != end.rank]
 
-        def compute(log: object) -> Decision | None:
-            entries = self.log.entries
-            policy = policy_of(entries, self._launched)
-            if policy is None:
+        def compute(entries: Sequence[Decision]) -> Decision | None:
+            policy = self.policy
+            if policy is None or hands is None:
                 return None
             now = max(self._clock(), entries[-1].at if entries else 0.0)
             answer = decide(entries, end, others, policy, facts, now)
             if answer is None or answer.kind != "restart":
                 return answer
-            if how == "fork" and (policy.how != "fork" or end.reason in NEEDS_LAUNCH or self._is_to_leave(answer)):
+            is_to_leave = self._has_wider and answer.strikes > MOST_FORK_STRIKES
+            if hands.how == "fork" and (policy.how != "fork" or end.reason in NEEDS_LAUNCH or is_to_leave):
                 return None
-            return replace(answer, how=how)
+            return replace(answer, how=hands.how)
 
-        entry = self.log.append(compute)
+        entry = self._append(compute)
         if entry is not None:
             self._answered[end.rank] = end.attempt
             self._ready_at[entry.nonce] = self._monotonic() + max(0.0, entry.not_before - self._clock())
-            self._tell(entry)
         return entry
 
     def due(self, sight: Sight) -> dict[int, int]:
@@ -169,13 +167,15 @@ class Keeper:
     def stop_if_too_few(self, sight: Sight) -> Decision | None:
         """Stop the run when fewer ranks than `min_replicas` can still succeed."""
 
-        def compute(log: object) -> Decision | None:
-            is_so = too_few_left(self.log.entries, sight.ends.values(), self._facts.world_size, self._min_replicas)
+        def compute(entries: Sequence[Decision]) -> Decision | None:
+            is_so = too_few_left(entries, sight.ends.values(), self._facts.world_size, self._min_replicas)
             return Decision(kind="stop", why="min_replicas") if is_so else None
 
-        if self.hands is None or self.policy is None or compute(None) is None:
-            return None
-        entry = self.log.append(compute)
+        return None if self.hands is None or self.policy is None else self._append(compute)
+
+    def _append(self, compute: Callable[[Sequence[Decision]], Decision | None]) -> Decision | None:
+        """Add what follows from the log, if anything follows from what was read of it already."""
+        entry = None if compute(self.log.entries) is None else self.log.append(compute)
         if entry is not None:
             self._tell(entry)
         return entry
@@ -189,6 +189,8 @@ class Keeper:
         if answer_to(self.log.entries, end.rank, end.attempt) is not None:
             self._answered[end.rank] = end.attempt
             return None
+        if self.barred_by(end.rank) is not None:
+            return None
         if is_own(end) and not sight.has_progress and not end.marks:
             seen_at = self._seen_at.setdefault((end.rank, end.attempt), self._monotonic())
             if (wait_s := seen_at + LAST_CALL_S - self._monotonic()) > 0:
@@ -200,10 +202,7 @@ class Keeper:
         """Return what the log starts and nobody has begun, of the ranks that this keeper can start."""
         if self.hands is None:
             return {}
-        entries = self.log.entries
-        for entry in entries[self._n_folded :]:
-            self._starts.update(dict.fromkeys(entry.start, entry))
-        self._n_folded = len(entries)
+        self._fold()
         pending = {}
         for rank, entry in self._starts.items():
             if entry.start[rank] <= sight.newest.get(rank, -1) or not self.hands.may_start(rank):
@@ -224,8 +223,13 @@ class Keeper:
             self._ready_at[entry.nonce] = self._monotonic() + max(wait_s, carry_s)
         return max(0.0, self._ready_at[entry.nonce] - self._monotonic())
 
-    def _is_to_leave(self, answer: Decision) -> bool:
-        return self._has_wider and answer.strikes > MOST_FORK_STRIKES
+    def _fold(self) -> None:
+        """Take note of what was added to the log."""
+        entries = self.log.entries
+        for entry in entries[self._n_folded :]:
+            self._starts.update(dict.fromkeys(entry.start, entry))
+            self._policy = policy_of([entry], self._policy)
+        self._n_folded = len(entries)
 
     def _leave_no_hole(self, rank: int, newest: int, number: int) -> None:
         """Close attempts that were decided and never begun, since attempts are dense."""

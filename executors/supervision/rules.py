@@ -45,9 +45,9 @@ def decide(
         ends: how the newest attempts of other ranks ended that have.
         now: Unix time, for windows and waits.
     """
-    if is_barred(log, end.rank) or answer_to(log, end.rank, end.attempt) is not None:
-        return None
     if end.status is not ReplicaStatus.FAILED or end.reason == "fenced":
+        return None
+    if is_barred(log, end.rank) or answer_to(log, end.rank, end.attempt) is not None:
         return None
     if facts.newest.get(end.rank, end.attempt) > end.attempt:
         return None

@@ -31,14 +31,16 @@ class Answers:
     Args:
         spec: the run, and the ranks and attempt that were launched.
         begin: begins an attempt of one of the ranks, and starts it when there is room.
+        look_s: how often it looks at the log while an attempt waits for its start.
     """
 
     how = "fork"
 
-    def __init__(self, spec: RunSpec, store: Store, begin: Callable[[Attempt], None]) -> None:
+    def __init__(self, spec: RunSpec, store: Store, begin: Callable[[Attempt], None], look_s: float) -> None:
         self._spec = spec
         self._store = store
         self._begin = begin
+        self._look_s = look_s
         self._log = DecisionLog(store, spec.run_id)
         self._newest: dict[int, int] = {}
         """The newest attempt of each rank that is this supervisor's."""
@@ -113,6 +115,7 @@ class Answers:
             return False
         if wait_s is not None:
             self._keep_at = min(self._keep_at, time.monotonic() + wait_s)
+            self._look_at = now + self._look_s  # an attempt that waits has nothing else that could be cancelled
         self._leave_resumed()
         return True
 

@@ -79,7 +79,7 @@ class Supervisor:
         self._term_grace_s = term_grace_s
         self._launcher_pidfd = launcher_pidfd
         store = store or store_at(spec.store_url)
-        self._answers = Answers(spec, store, self._begin_next)
+        self._answers = Answers(spec, store, self._begin_next, look_s)
         self._asked = [Attempt(store, spec.run_id, rank, spec.attempt) for rank in spec.ranks]
         self._waiting: deque[Attempt] = deque()
         self._running: dict[int, Running] = {}

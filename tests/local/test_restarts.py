@@ -146,6 +146,16 @@ def test_what_bars_the_run_ends_what_lives_and_what_was_to_be_started(
     assert not Attempt(run.store, run.run_id, 0, 1).has("started.json")
 
 
+def test_a_run_that_is_cancelled_between_two_attempts_is_over_at_once(
+    local: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    run = started(local, die_and_hang, 1, "3,backoff=600s:600s", folder=str(tmp_path))
+    decided(run, "restart")
+    run.cancel()
+    eventually(lambda: told(run, 0) == ["signal SIGKILL", "cancelled"], "its second attempt is cancelled", within_s=5)
+    over(run)
+
+
 def test_a_run_whose_launcher_is_gone_starts_nothing_more(tmp_path: Path) -> None:
     with launcher("restart_attached", str(tmp_path)) as process:
         launched = said(tmp_path / "launched")
