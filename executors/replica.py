@@ -194,7 +194,8 @@ class Replica:
     def ending_s(self) -> float | None:
         """Seconds left for this replica, which is to save its work and leave. None: nobody asked it to.
 
-        Its machine goes, or `replicas stop` asked. `DiLoCo.step()` leaves then by `SystemExit`.
+        Its machine goes, or `replicas stop` asked. `DiLoCo.step()` leaves then by `SystemExit`. An entrypoint that has
+        read a number here and returns has left early, and has not succeeded.
         """
         if self.page is None or (at := self.page.ending_at) is None:
             return None
@@ -203,7 +204,8 @@ class Replica:
 
     def is_to_leave(self, *, after_round: bool) -> bool:
         """Tell whether a training loop ends here: its machine goes, or the run was asked to stop and had a round."""
-        return self.ending_s is not None and (after_round or self.page is None or not self.page.is_stopping)
+        page = self.page
+        return page is not None and page.ending_at is not None and (after_round or not page.is_stopping)
 
     def record_round(self, ended: float, **fields: Any) -> None:
         """Keep what a round was: the fields of `executors.metrics.rows.Round`.

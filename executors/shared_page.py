@@ -24,8 +24,8 @@ OTHERS = "others"
 # Where what is in the page, in doubles.
 (
     READY, BEAT, TICK, MARK, MARKS, KEPT, SINCE, ROW, LIMIT, UNWATCHED, ATOMIC_SINCE, ATOMIC_LEFT, ENDING_AT, NOTICE,
-    STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN, HANG_RAISED_AT,
-) = range(21)  # fmt: skip
+    STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN, HANG_RAISED_AT, CLAIMED,
+) = range(22)  # fmt: skip
 ROWS, ROW_SIZE, N_ROWS = 32, 8, 24  # of each section: a name of 48 bytes, its longest interval, how many there were
 LONGEST, COUNT = 6, 7
 NAME_BYTES = LONGEST * 8
@@ -79,6 +79,8 @@ class SharedPage:
     """How many dumps its supervisor has kept."""
     hang_raised_at = _Number(HANG_RAISED_AT)
     """When the rank raised `HangError`; 0: it has not."""
+    claimed = _Number(CLAIMED)
+    """One more than the number of the attempt that the rank has claimed; 0: none yet."""
 
     def __init__(self, after: SharedPage | None = None) -> None:
         self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)  # shared with what is forked from here

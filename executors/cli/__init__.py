@@ -21,12 +21,12 @@ from executors.cli.config import config, use_settings
 from executors.cli.doctor import doctor
 from executors.cli.export import export
 from executors.cli.happened import events
+from executors.cli.keep import stop, watch
 from executors.cli.launch import launch, resume
 from executors.cli.logs import logs
 from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, inert
 from executors.cli.report import report
 from executors.cli.runs import cancel, ls, rm, status, wait
-from executors.cli.watch import stop, watch
 from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
 
 SYNONYMS = {

@@ -176,6 +176,8 @@ def follow(
     while True:
         try:
             status = run.status()
+            if run.keep(status.replicas):
+                status = run.status()
         except (StoreError, BackendError) as error:
             what = "rendezvous" if isinstance(error, StoreError) else "backend"
             if not was_read and (what == "backend" or isinstance(error, CorruptObjectError)):
@@ -192,7 +194,6 @@ def follow(
             if clock() - failed_at > PATIENCE_S:  # most readings of a status ask the store alone
                 failing_since.pop("backend", None)
             view.update(status)
-            run.keep(status.replicas)
             if status.failed_early and (told := run.end_early(status, "--fail-fast")):
                 view.say(told[:1].upper() + told[1:], "yellow")
             if status.is_terminal:

@@ -155,9 +155,13 @@ class Run(Traces):
         self._lease = lease
         return self._keeper
 
-    def keep(self, states: Sequence[ReplicaState]) -> float | None:
-        """Answer the ends among these states, if this process keeps the run; return when to do so again, in seconds."""
-        return None if self._keeper is None else self._keeper.keep(states)
+    def keep(self, states: Sequence[ReplicaState]) -> bool:
+        """Answer the ends among these states, if this process keeps the run; return whether there are new decisions."""
+        if self._keeper is None:
+            return False
+        n_known = len(self._keeper.log.entries)
+        self._keeper.keep(states)
+        return len(self._keeper.log.entries) > n_known
 
     def remove(self) -> None:
         """Delete everything the run left, here and in its store.

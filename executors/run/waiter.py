@@ -23,7 +23,7 @@ class Waiter:
 
     Args:
         cancel: ends all replicas that still run.
-        keep: gets the replicas after each look, and starts again what is to be.
+        keep: gets the replicas after each look, and starts again what is to be; True: look again.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Waiter:
         record: RunRecord,
         observer: Observer,
         cancel: Callable[[], None],
-        keep: Callable[[Sequence[ReplicaState]], object],
+        keep: Callable[[Sequence[ReplicaState]], bool],
     ) -> None:
         self._run_id = run_id
         self._record = record
@@ -101,7 +101,8 @@ class Waiter:
         """Look at the run once, show it, and return the replicas that have ended."""
         observer = self._observer
         states = observer.look(observer.ranks)
-        self._keep(states)
+        if self._keep(states):
+            states = observer.look(observer.ranks)
         has_failed = self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states)
         if view is not None or has_failed:
             reported = observer.with_reports(states)

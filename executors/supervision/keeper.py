@@ -149,14 +149,14 @@ class Keeper:
             if answer is None or answer.kind != "restart":
                 return answer
             is_to_leave = self._has_wider and answer.strikes > MOST_FORK_STRIKES
-            if hands.how == "fork" and (policy.how != "fork" or end.reason in NEEDS_LAUNCH or is_to_leave):
+            if hands.how == "fork" and (policy.how != "fork" or _needs_launch(end) or is_to_leave):
                 return None
             return replace(answer, how=hands.how)
 
         entry = self._append(compute)
         if entry is not None:
             self._answered[end.rank] = end.attempt
-            self._ready_at[entry.nonce] = self._monotonic() + max(0.0, entry.not_before - self._clock())
+            self._ready_at[entry.nonce] = self._monotonic() + self._wait_s(entry)
         return entry
 
     def due(self, sight: Sight) -> dict[int, int]:
@@ -216,12 +216,15 @@ class Keeper:
         """Return how long an entry's attempts are still to wait, by this process's own clock since it saw the entry."""
         assert self.hands is not None
         if entry.nonce not in self._ready_at:
-            policy = self.policy
-            longest_s = 0.0 if policy is None else policy.backoff_s[1]
-            wait_s = min(max(0.0, entry.not_before - self._clock()), longest_s)
-            carry_s = 0.0 if self.hands.how == "fork" else CARRY_S  # it is somebody else's
-            self._ready_at[entry.nonce] = self._monotonic() + max(wait_s, carry_s)
+            # It is somebody else's. By the clock: a keeper that makes a single pass has not seen it before.
+            carry_s = 0.0 if self.hands.how == "fork" else min(CARRY_S, max(0.0, entry.at + CARRY_S - self._clock()))
+            self._ready_at[entry.nonce] = self._monotonic() + max(self._wait_s(entry), carry_s)
         return max(0.0, self._ready_at[entry.nonce] - self._monotonic())
+
+    def _wait_s(self, entry: Decision) -> float:
+        """Return how long an entry wants to be waited for, whatever the clock said by which it was made."""
+        longest_s = 0.0 if self.policy is None else self.policy.backoff_s[1]
+        return max(0.0, min(entry.not_before - self._clock(), entry.not_before - entry.at, longest_s))
 
     def _fold(self) -> None:
         """Take note of what was added to the log."""
@@ -236,3 +239,8 @@ class Keeper:
         for skipped in range(newest + 1, number):
             attempt = Attempt(self.log.store, self.log.run_id, rank, skipped)
             attempt.record(attempt.ended(ReplicaStatus.FAILED, "fenced", error=f"Attempt {number} came before it."))
+
+
+def _needs_launch(end: Outcome) -> bool:
+    """Return whether a new process of the same supervisor would not do: one that says itself why it fails was there."""
+    return end.reason in NEEDS_LAUNCH and not (end.reason == "start_failed" and end.pid is not None)

@@ -165,16 +165,17 @@ def _within(mine: Sequence[Decision], policy: Restarts, now: float) -> list[Deci
 
 def _others(log: Sequence[Decision], ends: Sequence[Outcome], facts: RunFacts) -> dict[int, int]:
     """Return which attempts of other ranks are started with one: not of those that are over."""
-    given_up: set[int] = set()
+    over: set[int] = set()
     decided: dict[int, int] = {}
     for entry in log:
         decided.update(entry.start)
-        if entry.kind == "give_up" and entry.rank is not None:
-            given_up.add(entry.rank)
-        elif entry.kind == "resume":
-            given_up -= entry.start.keys()
-    over = given_up | {end.rank for end in ends if end.status is not ReplicaStatus.FAILED}
-    over |= {rank for rank in facts.newest if is_barred(log, rank)}
+        if entry.kind == "resume":
+            over -= entry.start.keys()
+        elif entry.kind == "stop" or (entry.kind == "cancel" and entry.rank is None):
+            over |= facts.newest.keys()
+        elif entry.kind in ("cancel", "give_up") and entry.rank is not None:
+            over.add(entry.rank)
+    over |= {end.rank for end in ends if end.status is not ReplicaStatus.FAILED}
     return {rank: max(newest, decided.get(rank, 0)) + 1 for rank, newest in facts.newest.items() if rank not in over}
 
 

@@ -13,7 +13,7 @@ from executors.errors import StoreError
 from executors.protocol import BY_USER, Outcome, Reason, ReplicaStatus
 from executors.store.records import RETRY_S, is_gone
 from executors.supervision.decisions import Decision
-from executors.worker.ranks import Running, claimed_by
+from executors.worker.ranks import Running
 
 
 class Ends:
@@ -69,17 +69,17 @@ def seen_from_outside(running: Running, exit_code: int) -> dict[str, Any]:
     }
 
 
-def is_cancelled(asked: Attempt, pid: int | None = None) -> bool:
-    """Return whether the attempt that a child claimed has a cancel marker; False when the store does not answer."""
+def is_cancelled(attempt: Attempt) -> bool:
+    """Return whether an attempt has a cancel marker; False when the store does not answer."""
     with contextlib.suppress(StoreError):
-        return claimed_by(pid, asked).has("cancel.json")
+        return attempt.has("cancel.json")
     return False  # asked again in a second
 
 
 def is_overtaken(running: Running) -> bool:
     """Return whether a living process has lost its attempt: to an outcome of somebody else, or to a later claim."""
     with contextlib.suppress(StoreError):
-        attempt = claimed_by(running.pid, running.asked)
+        attempt = running.attempt
         outcome = attempt.outcome()
         return attempt.at(attempt.number + 1).has("started.json") or (
             outcome is not None and outcome.pid != running.pid
@@ -94,10 +94,9 @@ def why_barred(entry: Decision) -> str:
     return f"the run was stopped ({entry.why})" + (f": {entry.words}" if entry.words else "")
 
 
-def mark_cancelled(why: str, asked: Attempt, pid: int | None = None) -> None:
-    """Leave the cancel marker of the attempt that a child claimed, unless that has its outcome."""
+def mark_cancelled(why: str, attempt: Attempt) -> None:
+    """Leave the cancel marker of an attempt, unless that has its outcome."""
     with contextlib.suppress(StoreError):
-        attempt = claimed_by(pid, asked)
         if attempt.outcome() is None:  # else it is only tidying up
             attempt.request_cancel(why)
 

@@ -93,7 +93,7 @@ class Watchdog:
         page, late_s = self._page, now - self.next_look_at
         if late_s < 0:
             return None
-        if late_s > LOOK_S:  # nobody ran on this machine, or the store held the supervisor up
+        if late_s > LOOK_S and self._ladder is None:  # nobody ran on this machine, or the store held the supervisor up
             self._floor = max(page.since, self._floor) + late_s
         self._now, self.next_look_at = now, now + LOOK_S
         is_waiting = page.limit_s == math.inf  # for others: then a tick is enough

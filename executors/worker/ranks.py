@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from executors.attempt import Attempt, Claim
+from executors.attempt import Attempt
 from executors.errors import ReplicasError, StoreError
 from executors.native import RunSpec
 from executors.policy import HangLimits
@@ -88,6 +88,14 @@ class Running:
     grace_s: float = 0.0
     kill_at: float = NEVER
 
+    @property
+    def attempt(self) -> Attempt:
+        """The attempt that the process claimed; the one that it was asked for while it has claimed none.
+
+        Not simply the newest: another process may have claimed that, and live on when this one ends.
+        """
+        return self.asked.at(int(self.page.claimed) - 1) if self.page.claimed else self.asked
+
     def terminate(self, why: Reason, grace_s: float) -> None:
         """Ask the rank to end; only the rank: its helpers are part of how it cleans up."""
         self.ending, self.deadline = why, NEVER
@@ -107,7 +115,7 @@ class Running:
         if finding is not None and finding.stacks is not None:
             with contextlib.suppress(OSError, StoreError):
                 ranks.write_log(self.asked, finding.stacks)
-                keep_stacks(claimed_by(self.pid, self.asked), self.page, finding.stacks)
+                keep_stacks(self.attempt, self.page, finding.stacks)
         if finding is not None and finding.is_kill:
             self.ending, self.error, self.deadline = "hang", finding.sentence, NEVER
             self.asked_at, self.kill_at = -NEVER, now
@@ -116,19 +124,6 @@ class Running:
         """Have it asked to end at a time of the monotonic clock, if it is not to end before."""
         if self.ending is None and deadline < self.deadline:
             self.deadline, self.why_then = deadline, why
-
-
-def claimed_by(pid: int | None, asked: Attempt) -> Attempt:
-    """Return the attempt that a child of this process claimed; the one it was asked for when it claimed none.
-
-    Not simply the newest: another process may have claimed that, and live on when the child ends.
-    """
-    attempt = asked
-    while pid is not None and (claim := attempt.find("started.json", Claim.parse)):
-        if claim.pid == pid:
-            return attempt
-        attempt = attempt.at(attempt.number + 1)
-    return asked
 
 
 def how_started(spec: RunSpec, attempt: Attempt) -> str | None:

@@ -36,7 +36,7 @@ from executors.worker.ends import (
     why_barred,
 )
 from executors.worker.fail_fast import end_others
-from executors.worker.ranks import NEVER, Ranks, Running, claimed_by, how_started, watchdog_of
+from executors.worker.ranks import NEVER, Ranks, Running, how_started, watchdog_of
 
 CANCEL_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves only its marker
 WATCH_PAUSE_S = 0.1  # looks at many ranks fall together
@@ -94,6 +94,11 @@ class Supervisor:
         self._look_at = time.monotonic() + look_s
         self._watch_at = NEVER
         self._signals: tuple[signal.Signals, ...] = (signal.SIGCHLD, signal.SIGUSR1)
+        self._killer = None
+        if spec.chaos:
+            from executors.chaos import Killer
+
+            self._killer = Killer(spec.chaos, spec.run_id)
         self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def start(self) -> list[Attempt]:
@@ -146,7 +151,9 @@ class Supervisor:
             poller.register(self._launcher_pidfd, select.POLLIN)
         while self._running or self._waiting or self._copying or self._answers.is_pending:
             events = (min(running.deadline, running.kill_at) for running in self._running.values())
-            left_s = max(0.0, min(self._look_at, self._watch_at, self._answers.next_at, *events) - time.monotonic())
+            kill_at = NEVER if self._killer is None else self._killer.next_at
+            next_at = min(self._look_at, self._watch_at, self._answers.next_at, kill_at, *events)
+            left_s = max(0.0, next_at - time.monotonic())
             ready = {descriptor for descriptor, _ in poller.poll(min(left_s, 60.0) * 1000)}
             if self._wakeup in ready:
                 with contextlib.suppress(BlockingIOError):
@@ -165,6 +172,8 @@ class Supervisor:
             if time.monotonic() >= self._watch_at:
                 self._watch()
             self._enforce_deadlines()
+            if self._killer is not None:
+                self._killer.strike({running.asked.rank: running.pid for running in self._running.values()})
             while self._waiting and self._free_places:
                 attempt = self._waiting.popleft()
                 try:
@@ -269,7 +278,7 @@ class Supervisor:
     def _look(self) -> None:
         """Look into the store for what others ask for."""
         for running in self._running.values():
-            if running.ending is None and is_cancelled(running.asked, running.pid):
+            if running.ending is None and is_cancelled(running.attempt):
                 running.terminate("cancelled", self._term_grace_s)
         for attempt in [waiting for waiting in self._waiting if is_cancelled(waiting)]:
             self._waiting.remove(attempt)
@@ -291,7 +300,7 @@ class Supervisor:
                 if is_overtaken(running):
                     running.terminate("fenced", self._term_grace_s)
             elif bar.within_s is None:
-                mark_cancelled(why_barred(bar), running.asked, running.pid)
+                mark_cancelled(why_barred(bar), running.attempt)
                 running.terminate("cancelled", self._term_grace_s)
             elif running.page.ending_at is None:
                 end_at = time.monotonic() + bar.within_s
@@ -316,7 +325,7 @@ class Supervisor:
         for running in self._running.values():
             if now >= running.deadline:
                 if running.why_then == "cancelled":
-                    mark_cancelled("the run was stopped", running.asked, running.pid)
+                    mark_cancelled("the run was stopped", running.attempt)
                 running.terminate(running.why_then, self._term_grace_s)
             if now >= running.kill_at and running.may_be_killed(now):
                 os.kill(running.pid, signal.SIGKILL)
@@ -326,8 +335,8 @@ class Supervisor:
     def _end_abandoned(self, why: str) -> None:
         """End the whole run: nobody is there to watch it. What was asked to end before gets no more time."""
         for running in self._running.values():
-            was_asked = running.ending is not None or is_cancelled(running.asked, running.pid)
-            mark_cancelled(why, running.asked, running.pid)
+            was_asked = running.ending is not None or is_cancelled(running.attempt)
+            mark_cancelled(why, running.attempt)
             if running.ending is None:
                 running.terminate("cancelled", self._term_grace_s)
             if was_asked:
@@ -341,9 +350,8 @@ class Supervisor:
 
     def _conclude(self, running: Running, exit_code: int) -> None:
         """See that a rank that ended has an outcome, and its log a copy."""
-        attempt = running.asked
+        attempt = running.attempt
         with contextlib.suppress(StoreError):
-            attempt = claimed_by(running.pid, attempt)
             if (outcome := attempt.outcome()) is not None:
                 self._note_end(attempt, outcome)
                 return

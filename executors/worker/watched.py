@@ -18,8 +18,9 @@ from types import FrameType
 from executors.errors import HangError
 from executors.shared_page import SharedPage
 
-STACKS_SIGNAL = signal.SIGRTMIN + 5
-HANG_SIGNAL = signal.SIGRTMIN + 6
+SIGRTMIN: int = getattr(signal, "SIGRTMIN", 34)  # macOS has none; there only `inline` runs, which is not watched
+STACKS_SIGNAL = SIGRTMIN + 5
+HANG_SIGNAL = SIGRTMIN + 6
 STACKS_NAME = "replicas-stacks"
 BEAT_S = 1.0
 

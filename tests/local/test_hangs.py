@@ -15,9 +15,12 @@ from pathlib import Path
 import pytest
 from support.hanging import HANGS, Watched, kill, start, watch
 
+from executors import LocalProcessExecutor, current_replica, launch
 from executors.process import activity
+from executors.protocol import ReplicaStatus
 from executors.replica import Replica
 from executors.testing.helpers import eventually
+from executors.worker import limits
 
 SOFT_S, HARD_S = 4, 7
 HELD = "the GIL is held by a call that "
@@ -78,9 +81,9 @@ FINE = [go_on_slowly, take_long_for_the_first_step, wait_for_others, compute_in_
 @pytest.fixture(scope="module")
 def hung() -> dict[str, Watched]:
     """All kinds at the same time: they take the same seconds."""
-    limits = f"{SOFT_S}s:{HARD_S}s"
-    ranks = {kind: start(partial(hang_after_two_steps, kind), limits) for kind in HANGS}
-    ranks |= {task.__name__: start(task, limits) for task in FINE}
+    asked = f"{SOFT_S}s:{HARD_S}s"
+    ranks = {kind: start(partial(hang_after_two_steps, kind), asked) for kind in HANGS}
+    ranks |= {task.__name__: start(task, asked) for task in FINE}
     watch(list(ranks.values()))
     return ranks
 
@@ -166,3 +169,51 @@ def test_a_rank_that_somebody_debugs_is_not_judged() -> None:
     gdb.communicate()
     os.waitpid(rank.pid, 0)
     assert rank.findings == []
+
+
+def test_a_rank_that_stays_in_an_atomic_part_is_ended_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "ATOMIC_LIMIT_S", 2.0)
+
+    def stay(replica: Replica) -> None:
+        replica.report(step=0)
+        with replica.atomic():
+            time.sleep(600)
+
+    rank = start(stay, "1s:2s")
+    watch([rank])
+    assert (rank.exit_code, rank.findings[-1].is_kill) == (-signal.SIGKILL, True)
+
+
+def test_a_cancel_waits_for_an_atomic_part(local: LocalProcessExecutor, tmp_path: Path) -> None:
+    def save(folder: str) -> None:
+        replica = current_replica()
+        with replica.atomic():
+            (Path(folder) / "begun").touch()
+            while not replica.page.deferred:  # type: ignore[union-attr]
+                time.sleep(0.01)
+            time.sleep(0.1)
+            (Path(folder) / "whole").touch()
+        time.sleep(600)
+
+    run = launch(local, save, 1, args={"folder": str(tmp_path)})
+    eventually((tmp_path / "begun").exists)
+    run.cancel()
+    run.wait()
+    assert run.outcomes()[0].status is ReplicaStatus.CANCELLED
+    assert (tmp_path / "whole").exists()
+
+
+def test_an_outcome_says_how_far_its_attempt_came_and_what_another_alike_has_in_common(
+    local: LocalProcessExecutor,
+) -> None:
+    def fail_at_a_step(step: int) -> None:
+        replica = current_replica()
+        replica.report(step=step, loss=1.0)
+        replica.progress(kept=True)
+        raise ValueError(f"nothing at {step}")
+
+    runs = [launch(local, fail_at_a_step, 1, args={"step": step}) for step in (3, 4)]
+    ends = [run.outcomes()[0] for run in runs if run.wait()]
+    assert [(end.marks, end.kept, end.reached) for end in ends] == [(2, 1, {"step": 3}), (2, 1, {"step": 4})]
+    assert ends[0].fingerprint == ends[1].fingerprint
+    assert ends[0].fingerprint

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.chaos_tasks import closed_gates, train
 from support.processes import is_alive
-from support.restart_tasks import bomb, die_and_hang, end_always, end_first, hang_first
+from support.restart_tasks import bomb, die_and_hang, end_always, end_first, hang_first, save_slowly
 from support.runs import all_gone, launcher, said
 
 from executors import LocalProcessExecutor, Run, attach, launch
@@ -203,3 +204,36 @@ def test_a_rank_that_hangs_is_ended_says_where_and_starts_anew(local: LocalProce
         stacks = bytes(run.store.get(attempt.key(end.stacks[0]))).decode()
         assert "in hang_first" in stacks
         assert stacks.rstrip() in (state_home / "replicas" / attempt.key("output.log")).read_text()
+
+
+@pytest.mark.slow
+def test_replicas_of_a_training_that_are_killed_come_back_by_themselves_and_end_with_one_anchor(tmp_path: Path) -> None:
+    kills = ["kill:rank=1,round=2", "kill:rank=0,round=5", "kill:rank=1,round=5,attempt=1"]
+    with closed_gates(tmp_path / "gates", [3]) as open_gate:
+        run = launch(
+            LocalProcessExecutor(term_grace_s=0.5),
+            train,
+            3,
+            args={"folder": str(tmp_path / "gates"), "rounds": 8, "gates": [3]},
+            chaos=kills,
+            restarts="3",
+            seed=1,
+        )
+        eventually(lambda: "round" in getattr(Attempt(run.store, run.run_id, 1, 1).beat(), "reported", ()))
+        open_gate(3)
+        over(run)
+    assert [told(run, rank).count("signal SIGKILL") for rank in range(3)] == [1, 2, 0]
+    results = [ends(run, rank)[-1].result for rank in range(3)]
+    assert results[0]["anchor"] == results[1]["anchor"] == results[2]["anchor"]
+    assert [entry.kind for entry in decisions(run)] == ["restart"] * 3
+
+
+def test_a_cancel_waits_for_what_a_rank_must_not_be_interrupted_in(local: LocalProcessExecutor, tmp_path: Path) -> None:
+    run = started(local, save_slowly, 1, "1", folder=str(tmp_path))
+    eventually((tmp_path / "begun").exists)
+    run.cancel()
+    over(run)
+    assert (told(run, 0), sorted(path.name for path in tmp_path.glob("[a-z]*"))) == (
+        ["cancelled"],
+        ["begun", "saved", "state"],
+    )

@@ -123,6 +123,43 @@ BAD_OUTCOMES = {
     },
 }
 
+BAD_DECISION_FIELDS: dict[str, list[Any]] = {
+    "kind": ["reboot", None, 5, ["stop"]],
+    "rank": ["0", -1, 10**7, True],
+    "ended": ["0", -1, 10**5],
+    "start": [
+        [0, 1],
+        {"zero": 1},
+        {"-1": 1},
+        {"01": 1},
+        {"\u0661": 1},
+        {" 1": 1},
+        {"9" * 5000: 1},
+        {"0": "1"},
+        {"0": -1},
+    ],
+    "charged": ["yes", 1],
+    "strikes": [-1, 10**9, "1"],
+    "not_before": ["soon", float("nan"), 1e300, -1],
+    "reached": [[1], {"step": "far"}, {"step": float("nan")}, {"step": 10**400}, {"x" * 1000: 1}],
+    "fingerprint": [5, "x" * 1000],
+    "why": [None, "x" * 100_000],
+    "words": ["x" * 100_000],
+    "within_s": [-1, "1m"],
+    "restarts": [5, "many", "3,oom=" + "9" * 300, "3/0.00000001s"],
+    "hang": ["soon", "0s"],
+    "at": ["now", -1, float("inf")],
+}
+BAD_DECISIONS = {
+    **{name: data for name, data in NO_OBJECTS.items() if name != "deep inside"},
+    **{
+        f"{field} {number}": json.dumps({"kind": "stop", field: value}).encode()
+        for field, values in BAD_DECISION_FIELDS.items()
+        for number, value in enumerate(values)
+    },
+}
+"""Entries of the log of decisions, each of which is refused by its key."""
+
 BAD_HANDLES = {
     **{name: data for name, data in NO_OBJECTS.items() if name != "deep inside"},
     **{

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
+from support.hostile_records import BAD_DECISIONS
 
+from executors.errors import CorruptObjectError, KeyNotFoundError, StoreError
 from executors.policy import HangLimits, Restarts
 from executors.protocol import Outcome, ReplicaStatus
+from executors.store import Data
+from executors.store.faulty import FaultyStore
 from executors.store.memory import MemoryStore
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.rules import RunFacts, decide
@@ -21,10 +25,19 @@ def end(rank: int = 0, attempt: int = 0, reason: str = "signal", **more: object)
 
 @pytest.mark.parametrize(
     "text",
-    ["3", "0", "3/3600s", "3,oom=0,timeout=2,75=inf,42=0", "2,run=5,backoff=2s:30s,within=60s,together,how=launch"],
+    [
+        "3",
+        "0",
+        "3/3600s",
+        "3,oom=0,timeout=2,75=inf,42=0,-9=1",
+        "2,run=5,backoff=2s:30s,within=60s,together,how=launch",
+        "2,backoff=0.25s:0.5s,no_progress=7",
+        "1/0.001s",
+    ],
 )
 def test_a_policy_reads_as_it_is_written(text: str) -> None:
     assert str(Restarts.parse(text)) == text
+    assert Restarts.parse(text) == Restarts.parse(str(Restarts.parse(text)))
 
 
 @pytest.mark.parametrize(
@@ -38,6 +51,15 @@ def test_a_policy_reads_as_it_is_written(text: str) -> None:
         ("-1", "whole number"),
         ("3/0s", "at least 0.001 s"),
         ("3,how=proces", "way"),
+        ("\u0663", "whole number"),
+        ("3,oom=" + "9" * 300, "whole number"),
+        ("3,\u00b2=1", "setting"),
+        ("3,075=1", "setting"),
+        ("3,run=-1", "whole number"),
+        ("3,within=1e9", "not a duration"),
+        ("3,backoff=9s:1s", "backoff is FIRST:LONGEST"),
+        ("1001", "from 0 to 1000"),
+        ("", "whole number"),
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused_by_name(text: str, says: str) -> None:
@@ -65,15 +87,69 @@ def test_of_two_writers_the_second_computes_again_behind_the_first() -> None:
     assert seen == [0, 1]
 
 
-def test_an_end_is_answered_once_and_counts_against_the_budget() -> None:
-    log: list[Decision] = []
-    for attempt in range(5):
-        answer = decide(log, end(attempt=attempt, kept=1), [], Restarts(per_replica=3), FACTS, now=1.0)
-        assert answer is not None
-        log.append(answer)
-        assert decide(log, end(attempt=attempt, kept=1), [], Restarts(per_replica=3), FACTS, now=1.0) is None
-    assert [entry.kind for entry in log] == ["restart"] * 3 + ["give_up"] * 2
-    assert log[-1].why == "budget"
+class LateReader(MemoryStore):
+    """Finds each object only from the second look on that comes after it was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: set[str] = set()
+
+    def put_if_absent(self, key: str, data: Data) -> bool:
+        self.late.add(key)
+        return super().put_if_absent(key, data)
+
+    def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+        if key in self.late:
+            self.late.discard(key)
+            raise KeyNotFoundError("not yet", key=key)
+        return super().get(key, start=start, size=size)
+
+
+def test_an_entry_that_is_read_late_is_known_as_ones_own() -> None:
+    log = DecisionLog(LateReader(), "run")
+    entry = log.append(lambda entries: Decision(kind="stop") if not entries else None)
+    assert entry is not None
+    assert log.entries == [entry]
+
+
+def test_an_entry_whose_answer_was_lost_counts_and_one_that_was_not_written_is_an_error() -> None:
+    store = FaultyStore(MemoryStore(), seed=0)
+    store.fail_at("put_if_absent", action="lost")
+    log = DecisionLog(store, "run")
+    assert log.append(lambda entries: Decision(kind="stop")) is not None
+    store.fail_at("put_if_absent", action="error")
+    with pytest.raises(StoreError, match="Injected"):
+        log.append(lambda entries: Decision(kind="stop"))
+    assert len(DecisionLog(store, "run").read()) == 1
+
+
+def test_entries_are_never_older_than_those_before_them() -> None:
+    store = MemoryStore()
+    DecisionLog(store, "run", lambda: 9.0).append(lambda entries: Decision(kind="cancel"))
+    DecisionLog(store, "run", lambda: 5.0).append(lambda entries: Decision(kind="cancel", start={3: 1}))
+    assert [(entry.at, entry.start) for entry in DecisionLog(store, "run").read()] == [(9.0, {}), (9.0, {3: 1})]
+
+
+@pytest.mark.parametrize("name", BAD_DECISIONS)
+def test_an_entry_that_is_none_is_refused_by_its_key(name: str) -> None:
+    store = MemoryStore()
+    store.put("run/decisions/000000.json", b'{"kind": "stop", "rank": null, "color": "red"}')
+    store.put("run/decisions/000001.json", BAD_DECISIONS[name])
+    log = DecisionLog(store, "run")
+    for _ in range(2):
+        with pytest.raises(CorruptObjectError, match=r"run/decisions/000001\.json"):
+            log.read()
+    assert [entry.kind for entry in log.entries] == ["stop"]
+
+
+def test_a_log_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless(MemoryStore):
+        def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+            return memoryview(b'{"kind": "cancel"}')
+
+    monkeypatch.setattr("executors.supervision.decisions.MAX_DECISIONS", 50)
+    with pytest.raises(CorruptObjectError, match="more than 50 decisions"):
+        DecisionLog(Endless(), "run").read()
 
 
 def test_what_is_preempted_is_free() -> None:

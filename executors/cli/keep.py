@@ -69,7 +69,8 @@ def watch(
     with usage_errors():
         recipe = _recipe(found, env, secret, task_digest=task_digest, trust_bucket=trust_bucket)
     log = DecisionLog(found.store, found.run_id)
-    _check_policy(found, log, restarts)
+    if recipe.spec.lease_s is None:  # else there is something to do in any case
+        _check_policy(found, log, restarts)
     if restarts is not None or hang is not None:
         order_policy(log, restarts, hang)
     output.say(heading(found), "bold")
@@ -102,7 +103,7 @@ def stop(
 
     What is not over in time is cancelled. `replicas resume` goes on from there. Exit code 0 if nothing failed.
     """
-    from executors.cli.live import watch as watch_to_its_end
+    from executors.cli.live import PlainView, follow
     from executors.cli.summary import Summary, reference
 
     output = Output(as_json)
@@ -114,8 +115,10 @@ def stop(
             output.document(now.to_json())
         return 0
     output.say(f"Stopping {found.run_id}: what has not ended in {name_duration(within)} is cancelled.", "bold")
+    view = PlainView(output, found)
     with usage_errors():
-        found.stop(within, lambda within_s: watch_to_its_end(found, output, timeout_s=within_s))
+        found.stop(within, lambda within_s: follow(found, view, timeout_s=within_s))
+    view.update(found.status())
     output.say(f"Go on from there: replicas resume {reference(found)}", "dim")
     return Summary.of(found).finish(output)
 

@@ -1,0 +1,220 @@
+"""A keeper's passes: what it answers, what it starts, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from executors.attempt import Attempt
+from executors.policy import Restarts
+from executors.protocol import Outcome, ReplicaStatus
+from executors.store.memory import MemoryStore
+from executors.supervision.decisions import Decision, DecisionLog
+from executors.supervision.keeper import CARRY_S, Keeper, Sight
+
+POLICY = Restarts.parse("3,backoff=4s:8s")
+
+
+class FakeHands:
+    """Remembers what it was to start."""
+
+    def __init__(self, how: str = "fork", ranks: range = range(4)) -> None:
+        self.how, self.ranks = how, ranks
+        self.started: list[Mapping[int, int]] = []
+
+    def may_start(self, rank: int) -> bool:
+        return rank in self.ranks
+
+    def start(self, attempts: Mapping[int, int]) -> None:
+        self.started.append(dict(attempts))
+
+
+class Scene:
+    """One run, a clock, and keepers that look at it."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.now = 100.0
+        self.told: list[Decision] = []
+
+    def keeper(self, hands: FakeHands | None, policy: Restarts | None = POLICY, **more: Any) -> Keeper:
+        def clock() -> float:
+            return self.now
+
+        log = DecisionLog(self.store, "run", clock)
+        arguments: dict[str, Any] = {"world_size": 4, "launched_at": 0.0, "tell": self.told.append, **more}
+        return Keeper(log, policy, hands=hands, clock=clock, monotonic=clock, **arguments)
+
+    def add(self, entry: Decision, ahead_s: float = 0.0) -> None:
+        DecisionLog(self.store, "run", lambda: self.now + ahead_s).append(lambda _: entry)
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def sight(*ends: Outcome, has_progress: bool = True, **newest: int) -> Sight:
+    found = {end.rank: end.attempt for end in ends}
+    return Sight({**dict.fromkeys(range(4), 0), **found}, {end.rank: end for end in ends}, has_progress)
+
+
+def end(rank: int = 0, attempt: int = 0, reason: str = "signal", **more: Any) -> Outcome:
+    return Outcome(rank, attempt, ReplicaStatus.FAILED, reason, **more)  # type: ignore[arg-type]
+
+
+def test_what_made_progress_is_started_again_in_the_same_pass(scene: Scene) -> None:
+    keeper = scene.keeper(hands := FakeHands())
+    assert keeper.keep(sight(end(kept=1))) is None
+    assert hands.started == [{0: 1}]
+    assert [(entry.kind, entry.how) for entry in scene.told] == [("restart", "fork")]
+
+
+def test_what_made_none_is_started_when_its_wait_is_over(scene: Scene) -> None:
+    keeper = scene.keeper(hands := FakeHands())
+    wait_s = keeper.keep(sight(end()))
+    assert wait_s is not None
+    assert 2.0 <= wait_s <= 4.0
+    assert hands.started == []
+    scene.now += wait_s
+    keeper.keep(sight(end()))
+    assert hands.started == [{0: 1}]
+
+
+def test_before_any_progress_an_end_of_its_own_doing_is_answered_after_a_last_call(scene: Scene) -> None:
+    keeper = scene.keeper(FakeHands())
+    ends = [end(rank, reason="exception", fingerprint="same") for rank in range(2)]
+    assert keeper.keep(sight(ends[0], has_progress=False)) == 1.0
+    assert scene.told == []
+    scene.now += 1.0
+    keeper.keep(sight(*ends, has_progress=False))
+    assert [(entry.kind, entry.why) for entry in scene.told] == [("stop", "deterministic")]
+
+
+def test_a_cancel_that_came_after_the_decision_is_seen_before_the_start(scene: Scene) -> None:
+    keeper = scene.keeper(hands := FakeHands())
+    scene.now += keeper.keep(sight(end())) or 0.0
+    scene.add(Decision(kind="cancel"))
+    assert keeper.keep(sight(end())) is None
+    assert hands.started == []
+    assert keeper.barred_by(3) is not None
+
+
+def test_what_another_keeper_decided_is_carried_out_a_minute_after_it_was_seen(scene: Scene) -> None:
+    scene.keeper(FakeHands("launch")).keep(sight(end(kept=1)))
+    keeper = scene.keeper(hands := FakeHands("launch"))
+    assert keeper.keep(sight(end(kept=1))) == CARRY_S
+    scene.now += CARRY_S
+    keeper.keep(sight(end(kept=1)))
+    assert hands.started == [{0: 1}]
+    assert keeper.keep(sight(replace(end(), rank=0, attempt=1, status=ReplicaStatus.SUCCEEDED))) is None
+
+
+def test_a_wait_that_somebodys_clock_made_long_is_the_longest_of_the_policy(scene: Scene) -> None:
+    scene.add(Decision(kind="restart", rank=0, ended=0, start={0: 1}, how="fork", not_before=1e6))
+    assert scene.keeper(FakeHands()).keep(sight(end())) == POLICY.backoff_s[1]
+
+
+def test_a_clock_that_is_ahead_makes_nobody_wait_longer(scene: Scene) -> None:
+    scene.add(Decision(kind="policy", restarts=str(POLICY)), ahead_s=86400.0)
+    wait_s = scene.keeper(FakeHands()).keep(sight(end()))
+    assert wait_s is not None
+    assert wait_s <= 4.0
+    assert scene.told[0].at == scene.now + 86400.0
+
+
+def test_without_a_policy_nothing_is_answered_until_the_log_has_one(scene: Scene) -> None:
+    keeper = scene.keeper(hands := FakeHands(), policy=None)
+    assert keeper.keep(sight(end(kept=1))) is None
+    scene.add(Decision(kind="policy", restarts="1"))
+    keeper.keep(sight(end(kept=1)))
+    assert hands.started == [{0: 1}]
+
+
+@pytest.mark.parametrize(
+    ("found", "policy"),
+    [
+        (end(reason="start_failed"), "3"),
+        (end(reason="lost"), "3"),
+        (end(reason="preempted"), "3"),
+        (end(kept=1), "3,how=launch"),
+    ],
+)
+def test_a_fork_leaves_to_wider_hands_what_it_cannot_do(scene: Scene, found: Outcome, policy: str) -> None:
+    keeper = scene.keeper(hands := FakeHands(), policy=Restarts.parse(policy))
+    assert keeper.keep(sight(found)) is None
+    wider = scene.keeper(launches := FakeHands("launch"), policy=Restarts.parse(policy))
+    scene.now += wider.keep(sight(found)) or 0.0
+    wider.keep(sight(found))
+    assert launches.started[-1] == {0: 1}
+    assert keeper.keep(sight(found)) is None
+    assert hands.started == []
+
+
+@pytest.mark.parametrize("has_wider", [True, False])
+def test_after_two_strikes_a_fork_leaves_its_machine_if_somebody_can_start_another(
+    scene: Scene, has_wider: bool
+) -> None:
+    keeper = scene.keeper(FakeHands(), policy=Restarts.parse("9,backoff=0s"), has_wider=has_wider)
+    for attempt in range(3):
+        keeper.keep(sight(end(attempt=attempt)))
+    assert len(scene.told) == (2 if has_wider else 3)
+
+
+def test_a_rank_of_another_supervisor_is_left_to_it(scene: Scene) -> None:
+    keeper = scene.keeper(hands := FakeHands(ranks=range(2)), policy=Restarts.parse("3,together"))
+    keeper.keep(sight(end(3, kept=1)))
+    assert scene.told == []
+    keeper.keep(sight(end(0, kept=1)))
+    assert hands.started == [{0: 1, 1: 1}]
+    other = scene.keeper(its := FakeHands(ranks=range(2, 4)), policy=Restarts.parse("3,together"))
+    other.keep(sight(end(0, kept=1)))
+    assert its.started == [{2: 1, 3: 1}]
+
+
+def test_a_fork_leaves_what_a_person_resumes_to_the_persons_process(scene: Scene) -> None:
+    scene.add(Decision(kind="resume", start={0: 1}))
+    scene.keeper(hands := FakeHands()).keep(sight(end()))
+    assert hands.started == []
+
+
+def test_an_attempt_that_was_decided_and_never_begun_leaves_no_hole(scene: Scene) -> None:
+    scene.add(Decision(kind="restart", rank=1, ended=0, start={0: 2}, how="fork"))
+    scene.keeper(hands := FakeHands()).keep(sight(end()))
+    assert hands.started == [{0: 2}]
+    skipped = Attempt(scene.store, "run", 0, 1).outcome()
+    assert skipped is not None
+    assert skipped.reason == "fenced"
+
+
+def test_the_run_is_stopped_when_too_few_can_succeed(scene: Scene) -> None:
+    keeper = scene.keeper(FakeHands(), policy=Restarts.parse("0"), min_replicas=4)
+    keeper.keep(sight(end()))
+    assert [(entry.kind, entry.why) for entry in scene.told] == [("give_up", "budget"), ("stop", "min_replicas")]
+
+
+def test_a_pass_in_which_nothing_follows_is_one_request(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = scene.keeper(FakeHands(), policy=Restarts.parse("0"))
+    found = sight(*(end(rank) for rank in range(3)), end(3, reason="preempted"))
+    keeper.keep(found)
+    asked: list[str] = []
+    get = scene.store.get
+    monkeypatch.setattr(scene.store, "get", lambda key, **part: (asked.append(key), get(key, **part))[1])
+    keeper.keep(found)
+    assert asked == ["run/decisions/000003.json"]
+
+
+def test_a_sight_is_taken_from_the_records_of_a_run() -> None:
+    store = MemoryStore()
+    for rank in range(3):
+        store.put(Attempt(store, "run", rank).key("handle.json"), b"{}")
+    Attempt(store, "run", 0).record(end(0))
+    store.put(Attempt(store, "run", 0, 1).key("started.json"), b"{}")
+    Attempt(store, "run", 1).record(end(1))
+    found = Sight.of(store, "run", 3)
+    assert (found.newest, {*found.ends}, found.has_progress) == ({0: 1, 1: 0, 2: 0}, {1}, False)
+    store.put(Attempt(store, "run", 2).key("heartbeat.json"), b'{"at": 1.0, "step": 1}')
+    assert Sight.of(store, "run", 3).has_progress

@@ -1,0 +1,209 @@
+"""What follows an end, rule by rule: `decide`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from executors.policy import Restarts
+from executors.protocol import Outcome, ReplicaStatus
+from executors.supervision.decisions import Decision, answer_to, is_barred
+from executors.supervision.rules import RunFacts, decide, made_progress, too_few_left
+
+FACTS = RunFacts(run_id="run", world_size=4, launched_at=0.0, has_progress=True)
+EARLY = replace(FACTS, has_progress=False)
+BY_ITSELF = {"reason": "exception", "fingerprint": "same"}
+CANCELLED = Outcome(0, 0, ReplicaStatus.CANCELLED, "cancelled")
+
+
+def end(rank: int = 0, attempt: int = 0, reason: str = "signal", **more: Any) -> Outcome:
+    return Outcome(rank, attempt, ReplicaStatus.FAILED, reason, **more)  # type: ignore[arg-type]
+
+
+def answers(policy: str, *ends: Outcome, at: Sequence[float] = (), facts: RunFacts = FACTS) -> list[Decision]:
+    """Answer ends one after the other, by default at the same time."""
+    log: list[Decision] = []
+    for number, each in enumerate(ends):
+        now = at[number] if at else 1.0
+        if (answer := decide(log, each, [], Restarts.parse(policy), facts, now)) is not None:
+            log.append(replace(answer, at=now))
+    return log
+
+
+def told(log: Sequence[Decision]) -> list[str]:
+    return [entry.why or entry.kind for entry in log]
+
+
+KEPT = [end(attempt=number, kept=1) for number in range(4)]
+POINTLESS = [end(attempt=number) for number in range(6)]
+FREE = [end(attempt=number, exit_code=75) for number in range(4)]
+RESTARTS_AND = ["restart"] * 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "ends", "at", "expected"),
+    [
+        ("3", KEPT, (), [*RESTARTS_AND, "budget"]),
+        ("0", KEPT[:1], (), ["budget"]),
+        ("1/10s", KEPT, (0.0, 20.0, 40.0, 45.0), [*RESTARTS_AND, "budget"]),
+        ("3,run=1", [KEPT[0], end(1, kept=1)], (), ["restart", "budget"]),
+        ("3,within=10s", KEPT[:2], (10.0, 10.5), ["restart", "budget"]),
+        ("0,preempted=inf,within=10s", [end(reason="preempted")], (11.0,), ["budget"]),
+        ("0,75=inf", FREE, (), ["restart"] * 4),
+        ("3,75=1", FREE[:2], (), ["restart", "budget"]),
+        ("3,75=1", [FREE[0], KEPT[1]], (), ["restart", "restart"]),
+        ("3,signal=0,75=2", FREE[:1], (), ["restart"]),
+        ("3,oom=2", [end(attempt=n, reason="oom", kept=1) for n in range(3)], (), ["restart", "restart", "budget"]),
+        ("3/10s,oom=1", [end(attempt=n, reason="oom", kept=1) for n in range(2)], (0.0, 20.0), ["restart", "restart"]),
+        ("3", [end(reason="timeout")], (), ["budget"]),
+        ("3", [end(reason="result_not_serializable", fingerprint="x")], (), ["budget"]),
+        ("9", POINTLESS, (), [*RESTARTS_AND, "no_progress", "no_progress", "no_progress"]),
+        ("9,no_progress=1", POINTLESS[:2], (), ["restart", "no_progress"]),
+        ("9,no_progress=1", [end(), end(attempt=1, kept=1), end(attempt=2)], (), RESTARTS_AND),
+        ("9,no_progress=1,75=inf", [POINTLESS[0], FREE[1], POINTLESS[2]], (), ["restart", "restart", "no_progress"]),
+        ("9", [end(**BY_ITSELF), end(attempt=1, **BY_ITSELF)], (), ["restart", "deterministic"]),
+        ("9", [end(**BY_ITSELF), end(attempt=1, reached={"step": 3}, **BY_ITSELF)], (), ["restart", "restart"]),
+        ("9", [end(reason="oom", fingerprint="same"), end(1, fingerprint="same")], (), ["restart", "restart"]),
+        ("9", [end(fingerprint="SIGKILL", signal="SIGKILL"), end(attempt=1, signal="SIGKILL")], (), ["restart"] * 2),
+        ("9", [end(attempt=n, fingerprint="v", signal="SIGSEGV") for n in range(2)], (), ["restart", "deterministic"]),
+        ("9,exception=inf", [end(attempt=n, **BY_ITSELF) for n in range(3)], (), RESTARTS_AND),
+        ("9", [CANCELLED, replace(CANCELLED, status=ReplicaStatus.SUCCEEDED), end(reason="fenced")], (), []),
+    ],
+)  # fmt: skip
+def test_ends_are_answered(policy: str, ends: list[Outcome], at: tuple[float, ...], expected: list[str]) -> None:
+    assert told(answers(policy, *ends, at=at)) == expected
+
+
+def test_what_fails_everywhere_before_any_progress_stops_the_run() -> None:
+    ends = [end(rank, **BY_ITSELF) for rank in range(4)]
+    answer = decide([], ends[0], ends[1:], Restarts(), EARLY, 1.0)
+    assert answer is not None
+    assert (answer.kind, answer.why, answer.start) == ("stop", "deterministic", {})
+    for other, facts in (([end(1, reason="exception", fingerprint="other")], EARLY), (ends[1:], FACTS), ([], EARLY)):
+        assert told(filter(None, [decide([], ends[0], other, Restarts(), facts, 1.0)])) == ["restart"]  # type: ignore[arg-type]
+
+
+def test_a_sister_that_was_restarted_since_counts_too_until_a_person_resumes() -> None:
+    log = answers("3", end(1, **BY_ITSELF), facts=EARLY)
+    mine = end(0, **BY_ITSELF)
+    assert told(filter(None, [decide(log, mine, [], Restarts(), EARLY, 2.0)])) == ["deterministic"]  # type: ignore[arg-type]
+    log.append(Decision(kind="resume", start={1: 2}))
+    assert told(filter(None, [decide(log, mine, [], Restarts(), EARLY, 2.0)])) == ["restart"]  # type: ignore[arg-type]
+
+
+def test_waits_double_without_progress_and_are_spread() -> None:
+    waits = [entry.not_before - 1.0 for entry in answers("9,no_progress=9,backoff=1s:5s", *POINTLESS)]
+    assert all(most / 2 <= wait <= most for wait, most in zip(waits, (1, 2, 4, 5, 5, 5), strict=True))
+    assert [entry.not_before for entry in answers("9", *KEPT)] == [1.0] * 4
+    assert len({entry.not_before for rank in range(4) for entry in answers("9", end(rank))}) == 4
+
+
+def test_only_the_first_end_that_costs_nothing_is_restarted_at_once() -> None:
+    """Else a command that leaves with a free exit code at its first line would be started some times a second."""
+    waits = [entry.not_before - 1.0 for entry in answers("0,75=inf", *FREE)]
+    assert waits[0] == 0.0
+    assert 0.5 <= waits[1] < waits[2] < waits[3]
+
+
+def test_a_resume_begins_budgets_and_strikes_anew() -> None:
+    log = answers("1", end(), end(attempt=1))
+    assert told(log) == ["restart", "budget"]
+    log.append(Decision(kind="resume", start={0: 2}))
+    answer = decide(log, end(attempt=2), [], Restarts(1), FACTS, 1.0)
+    assert answer is not None
+    assert (answer.kind, answer.strikes, answer.start) == ("restart", 1, {0: 3})
+
+
+def test_where_nobody_keeps_anything_a_step_further_than_ever_is_progress() -> None:
+    log = answers("9", end(reached={"step": 5.0}), end(attempt=1, reached={"step": 5.0}))
+    assert [entry.strikes for entry in log] == [0, 1]
+    assert made_progress(log, end(attempt=2, reached={"step": 6.0}), [])
+    assert not made_progress(log, end(attempt=2, reached={"step": 6.0}), [end(1, kept=1)]), "somebody else does"
+
+
+def test_together_restarts_every_rank_that_is_not_over() -> None:
+    log = [
+        Decision(kind="give_up", rank=1, ended=0, why="budget"),
+        Decision(kind="resume", start={5: 1}),
+        Decision(kind="cancel", rank=5),
+        Decision(kind="restart", rank=4, ended=0, start={4: 1}),
+    ]
+    done = [Outcome(2, 0, ReplicaStatus.SUCCEEDED), end(3, reason="fenced")]
+    facts = replace(FACTS, newest={0: 2, 1: 0, 2: 0, 3: 1, 4: 0, 5: 1})
+    answer = decide(log, end(attempt=2), done, Restarts(together=True), facts, 1.0)
+    assert answer is not None
+    assert answer.start == {0: 3, 3: 2, 4: 2}
+    assert answer_to([*log, answer], 3, 1) is answer
+
+
+def test_an_end_of_an_attempt_that_is_not_the_newest_is_not_answered() -> None:
+    assert decide([], end(), [], Restarts(), replace(FACTS, newest={0: 1}), 1.0) is None
+
+
+@pytest.mark.parametrize("bar", [Decision(kind="stop"), Decision(kind="cancel"), Decision(kind="cancel", rank=0)])
+def test_nothing_follows_a_stop_or_a_cancel_until_a_resume(bar: Decision) -> None:
+    assert decide([bar], end(), [], Restarts(), FACTS, 1.0) is None
+    resumed = [bar, Decision(kind="resume", start={0: 1})]
+    assert decide(resumed, end(), [], Restarts(), FACTS, 1.0) is None, "the resume answers it"
+    assert decide(resumed, end(attempt=1), [], Restarts(), FACTS, 1.0) is not None
+    assert is_barred(resumed, 1) == (bar.rank is None)
+
+
+def test_what_was_decided_before_a_resume_answers_no_end_behind_it() -> None:
+    log = [Decision(kind="restart", rank=1, ended=3, start={0: 4, 1: 4}), Decision(kind="resume", start={0: 2})]
+    assert answer_to(log, 0, 1) is log[1]
+    assert answer_to(log, 0, 2) is None
+
+
+GIVEN_UP = Decision(kind="give_up", rank=0, ended=0)
+ENDED = [end(0), end(1)]
+DONE = [Outcome(rank, 0, ReplicaStatus.SUCCEEDED) for rank in range(2, 5)]
+
+
+@pytest.mark.parametrize(
+    ("log", "ends", "is_so"),
+    [
+        ([GIVEN_UP], ENDED, False),
+        ([GIVEN_UP, replace(GIVEN_UP, rank=1)], ENDED, True),
+        ([GIVEN_UP, Decision(kind="cancel", rank=1)], [ENDED[0], replace(CANCELLED, rank=1)], True),
+        ([GIVEN_UP], [ENDED[0], replace(CANCELLED, rank=1)], True),
+        ([GIVEN_UP, replace(GIVEN_UP, rank=1), Decision(kind="stop")], ENDED, False),
+        ([GIVEN_UP, replace(GIVEN_UP, rank=1), Decision(kind="cancel")], ENDED, False),
+        ([GIVEN_UP, replace(GIVEN_UP, rank=1), Decision(kind="resume", start={0: 1})], ENDED, False),
+        ([GIVEN_UP, replace(GIVEN_UP, rank=1)], [*ENDED, *DONE], False),
+    ],
+)  # fmt: skip
+def test_too_few_are_left_when_fewer_than_min_replicas_can_succeed(
+    log: list[Decision], ends: list[Outcome], is_so: bool
+) -> None:
+    assert too_few_left(log, ends, world_size=4, min_replicas=3) == is_so
+
+
+class Counted(list[Decision]):
+    """A log that counts how often an entry is looked at."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[Decision]:
+        for entry in super().__iter__():
+            self.looks += 1
+            yield entry
+
+    def __reversed__(self) -> Iterator[Decision]:
+        for entry in super().__reversed__():
+            self.looks += 1
+            yield entry
+
+
+@pytest.mark.parametrize("policy", ["1000,run=1000,no_progress=1000", "1000,together,no_progress=1000"])
+def test_a_decision_looks_at_each_entry_of_a_long_log_a_few_times(policy: str) -> None:
+    looks = []
+    for length in (1000, 10_000):
+        log = Counted(Decision(kind="restart", rank=rank % 50 + 1, start={rank % 50 + 1: 1}) for rank in range(length))
+        facts = replace(FACTS, newest=dict.fromkeys(range(200), 1) | {0: 0})
+        assert decide(log, end(), [], Restarts.parse(policy), facts, 1.0) is not None
+        looks.append(log.looks)
+    assert looks[1] <= 10 * looks[0] <= 10 * 12 * 1000
