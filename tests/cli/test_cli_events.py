@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 from support.cli import HereInstead
@@ -31,10 +30,10 @@ def job(here: HereInstead) -> HereInstead:
 
 
 @pytest.fixture
-def run(job: HereInstead, local: LocalProcessExecutor) -> Iterator[Run]:
+def run(job: HereInstead, local: LocalProcessExecutor) -> Run:
     run = launch(local, "killed_job:main", 2, run_id="mine", restarts=1)
     assert run.wait(60)
-    yield run
+    return run
 
 
 def test_what_happened_is_shown_as_lines_and_as_objects_and_followed_to_the_end(job: HereInstead, run: Run) -> None:
@@ -71,7 +70,7 @@ def test_the_output_of_some_ranks_is_shown_while_a_run_is_watched(job: HereInste
     assert "[0]" not in shown.stdout
     for arguments, message in (
         (["--tee", "0,2"], "--tee 2: the ranks are 0 to 1."),
-        (["--tee", "0", "-d"], "--tee be"),
+        (["--tee", "0", "-d"], "leave --"),
     ):
         refused = job.launch("killed_job:main", *arguments)
         assert (refused.code, message in refused.stderr) == (2, True), refused

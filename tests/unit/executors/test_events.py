@@ -137,7 +137,12 @@ def test_a_look_at_a_run_in_which_nothing_happens_is_one_request(run: MadeUp, mo
     run.look()
     inventory, asked = Inventory.of(run.store, "run"), list[str]()
     get = run.store.get
-    monkeypatch.setattr(run.store, "get", lambda key, **more: asked.append(key) or get(key, **more))
+
+    def counted(key: str, **more: Any) -> memoryview:
+        asked.append(key)
+        return get(key, **more)
+
+    monkeypatch.setattr(run.store, "get", counted)
     for _ in range(3600):
         run.now += 1
         assert run.reader.new(inventory, run.status()) == []
