@@ -126,6 +126,13 @@ class DecisionLog:
             self.entries.append(found)
         return self.entries
 
+    def read_from(self, index: int) -> Sequence[Decision]:
+        """Read the entries from one on, for somebody who needs none before it; see `read`."""
+        found: list[Decision] = []
+        while (entry := self._find(index + len(found))) is not None:
+            found.append(entry)
+        return found
+
     def append(self, compute: Callable[[Sequence[Decision]], Decision | None]) -> Decision | None:
         """Add an entry that is computed from the whole log before it; return it, None when there is none to add.
 
