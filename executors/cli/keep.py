@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -138,13 +140,23 @@ def _settings(texts: Sequence[str] | None) -> tuple[Restarts | None, HangLimits 
 def _recipe(
     run: Run, env: Sequence[str] | None, secrets: Sequence[str] | None, *, task_digest: str | None, trust_bucket: bool
 ) -> Recipe:
-    """Return what starts attempts of a run that another process launched."""
-    from executors.resume import native_executor, recipe_of, vouched_task
+    """Return what starts attempts of a run that another process launched, after checking that all it needs is here."""
+    from executors.cli.summary import reference
+    from executors.run.recipe import native_executor, recipe_of, vouched_task
 
-    task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
+    task, executor = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket), native_executor(run)
     # What this starts on this machine outlives it: Ctrl-C leaves the run alone.
-    detach = run.record.detach or native_executor(run).lease_s is None
-    return recipe_of(run, task, env=parse_texts("--env", env), secrets=secrets or (), detach=detach)
+    detach = run.record.detach or executor.lease_s is None
+    recipe = recipe_of(run, task, env=parse_texts("--env", env), secrets=secrets or (), detach=detach)
+    where = run.record.cwd
+    if not executor.needs_shared_rendezvous and where and os.path.realpath(where) != os.path.realpath(os.getcwd()):
+        refuse(
+            f"Run {run.run_id!r} was launched in {where!r}, and what is started here finds its files from the folder "
+            f"of this command: cd {shlex.quote(where)} && replicas watch {reference(run)}"
+        )
+    # Its digest vouches for the entrypoint; what is checked are the account and the secrets.
+    executor.check_launch(1, len, {}, **recipe.limits, secrets=recipe.spec.secret_names)
+    return recipe
 
 
 def _check_policy(run: Run, log: DecisionLog, restarts: Restarts | None) -> None:

@@ -6,15 +6,17 @@ from executors.attempt import Attempt
 from executors.protocol import Outcome, ReplicaStatus
 from executors.status import FAILED_EARLY, is_failure
 from executors.store.inventory import Inventory
+from executors.supervision.decisions import DecisionLog
+from executors.supervision.orders import order_cancel
 from executors.task.record import find_run_record
 
 MAX_WHY = 2000  # characters
 
 
 def end_others(failed: Attempt, outcome: Outcome, world_size: int) -> bool:
-    """Leave the cancel markers of a failed rank's peers, unless any of the run's replicas has reported a round.
+    """Bar the run, and leave the cancel markers of a failed rank's peers, unless a replica has reported a round.
 
-    Returns: whether it left them.
+    Returns: whether it did.
 
     Raises:
         StoreError: the store does not answer; some peers may have a marker.
@@ -29,6 +31,7 @@ def end_others(failed: Attempt, outcome: Outcome, world_size: int) -> bool:
     if any("round" in beat.reported for beat in (attempt.beat() for attempt in living) if beat is not None):
         return False
     why = f"rank {failed.rank} {FAILED_EARLY}: {outcome.headline[:MAX_WHY]}"
+    order_cancel(DecisionLog(failed.store, failed.run_id), None, world_size, why)
     for rank in range(world_size):
         peer = Attempt(failed.store, failed.run_id, rank, found.newest(rank))
         if rank != failed.rank and not found.has(rank, peer.number, "outcome"):

@@ -15,6 +15,7 @@ from executors.attempt import Attempt
 from executors.native import RunSpec
 from executors.protocol import ReplicaStatus
 from executors.store.memory import MemoryStore
+from executors.supervision.decisions import DecisionLog
 from executors.task import create
 from executors.task.create import LaunchRequest
 from executors.testing import eventually
@@ -69,6 +70,8 @@ def test_the_first_failure_before_the_first_round_ends_the_others(local: LocalPr
     for rank in (0, 1):
         expected = f"Replica {rank} was ended: rank 2 failed before the first round: ValueError: boom."
         assert outcomes[rank].error == expected
+    (barring,) = DecisionLog(run.store, "otter").read()  # so that nobody starts any of them again
+    assert (barring.kind, barring.rank) == ("cancel", None)
 
 
 @pytest.mark.parametrize(("rounds", "fail_fast"), [(1, True), (0, False)])

@@ -116,8 +116,10 @@ def test_a_detached_run_whose_machine_slept_is_brought_back_by_a_single_pass(her
 
 
 @pytest.mark.usefixtures("_supervisors")
-def test_a_keeper_needs_a_policy_and_may_set_one(here: Folder) -> None:
+def test_a_keeper_needs_the_folder_and_a_policy_and_may_set_one(here: Folder, tmp_path: Path) -> None:
     launched(here, n=1)
+    elsewhere = Folder(tmp_path).replicas("watch", "otter")
+    assert (elsewhere.code, f"cd {here.path} && replicas watch otter" in elsewhere.stderr) == (2, True), elsewhere
     refused = here.replicas("watch", "otter")
     assert (refused.code, "replicas watch otter --set restarts=3" in refused.stderr) == (2, True), refused
     os.kill(supervisor(here, 0, 0), signal.SIGKILL)

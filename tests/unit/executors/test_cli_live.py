@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -42,6 +42,9 @@ class ScriptedRun:
     def __init__(self, script: Callable[[], RunStatus]) -> None:
         self.status = script
         self.pauses = pauses
+
+    def keep(self, states: Sequence[ReplicaState]) -> bool:
+        return False
 
     def end_early(self, status: RunStatus, option: str) -> str:
         return f"rank {status.failed_early[0]} failed early; {option} ends the run."
