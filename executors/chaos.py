@@ -2,23 +2,36 @@
 
     kill:rank=1,round=3                      SIGKILL rank 1 when it is about to send its contribution to round 3
     kill:rank=1,at=seal,count=2,when=after   … when it has just tried to create its second seal
+    kill:every=5                             SIGKILL a random rank every 5 s
+    hang:rank=1,round=3,how=gil              make no progress: gil, spin, lock, loop or stop
+    raise:rank=1,round=3,attempt=all         an exception there, in every attempt
+    exit:rank=1,round=3,code=75              leave without an outcome
+    oom:rank=1,round=3                       be killed by the kernel for want of memory
     store:lost=0.02,delay=0.3                2 % of all store calls are done and then fail; each waits up to 0.3 s first
 
 The chaos of a run is part of its launch: recorded in `run.json`, handed to the replicas by their executor, and injected
-where a worker opens the run's store. Other processes that open the store, such as a helper, get no faults.
+where a worker opens the run's store; `kill:every` is the supervisor's. Other processes that open the store, such as a
+helper, get no faults.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import functools
+import math
 import os
 import random
+import re
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NoReturn
 
 from executors.errors import unknown_name
 from executors.store.faulty import FaultPoint, FaultyStore
@@ -44,9 +57,11 @@ def fault_points() -> Mapping[str, FaultPoint]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
-    """SIGKILL for a replica's own process, at a call to the store."""
+class Strike:
+    """Something that ends or stops a replica's own process, at a call to the store and in the thread that makes it."""
 
+    verb: ClassVar[str]
+    """What the replica does, as its log says it."""
     rank: int | None = None
     round: int | None = None
     """1, 2, 3, …, as in the table; of a snapshot, how many rounds are behind it."""
@@ -55,10 +70,11 @@ class Kill:
     """Which of such calls it is."""
     when: Literal["before", "after"] = "before"
     """Before the call is done, or after it and before the replica knows; a read that finds nothing is not done."""
-    attempt: int = 0
+    attempt: int | None = 0
+    """None: every attempt; `attempt=all`."""
 
-    def around(self, store: Store, seed: str) -> FaultyStore:
-        """Return a store at which its replica dies.
+    def around(self, store: Store, seed: str) -> Store:
+        """Return a store at which its replica is struck.
 
         Raises:
             ValueError: the fields make no sense.
@@ -76,19 +92,148 @@ class Kill:
             raise ValueError("rounds count from 1, got round=0.")
         number, index = ("*", "*") if self.round is None else (self.round, self.round - 1)
         key = point.key.format(rank=self.rank, round=number, index=index)
-        before, after = (self.die, None) if self.when == "before" else (None, self.die)
+        before, after = (self.strike, None) if self.when == "before" else (None, self.strike)
         deadly = FaultyStore(store, seed=0)
         deadly.fail_at(point.verb, key=key, inside=point.inside, count=self.count, before=before, after=after)
         return deadly
 
-    def die(self) -> None:
+    def strike(self) -> None:
+        """Tell the log, and do it."""
         which = "" if self.round is None else f" of round {self.round}"
+        said = f"chaos: rank {self.rank} {self.verb} {self.when} {self.at} {self.count}{which}"
         try:
-            print(
-                f"chaos: rank {self.rank} dies {self.when} {self.at} {self.count}{which}", file=sys.stderr, flush=True
-            )
+            print(said, file=sys.stderr, flush=True)
         finally:  # whatever the user made of stderr
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.act(said)
+
+    def act(self, said: str) -> None:
+        """Do what is to be done to this process."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill(Strike):
+    """SIGKILL, at a call to the store; or of any rank again and again, by the supervisor."""
+
+    verb: ClassVar[str] = "dies"
+    every: float = 0.0
+    """Seconds between two kills of the rank that is named, or of a random one."""
+
+    def around(self, store: Store, seed: str) -> Store:
+        if not self.every:
+            return Strike.around(self, store, seed)
+        if not 0.01 <= self.every < math.inf:
+            raise ValueError(f"every is a number of seconds, at least 0.01, got every={self.every}.")
+        if self != Kill(every=self.every, rank=self.rank):
+            raise ValueError("every= kills whatever runs then, so it goes with rank= alone.")
+        return store
+
+    def act(self, said: str) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang(Strike):
+    """No progress any more, in one of five ways."""
+
+    verb: ClassVar[str] = "hangs"
+    how: str = "lock"
+
+    def around(self, store: Store, seed: str) -> Store:
+        if self.how not in HANGS:
+            raise ValueError(unknown_name("way to hang", self.how, HANGS))
+        return Strike.around(self, store, seed)
+
+    def act(self, said: str) -> None:
+        HANGS[self.how]()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raise(Strike):
+    """An exception."""
+
+    verb: ClassVar[str] = "raises"
+
+    def act(self, said: str) -> NoReturn:
+        raise RuntimeError(said)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit(Strike):
+    """The end of the process, without an outcome."""
+
+    verb: ClassVar[str] = "exits"
+    code: int = 1
+
+    def around(self, store: Store, seed: str) -> Store:
+        if not 0 <= self.code <= 255:
+            raise ValueError(f"an exit code is from 0 to 255, got code={self.code}.")
+        return Strike.around(self, store, seed)
+
+    def act(self, said: str) -> NoReturn:
+        os._exit(self.code)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory(Strike):
+    """SIGKILL by the kernel, in a control group with little memory."""
+
+    verb: ClassVar[str] = "runs out of memory"
+
+    def act(self, said: str) -> NoReturn:
+        (small_memory() / "cgroup.procs").write_text(str(os.getpid()))
+        taken = [bytearray(b"x" * (4 << 20)) for _ in range(2 * SMALL_MEMORY_BYTES >> 22)]
+        raise RuntimeError(f"{said}, and got {len(taken)} blocks: its control group has no limit.")
+
+
+def small_memory() -> Path:
+    """Return a memory control group of this machine with little memory; an empty one stays behind.
+
+    Raises:
+        ValueError: it cannot be made here.
+    """
+    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(root, "replicas-chaos")
+        with contextlib.suppress(OSError):
+            group.mkdir(exist_ok=True)
+            if (group / limit).exists():
+                (group / limit).write_text(str(SMALL_MEMORY_BYTES))
+                for swap, value in (("memory.swappiness", "0"), ("memory.swap.max", "0")):
+                    if (group / swap).exists():
+                        (group / swap).write_text(value)
+                return group
+            group.rmdir()
+    raise ValueError("the kernel's own end of a process needs a memory control group, which root alone can make.")
+
+
+SMALL_MEMORY_BYTES = 64 << 20
+
+
+def _hold_gil() -> None:
+    """Lock a C mutex twice: unlike `sleep`, no signal ends that."""
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+
+def _lock_twice() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def _loop() -> NoReturn:
+    while True:
+        pass
+
+
+HANGS: Mapping[str, Callable[[], object]] = {
+    "gil": _hold_gil,
+    "spin": lambda: re.match("(a+)+$", "a" * 64 + "b"),  # holds the GIL, and computes for ages
+    "lock": _lock_twice,
+    "loop": _loop,
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +268,14 @@ class StoreFaults:
         )
 
 
-KINDS: Mapping[str, type[Kill] | type[StoreFaults]] = {"kill": Kill, "store": StoreFaults}
+KINDS: Mapping[str, type[Strike] | type[StoreFaults]] = {
+    "kill": Kill,
+    "hang": Hang,
+    "raise": Raise,
+    "exit": Exit,
+    "oom": OutOfMemory,
+    "store": StoreFaults,
+}
 
 
 def check_chaos(specs: Iterable[str], n: int) -> tuple[str, ...]:
@@ -134,14 +286,19 @@ def check_chaos(specs: Iterable[str], n: int) -> tuple[str, ...]:
     """
     checked = tuple(specs)
     for spec in checked:
-        rank = parse(spec).rank
-        if rank is not None and rank >= n:
-            raise ValueError(f"chaos {spec!r}: the run has the ranks 0 to {n - 1}, got rank={rank}.")
+        found = parse(spec)
+        if found.rank is not None and found.rank >= n:
+            raise ValueError(f"chaos {spec!r}: the run has the ranks 0 to {n - 1}, got rank={found.rank}.")
+        if isinstance(found, OutOfMemory):
+            try:
+                small_memory()
+            except ValueError as error:
+                raise ValueError(f"chaos {spec!r}: {error}") from None
     return checked
 
 
-def parse(spec: str) -> Kill | StoreFaults:
-    """Read one spec: `kill:…` or `store:…`, with `name=value` separated by commas.
+def parse(spec: str) -> Strike | StoreFaults:
+    """Read one spec: the name of its kind, and `name=value` separated by commas.
 
     Raises:
         ValueError: the spec is not one.
@@ -169,16 +326,49 @@ def parse(spec: str) -> Kill | StoreFaults:
 def inject_faults(store: Store, specs: Sequence[str], rank: int, attempt: int) -> Store:
     """Return the store as one attempt of a rank gets it."""
     chaos = [(parse(spec), f"{number} {rank} {attempt}") for number, spec in enumerate(specs)]
-    # Kills are innermost: a call whose reply is lost has been done, and so counts.
-    for kind in (Kill, StoreFaults):
+    # Strikes are innermost: a call whose reply is lost has been done, and so counts.
+    for kind in (Strike, StoreFaults):
         for spec, seed in chaos:
-            is_here = spec.rank in (None, rank) and (not isinstance(spec, Kill) or spec.attempt == attempt)
+            is_here = spec.rank in (None, rank) and getattr(spec, "attempt", None) in (None, attempt)
             if isinstance(spec, kind) and is_here:
                 store = spec.around(store, seed)
     return store
 
 
+class Killer:
+    """Kills running ranks again and again, as `kill:every=…` says, by their supervisor.
+
+    Args:
+        seed: of the choice of ranks.
+    """
+
+    def __init__(self, specs: Sequence[str], seed: str) -> None:
+        kills = [kill for kill in map(parse, specs) if isinstance(kill, Kill) and kill.every]
+        self._due_at = {kill: time.monotonic() + kill.every for kill in kills}
+        self._dice = random.Random(seed)
+
+    @property
+    def next_at(self) -> float:
+        """When it kills next, in CLOCK_MONOTONIC; infinite: never."""
+        return min(self._due_at.values(), default=math.inf)
+
+    def strike(self, pids: Mapping[int, int]) -> None:
+        """Kill what is due.
+
+        Args:
+            pids: by rank, of those that run.
+        """
+        now = time.monotonic()
+        for kill, at in self._due_at.items():
+            if now >= at:
+                self._due_at[kill] = now + kill.every
+                if ranks := sorted(pids.keys() if kill.rank is None else pids.keys() & {kill.rank}):
+                    os.kill(pids[self._dice.choice(ranks)], signal.SIGKILL)
+
+
 def _value(name: str, text: str, kind: str) -> Any:
+    if name == "attempt" and text == "all":
+        return None
     if not kind.startswith(("int", "float")):
         return text
     is_integer = kind.startswith("int")

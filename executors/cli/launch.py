@@ -48,8 +48,9 @@ ARG = "An argument of the entrypoint, as its annotation says; without one JSON, 
 TIMEOUT = f"How long each replica may run ({DURATIONS}). Default: no limit locally, one hour elsewhere."
 MAX_COST = "What all replicas may cost together: a time limit, where the backend tells prices."
 CHAOS = (
-    "A fault to inject, local backend only: kill:rank=1,round=3 (counted from 1; or at=POINT,count=N,when=after), "
-    "or store:lost=0.02,error=0.01,delay=0.3. Repeatable."
+    "A fault to inject, local backend only: kill:rank=1,round=3 (counted from 1; or at=POINT,count=N,when=after; "
+    "attempt=all), likewise hang:…,how=gil|spin|lock|loop|stop, raise:…, exit:…,code=75, oom:…; kill:every=5: a random "
+    "rank; or store:lost=0.02,error=0.01,delay=0.3. Repeatable."
 )
 FAIL_FAST = "End the run at the first failure before anybody's first round. Default: the others train on."
 TRACKER = "What gets the numbers of the replicas, too: trackio, wandb, mlflow, or pkg.mod:Class."
@@ -61,6 +62,7 @@ RESTARTS = (
 )
 HANG = "How long a replica may go on without progress: SOFT[:HARD] as in 2m:3m, auto or off. Default: auto."
 AS_FOR_LAUNCH, FROM_HERE_ON = "As for launch,", "for all ranks from here on. Default: as before."
+HEALTH_CHECK = "A function that each new process calls before the task, for 60 s at most: pkg.mod:f, path/file.py:f."
 TASK_DIGEST = (
     "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
     "task_digest."
@@ -94,6 +96,7 @@ def launch(
     gather: Annotated[float, Option(metavar="DURATION", parser=parse_duration, help=GATHER)] = GATHER_S,
     restarts: Annotated[str | None, Option(metavar="N[/SPAN],…", help=RESTARTS)] = None,
     hang_timeout: Annotated[str | None, Option(metavar="SOFT[:HARD]", help=HANG)] = None,
+    health_check: Annotated[str | None, Option(metavar="NAME", help=HEALTH_CHECK)] = None,
     tracker: Annotated[str | None, Option(metavar="NAME", help=TRACKER)] = None,
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
@@ -147,6 +150,7 @@ def launch(
                         min_replicas=min_replicas,
                         restarts=restarts,
                         hang_timeout=hang_timeout,
+                        health_check=health_check,
                         tracker=tracker,
                         gather_s=gather,
                         origins=origins_of(context, backend, given, chosen),

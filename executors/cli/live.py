@@ -21,10 +21,9 @@ from executors.cli.tee import Tee
 from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError, unknown_name
 from executors.protocol import ReplicaStatus
 from executors.run.run import Run
-from executors.status import COLUMNS, LONGEST_PAUSE_S, MAX_DECIDED, ReplicaState, RunStatus, pauses
+from executors.status import COLUMNS, LONGEST_PAUSE_S, MAX_DECIDED, MAX_LINE, ReplicaState, RunStatus, pauses
 
 PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
-MAX_LINE = 1000  # characters of a decision
 MAX_LINES = 200  # of output, below the table
 SHOW_CURSOR = b"\x1b[?25h"
 
@@ -228,7 +227,8 @@ class PlainView:
         self._progress_at = clock()
 
     def update(self, status: RunStatus) -> None:
-        elapsed = f"[{name_duration(status.last_at - self._created_at):>6}]"
+        last_at = max(status.last_at, *(each.at for each in status.decided[-1:]), 0.0)
+        elapsed = f"[{name_duration(last_at - self._created_at):>6}]"
         self._tell_decided(status)
         changed: dict[tuple[ReplicaStatus, str], list[int]] = {}
         for replica in status.replicas:

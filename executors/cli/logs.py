@@ -111,8 +111,8 @@ def logs(
             rows = [{"rank": one, "log": text} for one, text in texts.items()]
             Output(as_json).document({"run_id": found.run_id, "attempt": attempt, "replicas": rows})
             return 0
-        one_or_all: Any = rank[0] if rank is not None and len(rank) == 1 else rank
-        for text in found.log_pieces(one_or_all, n_lines, follow, which, chosen, _note):
+        asked = rank[0] if rank is not None and len(rank) == 1 else rank
+        for text in found.log_pieces(asked, n_lines, follow, which, chosen, _note):
             sys.stdout.write(text)
             last = text[-1:] or last
             if follow:

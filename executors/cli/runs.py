@@ -36,7 +36,7 @@ from executors.errors import ReplicasError, RunNotFoundError
 from executors.native import page_of_job
 from executors.protocol import ReplicaStatus
 from executors.run_index import find_preparation
-from executors.status import MAX_DECIDED
+from executors.status import MAX_DECIDED, MAX_LINE
 
 if TYPE_CHECKING:
     from executors.run.run import Run
@@ -106,7 +106,7 @@ def status(
     as_json: JsonOption = False,
 ) -> int:
     """Show the status of each replica of a run."""
-    from executors.cli.live import MAX_LINE, note_unknown_columns
+    from executors.cli.live import note_unknown_columns
     from executors.cli.summary import Summary, code_of, heading
     from executors.cli.table import replica_table, title
     from executors.run.progress import bars

@@ -19,6 +19,8 @@ from executors.launcher.checks import (
     check_chaos,
     check_directory,
     check_environment,
+    check_kept,
+    check_named,
     check_same,
     check_working_directory,
     resolved,
@@ -30,7 +32,6 @@ from executors.native import GATHER_S, KeepsOptions, NativeExecutor, Package
 from executors.policy import Restarts
 from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
-from executors.report.trackers import check_tracker
 from executors.run_index import NOTE, local_store, locate, new_run_id, preparing, remember, state_path
 from executors.shipping.script_header import check_python, script_header, script_of
 from executors.store import Store, open_store
@@ -74,6 +75,7 @@ def launch(
     tracker: str | None = None,
     restarts: Restarts | int | str | None = None,
     hang_timeout: str | float | None = None,
+    health_check: str | None = None,
     progress: bool = False,
     config: str | Path | bool | Sequence[str | Path] = False,
     profile: str | None = None,
@@ -111,6 +113,8 @@ def launch(
             `Restarts`. 0: only those whose end is nobody's fault. None: nothing restarts.
         hang_timeout: how long a replica may go on without progress: seconds, "SOFT:HARD" as in "2m:3m", "off", or
             "auto": learned. With "auto" a replica is ended only where `restarts` is given.
+        health_check: a function without arguments, as "pkg.mod:f", that each new process calls before the entrypoint,
+            for 60 s at most. An exception, or False: this attempt ends as `start_failed`.
         progress: while this process waits for the run, draw bars with rate and time left, of the steps that replicas
             report; without a terminal, print a line now and then.
         config: take what is left at its default here from the settings that `replicas launch` would find here; files
@@ -145,6 +149,7 @@ def launch(
         "tracker": tracker,
         "restarts": Restarts.of(restarts),
         "hang_timeout": None if hang_timeout is None else str(hang_timeout),
+        "health_check": health_check,
     }
     if config is not False or profile is not None:
         from executors.launcher.launch_settings import filled
@@ -327,8 +332,7 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     request = with_policy(executor, request)
     if (script := script_of(request.entrypoint)) is not None:
         check_python(script_header(script), script)
-    if request.tracker is not None:
-        check_tracker(request.tracker)
+    check_named(request)
     chaos = check_chaos(executor, request) if request.chaos else ()
     request = replace(request, rendezvous=rendezvous, timeout=timeout, chaos=chaos)
     package = None
@@ -354,9 +358,7 @@ def _bring_back(
     """Resume a run as `launch(resume=True)` does."""
     given = request.args if request.argv is None else request.argv
     request = resolved(request) if given is not None else replace(resolved(request), args=None)
-    for name in ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker"):
-        if getattr(request, name):
-            raise ValueError(f"A resumed run keeps the {name} it was launched with: leave {name}= away.")
+    check_kept(request)
     if request.run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
     from executors.resume import resume

@@ -11,18 +11,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from executors.entrypoint import SCRIPT, describe, find_definition, is_script, shown, signature_in, split_rank_env
-from executors.errors import NO_DIRECTORY, ReplicasError, StoreError
+from executors.entrypoint import (
+    SCRIPT,
+    check_entrypoint,
+    describe,
+    find_definition,
+    is_script,
+    shown,
+    signature_in,
+    split_rank_env,
+)
+from executors.errors import NO_DIRECTORY, EntrypointError, ReplicasError, StoreError
 from executors.native import NativeExecutor, Package, restarts_replicas
 from executors.policy import HangLimits
 from executors.protocol import ServerlessExecutor
 from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED
-from executors.report.trackers import BUILT_IN
+from executors.report.trackers import BUILT_IN, check_tracker
 from executors.store import open_store
 from executors.task.arguments import annotations_in, from_texts, to_json
 from executors.task.create import LaunchRequest
 from executors.task.placeholders import fill
 from executors.task.stored import StoredTask, installed_version
+
+KEPT = ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker", "health_check")
 
 
 def check_working_directory() -> None:
@@ -121,6 +132,30 @@ def check_chaos(executor: ServerlessExecutor, request: LaunchRequest) -> Sequenc
             "Try it with --backend local."
         )
     return chaos.check_chaos(request.chaos, request.n)
+
+
+def check_named(request: LaunchRequest) -> None:
+    """Check that tracker and health check exist, as far as that shows without running any of them.
+
+    Raises:
+        ValueError, MissingDependencyError: there is no such tracker.
+        EntrypointError: there is no such health check, or it cannot be called without arguments.
+    """
+    if request.tracker is not None:
+        check_tracker(request.tracker)
+    if request.health_check is not None:
+        try:
+            check_entrypoint(request.health_check, {})
+        except EntrypointError as error:
+            error.add_note("It is the health check of this launch.")
+            raise
+
+
+def check_kept(request: LaunchRequest) -> None:
+    """Raises: ValueError: something is given that a resumed run keeps."""
+    for name in KEPT:
+        if getattr(request, name):
+            raise ValueError(f"A resumed run keeps the {name} it was launched with: leave {name}= away.")
 
 
 def with_tracker(package: Package, tracker: str) -> Package:

@@ -36,7 +36,7 @@ from executors.task.create import LaunchRequest
 
 RENAMED = {"secrets": "secret", "gather_s": "gather"}
 NOT_IN_FILES = ("args", "arg_texts", "argv", "env", "origins")  # fields of a request
-COMMAND_ONLY = {"columns": str, "json": bool, "dry-run": bool, "volume": list[str]}
+COMMAND_ONLY = {"columns": str, "tee": str, "json": bool, "dry-run": bool, "volume": list[str]}
 ANY_BACKEND = ""
 
 

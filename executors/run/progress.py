@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from executors.report.words import one_line
 from executors.run.notebook import NotebookView, in_notebook
-from executors.status import Progress, RunStatus
+from executors.status import MAX_DECIDED, MAX_LINE, Progress, RunStatus
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -49,8 +50,12 @@ class Lines:
         self._clock = clock
         self._counts = self._text = ""
         self._at = 0.0
+        self._n_decided = 0
 
     def update(self, status: RunStatus) -> None:
+        new, self._n_decided = status.decided[self._n_decided :], len(status.decided)
+        for each in new[-MAX_DECIDED:]:
+            print(f"replicas: {self._run_id}: {one_line(each.line, MAX_LINE)}", file=sys.stderr, flush=True)
         text, now = status.describe_progress(), self._clock()
         if status.counts != self._counts or (text != self._text and now - self._at >= EVERY_S):
             self._counts, self._text, self._at = status.counts, text, now
@@ -67,6 +72,7 @@ class Bars:
         self._run_id = run_id
         self._console = console
         self._live: Any = None
+        self._n_decided = 0
 
     def update(self, status: RunStatus) -> None:
         from rich.console import Group
@@ -76,6 +82,9 @@ class Bars:
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
+        new, self._n_decided = status.decided[self._n_decided :], len(status.decided)
+        for each in new[-MAX_DECIDED:]:
+            self._console.print(one_line(each.line, MAX_LINE), style="yellow")
         drawn = bars(status, min(MAX_BARS, self._console.height - LINES_AROUND))
         words = status.describe_progress() if drawn is None else status.counts
         self._live.transient = not status.is_terminal

@@ -69,6 +69,7 @@ class LaunchRequest:
     tracker: str | None = None
     restarts: Restarts | str | None = None
     hang_timeout: str | None = None
+    health_check: str | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
     """Who said what: a flag, a variable of the environment, a file."""
 
@@ -105,6 +106,8 @@ class LaunchRequest:
         if not isinstance(self.gather_s, int | float) or not 0 <= self.gather_s < FAR_AHEAD:
             raise ValueError(f"gather_s is a number of seconds, got gather_s={self.gather_s!r}.")
         Restarts.of(self.restarts), HangLimits.parse(self.hang_timeout)
+        if not isinstance(self.health_check, str | None):
+            raise TypeError(f"health_check names a function, as 'pkg.mod:f', got {self.health_check!r}.")
         if not isinstance(self.tracker, str | None):
             raise TypeError(f"tracker is a name, as in 'trackio' or 'pkg.mod:Class', got {self.tracker!r}.")
         if isinstance(self.chaos, str):
@@ -164,6 +167,7 @@ def plan_run(
         fail_fast=request.fail_fast,
         restarts=None if request.restarts is None else str(Restarts.of(request.restarts)),
         hang=str(HangLimits.parse(request.hang_timeout)),
+        health_check=request.health_check,
         tracker=request.tracker,
     )
     task, pickled = _pack_task(request, launched_with, package)

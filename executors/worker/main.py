@@ -10,9 +10,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
-import itertools
 import os
-import socket
 import sys
 import time
 import traceback
@@ -22,23 +20,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from executors import replica as environment
-from executors.attempt import Attempt, Claim
+from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
 from executors.errors import HangError, ReplicasError, ResultError
 from executors.metrics.recorder import Recorder
 from executors.native import RunSpec
-from executors.process import children, flush_c_streams, kill_descendants, start_time
+from executors.process import children, flush_c_streams, kill_descendants
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
 from executors.shared_page import SharedPage
 from executors.store import store_at
-from executors.store.records import RETRY_S, is_gone, read_record, retry, to_bytes
+from executors.store.records import RETRY_S, is_gone, read_record
 from executors.store.url import split_address
-from executors.supervision.decisions import DecisionLog, barred_by
-from executors.supervision.orders import words_of_bar
 from executors.task.record import RunRecord
 from executors.task.stored import StoredTask, read_task
+from executors.worker.claim import CancelledBeforeStart, claim
 from executors.worker.failure import describe_failure, fingerprint_of
+from executors.worker.health_check import LIMIT_S, UnhealthyError, check_health
 from executors.worker.heartbeat import Heartbeat
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.result import to_json_value
@@ -75,10 +73,6 @@ class Assignment:
     """How the attempt was started; see `Outcome`."""
     page: SharedPage | None = None
     """What the parent sees of this process."""
-
-
-class CancelledBeforeStart(ReplicasError):
-    """The attempt was cancelled before its process came up."""
 
 
 def main(assignment: Assignment) -> NoReturn:
@@ -126,43 +120,6 @@ def call(run: str, digest: str | None = None) -> Any:
     return outcome.result
 
 
-def claim(asked: Attempt) -> tuple[Attempt, str]:
-    """Claim the attempt asked for, or the next free one: a service may start the same input twice.
-
-    Returns: the attempt, and the nonce of its claim.
-
-    Raises:
-        CancelledBeforeStart: an attempt on the way, from the one asked for on, was cancelled; or the log of decisions
-            bars the rank, by a cancel or a stop that came before it.
-    """
-    nonce, pid, now = os.urandom(16).hex(), os.getpid(), time.time()
-    claim = {"nonce": nonce, "pid": pid, "pid_started": start_time(pid), "host": socket.gethostname(), "at": now}
-    for attempt in map(asked.at, itertools.count(asked.number)):
-        if retry(functools.partial(attempt.has, "cancel.json")):
-            _end_before_start(attempt)
-        if retry(functools.partial(_nonce_that_counts, attempt, to_bytes(claim))) == nonce:
-            # Behind the claim: who cancels looks for claims behind the entry, so one of the two sees the other.
-            log = retry(DecisionLog(attempt.store, attempt.run_id).read)
-            if (entry := barred_by(log, attempt.rank)) is not None:
-                attempt.request_cancel(words_of_bar(entry))
-                _end_before_start(attempt)
-            return attempt, nonce
-    raise AssertionError("unreachable")
-
-
-def _end_before_start(attempt: Attempt) -> NoReturn:
-    cancelled = attempt.ended(ReplicaStatus.CANCELLED, "cancelled", pid=os.getpid(), started_at=time.time())
-    attempt.record(cancelled, retry_s=RETRY_S)
-    raise CancelledBeforeStart(f"Attempt {attempt.number} of rank {attempt.rank} was cancelled before it started.")
-
-
-def _nonce_that_counts(attempt: Attempt, claim: bytes) -> str:
-    """Create a claim and return the nonce of the one that exists; safe to do again when a reply was lost."""
-    # Whether the create succeeded is not the question: only what exists decides.
-    attempt.store.put_if_absent(attempt.key("started.json"), claim)
-    return read_record(attempt.store, attempt.key("started.json"), Claim.parse).nonce
-
-
 class _Worker:
     """One replica in this process, which has claimed its attempt."""
 
@@ -176,7 +133,8 @@ class _Worker:
 
             store = inject_faults(store, spec.chaos, rank, spec.attempt)
         began = time.monotonic()
-        self.attempt, nonce = claim(Attempt(store, spec.run_id, rank, spec.attempt))
+        n_decisions = 0 if assignment.page is None else int(assignment.page.n_decisions)
+        self.attempt, nonce = claim(Attempt(store, spec.run_id, rank, spec.attempt), n_decisions)
         number, url = self.attempt.number, spec.store_url
         self.replica = Replica(rank, spec.world_size, spec.run_id, number, url, claimed_nonce=nonce)
         self.replica.store = store
@@ -224,8 +182,12 @@ class _Worker:
             end_watch(self._assignment.page)
 
     def load(self, task: StoredTask) -> Callable[[], Any]:
-        """Return the task to call, having begun to hand its numbers to the tracker that it names."""
+        """Return the task to call, having checked this process's health and begun to hand its numbers to a tracker."""
         launched, replica = task.record.launched_with, self.replica
+        if launched is not None and launched.health_check is not None:
+            seed_generators(replica, task.record.seed, but=set())  # the check may import the user's module
+            with replica.section("health check", LIMIT_S):
+                check_health(launched.health_check, self._end_unhealthy if self._assignment.supervisor_pid else None)
         if launched is None or launched.tracker is None or replica.recorder is None:
             return _load(replica, task, self._assignment.gpu)
         from executors.worker.tracking import Tracking, tracked
@@ -268,6 +230,8 @@ class _Worker:
             return self._failed("no_result", text, code, fingerprint=fingerprint_of(error))
         if isinstance(error, NoGpuError):
             return self._failed("start_failed", str(error), 1, fingerprint=fingerprint_of(error))
+        if isinstance(error, UnhealthyError):
+            return self._failed("start_failed", str(error), 1)  # perhaps the machine's fault: not `deterministic`
         reason: Any = error.outcome_reason if isinstance(error, ReplicasError | HangError) else "exception"
         return self._failed(reason, exit_code=1, **describe_failure(error))
 
@@ -303,6 +267,14 @@ class _Worker:
             self._log.put(FINAL_BYTES)  # before the outcome: who finds that finds the whole
         outcome = replace(outcome, output_tail=self._assignment.output_tail())
         self.attempt.record(outcome, retry_s=RETRY_S)
+
+    def _end_unhealthy(self, words: str) -> None:
+        """Leave the outcome and the process, in a thread beside the check."""
+        try:
+            self._record(self._failed("start_failed", words, 1))
+            kill_descendants(os.getpid())
+        finally:
+            os._exit(1)
 
 
 def _called(task: Callable[[], Any]) -> Any:

@@ -79,7 +79,7 @@ class Supervisor:
         self._term_grace_s = term_grace_s
         self._launcher_pidfd = launcher_pidfd
         store = store or store_at(spec.store_url)
-        self._answers = Answers(spec, store, self._begin_next)
+        self._answers = Answers(spec, store, self._begin_next, look_s)
         self._asked = [Attempt(store, spec.run_id, rank, spec.attempt) for rank in spec.ranks]
         self._waiting: deque[Attempt] = deque()
         self._running: dict[int, Running] = {}
@@ -94,6 +94,11 @@ class Supervisor:
         self._look_at = time.monotonic() + look_s
         self._watch_at = NEVER
         self._signals: tuple[signal.Signals, ...] = (signal.SIGCHLD, signal.SIGUSR1)
+        self._killer = None
+        if spec.chaos:
+            from executors.chaos import Killer
+
+            self._killer = Killer(spec.chaos, spec.run_id)
         self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def start(self) -> list[Attempt]:
@@ -146,7 +151,9 @@ class Supervisor:
             poller.register(self._launcher_pidfd, select.POLLIN)
         while self._running or self._waiting or self._copying or self._answers.is_pending:
             events = (min(running.deadline, running.kill_at) for running in self._running.values())
-            left_s = max(0.0, min(self._look_at, self._watch_at, self._answers.next_at, *events) - time.monotonic())
+            kill_at = NEVER if self._killer is None else self._killer.next_at
+            next_at = min(self._look_at, self._watch_at, self._answers.next_at, kill_at, *events)
+            left_s = max(0.0, next_at - time.monotonic())
             ready = {descriptor for descriptor, _ in poller.poll(min(left_s, 60.0) * 1000)}
             if self._wakeup in ready:
                 with contextlib.suppress(BlockingIOError):
@@ -165,6 +172,8 @@ class Supervisor:
             if time.monotonic() >= self._watch_at:
                 self._watch()
             self._enforce_deadlines()
+            if self._killer is not None:
+                self._killer.strike({running.asked.rank: running.pid for running in self._running.values()})
             while self._waiting and self._free_places:
                 attempt = self._waiting.popleft()
                 try:
@@ -177,11 +186,12 @@ class Supervisor:
     def _start(self, attempt: Attempt) -> None:
         place = self._free_places[0]
         page = self._pages[attempt.rank] = SharedPage.create(self._pages.get(attempt.rank))
+        page.n_decisions = self._answers.n_read
         pid = self._ranks.start(attempt, place, page, (self._wakeup, self._wakeup_writer))
         self._free_places.popleft()
         deadline = NEVER if self._timeout_s is None else time.monotonic() + self._timeout_s
         deadline = self._deadlines.setdefault(attempt.rank, deadline)
-        watchdog = watchdog_of(self._spec, attempt.rank, page, pid, self._term_grace_s)
+        watchdog = watchdog_of(self._spec, attempt.rank, page, pid, self._answers.hang, self._term_grace_s)
         self._running[pid] = Running(pid, attempt, place, page, watchdog, time.time(), deadline)
         self._watch_at = 0.0
 
@@ -284,6 +294,7 @@ class Supervisor:
         for rank, entry in bars.items():
             self._answers.take_back(rank, why_barred(entry))
         for running in self._running.values():
+            running.watchdog.limits = self._answers.hang
             bar = bars.get(running.asked.rank)
             if running.ending is not None:
                 continue

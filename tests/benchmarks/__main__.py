@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import exactness, far, launch, looking, metrics, noticing, outer_step, pages, rounds, trainer
+from . import exactness, far, launch, looking, metrics, noticing, outer_step, pages, restarts, rounds, trainer, watching
 from .harness import Comparison, Options, report
 
 Benchmark = Callable[[Options], list[Comparison]]
@@ -27,25 +27,34 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("M1", "M3"): metrics.metrics,
     ("M2",): pages.pages,
     ("T1",): trainer.trainer,
+    ("R1", "R2"): restarts.restarts,
+    ("R3",): watching.stacks,
+    ("R4",): watching.marks,
+    ("R5",): watching.false_alarms,
+    ("R6",): restarts.goodput,
     ("C1",): exactness.exactness,
 }
+LONG = ("R5", "R6")
 NAMES = sorted(name for names in BENCHMARKS for name in names)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Comparison]:
-    """Run the benchmarks that the command line names, all by default."""
+    """Run the benchmarks that the command line names; by default all but those that take an hour."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description="Benchmarks beside their peers.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(NAMES)}; all by default")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"which: {', '.join(NAMES)}; all but {' and '.join(LONG)} by default"
+    )
     parser.add_argument("--repeat", type=int, metavar="N", help="repetitions of everything")
+    parser.add_argument("--seconds", type=float, metavar="S", help="how long R5 and R6 go on; an hour and half of one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
     parser.add_argument("--quick", action="store_true", help="toy sizes, to see that everything runs")
     chosen = parser.parse_args(arguments)
     if unknown := set(chosen.names) - set(NAMES):
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
-    options = Options(chosen.repeat, chosen.quick)
+    options = Options(chosen.repeat, chosen.quick, chosen.seconds)
     comparisons: list[Comparison] = []
     for names, benchmark in BENCHMARKS.items():
-        if not chosen.names or set(names) & set(chosen.names):
+        if (not chosen.names and names[0] not in LONG) or set(names) & set(chosen.names):
             began = time.monotonic()
             comparisons += benchmark(options)
             print(f"{' '.join(names)}: {time.monotonic() - began:.0f} s", file=sys.stderr)

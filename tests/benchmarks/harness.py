@@ -30,6 +30,9 @@ class Options:
     quick: bool = False
     """Toy sizes, to see that it all runs; the figures mean nothing."""
 
+    seconds: float | None = None
+    """How long each benchmark goes on that goes on for a while; None: as long as it thinks right."""
+
     def repetitions(self, usual: int) -> int:
         return self.repeat or (1 if self.quick else usual)
 

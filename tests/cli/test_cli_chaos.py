@@ -55,8 +55,8 @@ def test_a_store_that_fails_at_random_costs_no_replica(folder: Folder) -> None:
 
 
 REFUSED = {
-    "kil:rank=1": "No chaos 'kil'. Did you mean 'kill'? Known: kill, store.",
-    "kill:rnk=1": "No setting of kill 'rnk'. Did you mean 'rank'? Known: at, attempt, count, rank, round, when.",
+    "kil:rank=1": "No chaos 'kil'. Did you mean 'kill'? Known: exit, hang, kill, oom, raise, store.",
+    "kill:rnk=1": "No setting of kill 'rnk'. Did you mean 'rank'? Known: at, attempt, count, every, rank, round, when.",
     "kill:rank=1,at=seel": "No fault point 'seel'. Did you mean 'seal'? Known: bye, claim, ",
     "kill:rank=1,when=now": "No time 'now'. Known: after, before.",
     "kill:rank=one": "rank is an integer, got rank=one.",
@@ -67,6 +67,15 @@ REFUSED = {
     "kill:rank=1,rank=1": "'rank' needs one value",
     "kill:rank": "'rank' needs one value",
     "kill:rank=1,at=bye,round=3": "at=bye belongs to no round, got round=3.",
+    "kill:every=0.001": "every is a number of seconds, at least 0.01, got every=0.001.",
+    "kill:every=5,round=3": "every= kills whatever runs then, so it goes with rank= alone.",
+    "kill:every=5,rank=2": "the run has the ranks 0 to 1, got rank=2.",
+    "hang:how=gil": "whom? Give a rank",
+    "hang:rank=1,how=gill": "No way to hang 'gill'. Did you mean 'gil'? Known: gil, lock, loop, spin, stop.",
+    "raise:rank=1,attempt=each": "attempt is an integer, got attempt=each.",
+    "exit:rank=1,code=256": "an exit code is from 0 to 255, got code=256.",
+    "exit:rank=1,cod=1": "Did you mean 'code'?",
+    "oom:rank=1,how=lock": "No setting of oom 'how'.",
     "kill:rank=1,round=0": "rounds count from 1, got round=0.",
     "store:lost=2": "lost is a rate from 0 to 1, got lost=2.0.",
     "store:delay=-1": "delay is a number of seconds, got delay=-1.0.",
@@ -108,7 +117,7 @@ def test_the_fault_points_of_a_rendezvous_are_announced_and_found_without_torch(
 
 def test_a_kill_names_its_round_as_people_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
     deaths: list[str] = []
-    monkeypatch.setattr(Kill, "die", lambda self: deaths.append(self.at))
+    monkeypatch.setattr(Kill, "act", lambda self, said: deaths.append(self.at))
     for spec, key in {
         "kill:rank=1,round=3": "run/diloco/main/r2/contribution/1",
         "kill:rank=1,round=3,at=seal": "run/diloco/main/seal/2",

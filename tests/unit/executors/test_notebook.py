@@ -17,7 +17,7 @@ from executors.metrics.rows import Numbers
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run import notebook
 from executors.run.notebook import MAX_POINTS, Curves, Display, NotebookView, bar
-from executors.status import ReplicaState, RunStatus, pauses
+from executors.status import Decided, ReplicaState, RunStatus, pauses
 from executors.testing import eventually
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -105,7 +105,9 @@ def test_what_has_no_place_in_a_curve_is_left_out(odd: dict[str, Any]) -> None:
 def test_text_of_a_run_is_inert_in_a_cell() -> None:
     outcome = Outcome(0, 0, ReplicaStatus.FAILED, "exception", error=f"Oops: {HOSTILE}")
     failed = ReplicaState(0, 0, ReplicaStatus.FAILED, outcome, reported={f"<b>{HOSTILE}": 1.0})
-    html = RunStatus(HOSTILE, HOSTILE, [failed]).to_html(between=bar(state({"step": 1, "total_steps": 4})))
+    html = RunStatus(HOSTILE, HOSTILE, [failed], decided=[Decided(1.0, HOSTILE)]).to_html(
+        between=bar(state({"step": 1, "total_steps": 4}))
+    )
     assert '<progress value="0.2500"' in html
     assert set(re.findall(r"</?([a-z]+)", html)) == {"p", "progress", "table", "thead", "tbody", "tr", "th", "td"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from rich.console import Console
 from executors.cli.table import replica_table
 from executors.protocol import ReplicaStatus
 from executors.run.progress import Bars, Lines, bars
-from executors.status import Progress, ReplicaState, RunStatus, name_rate
+from executors.status import Decided, Progress, ReplicaState, RunStatus, name_rate
 from executors.worker.pace import Pace
 
 RUNNING, SUCCEEDED, PENDING = ReplicaStatus.RUNNING, ReplicaStatus.SUCCEEDED, ReplicaStatus.PENDING
@@ -147,6 +148,17 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.Captu
         "replicas: mine: 1 running: step 200 of 400, 10.0 steps/s, 20 s left",
         "replicas: mine: 1 succeeded: step 400",
     ]
+
+
+def test_what_is_decided_is_said_once_with_a_terminal_and_without(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = io.StringIO()
+    now = replace(state(far(0, 100, 10)), decided=[Decided(1.0, "restarting it\x1b[2J")])
+    for view in (Lines("mine"), Bars("mine", Console(file=screen, force_terminal=True, width=80, height=24))):
+        for _ in range(2):
+            view.update(now)
+        view.close()
+    assert capsys.readouterr().err.count("replicas: mine: restarting it\n") == 1
+    assert screen.getvalue().count("restarting it") == 1
 
 
 def test_bars_stay_on_the_terminal_only_when_the_run_has_ended() -> None:

@@ -204,8 +204,8 @@ def test_tables_of_fault_points_are_found_by_their_entry_point(tmp_path: Path, m
 
 def test_chaos_hits_the_attempt_of_the_rank_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.kill", lambda pid, number: die())
-    specs = ["store:rank=1,error=1", "kill:rank=0,at=outcome,attempt=1"]
-    keys = [f"run/replicas/{rank:04d}/1/outcome.json" for rank in (0, 1, 2)]
+    specs = ["store:rank=1,error=1", "kill:rank=0,at=outcome,attempt=1", "kill:rank=2,at=outcome,attempt=all"]
+    keys = [f"run/replicas/{rank:04d}/1/outcome.json" for rank in range(4)]
 
     def hit(rank: int, attempt: int, key: str) -> str:
         try:
@@ -214,5 +214,6 @@ def test_chaos_hits_the_attempt_of_the_rank_that_it_names(monkeypatch: pytest.Mo
             return type(error).__name__
         return ""
 
-    assert [hit(rank, 1, keys[rank]) for rank in (0, 1, 2)] == ["DeathError", "StoreError", ""]
-    assert hit(0, 0, keys[0]) == hit(0, 1, keys[2]) == ""
+    assert [hit(rank, 1, keys[rank]) for rank in range(4)] == ["DeathError", "StoreError", "DeathError", ""]
+    assert [hit(rank, 0, keys[rank]) for rank in (0, 2)] == ["", "DeathError"]
+    assert hit(0, 1, keys[2]) == ""

@@ -1,0 +1,62 @@
+"""Claiming an attempt: of several processes that would be a rank, which one is which, and whether it may run."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import socket
+import time
+from typing import NoReturn
+
+from executors.attempt import Attempt, Claim
+from executors.errors import ReplicasError
+from executors.process import start_time
+from executors.protocol import ReplicaStatus
+from executors.store.records import RETRY_S, read_record, retry, to_bytes
+from executors.supervision.decisions import DecisionLog, barred_by
+from executors.supervision.orders import words_of_bar
+
+
+class CancelledBeforeStart(ReplicasError):
+    """The attempt was cancelled before its process came up."""
+
+
+def claim(asked: Attempt, n_decisions: int = 0) -> tuple[Attempt, str]:
+    """Claim the attempt asked for, or the next free one: a service may start the same input twice.
+
+    Args:
+        n_decisions: how many entries of the log are known not to bar the rank.
+
+    Returns: the attempt, and the nonce of its claim.
+
+    Raises:
+        CancelledBeforeStart: an attempt on the way, from the one asked for on, was cancelled; or the log of decisions
+            bars the rank, by a cancel or a stop that came before it.
+    """
+    nonce, pid, now = os.urandom(16).hex(), os.getpid(), time.time()
+    claim = {"nonce": nonce, "pid": pid, "pid_started": start_time(pid), "host": socket.gethostname(), "at": now}
+    for attempt in map(asked.at, itertools.count(asked.number)):
+        if retry(functools.partial(attempt.has, "cancel.json")):
+            _end_before_start(attempt)
+        if retry(functools.partial(_nonce_that_counts, attempt, to_bytes(claim))) == nonce:
+            # Behind the claim: who cancels looks for claims behind the entry, so one of the two sees the other.
+            log = retry(functools.partial(DecisionLog(attempt.store, attempt.run_id).read_from, n_decisions))
+            if (entry := barred_by(log, attempt.rank)) is not None:
+                attempt.request_cancel(words_of_bar(entry))
+                _end_before_start(attempt)
+            return attempt, nonce
+    raise AssertionError("unreachable")
+
+
+def _end_before_start(attempt: Attempt) -> NoReturn:
+    cancelled = attempt.ended(ReplicaStatus.CANCELLED, "cancelled", pid=os.getpid(), started_at=time.time())
+    attempt.record(cancelled, retry_s=RETRY_S)
+    raise CancelledBeforeStart(f"Attempt {attempt.number} of rank {attempt.rank} was cancelled before it started.")
+
+
+def _nonce_that_counts(attempt: Attempt, claim: bytes) -> str:
+    """Create a claim and return the nonce of the one that exists; safe to do again when a reply was lost."""
+    # Whether the create succeeded is not the question: only what exists decides.
+    attempt.store.put_if_absent(attempt.key("started.json"), claim)
+    return read_record(attempt.store, attempt.key("started.json"), Claim.parse).nonce

@@ -1,0 +1,114 @@
+"""Watching replicas: stacks of what holds the GIL (R3), what marks cost (R4), and false alarms under load (R5)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from executors import LocalProcessExecutor, Run, launch
+from executors.replica import Replica
+from executors.shared_page import SharedPage
+
+from .harness import Comparison, Options
+from .launch import scratch_folder, state_of_its_own
+
+FILE = Path(__file__).with_name("watching_replica.py")
+STEP_S = 0.005
+SOFT_S, LATE_S = 1.0, 1.5
+LOAD = 20
+
+
+def stacks(options: Options) -> list[Comparison]:
+    """R3: replicas hold the GIL, each in a C call that waits; their supervisor keeps their stacks all the same."""
+    n, times = (1, 1) if options.quick else (10, 10)
+    late_s: list[float] = []
+    with state_of_its_own():
+        for _ in range(times):
+            with scratch_folder("stacks-") as folder:
+                run = launch(
+                    LocalProcessExecutor(preload=()), f"{FILE}:hold_gil", n, args={"folder": folder},
+                    hang_timeout=f"{SOFT_S:g}s:{SOFT_S + 2:g}s",
+                )  # fmt: skip
+                run.wait(120)
+                marked = {rank: float(Path(folder, str(rank)).read_text()) for rank in range(n)}
+            for rank in range(n):
+                kept = [path.stat().st_mtime for path in _stacks_of(run, rank)]
+                late_s.append(min(kept, default=float("inf")) - marked[rank] - SOFT_S)
+    missed = float(sum(each > LATE_S for each in late_s))
+    what = f"stacks of {len(late_s)} replicas that hold the GIL"
+    name = f"soft limit {SOFT_S:g} s"
+    return [
+        Comparison("R3", f"{what}: not within {LATE_S:g} s of the soft limit", "", {name: [missed]}, goals={name: 0.0}),
+        Comparison("R3", f"{what}: after the soft limit", "s", {name: late_s}, goals={name: LATE_S}),
+    ]
+
+
+def _stacks_of(run: Run, rank: int) -> list[Path]:
+    folder = Path(urlsplit(run.store.url).path, run.run_id, "replicas", f"{rank:04d}", "0", "stacks")
+    return [path for path in folder.glob("*.txt") if "most recent call first" in path.read_text()]
+
+
+def marks(options: Options) -> list[Comparison]:
+    """R4: processor time of marks at every step, a section at every step, and of beat and tick."""
+    replica = Replica(0, 8, "run", 0, "memory:", page=SharedPage.create())
+    n = 2000 if options.quick else 200_000
+    samples: dict[str, list[float]] = {"progress()": [], "section()": []}
+    for _ in range(options.repetitions(5)):
+        began = time.process_time()
+        for _ in range(n):
+            pass
+        empty_s = time.process_time() - began
+        began = time.process_time()
+        for _ in range(n):
+            replica.progress()
+        samples["progress()"].append(1e6 * (time.process_time() - began - empty_s) / n)
+        began = time.process_time()
+        for _ in range(n):
+            with replica.section("evaluate"):
+                pass
+        samples["section()"].append(1e6 * (time.process_time() - began - empty_s) / n)
+    ticks = [_ticking_us(0.5 if options.quick else 20.0) for _ in range(options.repetitions(3))]
+    per_step = [
+        mark + section + tick * STEP_S
+        for mark, section, tick in zip(samples["progress()"], samples["section()"], ticks, strict=False)
+    ]
+    share = {"all": [100 * each / (1e6 * STEP_S) for each in per_step]}
+    return [
+        Comparison("R4", "a mark, a section", "us", samples, goals={"progress()": 1.0, "section()": 3.0}),
+        Comparison("R4", "beat and tick, a second", "us", {"all": ticks}, goals={"all": 1.0}),
+        Comparison("R4", f"all three at every step of {1e3 * STEP_S:g} ms", "% of a step", share, goals={"all": 0.1}),
+    ]
+
+
+def _ticking_us(seconds: float) -> float:
+    """Return the processor time, in us a second, that a process spends on its beats and ticks, beside one without."""
+
+    def used(is_watched: bool) -> float:
+        done = subprocess.run(
+            [sys.executable, str(FILE), str(seconds), str(int(is_watched))], capture_output=True, text=True, check=True
+        )
+        return float(done.stdout)
+
+    return max(0.0, 1e6 * (used(True) - used(False)) / seconds)
+
+
+def false_alarms(options: Options) -> list[Comparison]:
+    """R5: replicas that make progress, on a machine with much else to do; for a while, so `--seconds` shortens it."""
+    seconds = 1.0 if options.quick else options.seconds or 3600.0
+    n, load = (1, 1) if options.quick else (4, LOAD)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(load)]
+    try:
+        with state_of_its_own():
+            run = launch(LocalProcessExecutor(preload=()), f"{FILE}:step_for", n, args={"seconds": seconds}, restarts=3)
+            run.wait(seconds + 300)
+            alarms = sum(len(_stacks_of(run, rank)) for rank in range(n))
+            ends = sum(outcome.status != "succeeded" for outcome in run.outcomes())
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    title = f"false alarms and ends of {n} replicas in {seconds:g} s beside {load} busy processes, --hang-timeout auto"
+    return [Comparison("R5", title, "", {"all": [float(alarms + ends)]}, goals={"all": 0.0})]

@@ -1,0 +1,106 @@
+"""`health_check`: a function that each new process calls before the task."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import Folder, HereInstead
+
+from executors import LocalProcessExecutor, launch
+from executors.attempt import Attempt
+from executors.policy import Restarts
+from executors.protocol import ReplicaStatus
+from executors.store import MemoryStore
+from executors.supervision.decisions import DecisionLog
+from executors.supervision.keeper import Keeper, Sight
+from executors.worker.health_check import UnhealthyError, check_health
+
+CHECKS = """
+import random, sys, time
+from executors import current_replica
+
+def of_rank():
+    rank = current_replica().rank
+    print("checking", random.random(), flush=True)
+    if rank == 1:
+        raise OSError("the disk is read-only")
+    if rank == 2:
+        sys.exit("no GPU")
+    return rank != 3
+
+def draw():
+    return random.random()
+"""
+
+
+def test_a_replica_whose_check_fails_ends_before_its_task_and_says_why(tmp_path: Path) -> None:
+    (tmp_path / "checks_of_ranks.py").write_text(CHECKS)
+    name = f"{tmp_path}/checks_of_ranks.py"
+    local = LocalProcessExecutor(preload=())
+    run = launch(local, f"{name}:draw", 4, health_check=f"{name}:of_rank", seed=7)
+    run.wait(60)
+    outcomes = run.outcomes()
+    assert run.record.health_check == f"{name}:of_rank"
+    assert [outcome.reason for outcome in outcomes] == [None, *["start_failed"] * 3]
+    for outcome, says in zip(outcomes[1:], ("OSError: the disk is read-only", "SystemExit: no GPU", ""), strict=True):
+        expected = f"The health check {name}:of_rank " + (f"failed: {says}" if says else "returned False.")
+        assert outcome.error == expected
+        assert "checking" in str(outcome.output_tail)
+    assert "checks_of_ranks.py" in str(outcomes[1].output_tail), "the traceback is in the log"
+    unchecked = launch(local, f"{name}:draw", 4, seed=7).results()
+    assert outcomes[0].result == unchecked[0], "what a check draws at random is not the task's"
+
+
+def test_a_check_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, said = threading.Event(), list[str]()
+
+    def end(words: str) -> None:
+        said.append(words)
+        ended.set()
+
+    monkeypatch.setattr(threading, "wait_for_its_end", ended.wait, raising=False)
+    check_health("threading:wait_for_its_end", end, limit_s=0.01)
+    assert said == ["The health check threading:wait_for_its_end took longer than 0.01 s."]
+    with pytest.raises(UnhealthyError, match=r"EntrypointImportError: .*does not exist"):
+        check_health("threading:nothing_of_the_kind")
+
+
+def test_a_check_is_looked_at_before_anything_is_started(folder: Folder, here: HereInstead) -> None:
+    shown = folder.launch("job:main", "--health-check", "job:keep", "--dry-run").json
+    assert shown["run.json"]["health_check"] == shown["task/task.json"]["launched_with"]["health_check"] == "job:keep"
+    told = folder.launch("job:main", "--health-check", "job:kep")
+    assert told.code == 2
+    assert "'kep' does not exist in it. Did you mean 'keep'?" in told.stderr
+    assert "It is the health check of this launch." in told.stderr
+    told = folder.launch("job:main", "--health-check", "job:die")
+    assert "die() needs the argument 'rank'" in told.stderr
+
+
+class Hands:
+    how = "fork"
+
+    def may_start(self, rank: int) -> bool:
+        return True
+
+    def start(self, attempts: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("has_wider", "expected"), [(True, ["fork", None]), (False, ["fork", "fork", "fork"])])
+def test_a_process_that_is_unwell_twice_running_is_left_to_who_can_start_elsewhere(
+    has_wider: bool, expected: list[str | None]
+) -> None:
+    log = DecisionLog(MemoryStore(), "run")
+    keeper = Keeper(log, Restarts(), world_size=1, launched_at=0.0, hands=Hands(), has_wider=has_wider)
+
+    def way(number: int, pid: int | None) -> str | None:
+        attempt = Attempt(log.store, "run", 0, number)
+        end = attempt.ended(ReplicaStatus.FAILED, "start_failed", error="unwell", pid=pid)
+        answer = keeper.answer(end, Sight({0: number}, {0: end}))
+        return None if answer is None else answer.how
+
+    assert way(0, pid=None) is None, "there was no process at all"
+    assert [way(number, pid=7) for number in range(len(expected))] == expected
