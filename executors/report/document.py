@@ -24,13 +24,14 @@ from executors.report.rounds import UNNOTICED, meetings, rounds_document
 from executors.report.timeline import timeline_document
 from executors.report.words import name_moment, one_line
 from executors.status import TOTAL_STEPS, RunStatus
+from executors.supervision.events import Event
 from executors.task.record import RunRecord, TaskRecord
 
 MAX_VALUES = 220_000  # of all curves together
 MAX_NAMES = 24
 MAX_NAME = 40  # characters
 MAX_SETTINGS, MAX_ARGUMENTS, MAX_VALUE = 60, 200, 2000
-MAX_PROBLEMS, MAX_NOTABLE = 20, 8
+MAX_PROBLEMS, MAX_NOTABLE, MAX_EVENTS = 20, 8, 500
 ANCHOR = "first loss after each round"
 AFTER = 0.1  # of the way to the next round: a loss that was reported by then is almost the anchor's
 SETTINGS = (
@@ -48,6 +49,8 @@ class Subject:
     task: TaskRecord | None
     now: RunStatus
     metrics: Metrics
+    events: Sequence[Event] = ()
+    """What happened, in the order of time."""
     pages: Sequence[str | None] = ()
     """By rank, the page of its job at its service."""
     problems: Sequence[str] = ()
@@ -105,8 +108,10 @@ def document(subject: Subject) -> dict[str, Any]:
             }
             for state in now.replicas
         ],
-        "timeline": timeline_document(metrics),
+        "timeline": timeline_document(metrics, subject.events),
         "rounds": rounds,
+        "events": [_happened(event, metrics.began_at) for event in subject.events[-MAX_EVENTS:]],
+        "n_events": len(subject.events),
         "failures": failures_document(subject.outcomes, newest, record.world_size),
         "configuration": _configuration(subject),
         "problems": [one_line(each) for each in [*subject.problems, *metrics.problems][:MAX_PROBLEMS]],
@@ -198,6 +203,12 @@ def first_losses(metrics: Metrics) -> dict[tuple[str, int], list[Point]]:
 def _anchor(metrics: Metrics) -> list[Point]:
     found = first_losses(metrics).values()
     return sorted((fmean(x for x, _ in points), fmean(y for _, y in points)) for points in found)
+
+
+def _happened(event: Event, began_at: float) -> dict[str, Any]:
+    """Return an event with inert texts, and its second on the time line, as far as the clocks of hosts are alike."""
+    texts = {name: one_line(getattr(event, name) or "", MAX_VALUE) for name in ("actor", "reason", "why")}
+    return {**event.to_json(), **texts, "s": round(event.at - began_at, 3), "is_usual": event.is_usual}
 
 
 def _launched(subject: Subject) -> list[list[str]]:

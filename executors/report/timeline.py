@@ -13,6 +13,7 @@ from executors.metrics.metrics import AttemptSpan, Metrics
 from executors.metrics.rows import Round
 from executors.protocol import ReplicaStatus
 from executors.report.words import one_line
+from executors.supervision.events import Event
 
 KINDS = {
     "starting": "starting",
@@ -22,11 +23,21 @@ KINDS = {
     "reducing": "reducing, outer step",
     "dead": "dead",
 }
-MARKS = {"fail": "killed or failed", "stop": "cancelled", "restart": "next attempt", "late": "came too late"}
+MARKS = {
+    "fail": "killed or failed",
+    "stop": "cancelled",
+    "restart": "next attempt",
+    "hang": "may hang",
+    "notice": "told to end",
+    "late": "came too late",
+}
+OF_EVENTS = {"hang_suspected": "hang", "notice": "notice"}
 SHAPES = {
     "fail": "M-5-5 5 5M-5 5 5-5",
     "stop": "M-4-4h8v8h-8z",
     "restart": "M-4-5 5 0-4 5z",
+    "hang": "M-4-5h8L0 0l4 5h-8l4-5z",
+    "notice": "M0-5 5 4h-10z",
     "late": "M0-4 4 0 0 4-4 0z",
 }
 MAX_SPANS = 5000
@@ -39,8 +50,12 @@ Span = list[Any]
 """What, from when until when in seconds on the run's time line, and of which rounds."""
 
 
-def timeline_document(metrics: Metrics) -> dict[str, Any]:
-    """Return lanes with their spans and marks, as JSON; where they are too many, several rounds are one."""
+def timeline_document(metrics: Metrics, events: Sequence[Event] = ()) -> dict[str, Any]:
+    """Return lanes with their spans and marks, as JSON; where they are too many, several rounds are one.
+
+    Args:
+        events: of which those are marked that measurements do not tell of.
+    """
     rounds: dict[tuple[int, int], list[Round]] = defaultdict(list)
     for row in metrics.rounds:
         rounds[row.rank, row.attempt].append(row)
@@ -50,22 +65,30 @@ def timeline_document(metrics: Metrics) -> dict[str, Any]:
             first[number.rank, number.attempt] = metrics.at(number)
     merged = max(1, math.ceil(4 * len(metrics.rounds) / max(1, MAX_SPANS - 3 * len(metrics.attempts))))
     end_s = max([metrics.as_of_s, *(span.ended_s or 0.0 for span in metrics.attempts)])
+    decided = {(event.rank, (event.attempt or 0) + 1): event.why for event in events if event.kind == "decided"}
     lanes: dict[int, dict[str, Any]] = {}
     for attempt in metrics.attempts:
         key = (attempt.rank, attempt.attempt)
         lane = lanes.setdefault(attempt.rank, {"rank": attempt.rank, "spans": [], "marks": []})
         if lane["spans"]:
             lane["spans"].append(["dead", lane["spans"][-1][2], attempt.started_s, ""])
-            lane["marks"].append(["restart", attempt.started_s, f"attempt {attempt.attempt}"])
+            why = one_line(decided.get(key, f"attempt {attempt.attempt}"), 200)
+            lane["marks"].append(["restart", attempt.started_s, why])
         lane["spans"] += _spans(attempt, rounds[key], metrics, merged, first.get(key), end_s)
         late = [row for row in rounds[key] if row.verdict != "counted"]
         lane["marks"] += [["late", metrics.at(row), f"round {row.entry + 1}: {row.verdict}"] for row in late]
         lane["marks"] += _end(attempt)
+    for event in events:
+        if event.kind in OF_EVENTS and event.rank in lanes:
+            at_s = min(max(0.0, event.at - metrics.began_at), end_s)
+            text = one_line(f"{event.kind.replace('_', ' ')}: {event.why or event.reason}", 200)
+            lanes[event.rank]["marks"].append([OF_EVENTS[event.kind], at_s, text])
     for lane in lanes.values():
         last = [span for span in metrics.attempts if span.rank == lane["rank"]][-1]
         if last.outcome is not None and last.outcome.status is not ReplicaStatus.SUCCEEDED:
             lane["spans"].append(["dead", lane["spans"][-1][2], end_s, ""])
         lane["n_marks"] = len(lane["marks"])
+        lane["marks"].sort(key=lambda mark: mark[1])
         lane["marks"] = [[kind, round(at, 3), text] for kind, at, text in lane["marks"][-MAX_MARKS:]]
         lane["spans"] = [[kind, round(a, 3), round(b, 3), text] for kind, a, b, text in lane["spans"] if b > a]
     return {

@@ -173,7 +173,7 @@ class RunLogs:
             if text:
                 kept.append(text)
                 size += len(text)
-            while len(kept) > n_lines or size > MAX_READ_BYTES:
+            while len(kept) > n_lines or (size > MAX_READ_BYTES and len(kept) > 1):
                 size -= len(kept.popleft())
         return kept
 

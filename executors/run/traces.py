@@ -260,7 +260,16 @@ class Traces:
         from executors.report.document import document
         from executors.run.report_subject import subject_of
 
-        return document(subject_of(self.store, self.record, self.status(), self.metrics(), self.handles))
+        return document(
+            subject_of(
+                self.store,
+                self.record,
+                self.status(),
+                self.metrics(),
+                self.handles,
+                lambda note: self.events(note=note),
+            )
+        )
 
     def newest_attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt: its number is 0 until it was resumed, or its process started twice."""

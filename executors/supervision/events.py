@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
@@ -24,9 +26,11 @@ KINDS = (
     "launched", "claimed", "first_progress", "hang_suspected", "stacks", "notice", "ended", "decided", "cancelled",
     "gave_up", "stopped", "finished",
 )  # fmt: skip
+USUAL = ("launched", "claimed", "first_progress", "finished")
 OF_DECISIONS = {"cancel": "cancelled", "give_up": "gave_up", "stop": "stopped"}
 NO_PROGRESS = ("rss", "left_with", "left_out")  # lines of segments that are not reported by the entrypoint
 SEGMENT_BYTES = 4 << 20
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # between two looks for the first report of an attempt
 SUSPICION_S = 10.0  # dumps that lie closer together are of one suspicion
 HEAD_BYTES = 2000  # of a dump; its first line is the diagnosis
 MAX_DUMP_BYTES = 4 << 20
@@ -54,6 +58,11 @@ class Event:
     duration_s: float | None = None
     """How long an attempt lived, took to its first progress, or stays down; how long the run took."""
 
+    @property
+    def is_usual(self) -> bool:
+        """Whether it happens in a run in which nothing goes wrong."""
+        return self.kind in USUAL or (self.kind == "ended" and self.reason == "succeeded")
+
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain JSON."""
         return asdict(self)
@@ -75,6 +84,7 @@ class EventReader:
         *,
         map_over: Callable[[Callable[[T], R], Iterable[T]], list[R]],
         note: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._run_id = run_id
@@ -82,10 +92,13 @@ class EventReader:
         self._map: Any = map_over
         self._policy = Restarts.of(record.restarts)
         self._note = note
+        self._clock = clock
         self._log = DecisionLog(store, run_id)
         self._n_decisions = 0
         self._seen = set[tuple[Any, ...]]()
         self._claimed = dict[tuple[int, int], float]()
+        self._ask = defaultdict[tuple[int, int], tuple[float, float]](lambda: (0.0, FIRST_PAUSE_S))
+        """When to ask for a first report next, and how long to wait then."""
         self._is_launch_told = False
 
     def new(self, inventory: Inventory, now: RunStatus) -> list[Event]:
@@ -147,7 +160,11 @@ class EventReader:
     def _first_progress(self, inventory: Inventory) -> Iterator[Event]:
         """Tell of first reports, from the first segments of measurements, which come some seconds late."""
         waiting = [key for key in self._claimed if ("progress", *key) not in self._seen]
-        over = {key for key in waiting if inventory.has(*key, "outcome")}
+        over, now = {key for key in waiting if inventory.has(*key, "outcome")}, self._clock()
+        waiting = [key for key in waiting if key in over or self._ask[key][0] <= now]
+        for key in waiting:  # seldomer each time: one that reports nothing is asked for as long as it lives
+            pause_s = self._ask[key][1]
+            self._ask[key] = now + pause_s, min(2 * pause_s, LONGEST_PAUSE_S)
 
         def read(key: tuple[int, int]) -> list[Event]:
             after_s = self._seconds_to_progress(*key)

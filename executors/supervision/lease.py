@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from executors.errors import StoreError
@@ -118,6 +119,36 @@ class LeaseHolder:
                 log.warning("the lease of run %s cannot be renewed; trying again: %s", self._run_id, error)
             return False
         return True
+
+
+class LeaseWatch:
+    """Tells a container whether anybody watches its run: then the lease changes.
+
+    Args:
+        limit_s: how long a lease counts, by this process's clock, from when its content was first read.
+    """
+
+    def __init__(self, store: Store, run_id: str, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit_s = limit_s
+        self._store = store
+        self._run_id = run_id
+        self._clock = clock
+        self._seen: Lease | None = None
+        self._seen_at = self._look_at = clock()
+
+    def is_over(self) -> bool:
+        """Look at the lease when it is time to; a look that fails counts for nothing."""
+        now = self._clock()
+        if now < self._look_at:
+            return False
+        self._look_at = now + min(RENEW_S, self.limit_s / 5)
+        try:
+            found = find_record(self._store, key_of(self._run_id), Lease.parse)
+        except StoreError:
+            return False
+        if found != self._seen or (found is not None and found.detached):
+            self._seen, self._seen_at = found, now
+        return now - self._seen_at >= self.limit_s
 
 
 def hold_lease(store: Store, spec: RunSpec) -> LeaseHolder | None:

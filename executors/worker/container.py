@@ -16,21 +16,21 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from executors.attempt import Attempt, Beat
 from executors.attempt.outcome import describe_end
-from executors.errors import KeyNotFoundError, StoreError
+from executors.errors import StoreError
 from executors.native import RunSpec
 from executors.process import be_killed_first, die_with_parent, fork, oom_kills_in_group, usable_cores
 from executors.protocol import Reason
 from executors.shared_page import SharedPage
-from executors.store import Store
-from executors.store.records import Fields, get_at_most, to_bytes
+from executors.store.records import to_bytes
 from executors.store.url import impatient_store, is_near
+from executors.supervision.lease import LeaseWatch
 from executors.task.stored import StoredTask
 from executors.worker.main import Assignment, main
 from executors.worker.ranks import Running, how_started, leave_supervisor, read_task_ahead
@@ -44,8 +44,6 @@ STORE_LIMIT_S = 5.0  # how long a request may hold up the supervisor
 FAR_LOOK_S = 10.0  # how often a bucket is looked into
 BEAT_S = 10.0
 BEAT_LATE_S = 15.0  # a rank that has not had its GIL for so long does not beat itself
-LEASE_LOOK_S = 60.0
-MAX_LEASE_BYTES = 4096
 PRELOAD = ("torch", "torch._dynamo")
 IMPORTS_TORCH = re.compile(r"^\s*(?:import|from)\s+(?:torch|diloco)\b", re.MULTILINE)
 
@@ -78,7 +76,7 @@ class ContainerSupervisor(Supervisor):
         self._notice_s = notice_s
         self._notice: int | None = None
         self._beaten_at = 0.0
-        self._lease = None if spec.lease_s is None else Lease(store, spec.run_id, spec.lease_s)
+        self._lease = None if spec.lease_s is None else LeaseWatch(store, spec.run_id, spec.lease_s)
         self.exit_code = 1
         """That of the rank's last process, as a shell would say it."""
 
@@ -91,7 +89,6 @@ class ContainerSupervisor(Supervisor):
         self._notice = notice
         self._answers.leave_all()
         self._waiting.clear()
-        self._answers.close()
         self._look_at = 0.0  # what was cancelled is not given the time of a notice
         end_at = time.monotonic() + self._notice_s
         for running in self._running.values():
@@ -222,40 +219,6 @@ def imports_torch(task: StoredTask, workspace: Path) -> bool:
             if IMPORTS_TORCH.search(file.read_text(encoding="utf-8")):
                 return True
     return False
-
-
-class Lease:
-    """Tells whether somebody watches a run: while anybody does, `lease.json` changes.
-
-    Args:
-        limit_s: how long it counts, by this process's clock, once its content was read.
-    """
-
-    def __init__(self, store: Store, run_id: str, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.limit_s = limit_s
-        self._store = store
-        self._key = f"{run_id}/lease.json"
-        self._clock = clock
-        self._look_at = 0.0
-        self._content: bytes | None = None
-        self._changed_at = clock()
-
-    def is_over(self) -> bool:
-        """Look at it, now and then; a look that fails counts for nothing."""
-        now = self._clock()
-        if now < self._look_at:
-            return False
-        self._look_at = now + min(LEASE_LOOK_S, self.limit_s / 5)
-        try:
-            content = bytes(get_at_most(self._store, self._key, MAX_LEASE_BYTES))
-            is_detached = Fields(content, self._key, self._store.url).values.get("detached") is True
-        except KeyNotFoundError:
-            content, is_detached = b"", False
-        except StoreError:
-            return False
-        if content != self._content or is_detached:
-            self._content, self._changed_at = content, now
-        return now - self._changed_at >= self.limit_s
 
 
 def keep_output(page: SharedPage) -> None:

@@ -130,6 +130,23 @@ def test_each_chart_has_a_table_that_a_keyboard_opens(browser: Any, files: Calla
         assert lanes.count() == 4
 
 
+def test_what_happened_is_marked_on_the_lane_with_a_tooltip_and_listed(
+    browser: Any, files: Callable[[str], Path]
+) -> None:
+    with Shown(browser, files("kills")) as tab:
+        marks = tab.locator(".timeline path.hang title")
+        assert marks.first.text_content().startswith("Rank 1 at ")
+        assert "hang suspected: the GIL is held by a call" in marks.first.text_content()
+        assert (
+            "restarting rank 1 as attempt 1 (1 of 3)"
+            in tab.locator(".timeline path.restart title").first.text_content()
+        )
+        assert "may hang" in tab.locator(".legend", has=tab.locator("path.hang")).text_content()
+        rows = tab.locator("table.events tbody tr:visible")
+        assert rows.count() == len(with_kills().events)
+        assert tab.locator("table.events td.noted").first.text_content() == "hang suspected"
+
+
 def test_any_reported_number_can_be_chosen_and_what_is_under_the_pointer_is_told(
     browser: Any, files: Callable[[str], Path]
 ) -> None:

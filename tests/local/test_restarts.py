@@ -11,13 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.chaos_tasks import closed_gates, train
 from support.processes import is_alive
-from support.restart_tasks import bomb, die_and_hang, end_always, end_first, hang_first
+from support.restart_tasks import (
+    bomb,
+    come_back_when_resumed,
+    die_and_hang,
+    end_always,
+    end_first,
+    hang_first,
+    save_slowly,
+)
 from support.runs import all_gone, launcher, said
 
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Attempt
 from executors.protocol import Outcome
+from executors.resume import resume
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.testing import eventually
 
@@ -120,7 +130,7 @@ def test_a_restart_together_ends_the_living_ranks_and_starts_them_anew(
     over(run)
 
 
-def barred(run: Run, **entry: Any) -> None:
+def added(run: Run, **entry: Any) -> None:
     """Add an entry to the log, and say so to the supervisor, which looks every ten seconds otherwise."""
     DecisionLog(run.store, run.run_id).append(lambda log: Decision(**entry))
     os.kill(supervisor_of(run), signal.SIGUSR1)
@@ -139,11 +149,21 @@ def test_what_bars_the_run_ends_what_lives_and_what_was_to_be_started(
 ) -> None:
     run = started(local, die_and_hang, 2, "3,backoff=600s:600s", folder=str(tmp_path))
     decided(run, "restart")
-    barred(run, **entry)
+    added(run, **entry)
     over(run)
     assert [told(run, rank) for rank in range(2)] == [["signal SIGKILL", "cancelled"], ["cancelled"]]
     assert why in str(ends(run, 1)[0].error)
     assert not Attempt(run.store, run.run_id, 0, 1).has("started.json")
+
+
+def test_a_run_that_is_cancelled_between_two_attempts_is_over_at_once(
+    local: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    run = started(local, die_and_hang, 1, "3,backoff=600s:600s", folder=str(tmp_path))
+    decided(run, "restart")
+    run.cancel()
+    eventually(lambda: told(run, 0) == ["signal SIGKILL", "cancelled"], "its second attempt is cancelled", within_s=5)
+    over(run)
 
 
 def test_a_run_whose_launcher_is_gone_starts_nothing_more(tmp_path: Path) -> None:
@@ -184,7 +204,9 @@ def test_nothing_of_an_attempt_is_left_when_the_next_one_starts(local: LocalProc
 
 def test_a_rank_that_hangs_is_ended_says_where_and_starts_anew(local: LocalProcessExecutor, state_home: Path) -> None:
     args = {"kinds": ["loop", "mutex with the GIL"]}
-    run = over(launch(local, hang_first, 2, args=args, restarts=f"1,{QUICK}", hang_timeout="1s:2s"))
+    run = launch(local, hang_first, 2, args=args, restarts=f"1,{QUICK}", hang_timeout="off")
+    added(run, kind="policy", hang="1s:2s")
+    over(run)
     assert [told(run, rank) for rank in range(2)] == [["hang", "succeeded"], ["hang SIGKILL", "succeeded"]]
     for rank in range(2):
         end, attempt = ends(run, rank)[0], Attempt(run.store, run.run_id, rank, 0)
@@ -193,3 +215,53 @@ def test_a_rank_that_hangs_is_ended_says_where_and_starts_anew(local: LocalProce
         stacks = bytes(run.store.get(attempt.key(end.stacks[0]))).decode()
         assert "in hang_first" in stacks
         assert stacks.rstrip() in (state_home / "replicas" / attempt.key("output.log")).read_text()
+
+
+@pytest.mark.slow
+def test_replicas_of_a_training_that_are_killed_come_back_by_themselves_and_end_with_one_anchor(tmp_path: Path) -> None:
+    kills = ["kill:rank=1,round=2", "kill:rank=0,round=5", "kill:rank=1,round=5,attempt=1"]
+    with closed_gates(tmp_path / "gates", [3]) as open_gate:
+        run = launch(
+            LocalProcessExecutor(term_grace_s=0.5),
+            train,
+            3,
+            args={"folder": str(tmp_path / "gates"), "rounds": 8, "gates": [3]},
+            chaos=kills,
+            restarts="3",
+            seed=1,
+        )
+        eventually(lambda: "round" in getattr(Attempt(run.store, run.run_id, 1, 1).beat(), "reported", ()))
+        open_gate(3)
+        over(run)
+    assert [told(run, rank).count("signal SIGKILL") for rank in range(3)] == [1, 2, 0]
+    results = [ends(run, rank)[-1].result for rank in range(3)]
+    assert results[0]["anchor"] == results[1]["anchor"] == results[2]["anchor"]
+    assert [entry.kind for entry in decisions(run)] == ["restart"] * 3
+
+
+def test_a_cancel_waits_for_what_a_rank_must_not_be_interrupted_in(local: LocalProcessExecutor, tmp_path: Path) -> None:
+    run = started(local, save_slowly, 1, "1", folder=str(tmp_path))
+    eventually((tmp_path / "begun").exists)
+    run.cancel()
+    over(run)
+    assert (told(run, 0), sorted(path.name for path in tmp_path.glob("[a-z]*"))) == (
+        ["cancelled"],
+        ["begun", "saved", "state"],
+    )
+
+
+def test_a_rank_that_is_given_up_and_resumed_belongs_to_its_new_supervisor(
+    local: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    run = started(local, come_back_when_resumed, 2, "9,backoff=1s:1s", folder=str(tmp_path))
+    decided(run, "give_up")
+    resume(run, ranks=[0])
+    eventually(lambda: len(decisions(run)) == 4, "its new supervisor answers the next end")
+    os.kill(supervisor_of(run), signal.SIGUSR1)  # the old one looks, before the new one starts what it decided
+    over(run)
+    eventually(lambda: told(run, 0)[3:] == ["succeeded"])
+    assert told(run, 0) == ["no_result", "no_result", "signal SIGKILL", "succeeded"]
+    assert [entry.kind for entry in decisions(run)] == ["restart", "give_up", "resume", "restart"]
+    handles = [Attempt(run.store, run.run_id, 0, number).handle("local") for number in range(4)]
+    first, second, third, fourth = [handle and handle.metadata["supervisor_pid"] for handle in handles]
+    assert (first == second, second == third, third == fourth) == (True, False, True)

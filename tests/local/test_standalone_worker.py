@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -104,8 +104,10 @@ def dies(how):
         ctypes.string_at(0)
     os.kill(os.getpid(), signal.SIGKILL)
 
-def holds_the_gil():
+def holds_the_gil(times=1):
     current_replica().report(step=7)
+    if current_replica().attempt >= times:
+        return "came back"
     print("holding", flush=True)
     libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)
@@ -114,6 +116,9 @@ def holds_the_gil():
 def takes_memory():
     print("taking", flush=True)
     bytearray(1 << 30)
+
+def shows():
+    return [Path("/proc/self/oom_score_adj").read_text().strip(), os.getppid() != 0]
 
 def comes_back(times):
     attempt = current_replica().attempt
@@ -242,11 +247,12 @@ class Site:
         n: int = 1,
         timeout_s: float | None = None,
         run_id: str = "otter",
+        within: Sequence[str] = (),
         **more: Any,
     ) -> tuple[RunSpec, subprocess.Popen[str]]:
         spec = ship(self.shared, self.workspace, f"tasks_of_user:{task}", args, n=n, run_id=run_id)
         spec = replace(spec, **more)
-        return spec, self.cloud.start(spec, rank, timeout_s=timeout_s, environ=NOTICE)
+        return spec, self.cloud.start(spec, rank, timeout_s=timeout_s, environ=NOTICE, within=within)
 
 
 @pytest.fixture
@@ -338,6 +344,58 @@ def test_a_replica_that_is_used_up_leaves_the_exit_code_of_its_last_end(site: Si
         ("restart", 0, "fork", ""),
         ("give_up", 1, None, "budget"),
     ]
+
+
+def test_a_hang_is_ended_and_the_replica_comes_back_in_its_container(site: Site) -> None:
+    spec, process = site.start("holds_the_gil", restarts="1,backoff=0s", hang="1s:2s")
+    code, out, _ = ended(process)
+    first, second = (outcome_of(replace(spec, attempt=number)) for number in (0, 1))
+    assert (code, second.result) == (0, "came back")
+    assert (first.reason, first.reached, first.marks) == ("hang", {"step": 7}, 1)
+    assert "made no progress for" in str(first.error)
+    assert "the GIL is held by a call" in str(first.error)
+    assert "in holds_the_gil" in out, "the stacks"
+
+
+def test_a_replica_that_the_kernel_killed_for_want_of_memory_says_so(site: Site, small_memory: Path) -> None:
+    join = f'echo $$ > {small_memory}/cgroup.procs && exec "$@"'
+    spec, process = site.start("takes_memory", within=("sh", "-c", join, "sh"))
+    assert ended(process)[0] == 137
+    outcome = outcome_of(spec)
+    assert (outcome.reason, outcome.exit_code) == ("oom", -signal.SIGKILL)
+    assert outcome.output_tail == f"taking\n{outcome.error}\n"
+
+
+def test_the_kernel_takes_the_replica_before_its_supervisor(site: Site) -> None:
+    own = int(Path("/proc/self/oom_score_adj").read_text())
+    spec, process = site.start("shows")
+    assert ended(process)[0] == 0
+    assert outcome_of(spec).result[0] == str(min(1000, own + 500))
+
+
+def test_where_no_processes_and_control_groups_can_be_seen_a_replica_runs_and_comes_back(
+    site: Site, s3: S3Server
+) -> None:
+    hide = 'mount -t tmpfs none /proc && mount -t tmpfs none /sys && exec "$@"'
+    sandbox = ("unshare", "-rm", "sh", "-c", hide, "sh")
+    if subprocess.run([*sandbox, "true"], check=False, capture_output=True).returncode != 0:
+        pytest.skip("no file systems can be mounted here")
+    spec = ship(s3.url("runs"), site.workspace, "tasks_of_user:comes_back", {"times": 1})
+    spec = replace(spec, restarts="1,backoff=0s")
+    code, out, err = ended(site.cloud.start(spec, within=sandbox))
+    assert code == 0, out + err
+    assert outcome_of(spec).reason == "signal"
+    assert outcome_of(replace(spec, attempt=1)).result == 1
+
+
+def test_an_attached_run_that_nobody_watches_ends(site: Site) -> None:
+    spec, process = site.start("waits", lease_s=1.0)
+    assert ended(process)[0] == 143
+    outcome = outcome_of(spec)
+    assert (outcome.status, outcome.reason) == ("cancelled", "cancelled")
+    assert outcome.error == (
+        "Replica 0 was ended: nobody watched this attached run for 0.0167 min; launch with --detach to let it go on."
+    )
 
 
 def test_after_a_notice_nothing_comes_back(site: Site) -> None:

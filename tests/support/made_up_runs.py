@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from executors.metrics.metrics import AttemptSpan, Metrics
@@ -18,6 +18,7 @@ from executors.metrics.rows import Numbers, Round, Row, Verdict
 from executors.protocol import Outcome, ReplicaStatus
 from executors.report.document import Subject
 from executors.status import ReplicaState, RunStatus
+from executors.supervision.events import Event, events_of_end
 from executors.task.record import RunRecord, TaskRecord
 
 BEGAN_AT = 1_790_000_000.0
@@ -154,6 +155,18 @@ def subject(
         else ReplicaState(rank, 0, ReplicaStatus.PENDING)
         for rank in range(n)
     ]
+    events = [Event(kind="launched", at=BEGAN_AT - 2.0, actor="me@host:4711", why=f"{n} on local")]
+    for span in spans:
+        at = BEGAN_AT + span.started_s
+        if span.attempt:
+            why = f"restarting rank {span.rank} as attempt {span.attempt} (1 of 3): signal, SIGKILL"
+            events.append(Event(kind="decided", at=at - 0.2, rank=span.rank, attempt=span.attempt - 1, why=why))
+        events.append(Event(kind="claimed", at=at, rank=span.rank, attempt=span.attempt))
+        if span.outcome is not None:
+            events += events_of_end(span.outcome, at)
+            if span.outcome.status is ReplicaStatus.FAILED and span.rank == 1:
+                event = Event(kind="hang_suspected", at=span.outcome.finished_at - 6, rank=1, attempt=span.attempt)
+                events.append(replace(event, why=f"the GIL is held by a call: {span.outcome.error}"))
     end_s = max([0.0, *(span.ended_s or 0.0 for span in spans)])
     metrics = Metrics(
         run_id=run_id, world_size=n, began_at=BEGAN_AT, as_of_s=end_s, attempts=spans, rows=rows, problems=problems,
@@ -171,6 +184,7 @@ def subject(
         task=TaskRecord.parse({**about, **(task or {})}),
         now=RunStatus(run_id, "local", states, at=BEGAN_AT + end_s + 60),
         metrics=metrics,
+        events=sorted(events, key=lambda event: event.at),
         pages=pages,
     )
 

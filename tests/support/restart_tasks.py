@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from executors import current_replica
+from executors.store.records import exists
 from executors.testing import eventually
 from support import tasks
 from support.hanging import HANGS
@@ -85,3 +86,28 @@ def hang_first(kinds: list[str]) -> int:
         return me.attempt
     HANGS[kinds[me.rank]]()
     raise AssertionError("still here")
+
+
+def save_slowly(folder: str) -> None:
+    """Take five times the grace of a cancel for what is not to be interrupted, and then hang."""
+    me = current_replica()
+    with me.atomic():
+        tasks.mark(Path(folder, "begun"))
+        eventually(lambda: exists(me.store, me.key("cancel.json")))
+        time.sleep(2.5)
+        tasks.mark(Path(folder, "saved"))
+    tasks.mark(Path(folder, "went on"))
+    tasks.hang()
+
+
+def come_back_when_resumed(folder: str) -> int:
+    """On rank 0: leave twice, so that it is given up, then be killed, and return. Rank 1 waits for the end of that."""
+    me = current_replica()
+    if me.rank == 0 and me.attempt < 2:
+        os._exit(3)
+    if me.rank == 0 and me.attempt == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if me.rank == 0:
+        tasks.mark(Path(folder, "done"))
+    eventually(Path(folder, "done").exists)
+    return me.attempt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,20 @@ class Cloud:
         self._processes: list[subprocess.Popen[str]] = []
 
     def start(
-        self, spec: RunSpec, rank: int = 0, *, timeout_s: float | None = None, environ: Mapping[str, str] | None = None
+        self,
+        spec: RunSpec,
+        rank: int = 0,
+        *,
+        timeout_s: float | None = None,
+        environ: Mapping[str, str] | None = None,
+        within: Sequence[str] = (),
     ) -> subprocess.Popen[str]:
-        """Start a replica, as a service would."""
+        """Start a replica, as a service would. `within`: a command that runs another one."""
         directory = self.folder / f"machine of {rank}"
         directory.mkdir(parents=True, exist_ok=True)
         told = {**self.environ(), **replica_environment(spec, rank, timeout_s), **(environ or {})}
         process = subprocess.Popen(
-            [str(self.python), *bootstrap_command()[1:]],
+            [*within, str(self.python), *bootstrap_command()[1:]],
             cwd=directory,
             env=told,
             stdin=subprocess.DEVNULL,

@@ -37,13 +37,14 @@ class MadeUp:
     def __init__(self) -> None:
         self.store = MemoryStore()
         self.notes: list[str] = []
+        self.now = 100.0
         self.reader = self.new_reader()
 
     def new_reader(self) -> EventReader:
         def in_turn(act: Any, items: Any) -> list[Any]:
             return list(map(act, items))
 
-        return EventReader(self.store, "run", RECORD, map_over=in_turn, note=self.notes.append)
+        return EventReader(self.store, "run", RECORD, map_over=in_turn, note=self.notes.append, clock=lambda: self.now)
 
     def attempt(self, rank: int, number: int = 0) -> Attempt:
         return Attempt(self.store, "run", rank, number)
@@ -130,6 +131,28 @@ def test_dumps_that_lie_close_together_are_one_suspicion(run: MadeUp, monkeypatc
         ("hang_suspected", 1080.0, "Replica 1 waits: recv"),
         ("stacks", 1080.0, "stacks/2.txt"),
     ]
+
+
+def test_a_look_at_a_run_in_which_nothing_happens_is_one_request(run: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.look()
+    inventory, asked = Inventory.of(run.store, "run"), list[str]()
+    get = run.store.get
+
+    def counted(key: str, **more: Any) -> memoryview:
+        asked.append(key)
+        return get(key, **more)
+
+    monkeypatch.setattr(run.store, "get", counted)
+    for _ in range(3600):
+        run.now += 1
+        assert run.reader.new(inventory, run.status()) == []
+    others = [key for key in asked if key != "run/decisions/000001.json"]
+    assert len(asked) - len(others) == 3600
+    assert set(others) == {"run/metrics/0001/1/000000.jsonl"}, "only of what lives and has not reported"
+    assert len(others) <= 70
+    run.claim(1, 1, 1050.0, {"t": 3000, "step": 1})
+    run.now += 60
+    assert [event.kind for event in run.reader.new(inventory, run.status())] == ["first_progress"]
 
 
 def test_a_record_that_cannot_be_read_is_named_and_costs_no_other(run: MadeUp) -> None:

@@ -167,7 +167,12 @@ def test_times_in_the_time_line_are_those_that_replicas_measured(kills: tuple[Su
     waited = sum(b - a for lane in made["timeline"]["lanes"] for kind, a, b, _ in lane["spans"] if kind == "waiting")
     assert waited == pytest.approx(sum(row.wait_s for row in subject.metrics.rounds), rel=0.01)
     (lane,) = [lane for lane in made["timeline"]["lanes"] if lane["rank"] == 1]
-    assert [kind for kind, _, _ in lane["marks"]] == ["fail", "restart", "fail", "restart"]
+    assert [kind for kind, _, _ in lane["marks"]] == ["hang", "fail", "restart"] * 2
+    assert lane["marks"][2][2] == "restarting rank 1 as attempt 1 (1 of 3): signal, SIGKILL"
+    told = [event for event in made["events"] if event["rank"] == 1 and not event["is_usual"]]
+    assert [(event["kind"], event["attempt"]) for event in told] == [
+        (kind, attempt) for attempt in (0, 1) for kind in ("hang_suspected", "ended", "decided")
+    ]
     assert [kind for kind, *_ in lane["spans"]].count("dead") == 2
 
 
