@@ -8,38 +8,36 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from executors.attempt import Attempt, Intent
 from executors.errors import (
     AlreadyResumedError,
-    BackendError,
     CorruptObjectError,
     LaunchError,
     RunNotFoundError,
     StoreError,
-    UntrustedTaskError,
 )
-from executors.native import KeepsOptions, NativeExecutor, RunSpec, restarts_replicas
+from executors.native import KeepsOptions, restarts_replicas
 from executors.policy import HangLimits, Restarts
 from executors.process import this_process
 from executors.protocol import ReplicaStatus
-from executors.registry import is_given
 from executors.run.handles import keep_handles
 from executors.run.launch_hands import Recipe
+from executors.run.recipe import native_executor, recipe_of, vouched_task
 from executors.run.run import Run
 from executors.run_index import new_run_id, remember
-from executors.store.records import SHA256, exists
+from executors.status import ReplicaState
+from executors.store.records import exists
 from executors.supervision.decisions import DecisionLog, hang_of, policy_of
 from executors.supervision.lease import hold_lease, release_lease
 from executors.supervision.orders import order_policy, order_resume
 from executors.task.create import continue_run
-from executors.task.stored import StoredTask, read_task
+from executors.task.stored import StoredTask
 
 MAX_NAME = 200  # characters of the name that a record gives somebody
-MAX_SHOWN = 100  # characters of what a store says that nobody vouches for
 
 
 def resume(
@@ -148,69 +146,6 @@ def resume(
     return found
 
 
-def native_executor(run: Run) -> NativeExecutor:
-    """Return the executor of a run that can start single ranks.
-
-    Raises:
-        BackendError: it cannot.
-    """
-    if not isinstance(run.executor, NativeExecutor):
-        raise BackendError(f"Backend {run.backend!r} starts all ranks or none; it cannot resume some of a run.")
-    return run.executor
-
-
-def recipe_of(
-    run: Run,
-    task: StoredTask,
-    *,
-    gpu: str | None = None,
-    timeout: float | None = None,
-    env: Mapping[str, str] | None = None,
-    secrets: Sequence[str] = (),
-    detach: bool = False,
-) -> Recipe:
-    """Return what starts attempts of a run, after checking that a person gave here what is never recorded.
-
-    Args:
-        task: for which somebody vouched.
-        gpu, timeout, env, secrets, detach: as for `resume`.
-
-    Raises:
-        ValueError: a value of the environment, a secret or an option is missing.
-        BackendError: the backend cannot start single ranks.
-    """
-    launched, executor = task.launched_with, native_executor(run)
-    missing = sorted(set(launched.env) - set(env or {}))
-    if missing:
-        raise ValueError(
-            f"Run {run.run_id!r} was launched with the variable {missing[0]!r}, whose value is not recorded. "
-            f"Give it again: --env {missing[0]}=… or env={{{missing[0]!r}: …}}."
-        )
-    spec = RunSpec(
-        run_id=run.run_id,
-        store_url=run.store.url,
-        task_digest=task.digest,
-        world_size=run.world_size,
-        ranks=tuple(range(run.world_size)),
-        env=dict(env or {}),
-        secret_names=_secrets_to_give(run, task, secrets),
-        detach=detach,
-        chaos=launched.chaos,
-        min_replicas=launched.min_replicas,
-        gather_s=launched.gather_s,
-        fail_fast=launched.fail_fast,
-        restarts=launched.restarts,
-        hang=launched.hang,
-        launched_at=run.record.created_at,
-        lease_s=None if detach else executor.lease_s,
-    )
-    limits = {
-        "gpu": gpu if gpu is not None else launched.gpu,
-        "timeout": timeout if timeout is not None else launched.timeout_s,
-    }
-    return Recipe(spec, launched.entrypoint, limits)
-
-
 def _check_that_all_ended(run: Run, ranks: Sequence[int] | None) -> None:
     if ranks is not None:
         raise ValueError("A new run from a snapshot has all ranks: leave ranks= away.")
@@ -247,32 +182,6 @@ def _begin_from_snapshot(run: Run, task: StoredTask, recipe: Recipe, tell: Calla
     return begun
 
 
-def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the secrets that the replicas get, after checking that a person named them here.
-
-    The machine that launched this very task has noted them, and the options of its executor as far as they are JSON.
-    Nothing of this is taken from a record.
-    """
-    launched, noted = task.launched_with, run.noted
-    missing = [] if noted else sorted(set(launched.secrets) - set(secrets))
-    if missing:
-        raise ValueError(
-            f"Run {run.run_id!r} was launched with the secret {missing[0]!r}, and this machine gives no secret away "
-            f"because a record names it. Name it again: --secret {missing[0]} or secrets=[{missing[0]!r}]."
-        )
-    given: Collection[str] = noted.executor_options if noted else ()  # an option that is not JSON is not noted either
-    if run.has_given_options and isinstance(run.executor, KeepsOptions):
-        given = {name for name, value in run.executor.options_to_keep.items() if is_given(value)}
-    if missing := sorted(set(launched.unrecorded_options) - set(given)):
-        option, backend = missing[0], run.backend
-        how = "--volume NAME:/path" if option == "volumes" else f"--option {option}=…"
-        raise ValueError(
-            f"Run {run.run_id!r} was launched with the option {option!r} of backend {backend!r}, which is not taken "
-            f"from a record. Give it again: --backend {backend} {how}, or attach(…, executor=…)."
-        )
-    return tuple(secrets or (noted.secrets if noted else ()))
-
-
 def _next_attempts(run: Run, ranks: Sequence[int] | None) -> dict[int, int]:
     """Choose the ranks to resume, and number their next attempts: each follows the one whose end was seen.
 
@@ -282,17 +191,26 @@ def _next_attempts(run: Run, ranks: Sequence[int] | None) -> dict[int, int]:
     for state in states if ranks is None else ():
         if not state.is_readable and state.outcome is not None:
             raise CorruptObjectError(str(state.outcome.error), url=run.store.url)
-    if ranks is None:
-        ended = [s for s in states if s.status.is_terminal and s.status is not ReplicaStatus.SUCCEEDED]
-        if not ended:
-            raise ValueError(f"Run {run.run_id!r} has no replica to resume: {run.status().counts}.")
-        return {state.rank: state.attempt + 1 for state in ended}
-    for rank in ranks:
+    for rank in ranks or ():
         if not 0 <= rank < run.world_size:
             raise RunNotFoundError(f"Run {run.run_id!r} has the ranks 0 to {run.world_size - 1}, got rank {rank}.")
-        if not states[rank].status.is_terminal:
+        if not (states[rank].status.is_terminal or states[rank].restart.is_awaited):
             raise ValueError(f"Rank {rank} of run {run.run_id!r} is {states[rank].status}; only what ended is resumed.")
-    return {rank: states[rank].attempt + 1 for rank in ranks}
+    ended = [s for s in states if s.status.is_terminal or s.restart.is_awaited]
+    asked = [s for s in ended if (s.status is not ReplicaStatus.SUCCEEDED if ranks is None else s.rank in ranks)]
+    resumed = {s.rank: s.attempt + 1 for s in asked if s.restart.is_awaited and _decided(s)["kind"] == "resume"}
+    found = {state.rank: state.attempt + 1 for state in asked if state.rank not in resumed}
+    if not found and resumed:
+        rank, attempt = next(iter(resumed.items()))
+        by = f"ordered by {_name(_decided(states[rank]).get('by'))}"
+        raise AlreadyResumedError(_being_resumed(run, list(map(str, resumed)), attempt, by))
+    if not found:
+        raise ValueError(f"Run {run.run_id!r} has no replica to resume: {run.status().counts}.")
+    return found
+
+
+def _decided(state: ReplicaState) -> Mapping[str, Any]:
+    return {"kind": None, **(state.restart.decision or {})}
 
 
 def _who_resumes(run: Run, overtaken: Mapping[int, int], but: str | None = None) -> str:
@@ -302,13 +220,14 @@ def _who_resumes(run: Run, overtaken: Mapping[int, int], but: str | None = None)
         who = _begun_by(run, Attempt(run.store, run.run_id, rank, attempt))
         if who != but:
             by_whom.setdefault((attempt, who), []).append(str(rank))
-    sentences = []
-    for (attempt, who), ranks in by_whom.items():
-        subject = f"Rank {ranks[0]} of run {run.run_id!r} is"
-        if len(ranks) > 1:
-            subject = f"Ranks {', '.join(ranks)} of run {run.run_id!r} are"
-        sentences.append(f"{subject} being resumed by another process (attempt {attempt}, begun by {who}).")
-    return " ".join(sentences)
+    return " ".join(_being_resumed(run, ranks, attempt, f"begun by {who}") for (attempt, who), ranks in by_whom.items())
+
+
+def _being_resumed(run: Run, ranks: Sequence[str], attempt: int, by: str) -> str:
+    subject = f"Rank {ranks[0]} of run {run.run_id!r} is"
+    if len(ranks) > 1:
+        subject = f"Ranks {', '.join(ranks)} of run {run.run_id!r} are"
+    return f"{subject} being resumed by another process (attempt {attempt}, {by})."
 
 
 def _begun_by(run: Run, begun: Attempt) -> str:
@@ -327,71 +246,3 @@ def _name(by: Any) -> str:
     if not isinstance(by, str) or not 0 < len(by) <= MAX_NAME:
         return "an unnamed process"
     return by if by.isprintable() else repr(by)
-
-
-def vouched_task(run: Run, *, task_digest: str | None = None, trust_bucket: bool = False) -> StoredTask:
-    """Read the task that a resumed run starts again, after somebody vouched for it. Writes and starts nothing.
-
-    Args:
-        task_digest: the sha256 of the task, which a person brings along. None: what this machine kept at the launch.
-        trust_bucket: take the store's own word for it, and say on stderr what that is.
-
-    Raises:
-        ValueError: `task_digest` is not a sha256, or both are given.
-        UntrustedTaskError: this machine did not launch the run, and nobody vouches for its task.
-        StoreError: the run's task, or its record, is not what was launched.
-    """
-    kept = run.task_digest
-    if task_digest is not None:
-        if trust_bucket:
-            raise ValueError("Give task_digest= or trust_bucket=True, not both: the first needs no trust.")
-        digest = _check_digest(task_digest)
-    elif trust_bucket:
-        digest = run.record.task_digest
-    elif kept is not None:
-        digest = kept
-    else:
-        raise UntrustedTaskError(
-            f"Run {run.run_id!r} was not launched from here, at least not under this address, so only its rendezvous "
-            f"says what it is. {_what_would_run(run)} To resume it, give the digest that `replicas status {run.run_id} "
-            "--json` says as task_digest on the machine that launched it: "
-            f"replicas resume {shlex.quote(run.url)} --task-digest SHA256, or task_digest=. "
-            "Or trust whoever can write to that rendezvous: --trust-bucket, or trust_bucket=True."
-        )
-    task = read_task(run.store, run.run_id, digest)
-    launched_with = {**vars(task.launched_with), "task_digest": digest}
-    for name, launched in launched_with.items():
-        if (said := getattr(run.record, name)) != launched:
-            key = f"{run.run_id}/run.json"
-            raise StoreError(
-                f"{key!r} in {run.store.url} is not what was launched: its {name} is {_shown(said)}, the launch's "
-                f"{_shown(launched)}.",
-                key=key,
-                url=run.store.url,
-            )
-    if trust_bucket:
-        other = "" if kept in (None, digest) else f" This machine launched another task there: its digest is {kept}."
-        print(f"replicas: trusting {run.store.url}. {_what_would_run(run)}{other}", file=sys.stderr)
-    return task
-
-
-def _check_digest(text: str) -> str:
-    if not SHA256.fullmatch(text.lower()):
-        raise ValueError(f"A task's digest is not a sha256: 64 hexadecimal digits, got {text!r}.")
-    return text.lower()
-
-
-def _what_would_run(run: Run) -> str:
-    """Say what the store says of a run: nobody vouches for any of it."""
-    record = run.record
-    entrypoint, by, digest = (_shown(value) for value in (record.entrypoint, record.created_by, record.task_digest))
-    return (
-        f"Resuming {run.url} runs code with the credentials of this machine: {entrypoint}, launched by {by}, with the "
-        f"task digest {digest}, as its rendezvous says."
-    )
-
-
-def _shown(value: Any) -> str:
-    """Return what a store says on one line, without control characters."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

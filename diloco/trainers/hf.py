@@ -151,6 +151,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         if companion.is_over:
             control.should_training_stop = True
 
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **with_: Any) -> None:
+        current_replica().progress()  # an evaluation may take longer than any step
+
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **with_: Any) -> None:
         if self._data.began_in_the_midst:
             with_["model"].zero_grad()  # of a last update that was cut short

@@ -120,6 +120,9 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         if companion.is_over:
             trainer.should_stop = True
 
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        current_replica().progress()  # a validation may take longer than any step
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._companion is not None:
             self._companion.finish()

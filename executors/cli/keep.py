@@ -142,7 +142,7 @@ def _recipe(
 ) -> Recipe:
     """Return what starts attempts of a run that another process launched, after checking that all it needs is here."""
     from executors.cli.summary import reference
-    from executors.resume import native_executor, recipe_of, vouched_task
+    from executors.run.recipe import native_executor, recipe_of, vouched_task
 
     task, executor = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket), native_executor(run)
     # What this starts on this machine outlives it: Ctrl-C leaves the run alone.

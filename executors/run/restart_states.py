@@ -15,8 +15,10 @@ from executors.protocol import STOPPED, Outcome, ReplicaStatus
 from executors.run_index import reference
 from executors.status import Decided, ReplicaState, RestartState
 from executors.store import Store
+from executors.store.url import is_near
 from executors.supervision.decision_words import HOPELESS, charged_in_force, line_of, note_of
 from executors.supervision.decisions import Decision, DecisionLog, answer_to, barred_by, policy_of
+from executors.supervision.orders import words_of_bar
 from executors.supervision.rules import RunFacts, decide
 from executors.task.record import RunRecord
 
@@ -34,6 +36,7 @@ class Answers:
 
     def __init__(self, store: Store, run_id: str, record: RunRecord, has_keeper: Callable[[int], bool]) -> None:
         self._has_keeper = has_keeper
+        self._is_near = is_near(store.url)
         self._log = DecisionLog(store, run_id)
         self._record = record
         self._launched = Restarts.of(record.restarts)
@@ -50,7 +53,7 @@ class Answers:
     def over(self, states: Sequence[ReplicaState], ends: Mapping[int, Outcome]) -> list[ReplicaState]:
         """Return the states of replicas, pending where an attempt ended and another one is to follow.
 
-        The log is read where a replica has ended badly, or was started again: before that it says nothing of any.
+        At a far store the log is read where a replica has ended badly, or was started again: before, it says little.
 
         Args:
             ends: the outcomes of all ranks that have one.
@@ -60,7 +63,7 @@ class Answers:
             for state in states
             if state.attempt or (state.status.is_terminal and state.status is not ReplicaStatus.SUCCEEDED)
         )
-        if seen and (seen != self._seen or self._policy is not None):
+        if self._is_near or (seen and (seen != self._seen or self._policy is not None)):
             self._read()
             self._seen = seen
         if self._policy is None and not self._log.entries:
@@ -120,6 +123,10 @@ class Answers:
         if answer is not None and answer.kind in ("give_up", "stop"):
             note = note_of(log, log.index(answer), self._launched, now)
             return replace(state, restart=replace(known, note=note, is_hopeless=answer.why in HOPELESS))
+        if bar is not None and answer is not None:  # as whoever was to begin it records, if that lives
+            number, error = answer.start[state.rank], f"Replica {state.rank} was ended: {words_of_bar(bar)}."
+            gone = Outcome(state.rank, number, ReplicaStatus.CANCELLED, "cancelled", error=error, finished_at=bar.at)
+            return replace(state, attempt=number, status=gone.status, outcome=gone, restart=known)
         if bar is not None or self._problem:
             is_hopeless = bar is not None and bar.kind == "stop" and bar.why in HOPELESS
             return replace(state, restart=replace(known, note=self._problem, is_hopeless=is_hopeless))

@@ -126,6 +126,13 @@ class DecisionLog:
             self.entries.append(found)
         return self.entries
 
+    def read_from(self, index: int) -> Sequence[Decision]:
+        """Read the entries from one on, for somebody who needs none before it; see `read`."""
+        found: list[Decision] = []
+        while (entry := self._find(index + len(found))) is not None:
+            found.append(entry)
+        return found
+
     def append(self, compute: Callable[[Sequence[Decision]], Decision | None]) -> Decision | None:
         """Add an entry that is computed from the whole log before it; return it, None when there is none to add.
 
@@ -146,9 +153,11 @@ class DecisionLog:
                 return None
             index, last_at = len(self.entries), self.entries[-1].at if self.entries else 0.0
             entry = replace(entry, nonce=nonce, by=this_process(), at=max(self._clock(), last_at))
+            data = entry.to_bytes()
             problem: StoreError | None = None
+            Decision.parse(data, self.key(index))  # what nobody could read would be the end of the log
             try:
-                self.store.put_if_absent(self.key(index), entry.to_bytes())
+                self.store.put_if_absent(self.key(index), data)
             except StoreError as error:  # perhaps done: only what stands decides
                 problem = error
             if retry(functools.partial(self._find, index)) is None and problem is not None:

@@ -12,7 +12,7 @@ from executors.policy import Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
 from executors.store.inventory import Inventory
-from executors.supervision.decisions import Decision, DecisionLog, answer_to, barred_by, policy_of
+from executors.supervision.decisions import MAX_ATTEMPT, Decision, DecisionLog, answer_to, barred_by, policy_of
 from executors.supervision.rules import LAST_CALL_S, RunFacts, decide, is_own, too_few_left
 
 CARRY_S = 60.0  # what another keeper decided, and has not begun for so long, is carried out
@@ -121,6 +121,7 @@ class Keeper:
             StoreError: the store does not answer; call it again.
         """
         n_read = len(self.log.read())
+        self._fold()
         waits = [self._answer(end, sight) for end in sight.ends.values()]
         self.stop_if_too_few(sight)
         due = self.due(sight)
@@ -129,7 +130,7 @@ class Keeper:
             due = self.due(sight)
         if due and self.hands is not None:
             for rank, number in due.items():
-                self._leave_no_hole(rank, sight.newest.get(rank, -1), number)
+                self._leave_no_hole(rank, sight.newest[rank], number)
             self.hands.start(due)
         waits += [self._ready_in(entry) for rank, entry in self._pending(sight).items() if rank not in due]
         return min((wait for wait in waits if wait is not None), default=None)
@@ -144,8 +145,7 @@ class Keeper:
             policy = self.policy
             if policy is None or hands is None:
                 return None
-            now = max(self._clock(), entries[-1].at if entries else 0.0)
-            answer = decide(entries, end, others, policy, facts, now)
+            answer = decide(entries, end, others, policy, facts, self._clock())
             if answer is None or answer.kind != "restart":
                 return answer
             is_to_leave = self._has_wider and answer.strikes > MOST_FORK_STRIKES
@@ -205,7 +205,7 @@ class Keeper:
         self._fold()
         pending = {}
         for rank, entry in self._starts.items():
-            if entry.start[rank] <= sight.newest.get(rank, -1) or not self.hands.may_start(rank):
+            if entry.start[rank] <= sight.newest.get(rank, MAX_ATTEMPT) or not self.hands.may_start(rank):
                 continue
             is_anothers = entry.kind == "resume" or (entry.how != "fork" and entry.rank == rank)
             if not (self.hands.how == "fork" and is_anothers) and not self.barred_by(rank):
@@ -222,9 +222,9 @@ class Keeper:
         return max(0.0, self._ready_at[entry.nonce] - self._monotonic())
 
     def _wait_s(self, entry: Decision) -> float:
-        """Return how long an entry wants to be waited for, whatever the clock said by which it was made."""
+        """Return how long an entry wants to be waited for: never longer than the policy says, whatever clocks do."""
         longest_s = 0.0 if self.policy is None else self.policy.backoff_s[1]
-        return max(0.0, min(entry.not_before - self._clock(), entry.not_before - entry.at, longest_s))
+        return min(max(0.0, entry.not_before - self._clock()), longest_s)
 
     def _fold(self) -> None:
         """Take note of what was added to the log."""
@@ -232,6 +232,8 @@ class Keeper:
         for entry in entries[self._n_folded :]:
             self._starts.update(dict.fromkeys(entry.start, entry))
             self._policy = policy_of([entry], self._policy)
+            for rank in entry.start if entry.kind == "resume" else ():
+                self._answered.pop(rank, None)
         self._n_folded = len(entries)
 
     def _leave_no_hole(self, rank: int, newest: int, number: int) -> None:

@@ -64,7 +64,7 @@ def decide(
         reason=end.reason,
         exit_code=end.exit_code,
         fingerprint=end.fingerprint,
-        reached={name: step for name, step in (end.reached or {}).items() if math.isfinite(step)},
+        reached=_reached(end),
         kept=bool(end.kept),
         words=_words(end),
     )
@@ -77,7 +77,8 @@ def decide(
         return _ended(answer, "give_up", "no_progress")
     if policy.within_s is not None and now > facts.launched_at + policy.within_s:
         return _ended(answer, "give_up", "budget")
-    if not is_free and (_is_used_up(log, mine, policy, now) or _is_capped(mine, policy, cap_name, cap, now)):
+    recent = _recent(mine, policy, max(now, log[-1].at if log else now))
+    if not is_free and (_is_used_up(log, recent, policy) or _is_capped(recent, cap_name, cap)):
         return _ended(answer, "give_up", "budget")
     start = {end.rank: end.attempt + 1}
     if policy.together:
@@ -111,7 +112,7 @@ def made_progress(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome]
         return True
     if any(other.kept for other in ends) or any(entry.kept for entry in log):
         return False
-    step = (end.reached or {}).get("step")
+    step = _reached(end).get("step")
     earlier = [entry.reached.get("step", 0.0) for entry in log if entry.rank == end.rank]
     return step is not None and step > max(earlier, default=0.0)
 
@@ -148,18 +149,16 @@ def _is_everybodys(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome
     )
 
 
-def _is_used_up(log: Sequence[Decision], mine: Sequence[Decision], policy: Restarts, now: float) -> bool:
-    if len(_within(mine, policy, now)) >= policy.per_replica:
-        return True
-    return policy.run is not None and charged_of_run(log) >= policy.run
+def _is_used_up(log: Sequence[Decision], recent: Sequence[Decision], policy: Restarts) -> bool:
+    return len(recent) >= policy.per_replica or (policy.run is not None and charged_of_run(log) >= policy.run)
 
 
-def _is_capped(mine: Sequence[Decision], policy: Restarts, name: str | None, cap: float, now: float) -> bool:
-    return sum(name in (str(entry.exit_code), entry.reason) for entry in _within(mine, policy, now)) >= cap
+def _is_capped(recent: Sequence[Decision], name: str | None, cap: float) -> bool:
+    return sum(name in (str(entry.exit_code), entry.reason) for entry in recent) >= cap
 
 
-def _within(mine: Sequence[Decision], policy: Restarts, now: float) -> list[Decision]:
-    """Return those entries of a rank that its budget counts."""
+def _recent(mine: Sequence[Decision], policy: Restarts, now: float) -> Sequence[Decision]:
+    """Return those restarts of a rank that its budget and its caps count."""
     return [entry for entry in mine if policy.per_s is None or entry.at > now - policy.per_s]
 
 
@@ -203,9 +202,13 @@ def _spread(run_id: str, end: Outcome) -> float:
     return 0.5 + int.from_bytes(digest[:4], "big") / 2**33
 
 
+def _reached(end: Outcome) -> dict[str, float]:
+    found = end.reached or {}
+    return {name: found[name] for name in ("round", "step") if math.isfinite(found.get(name, math.nan))}
+
+
 def _words(end: Outcome) -> str:
     """Say an end in a few words: `signal, SIGKILL, after round 41`."""
-    reached = end.reached or {}
-    where = [f"after {name} {reached[name]:.0f}" for name in ("round", "step") if name in reached][:1]
+    where = [f"after {name} {step:.0f}" for name, step in _reached(end).items()][:1]
     what = end.signal or (f"{end.headline[:200]}" if end.reason == "exception" else None)
     return ", ".join(filter(None, [end.reason, what, *where]))

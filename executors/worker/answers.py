@@ -11,11 +11,11 @@ from dataclasses import replace
 from executors.attempt import Attempt
 from executors.errors import StoreError
 from executors.native import RunSpec
-from executors.policy import Restarts
+from executors.policy import HangLimits, Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
 from executors.store.records import RETRY_S
-from executors.supervision.decisions import Decision, DecisionLog
+from executors.supervision.decisions import Decision, DecisionLog, hang_of
 from executors.supervision.keeper import Keeper, Sight
 from executors.task.record import find_run_record
 from executors.worker.ends import record_end
@@ -46,6 +46,7 @@ class Answers:
         """The newest attempt of each rank that is this supervisor's."""
         self._ends: dict[int, Outcome] = {}
         """How those ended that have."""
+        self._n_seen = 0
         self._has_progress = False
         self._keep_at = NEVER
         self._look_at = time.monotonic() + LOG_LOOK_S
@@ -63,6 +64,16 @@ class Answers:
             min_replicas=None if record is None else record.min_replicas,
             hands=self,
         )
+
+    @property
+    def n_read(self) -> int:
+        """How many entries of the log were read."""
+        return len(self._log.entries)
+
+    @property
+    def hang(self) -> HangLimits:
+        """The limits on making no progress that count now."""
+        return hang_of(self._log.entries, HangLimits.parse(self._spec.hang))
 
     @property
     def next_at(self) -> float:
@@ -116,7 +127,6 @@ class Answers:
         if wait_s is not None:
             self._keep_at = min(self._keep_at, time.monotonic() + wait_s)
             self._look_at = now + self._look_s  # an attempt that waits has nothing else that could be cancelled
-        self._leave_resumed()
         return True
 
     def bars(self) -> dict[int, Decision]:
@@ -126,8 +136,8 @@ class Answers:
 
     def take_back(self, rank: int, why: str) -> None:
         """Record a rank's attempt as cancelled that was decided and is not begun."""
-        entry = self._starts().get(rank)
-        if entry is None or entry.kind == "resume" or entry.start[rank] <= self._newest[rank]:
+        entry = next((entry for entry in reversed(self._log.entries) if rank in entry.start), None)
+        if entry is None or not self.may_start(rank) or entry.start[rank] <= self._newest[rank]:
             return
         attempt = Attempt(self._store, self._spec.run_id, rank, entry.start[rank])
         with contextlib.suppress(StoreError):
@@ -152,7 +162,12 @@ class Answers:
     # The hands of the keeper
 
     def may_start(self, rank: int) -> bool:
-        """Return whether a rank is this supervisor's."""
+        """Return whether a rank is this supervisor's, and nobody has resumed it since."""
+        for entry in self._log.entries[self._n_seen :]:
+            for resumed, number in entry.start.items() if entry.kind == "resume" else ():
+                if number > self._newest.get(resumed, number):
+                    self.leave(resumed)
+        self._n_seen = len(self._log.entries)
         return rank in self._newest
 
     def start(self, attempts: Mapping[int, int]) -> None:
@@ -166,15 +181,6 @@ class Answers:
         """Leave a rank to another process, which has begun its next attempt."""
         self._newest.pop(rank, None)
         self._ends.pop(rank, None)
-
-    def _leave_resumed(self) -> None:
-        for rank, entry in self._starts().items():
-            if entry.kind == "resume" and entry.start[rank] > self._newest.get(rank, entry.start[rank]):
-                self.leave(rank)
-
-    def _starts(self) -> dict[int, Decision]:
-        """Return the last entry that starts an attempt of each rank."""
-        return {rank: entry for entry in self._log.entries for rank in entry.start}
 
     def _sight(self) -> Sight:
         """Return how the run's ranks ended: this supervisor's own from memory, others from the store."""

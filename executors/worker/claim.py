@@ -22,8 +22,11 @@ class CancelledBeforeStart(ReplicasError):
     """The attempt was cancelled before its process came up."""
 
 
-def claim(asked: Attempt) -> tuple[Attempt, str]:
+def claim(asked: Attempt, n_decisions: int = 0) -> tuple[Attempt, str]:
     """Claim the attempt asked for, or the next free one: a service may start the same input twice.
+
+    Args:
+        n_decisions: how many entries of the log are known not to bar the rank.
 
     Returns: the attempt, and the nonce of its claim.
 
@@ -38,7 +41,7 @@ def claim(asked: Attempt) -> tuple[Attempt, str]:
             _end_before_start(attempt)
         if retry(functools.partial(_nonce_that_counts, attempt, to_bytes(claim))) == nonce:
             # Behind the claim: who cancels looks for claims behind the entry, so one of the two sees the other.
-            log = retry(DecisionLog(attempt.store, attempt.run_id).read)
+            log = retry(functools.partial(DecisionLog(attempt.store, attempt.run_id).read_from, n_decisions))
             if (entry := barred_by(log, attempt.rank)) is not None:
                 attempt.request_cancel(words_of_bar(entry))
                 _end_before_start(attempt)

@@ -10,6 +10,8 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+from executors.errors import HangError
+
 OURS = tuple(str(Path(__file__).parents[2] / package) + os.sep for package in ("executors", "diloco"))
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
@@ -28,9 +30,10 @@ def describe_failure(error: BaseException) -> dict[str, str | None]:
         first = first.tb_next
     if first is not None:
         trace = first  # the user's frames are enough
+    line = "".join(traceback.format_exception_only(type(error), error)).strip().partition("\n")[0]
     return {
         "error": "".join(traceback.format_exception(type(error), error, trace)).rstrip(),
-        "error_line": "".join(traceback.format_exception_only(type(error), error)).strip().partition("\n")[0],
+        "error_line": str(error) if isinstance(error, HangError) else line,  # a sentence of its own
         "error_place": _place(trace),
         "fingerprint": fingerprint_of(error),
     }

@@ -43,7 +43,7 @@ class Finding:
     stacks: str | None = None
     """The stacks of its threads, below the sentence: to be kept by `keep_stacks`, and shown in the log."""
     is_kill: bool = False
-    """Its supervisor ends the rank now: SIGCONT, then SIGKILL to it and all below; outcome `failed`, `hang`."""
+    """Its supervisor ends the rank now: SIGKILL to it and all below; outcome `failed`, `hang`."""
 
 
 class Watchdog:
@@ -71,7 +71,7 @@ class Watchdog:
         world_size: int,
         run_id: str,
     ) -> None:
-        self._page, self._pid, self._limits = page, pid, limits
+        self._page, self._pid, self.limits = page, pid, limits
         self._ends, self._grace_s = ends, term_grace_s
         self._rank, self._world_size, self._run_id = rank, world_size, run_id
         self._floor = 0.0
@@ -101,11 +101,11 @@ class Watchdog:
         if self._ladder is not None and since != self._began and not page.diagnosis:
             self._ladder = None  # it goes on
         if self._ladder is None:
-            if self._limits.is_off or page.unwatched:
+            if self.limits.is_off or page.unwatched:
                 return None
             soft_s, hard_s, ends = self._current_limits()
             if is_waiting:
-                least_s = MOST_CALL_S if self._limits.soft_s is None else LATE_TICK_S
+                least_s = MOST_CALL_S if self.limits.soft_s is None else LATE_TICK_S
                 soft_s, hard_s = max(soft_s, least_s), max(hard_s, 1.5 * least_s)
             left_s = since + soft_s - now
             if left_s > 0:
@@ -121,7 +121,7 @@ class Watchdog:
 
     def _current_limits(self) -> tuple[float, float, bool]:
         """Return the soft and the hard limit where the rank is now, and whether they end it."""
-        page, limits = self._page, self._limits
+        page, limits = self._page, self.limits
         if page.limit_s is not None and page.limit_s < math.inf:
             return page.limit_s, 1.5 * page.limit_s, True
         if limits.soft_s is not None and limits.hard_s is not None:

@@ -131,12 +131,14 @@ def how_started(spec: RunSpec, attempt: Attempt) -> str | None:
     return None if attempt.number == spec.attempt else "fork"
 
 
-def watchdog_of(spec: RunSpec, rank: int, page: SharedPage, pid: int, term_grace_s: float) -> Watchdog:
+def watchdog_of(
+    spec: RunSpec, rank: int, page: SharedPage, pid: int, limits: HangLimits, term_grace_s: float
+) -> Watchdog:
     """Return what watches the process of a rank."""
     return Watchdog(
         page,
         pid,
-        HangLimits.parse(spec.hang),
+        limits,
         ends=spec.restarts is not None,
         term_grace_s=term_grace_s,
         rank=rank,

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from executors import replica as environment
-from executors.errors import ReplicasError
+from executors.errors import LaunchError, ReplicasError
 from executors.native import RunSpec
+from executors.policy import HangLimits, Restarts
 from executors.process import become_subreaper
 from executors.worker.container import NOTICE_S, ContainerRanks, ContainerSupervisor
 
@@ -34,7 +35,11 @@ def main() -> NoReturn:
     os.close(nothing)
     with contextlib.suppress(OSError):  # a sandbox that does not know it: what is orphaned is then not ended by us
         become_subreaper()
-    supervisor.start()
+    try:
+        supervisor.start()
+    except LaunchError as error:  # the outcome says it, too
+        print(f"replicas: {error}", file=sys.stderr, flush=True)
+        os._exit(CANNOT_START)
     supervisor.run()
     os._exit(supervisor.exit_code)
 
@@ -44,7 +49,7 @@ def read_assignment(environ: Mapping[str, str]) -> ContainerSupervisor:
 
     Raises:
         ReplicasError: something is missing.
-        ValueError: a number is not one.
+        ValueError: a number or a policy is not one.
     """
     me = environment.replica_from(environ)
     digest = environ.get(environment.TASK_DIGEST)
@@ -65,6 +70,7 @@ def read_assignment(environ: Mapping[str, str]) -> ContainerSupervisor:
         launched_at=number(environment.LAUNCHED_AT) or 0.0,
         lease_s=number(environment.LEASE_S),
     )
+    Restarts.of(spec.restarts), HangLimits.parse(spec.hang)
     ranks = ContainerRanks(spec, term_grace_s=TERM_GRACE_S, gpu=environ.get(environment.GPU) or None)
     return ContainerSupervisor(
         spec,

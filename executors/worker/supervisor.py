@@ -186,11 +186,12 @@ class Supervisor:
     def _start(self, attempt: Attempt) -> None:
         place = self._free_places[0]
         page = self._pages[attempt.rank] = SharedPage.create(self._pages.get(attempt.rank))
+        page.n_decisions = self._answers.n_read
         pid = self._ranks.start(attempt, place, page, (self._wakeup, self._wakeup_writer))
         self._free_places.popleft()
         deadline = NEVER if self._timeout_s is None else time.monotonic() + self._timeout_s
         deadline = self._deadlines.setdefault(attempt.rank, deadline)
-        watchdog = watchdog_of(self._spec, attempt.rank, page, pid, self._term_grace_s)
+        watchdog = watchdog_of(self._spec, attempt.rank, page, pid, self._answers.hang, self._term_grace_s)
         self._running[pid] = Running(pid, attempt, place, page, watchdog, time.time(), deadline)
         self._watch_at = 0.0
 
@@ -293,6 +294,7 @@ class Supervisor:
         for rank, entry in bars.items():
             self._answers.take_back(rank, why_barred(entry))
         for running in self._running.values():
+            running.watchdog.limits = self._answers.hang
             bar = bars.get(running.asked.rank)
             if running.ending is not None:
                 continue

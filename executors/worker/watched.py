@@ -32,7 +32,7 @@ def be_watched(page: SharedPage) -> None:
     """Begin to beat, and to answer signals. Called by the main thread of a process of our own."""
     global _page
     _page = page
-    with contextlib.suppress(OSError):  # a sandbox without it: no stacks
+    with contextlib.suppress(OSError, AttributeError):  # a sandbox, or a Python, without it: no stacks
         file = os.memfd_create(STACKS_NAME)
         fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # the supervisor truncates it
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
@@ -49,8 +49,8 @@ def be_watched(page: SharedPage) -> None:
 
 def end_watch(page: SharedPage) -> None:
     """Be judged no more: the entrypoint has ended."""
-    page.unwatched, page.ready = 1, 0
     signal.signal(HANG_SIGNAL, signal.SIG_IGN)
+    page.unwatched, page.ready = 1, 0
 
 
 def _beat(page: SharedPage) -> None:

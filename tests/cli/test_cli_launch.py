@@ -108,6 +108,18 @@ def test_only_time_limits_make_exit_code_124(here: HereInstead) -> None:
     assert "failed (timeout)" in result.stdout
 
 
+def test_what_starting_again_does_not_help_makes_exit_code_93_and_says_why(here: HereInstead) -> None:
+    result = here.launch("job:fail", "--arg", "ranks=[0, 1]", "--restarts", "3", "--run-id", "mine", n=2)
+    assert result.code == 93, result
+    why = "stopped: ranks 0-1 failed the same way before their first step: RuntimeError: it went wrong"
+    assert why in result.stdout
+    assert "Starting the run again unchanged does not help (exit code 93)." in result.stdout
+    status = here.replicas("status", "mine")
+    assert why in status.stdout
+    document = here.replicas("status", "mine", "--json").json
+    assert (document["exit_code"], document["replicas"][0]["left"]) == (93, 3)
+
+
 def test_a_detached_run_goes_on_by_itself_and_values_of_its_environment_are_recorded_nowhere(
     folder: Folder, state_home: Path
 ) -> None:

@@ -17,7 +17,8 @@ from support.fake_jobs import FakeJob, Machines, attached, start
 from executors import Run
 from executors.attempt import Attempt
 from executors.backends.jobs.service import Job
-from executors.resume import recipe_of, resume, vouched_task
+from executors.resume import resume
+from executors.run.recipe import recipe_of, vouched_task
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.lease import LeaseHolder
 from executors.testing import eventually

@@ -14,7 +14,8 @@ from support.cli import HereInstead
 from diloco.rendezvous.snapshot import Pointer
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import ReplicaFailedError
-from executors.resume import resume, vouched_task
+from executors.resume import resume
+from executors.run.recipe import vouched_task
 from executors.testing import eventually
 
 LOCAL = LocalProcessExecutor(term_grace_s=0.5)

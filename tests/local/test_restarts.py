@@ -13,12 +13,21 @@ from typing import Any
 import pytest
 from support.chaos_tasks import closed_gates, train
 from support.processes import is_alive
-from support.restart_tasks import bomb, die_and_hang, end_always, end_first, hang_first, save_slowly
+from support.restart_tasks import (
+    bomb,
+    come_back_when_resumed,
+    die_and_hang,
+    end_always,
+    end_first,
+    hang_first,
+    save_slowly,
+)
 from support.runs import all_gone, launcher, said
 
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Attempt
 from executors.protocol import Outcome
+from executors.resume import resume
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.testing import eventually
 
@@ -121,7 +130,7 @@ def test_a_restart_together_ends_the_living_ranks_and_starts_them_anew(
     over(run)
 
 
-def barred(run: Run, **entry: Any) -> None:
+def added(run: Run, **entry: Any) -> None:
     """Add an entry to the log, and say so to the supervisor, which looks every ten seconds otherwise."""
     DecisionLog(run.store, run.run_id).append(lambda log: Decision(**entry))
     os.kill(supervisor_of(run), signal.SIGUSR1)
@@ -140,7 +149,7 @@ def test_what_bars_the_run_ends_what_lives_and_what_was_to_be_started(
 ) -> None:
     run = started(local, die_and_hang, 2, "3,backoff=600s:600s", folder=str(tmp_path))
     decided(run, "restart")
-    barred(run, **entry)
+    added(run, **entry)
     over(run)
     assert [told(run, rank) for rank in range(2)] == [["signal SIGKILL", "cancelled"], ["cancelled"]]
     assert why in str(ends(run, 1)[0].error)
@@ -195,7 +204,9 @@ def test_nothing_of_an_attempt_is_left_when_the_next_one_starts(local: LocalProc
 
 def test_a_rank_that_hangs_is_ended_says_where_and_starts_anew(local: LocalProcessExecutor, state_home: Path) -> None:
     args = {"kinds": ["loop", "mutex with the GIL"]}
-    run = over(launch(local, hang_first, 2, args=args, restarts=f"1,{QUICK}", hang_timeout="1s:2s"))
+    run = launch(local, hang_first, 2, args=args, restarts=f"1,{QUICK}", hang_timeout="off")
+    added(run, kind="policy", hang="1s:2s")
+    over(run)
     assert [told(run, rank) for rank in range(2)] == [["hang", "succeeded"], ["hang SIGKILL", "succeeded"]]
     for rank in range(2):
         end, attempt = ends(run, rank)[0], Attempt(run.store, run.run_id, rank, 0)
@@ -237,3 +248,20 @@ def test_a_cancel_waits_for_what_a_rank_must_not_be_interrupted_in(local: LocalP
         ["cancelled"],
         ["begun", "saved", "state"],
     )
+
+
+def test_a_rank_that_is_given_up_and_resumed_belongs_to_its_new_supervisor(
+    local: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    run = started(local, come_back_when_resumed, 2, "9,backoff=1s:1s", folder=str(tmp_path))
+    decided(run, "give_up")
+    resume(run, ranks=[0])
+    eventually(lambda: len(decisions(run)) == 4, "its new supervisor answers the next end")
+    os.kill(supervisor_of(run), signal.SIGUSR1)  # the old one looks, before the new one starts what it decided
+    over(run)
+    eventually(lambda: told(run, 0)[3:] == ["succeeded"])
+    assert told(run, 0) == ["no_result", "no_result", "signal SIGKILL", "succeeded"]
+    assert [entry.kind for entry in decisions(run)] == ["restart", "give_up", "resume", "restart"]
+    handles = [Attempt(run.store, run.run_id, 0, number).handle("local") for number in range(4)]
+    first, second, third, fourth = [handle and handle.metadata["supervisor_pid"] for handle in handles]
+    assert (first == second, second == third, third == fourth) == (True, False, True)

@@ -124,5 +124,4 @@ def watch(ranks: list[Watched], *, for_s: float = 60.0) -> None:
 
 def kill(rank: Watched) -> None:
     """End a rank as its supervisor does."""
-    os.kill(rank.pid, signal.SIGCONT)
     os.kill(rank.pid, signal.SIGKILL)

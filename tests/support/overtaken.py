@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from executors import LocalProcessExecutor, Run, attach
@@ -11,16 +12,17 @@ from executors.resume import resume
 
 
 class OvertakenLocally(LocalProcessExecutor):
-    """Lets another resume go first, once, when attempts beyond the first are asked for."""
+    """Lets another resume, which looked at the run at the same time, go first when attempts are asked for again."""
 
     by_ranks: ClassVar[list[int] | None] = None
     """Which ranks the other brings back; None: all that it finds."""
 
-    def launch_replicas(self, *args: Any, run: Any = None, **more: Any) -> Any:
+    def launch_replicas(self, n: int, *args: Any, run: Any = None, **more: Any) -> Any:
         if run.attempt > 0:
-            other: Any = LocalProcessExecutor(preload=(), term_grace_s=0.5)
-            let_another_go_first(run.run_id, other, self.by_ranks)
-        return super().launch_replicas(*args, run=run, **more)
+            other = LocalProcessExecutor(preload=(), term_grace_s=0.5)
+            ranks = tuple(self.by_ranks or run.ranks)
+            other.launch_replicas(len(ranks), *args, run=replace(run, ranks=ranks), **more)
+        return super().launch_replicas(n, *args, run=run, **more)
 
 
 class OvertakenWhileLooking(LocalProcessExecutor):

@@ -20,6 +20,7 @@ from diloco.outer import DiLoCo
 from diloco.same_data import SameData
 from executors.replica import Replica, set_current_replica
 from executors.report.root_cause import MAX_CHARACTERS
+from executors.shared_page import SharedPage
 from executors.store import MemoryStore
 
 transformers = pytest.importorskip("transformers", reason="pip install 'serverless-replicas[hf-trainer]'")
@@ -323,3 +324,11 @@ def test_each_replica_has_arguments_of_its_own_and_a_plain_script_keeps_its() ->
     assert (args.output_dir, args.seed, args.data_seed) == ("out", 7, None)
     set_current_replica(None)
     assert replica_arguments(args).output_dir == "out"
+
+
+def test_a_long_evaluation_is_progress(tmp_path: Path) -> None:
+    page = SharedPage.create()
+    set_current_replica(Replica(0, 1, "another", 0, "memory://hf", page=page))
+    asked = arguments(tmp_path, per_device_eval_batch_size=1)
+    transformers.Trainer(Model(), asked, eval_dataset=ITEMS[:4], callbacks=[DiLoCoCallback()]).evaluate()
+    assert page.marks >= 4, "one for each batch"

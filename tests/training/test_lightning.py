@@ -12,6 +12,7 @@ from support.training import next_process, place
 from torch import nn
 
 from executors.replica import Replica, set_current_replica
+from executors.shared_page import SharedPage
 from executors.store import MemoryStore
 
 lightning = pytest.importorskip("lightning.pytorch", reason="pip install 'serverless-replicas[lightning]'")
@@ -50,6 +51,9 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         x = torch.stack([torch.sin(batch + k) for k in range(3)], 1)
         loss: torch.Tensor = (self.linear(x).squeeze(1) - batch / N_ITEMS).square().mean()
         return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        """Measures nothing."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 0.05)
@@ -117,3 +121,13 @@ def test_a_checkpoint_has_the_state_and_what_cannot_be_is_refused(tmp_path: Path
     again = lightning.Trainer(accelerator="cpu", callbacks=[DiLoCoCallback()], max_steps=9, logger=False)
     with pytest.raises(ValueError, match="ckpt_path: this replica has come back"):
         again.fit(Module(), plain_loader(), ckpt_path=tmp_path / "it.ckpt", weights_only=True)
+
+
+def test_a_long_validation_is_progress(tmp_path: Path) -> None:
+    page = SharedPage.create()
+    set_current_replica(Replica(0, 1, "another", 0, "memory://lightning", page=page))
+    trainer = lightning.Trainer(
+        accelerator="cpu", callbacks=[DiLoCoCallback()], logger=False, default_root_dir=tmp_path
+    )
+    trainer.validate(Module(), plain_loader(), verbose=False)
+    assert page.marks == N_ITEMS // 2

@@ -81,8 +81,8 @@ class Checked:
                 self._check_answer(index, entry)
             elif entry.kind == "restart" or (entry.kind == "stop" and entry.why != "asked"):
                 self._check_too_few(index)
-        for done_s, ranks in self.simulation.cancelled:
-            self._check_cancelled(done_s, ranks)
+        for cancelled in self.simulation.cancelled:
+            self._check_cancelled(*cancelled)
 
     def _check_answer(self, index: int, entry: Decision) -> None:
         assert entry.rank is not None
@@ -105,11 +105,12 @@ class Checked:
         recent = [ended for at_s, ended in rank.charged if policy.per_s is None or at_s > entry.at - policy.per_s]
         n_alike = sum(name in (str(ended.exit_code), ended.reason) for ended in recent)
         has_budget = len(recent) < policy.per_replica and (policy.run is None or self.n_of_run < policy.run)
-        is_late = policy.within_s is not None and entry.at > policy.within_s
+        late_s = -math.inf if policy.within_s is None else entry.at - policy.within_s
         found = {
             "deterministic": self._is_deterministic(entry, end, rank),
             "no_progress": strikes > policy.no_progress,
-            "budget": is_late or not (is_free or (has_budget and n_alike < cap)),
+            "budget": late_s > (self.simulation.plan.skew_s if entry.kind == "restart" else 0.0)
+            or not (is_free or (has_budget and n_alike < cap)),
         }
         if entry.kind != "restart":
             if not found[entry.why]:
@@ -156,11 +157,11 @@ class Checked:
         if plan.min_replicas is None or plan.n_ranks - len(gone) >= plan.min_replicas:
             raise Violation(f"entry {index} stops a run of which {sorted(gone)} are gone")
 
-    def _check_cancelled(self, done_s: float, ranks: list[int]) -> None:
+    def _check_cancelled(self, began_s: float, done_s: float, ranks: list[int]) -> None:
         """S3 as the one who cancelled sees it."""
         resumed: set[int] = set()
         for entry, landed_s in zip(self.simulation.entries, self.simulation.landed_s, strict=True):
-            if entry.kind == "resume":
+            if entry.kind == "resume" and landed_s >= began_s:
                 resumed |= entry.start.keys()
             for rank in set(ranks) & entry.start.keys() - resumed:
                 if landed_s > done_s and entry.kind == "restart":
@@ -178,7 +179,10 @@ def _check_ends(simulation: Simulation) -> None:
     last = max((index for index, entry in enumerate(entries) if entry.kind == "resume"), default=-1)
     since = entries[last + 1 :]
     gone = {entry.rank for entry in since if entry.kind == "give_up"}
-    gone |= {rank for _, rank in cancelled_of(simulation) if any(e.kind == "cancel" and e.rank == rank for e in since)}
+    for rank, number in store.newest.items():
+        end = store.ends.get((rank, number))  # none: an intent that landed when all was over
+        if end is not None and end.status is ReplicaStatus.CANCELLED:
+            gone |= {rank} & {entry.rank for entry in since if entry.kind == "cancel"}
     n_done = sum(end.status is ReplicaStatus.SUCCEEDED for end in store.ends.values())
     has_policy = plan.policy is not None or any(entry.kind == "policy" for entry in entries)
     if not has_policy or plan.min_replicas is None:
@@ -187,10 +191,3 @@ def _check_ends(simulation: Simulation) -> None:
         return
     if not any(entry.kind == "stop" or (entry.kind == "cancel" and entry.rank is None) for entry in since):
         raise Violation(f"ranks {gone} of {plan.n_ranks} are gone, and nobody stopped the run")
-
-
-def cancelled_of(simulation: Simulation) -> set[tuple[int, int]]:
-    """Return the newest attempts that ended as cancelled, each as its number and rank."""
-    store = simulation.store
-    newest = [(number, rank) for rank, number in store.newest.items()]
-    return {each for each in newest if store.ends[each[1], each[0]].status is ReplicaStatus.CANCELLED}

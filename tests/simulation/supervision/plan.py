@@ -56,6 +56,10 @@ class Plan:
     """How often it makes a mark."""
     copies: float = 0.05
     """How often the service starts a second copy."""
+    lies: float = 0.0
+    """How often the service says that a container is gone which lives, as long as things go wrong."""
+    has_wider: bool = False
+    """Whether supervisors leave their machines to keepers outside after two strikes."""
     skew_s: float = 0.0
     """How far ahead clocks may be."""
     acts: tuple[Act, ...] = ()
@@ -95,16 +99,18 @@ class Plan:
             kept=dice.choice([0.0, 0.3, 1.0]),
             marks=dice.choice([0.0, 0.7, 1.0]),
             copies=dice.choice([0.0, 0.0, 0.1]),
+            lies=dice.choice([0.0, 0.0, 0.02]),
+            has_wider=dice.random() < 0.3,
             skew_s=dice.choice([0.0, 0.0, 5.0]),
             acts=tuple(sorted(acts, key=lambda act: act.at_s)),
             faults=faults,
         )
 
 
-EXTRAS = ("oom=0", "-9=1", "timeout=2", "run=2", "within=60s", "no_progress=1", "together")
+EXTRAS = ("oom=0", "-9=1", "timeout=2", "run=2", "within=60s", "no_progress=1", "together", "together", "how=launch")
 
 
 def _policy(dice: random.Random) -> str:
-    parts = [f"{dice.choice([0, 1, 2, 2, 3])}" + dice.choice(["", "", "", "/30s"]), "75=inf"]
-    parts += dice.sample(EXTRAS, dice.choice([0, 0, 1, 2]))
+    parts = [f"{dice.choice([0, 1, 2, 3, 3])}" + dice.choice(["", "", "", "/30s"]), "75=inf"]
+    parts += dict.fromkeys(dice.sample(EXTRAS, dice.choice([0, 0, 1, 2])))
     return ",".join([*parts, dice.choice(["backoff=1s:8s", "backoff=0s", "backoff=4s:30s"])])

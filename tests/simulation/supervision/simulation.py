@@ -1,6 +1,7 @@
-"""A simulated run: containers with supervisors and workers, a service, keepers outside, and people.
+"""A simulated run: a service with containers, keepers outside, and people.
 
-`decide`, `DecisionLog` and `Keeper` are the real ones, on the store and under the scheduler of the other simulation.
+`decide`, `DecisionLog`, `Keeper` and people's orders are the real ones, on the store and under the scheduler of the
+other simulation.
 """
 
 from __future__ import annotations
@@ -11,373 +12,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from greenlet import getcurrent  # type: ignore[import-untyped]
-
 from executors.attempt import replica_key
-from executors.attempt.outcome import parse_outcome
-from executors.errors import KeyNotFoundError, StoreError
-from executors.protocol import Outcome, ReplicaStatus
-from executors.supervision import decisions
-from executors.supervision.decisions import Decision, DecisionLog, answer_to, is_barred
+from executors.errors import StoreError
+from executors.protocol import ReplicaStatus
+from executors.supervision import decisions, orders
+from executors.supervision.decisions import Decision, DecisionLog, is_barred
 from executors.supervision.keeper import Keeper, Sight
 from simulation.invariants import Violation
 from simulation.supervision.invariants import check
-from simulation.supervision.plan import ENDS, Act, Plan, parse
-from simulation.world import Died, SimulatedStore, World
+from simulation.supervision.plan import Act, Plan, parse
+from simulation.supervision.processes import Container, Outside, Worker
+from simulation.supervision.records import RUN, Log, Records
+from simulation.world import Died, World
 
-RUN = "run"
-LOOK_S, GRACE_S, INTENT_S, BAR_S = 10.0, 5.0, 30.0, 15.0
+GRACE_S, BAR_S = 5.0, 15.0
 MOST_ASLEEP_S = 150.0
 PATIENCE_S = 1500.0
 MARKER = b'{"why": "cancelled"}'
-_parsed: dict[bytes, Decision] = {}
-
-
-class Records(SimulatedStore):
-    """The store, and what a list of it shows of attempts."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        super().__init__(simulation.world, answer_s=0.01)
-        self._simulation = simulation
-        self.outcomes: list[Outcome] = []
-        """Outcomes by the number that stands for each in the store."""
-        self.begun: dict[tuple[int, int], float] = {}
-        self.newest: dict[int, int] = {}
-        self.ends: dict[tuple[int, int], Outcome] = {}
-        self.claims: dict[tuple[int, int], bytes] = {}
-
-    def _set(self, key: str, value: bytes) -> bool:
-        super()._set(key, value)
-        _, folder, *rest = key.split("/")
-        if folder == "decisions":
-            self._simulation.decided(_parse(value, key))
-            return True
-        rank, number, name = int(rest[0]), int(rest[1]), rest[2]
-        if name == "cancel.json":
-            return True
-        self.begun.setdefault((rank, number), self._world.now)
-        while (rank, self.newest.get(rank, -1) + 1) in self.begun:
-            self.newest[rank] = self.newest.get(rank, -1) + 1
-        if name == "outcome.json":
-            found = self.outcomes[int(value)] if value.isdigit() else parse_outcome(value)
-            self.ends[rank, number] = found
-        elif name == "started.json":
-            self.claims[rank, number] = value
-        return True
-
-    def record(self, outcome: Outcome) -> None:
-        """Record an outcome unless there is one; what was cancelled is so."""
-        key = functools.partial(replica_key, RUN, outcome.rank, outcome.attempt)
-        if self.has(key("cancel.json")):
-            outcome = Outcome(outcome.rank, outcome.attempt, ReplicaStatus.CANCELLED, "cancelled")
-        self.outcomes.append(outcome)
-        self.put_if_absent(key("outcome.json"), b"%d" % (len(self.outcomes) - 1))
-
-    def has(self, key: str) -> bool:
-        try:
-            self.get(key)
-        except KeyNotFoundError:
-            return False
-        return True
-
-    def wins(self, key: str, value: bytes) -> bool:
-        """Create, and return whether it is what the store has now."""
-        for _ in range(3):
-            try:
-                self.put_if_absent(key, value)
-            except StoreError:
-                continue
-            break
-        return bytes(self.get(key)) == value
-
-    def point(self, what: str) -> None:
-        """Pass a point where something may go wrong beside the store."""
-        self._before("do", what)
-        if self._world.happens(self._world.faults.refused):
-            raise StoreError(f"{what}: refused")
-
-
-class Log(DecisionLog):
-    """The real log; what it reads is parsed once."""
-
-    def _find(self, index: int) -> Decision | None:
-        key = self.key(index)
-        try:
-            return _parse(bytes(self.store.get(key)), key)
-        except KeyNotFoundError:
-            return None
-
-
-def _parse(data: bytes, key: str) -> Decision:
-    if data not in _parsed:
-        if len(_parsed) > 10_000:
-            _parsed.clear()
-        _parsed[data] = Decision.parse(data, key)
-    return _parsed[data]
-
-
-class Worker:
-    """The process of one rank."""
-
-    def __init__(self, container: Container, rank: int, asked: int) -> None:
-        self.simulation, self.container = container.simulation, container
-        self.rank, self.number = rank, asked
-        self.name = self.simulation.name(f"worker{rank}")
-        self.outcome: Outcome | None = None
-        self.is_alive, self.runs_user_code = True, False
-
-    def body(self) -> None:
-        try:
-            if self.claim():
-                self.runs_user_code = True
-                self.work()
-        except (Died, StoreError):
-            pass
-        finally:
-            self.is_alive = self.runs_user_code = False
-            self.container.wake()
-
-    def claim(self) -> bool:
-        simulation, store = self.simulation, self.simulation.store
-        while True:
-            key = functools.partial(replica_key, RUN, self.rank, self.number)
-            if store.has(key("cancel.json")):
-                store.record(Outcome(self.rank, self.number, ReplicaStatus.CANCELLED, "cancelled"))
-                return False
-            if store.wins(key("started.json"), self.name.encode()):
-                break
-            self.number += 1
-        log, began_s = simulation.log(), simulation.world.now
-        if simulation.looks_when_claiming:
-            log.read()
-            if is_barred(log.entries, self.rank):
-                store.record(Outcome(self.rank, self.number, ReplicaStatus.CANCELLED, "cancelled"))
-                return False
-        simulation.check_begin(self, began_s)
-        return True
-
-    def work(self) -> None:
-        world, plan = self.simulation.world, self.simulation.plan
-        dice = world.rng
-        end = ENDS[kind := dice.choice(plan.ends)]
-        if kind == "free" and world.now > plan.faults.until_s:
-            end = ENDS[kind := "succeeded"]  # else it never ends
-        marks = int(dice.random() < plan.marks)
-        self.simulation.has_progress |= bool(marks)
-        world.sleep(dice.uniform(*plan.life_s))
-        kept = int(bool(marks) and dice.random() < plan.kept)
-        reached = {"round": float(dice.choice([1, 1, 2]))} if marks else {}
-        status = ReplicaStatus.SUCCEEDED if kind == "succeeded" else ReplicaStatus.FAILED
-        self.outcome = Outcome(self.rank, self.number, status, marks=marks, kept=kept, reached=reached, **end)
-        world.note(f"ends: {kind}, kept {kept}")
-        if kind in ("succeeded", "raises", "raises otherwise"):
-            self.simulation.store.record(self.outcome)
-
-
-class Container:
-    """A supervisor with its workers; the hands "fork"."""
-
-    how = "fork"
-
-    def __init__(self, simulation: Simulation, attempts: Mapping[int, int]) -> None:
-        self.simulation, self.attempts = simulation, dict(attempts)
-        self.name = simulation.name("container")
-        self.workers: dict[int, Worker] = {}
-        self.ending: dict[int, str] = {}
-        self.is_alive = True
-        self._turn, self._pauses, self._poked = 0, False, False
-        self._looked_at_s = simulation.world.now
-        self.keeper = simulation.keeper(self)
-
-    def may_start(self, rank: int) -> bool:
-        return rank in self.attempts
-
-    def start(self, attempts: Mapping[int, int]) -> None:
-        self.simulation.check_start(attempts)
-        for rank, number in attempts.items():
-            if rank in self.workers:
-                self._end(rank, "fenced")
-                self._conclude(rank)
-            self._run(rank, number)
-
-    def body(self) -> None:
-        try:
-            for rank, number in self.attempts.items():
-                self._run(rank, number)
-            wait_s: float | None = LOOK_S
-            while wait_s is not None:
-                self._pause(wait_s)
-                wait_s = self._pass()
-        except Died:
-            pass
-        finally:
-            self.die()
-
-    def die(self) -> None:
-        """Be gone, with all processes."""
-        self.is_alive = False
-        for worker in self.workers.values():
-            self._kill(worker)
-
-    def wake(self) -> None:
-        self._poked = True
-        if self._pauses:
-            self.simulation.world.at(0.0, functools.partial(self._resume, self._turn))
-
-    def _pause(self, seconds: float) -> None:
-        if not self._poked:
-            world = self.simulation.world
-            self._task, self._pauses = getcurrent(), True
-            world.at(seconds, functools.partial(self._resume, self._turn))
-            world._main.switch()
-        self._poked = False
-
-    def _resume(self, turn: int) -> None:
-        if self._pauses and turn == self._turn:
-            self._turn, self._pauses = self._turn + 1, False
-            self.simulation.world._run(self._task)
-
-    def _run(self, rank: int, number: int) -> None:
-        self.attempts[rank] = number
-        self.workers[rank] = worker = Worker(self, rank, number)
-        self.simulation.workers.append(worker)
-        self.simulation.world.spawn(worker.name, worker.body)
-
-    def _kill(self, worker: Worker) -> None:
-        if worker.is_alive:
-            worker.is_alive = worker.runs_user_code = False
-            self.simulation.world.at(0.0, lambda: self.simulation.world.kill(worker.name))
-
-    def _end(self, rank: int, why: str) -> None:
-        self.ending.setdefault(rank, why)
-        self._kill(self.workers[rank])
-
-    def _pass(self) -> float | None:
-        simulation = self.simulation
-        try:
-            for rank in [rank for rank, worker in self.workers.items() if not worker.is_alive]:
-                self._conclude(rank)
-            if simulation.world.now >= self._looked_at_s + LOOK_S - 0.001:
-                self._looked_at_s = simulation.world.now
-                self._look()
-            sight = simulation.sight(self.name)
-            newest = {**sight.newest, **{rank: max(sight.newest[rank], own) for rank, own in self.attempts.items()}}
-            ends = {rank: end for rank, end in sight.ends.items() if end.attempt == newest[rank]}
-            wait_s = self.keeper.keep(Sight(newest, ends, sight.has_progress))
-        except StoreError:
-            return 1.0
-        if not self.workers and wait_s is None:
-            return None
-        left_s = max(0.01, self._looked_at_s + LOOK_S - simulation.world.now)
-        return left_s if wait_s is None else min(wait_s + 0.001, left_s)
-
-    def _conclude(self, rank: int) -> None:
-        """See that a worker that ended has an outcome."""
-        worker, store = self.workers[rank], self.simulation.store
-        number = worker.number
-        claim = store.claims.get((rank, number))
-        while number > self.attempts[rank] and claim != worker.name.encode():
-            number, claim = number - 1, store.claims.get((rank, number - 1))
-        if claim in (None, worker.name.encode()):
-            why = self.ending.get(rank)
-            if why is not None:
-                status = ReplicaStatus.CANCELLED if why == "cancelled" else ReplicaStatus.FAILED
-                outcome = Outcome(rank, number, status, why)  # type: ignore[arg-type]
-            else:
-                outcome = worker.outcome or Outcome(rank, number, ReplicaStatus.FAILED, "signal", -9, "SIGKILL")
-            store.record(outcome)
-        self.attempts[rank] = number
-        del self.workers[rank]
-        self.ending.pop(rank, None)
-
-    def _look(self) -> None:
-        """End what a stop or a cancel stands against, and what a newer attempt has fenced."""
-        store, now = self.simulation.store, self.simulation.world.now
-        self.keeper.log.read()
-        for rank, worker in self.workers.items():
-            bar = self.keeper.barred_by(rank)
-            if bar is not None and now >= bar.at + (bar.within_s or 0.0):
-                self._end(rank, "cancelled")
-            elif store.newest[rank] > worker.number or (rank, worker.number) in store.ends:
-                self._end(rank, "fenced")
-        for rank in [rank for rank, number in self.attempts.items() if rank not in self.workers]:
-            if store.newest[rank] > self.attempts[rank]:
-                del self.attempts[rank]  # another's
-
-
-class Outside:
-    """A process that watches the run from outside; the hands "launch"."""
-
-    how = "launch"
-
-    def __init__(self, simulation: Simulation) -> None:
-        self.simulation = simulation
-        self.name = simulation.name("keeper")
-        self.keeper = simulation.keeper(self)
-        self._intents: dict[tuple[int, int], float] = {}
-
-    def may_start(self, rank: int) -> bool:
-        return not self.simulation.is_living(rank)
-
-    def start(self, attempts: Mapping[int, int]) -> None:
-        self.simulation.check_start(attempts)
-        self.launch(attempts)
-
-    def launch(self, attempts: Mapping[int, int]) -> None:
-        simulation, store = self.simulation, self.simulation.store
-        mine = {}
-        nonce = simulation.name(self.name).encode()
-        for rank, number in attempts.items():
-            key = replica_key(RUN, rank, number, "intent.json")
-            if not simulation.has_intents or store.wins(key, nonce):
-                mine[rank] = number
-        if mine:
-            store.point("before the service's call")
-            simulation.ask(mine)
-            store.point("after the service's call")
-        for rank, number in mine.items():
-            store.put_if_absent(replica_key(RUN, rank, number, "handle.json"), nonce)
-
-    def body(self) -> None:
-        simulation = self.simulation
-        try:
-            while simulation.world.now < simulation.limit_s:
-                wait_s = None
-                try:
-                    self._find_lost()
-                    sight = simulation.sight(self.name)
-                    wait_s = self.keeper.keep(sight)
-                    if self._is_over(sight):
-                        return
-                except StoreError:
-                    wait_s = 1.0
-                pause_s = simulation.world.rng.uniform(3.0, 15.0)
-                simulation.world.sleep(pause_s if wait_s is None else min(wait_s + 0.001, pause_s))
-        except Died:
-            pass
-
-    def _find_lost(self) -> None:
-        """Record what the service says is gone."""
-        simulation, store = self.simulation, self.simulation.store
-        for rank, number in list(store.newest.items()):
-            if (rank, number) in store.ends or simulation.is_living(rank):
-                continue
-            seen_s = self._intents.setdefault((rank, number), simulation.world.now)
-            if (rank, number) in store.claims or simulation.world.now >= seen_s + INTENT_S:
-                reason = "preempted" if (rank, number) in simulation.preempted else "lost"
-                store.record(Outcome(rank, number, ReplicaStatus.FAILED, reason))  # type: ignore[arg-type]
-
-    def _is_over(self, sight: Sight) -> bool:
-        return len(sight.ends) == self.simulation.plan.n_ranks and all(map(self._is_final, sight.ends.values()))
-
-    def _is_final(self, end: Outcome) -> bool:
-        log = self.keeper.log.entries
-        if self.simulation.is_living(end.rank):
-            return False
-        if end.status is not ReplicaStatus.FAILED or self.keeper.policy is None or is_barred(log, end.rank):
-            return True
-        answer = answer_to(log, end.rank, end.attempt)
-        return answer is not None and answer.kind == "give_up"
 
 
 class Simulation:
@@ -401,8 +52,8 @@ class Simulation:
         self.workers: list[Worker] = []
         self.preempted: set[tuple[int, int]] = set()
         self.asked: Counter[tuple[int, int]] = Counter()
-        self.cancelled: list[tuple[float, list[int]]] = []
-        """When cancels were done, and of which ranks."""
+        self.cancelled: list[tuple[float, float, list[int]]] = []
+        """When cancels began and were done, and of which ranks."""
         self.has_progress = False
         self.failure = ""
         self._names: Counter[str] = Counter()
@@ -459,6 +110,7 @@ class Simulation:
             launched_at=0.0,
             min_replicas=plan.min_replicas,
             hands=hands,
+            has_wider=plan.has_wider,
             clock=clock,
             monotonic=world.clock,
         )
@@ -487,6 +139,10 @@ class Simulation:
     def is_living(self, rank: int) -> bool:
         """Return whether the service still runs a container of the rank."""
         return any(container.is_alive and rank in container.attempts for container in self.containers)
+
+    def seems_living(self, rank: int) -> bool:
+        """Return what the service says of it."""
+        return self.is_living(rank) and not self.world.happens(self.plan.lies)
 
     def decided(self, entry: Decision) -> None:
         """Take note of an entry that stands now; what it ends has to be gone in time."""
@@ -561,9 +217,9 @@ class Simulation:
 
     def _cancel(self, act: Act) -> None:
         ranks = range(self.plan.n_ranks) if act.rank is None else [act.rank]
-        log = self.log()
+        log, began_s = self.log(), self.world.now
         if self.appends_cancel:
-            log.append(lambda _: Decision(kind="cancel", rank=act.rank))
+            orders.order_cancel(log, None if act.rank is None else [act.rank], self.plan.n_ranks)
         newest = self.sight(self.world.who()).newest
         log.read()
         for rank in ranks:
@@ -574,31 +230,24 @@ class Simulation:
         for container in [each for each in self.containers if each.is_alive]:
             for rank in set(ranks) & container.workers.keys():
                 container._end(rank, "cancelled")
-        self.cancelled.append((self.world.now, list(ranks)))
+        self.cancelled.append((began_s, self.world.now, list(ranks)))
 
     def _stop(self, act: Act) -> None:
-        self.log().append(lambda _: Decision(kind="stop", why="asked", within_s=20.0))
+        orders.order_stop(self.log(), 20.0)
 
     def _policy(self, act: Act) -> None:
-        self.log().append(lambda _: Decision(kind="policy", restarts=str(parse(act.policy))))
+        orders.order_policy(self.log(), parse(act.policy), None)
 
     def _resume(self, act: Act) -> None:
-        """Start anew what ended, or what is decided and not begun, as a person asks for."""
-        log, sight, person = self.log(), self.sight(self.world.who()), Outside(self)
+        """Start anew what has ended, as a person asks for."""
+        log, person = self.log(), Outside(self)
+        n_seen = len(log.read())
+        sight = self.sight(person.name)
         ranks = range(self.plan.n_ranks) if act.rank is None else [act.rank]
-
-        def compute(_: object) -> Decision | None:
-            start = {}
-            for rank in ranks:
-                end, newest = sight.ends.get(rank), sight.newest[rank]
-                if end is not None and end.status is not ReplicaStatus.SUCCEEDED:
-                    start[rank] = newest + 1
-            return Decision(kind="resume", start=start) if start else None
-
-        entry = log.append(compute)
-        if entry is not None:
-            person.name = self.world.who()
-            person.launch(entry.start)
+        ended = {rank for rank in ranks if rank in sight.ends}
+        start = {r: sight.newest[r] + 1 for r in ended if sight.ends[r].status is not ReplicaStatus.SUCCEEDED}
+        if start and orders.order_resume(log, start, n_seen) is None:
+            person.launch(start)
 
 
 def run_schedule(seed: int, *, is_traced: bool = True, **changes: Any) -> Simulation:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from executors.attempt import Attempt
+from executors.errors import HangError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store.memory import MemoryStore
 from executors.worker.failure import describe_failure, fingerprint_of, fingerprint_of_exit
@@ -41,7 +42,7 @@ def failure_of(file: str) -> dict[str, str | None]:
         ("/somewhere/else/net.py", "net.py:8"),
         ("/tmp/ipykernel_123/456.py", "a notebook's cell, line 8"),
         ("<ipython-input-3-0123456789ab>", "a notebook's cell, line 8"),
-        ("/usr/lib/python3/site-packages/torch/nn/modules.py", "test_failure.py:30"),
+        ("/usr/lib/python3/site-packages/torch/nn/modules.py", "test_failure.py:31"),
     ],
 )
 def test_the_place_is_the_last_of_the_users_own_lines(
@@ -57,6 +58,11 @@ def test_the_place_is_the_last_of_the_users_own_lines(
 def test_an_exception_of_nobody_has_no_place() -> None:
     failure = describe_failure(KeyboardInterrupt())
     assert (failure["error"], failure["error_line"], failure["error_place"]) == ("KeyboardInterrupt",) * 2 + (None,)
+
+
+def test_a_hang_is_told_by_its_sentence_alone() -> None:
+    failure = describe_failure(HangError("Replica 3 of 8 made no progress for 61 s (limit 60 s)"))
+    assert failure["error_line"] == "Replica 3 of 8 made no progress for 61 s (limit 60 s)"
 
 
 def raised_at_a_place_of_its_own(error: Exception) -> Exception:

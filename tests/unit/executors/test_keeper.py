@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from executors.attempt import Attempt
+from executors.errors import CorruptObjectError
 from executors.policy import Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store.memory import MemoryStore
@@ -181,6 +183,16 @@ def test_a_fork_leaves_what_a_person_resumes_to_the_persons_process(scene: Scene
     assert hands.started == []
 
 
+def test_an_end_is_answered_anew_behind_a_resume_that_came_late(scene: Scene) -> None:
+    """A person looked, slept, and resumed as attempt 1 what had ended as attempt 1 meanwhile, and was decided."""
+    keeper = scene.keeper(hands := FakeHands())
+    keeper.keep(sight(end(attempt=1, kept=1)))
+    scene.add(Decision(kind="resume", start={0: 1}))
+    keeper.keep(sight(end(attempt=1, kept=1)))
+    assert [entry.kind for entry in DecisionLog(scene.store, "run").read()] == ["restart", "resume", "restart"]
+    assert hands.started == [{0: 2}, {0: 2}]
+
+
 def test_an_attempt_that_was_decided_and_never_begun_leaves_no_hole(scene: Scene) -> None:
     scene.add(Decision(kind="restart", rank=1, ended=0, start={0: 2}, how="fork"))
     scene.keeper(hands := FakeHands()).keep(sight(end()))
@@ -190,19 +202,39 @@ def test_an_attempt_that_was_decided_and_never_begun_leaves_no_hole(scene: Scene
     assert skipped.reason == "fenced"
 
 
+def test_a_rank_that_nobody_launched_is_not_started(scene: Scene) -> None:
+    scene.add(Decision(kind="restart", rank=99, ended=0, start={99: 1}, how="fork"))
+    scene.keeper(hands := FakeHands(ranks=range(100))).keep(sight())
+    assert hands.started == []
+
+
+def test_what_nobody_could_read_is_not_added(scene: Scene) -> None:
+    """It would be the end of the log."""
+    keeper = scene.keeper(FakeHands())
+    with pytest.raises(CorruptObjectError, match="'start' is an object"):
+        keeper.keep(sight(end(attempt=10_000, kept=1)))
+    keeper.keep(sight(end(1, reached={"x" * 1000: 1.0, "step": math.inf, "round": 2.0})))
+    assert [entry.reached for entry in DecisionLog(scene.store, "run").read()] == [{"round": 2.0}]
+
+
 def test_the_run_is_stopped_when_too_few_can_succeed(scene: Scene) -> None:
     keeper = scene.keeper(FakeHands(), policy=Restarts.parse("0"), min_replicas=4)
     keeper.keep(sight(end()))
     assert [(entry.kind, entry.why) for entry in scene.told] == [("give_up", "budget"), ("stop", "min_replicas")]
 
 
-def test_a_pass_in_which_nothing_follows_is_one_request(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_in_which_nothing_follows_is_one_request(scene: Scene) -> None:
     keeper = scene.keeper(FakeHands(), policy=Restarts.parse("0"))
     found = sight(*(end(rank) for rank in range(3)), end(3, reason="preempted"))
     keeper.keep(found)
     asked: list[str] = []
-    get = scene.store.get
-    monkeypatch.setattr(scene.store, "get", lambda key, **part: (asked.append(key), get(key, **part))[1])
+
+    class Listening(MemoryStore):
+        def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+            asked.append(key)
+            return super().get(key, start=start, size=size)
+
+    scene.store.__class__ = Listening
     keeper.keep(found)
     assert asked == ["run/decisions/000003.json"]
 

@@ -15,7 +15,7 @@ from executors import LocalProcessExecutor
 from executors.attempt import replica_key
 from executors.cli.summary import exit_code
 from executors.native import Parent, Unfinished
-from executors.protocol import STOPPED, Outcome, ReplicaStatus
+from executors.protocol import BY_USER, STOPPED, Outcome, ReplicaStatus
 from executors.run.run import Run
 from executors.store import Store
 from executors.store.memory import MemoryStore
@@ -110,6 +110,18 @@ def test_an_end_is_final_unless_another_attempt_is_to_follow(
     end: dict[str, Any], restarts: str | None, log: Sequence[Decision], is_final: bool
 ) -> None:
     assert run_of(end, restarts=restarts, log=log).wait(timeout=0) is is_final
+
+
+def test_who_is_cancelled_between_two_attempts_is_cancelled() -> None:
+    run = run_of(failed(), log=[RESTART, replace(CANCEL, words=BY_USER)])
+    (outcome,) = run.outcomes()
+    assert (outcome.attempt, outcome.status, outcome.error) == (
+        1,
+        "cancelled",
+        "Replica 0 was ended: cancelled by the user.",
+    )
+    assert exit_code([outcome], decisions=run.decisions) == 130
+    assert run.status().replicas[0].note == ""
 
 
 def test_an_end_that_may_still_stop_the_run_is_not_final() -> None:

@@ -15,7 +15,7 @@ from executors.supervision.rules import RunFacts, decide, made_progress, too_few
 
 FACTS = RunFacts(run_id="run", world_size=4, launched_at=0.0, has_progress=True)
 EARLY = replace(FACTS, has_progress=False)
-BY_ITSELF = {"reason": "exception", "fingerprint": "same"}
+BY_ITSELF: dict[str, Any] = {"reason": "exception", "fingerprint": "same"}
 CANCELLED = Outcome(0, 0, ReplicaStatus.CANCELLED, "cancelled")
 
 
@@ -33,8 +33,8 @@ def answers(policy: str, *ends: Outcome, at: Sequence[float] = (), facts: RunFac
     return log
 
 
-def told(log: Sequence[Decision]) -> list[str]:
-    return [entry.why or entry.kind for entry in log]
+def told(log: Sequence[Decision | None]) -> list[str]:
+    return [entry.why or entry.kind for entry in log if entry is not None]
 
 
 KEPT = [end(attempt=number, kept=1) for number in range(4)]
@@ -83,15 +83,15 @@ def test_what_fails_everywhere_before_any_progress_stops_the_run() -> None:
     assert answer is not None
     assert (answer.kind, answer.why, answer.start) == ("stop", "deterministic", {})
     for other, facts in (([end(1, reason="exception", fingerprint="other")], EARLY), (ends[1:], FACTS), ([], EARLY)):
-        assert told(filter(None, [decide([], ends[0], other, Restarts(), facts, 1.0)])) == ["restart"]  # type: ignore[arg-type]
+        assert told([decide([], ends[0], other, Restarts(), facts, 1.0)]) == ["restart"]
 
 
 def test_a_sister_that_was_restarted_since_counts_too_until_a_person_resumes() -> None:
     log = answers("3", end(1, **BY_ITSELF), facts=EARLY)
     mine = end(0, **BY_ITSELF)
-    assert told(filter(None, [decide(log, mine, [], Restarts(), EARLY, 2.0)])) == ["deterministic"]  # type: ignore[arg-type]
+    assert told([decide(log, mine, [], Restarts(), EARLY, 2.0)]) == ["deterministic"]
     log.append(Decision(kind="resume", start={1: 2}))
-    assert told(filter(None, [decide(log, mine, [], Restarts(), EARLY, 2.0)])) == ["restart"]  # type: ignore[arg-type]
+    assert told([decide(log, mine, [], Restarts(), EARLY, 2.0)]) == ["restart"]
 
 
 def test_waits_double_without_progress_and_are_spread() -> None:

@@ -1,0 +1,287 @@
+"""The processes of a simulated run: workers, supervisors in containers, and keepers outside."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from greenlet import getcurrent  # type: ignore[import-untyped]
+
+from executors.attempt import replica_key
+from executors.errors import StoreError
+from executors.protocol import Outcome, ReplicaStatus
+from executors.supervision.decisions import answer_to, is_barred
+from executors.supervision.keeper import Sight
+from simulation.supervision.plan import ENDS
+from simulation.supervision.records import RUN
+from simulation.world import Died
+
+if TYPE_CHECKING:
+    from simulation.supervision.simulation import Simulation
+
+LOOK_S, INTENT_S = 10.0, 30.0
+
+
+class Worker:
+    """The process of one rank."""
+
+    def __init__(self, container: Container, rank: int, asked: int) -> None:
+        self.simulation, self.container = container.simulation, container
+        self.rank, self.number = rank, asked
+        self.name = self.simulation.name(f"worker{rank}")
+        self.outcome: Outcome | None = None
+        self.is_alive, self.runs_user_code = True, False
+
+    def body(self) -> None:
+        try:
+            if self.claim():
+                self.runs_user_code = True
+                self.work()
+        except (Died, StoreError):
+            pass
+        finally:
+            self.is_alive = self.runs_user_code = False
+            self.container.wake()
+
+    def claim(self) -> bool:
+        simulation, store = self.simulation, self.simulation.store
+        while True:
+            key = functools.partial(replica_key, RUN, self.rank, self.number)
+            if store.has(key("cancel.json")):
+                store.record(Outcome(self.rank, self.number, ReplicaStatus.CANCELLED, "cancelled"))
+                return False
+            if store.wins(key("started.json"), self.name.encode()):
+                break
+            self.number += 1
+        log, began_s = simulation.log(), simulation.world.now
+        if simulation.looks_when_claiming:
+            log.read()
+            if is_barred(log.entries, self.rank):
+                store.record(Outcome(self.rank, self.number, ReplicaStatus.CANCELLED, "cancelled"))
+                return False
+        simulation.check_begin(self, began_s)
+        return True
+
+    def work(self) -> None:
+        world, plan = self.simulation.world, self.simulation.plan
+        dice = world.rng
+        end = ENDS[kind := dice.choice(plan.ends)]
+        if kind == "free" and world.now > plan.faults.until_s:
+            end = ENDS[kind := "succeeded"]  # else it never ends
+        marks = int(dice.random() < plan.marks)
+        self.simulation.has_progress |= bool(marks)
+        world.sleep(dice.uniform(*plan.life_s))
+        kept = int(bool(marks) and dice.random() < plan.kept)
+        reached = {"round": float(dice.choice([1, 1, 2]))} if marks else {}
+        status = ReplicaStatus.SUCCEEDED if kind == "succeeded" else ReplicaStatus.FAILED
+        self.outcome = Outcome(self.rank, self.number, status, marks=marks, kept=kept, reached=reached, **end)
+        world.note(f"ends: {kind}, kept {kept}")
+        if kind in ("succeeded", "raises", "raises otherwise"):
+            self.simulation.store.record(self.outcome)
+
+
+class Container:
+    """A supervisor with its workers; the hands "fork"."""
+
+    how = "fork"
+
+    def __init__(self, simulation: Simulation, attempts: Mapping[int, int]) -> None:
+        self.simulation, self.attempts = simulation, dict(attempts)
+        self.name = simulation.name("container")
+        self.workers: dict[int, Worker] = {}
+        self.ending: dict[int, str] = {}
+        self.is_alive = True
+        self._turn, self._pauses, self._poked = 0, False, False
+        self._looked_at_s = simulation.world.now
+        self.keeper = simulation.keeper(self)
+
+    def may_start(self, rank: int) -> bool:
+        return rank in self.attempts
+
+    def start(self, attempts: Mapping[int, int]) -> None:
+        self.simulation.check_start(attempts)
+        for rank, number in attempts.items():
+            if rank in self.workers:
+                self._end(rank, "fenced")
+                self._conclude(rank)
+            self._run(rank, number)
+
+    def body(self) -> None:
+        try:
+            for rank, number in self.attempts.items():
+                self._run(rank, number)
+            wait_s: float | None = LOOK_S
+            while wait_s is not None:
+                self._pause(wait_s)
+                wait_s = self._pass()
+        except Died:
+            pass
+        finally:
+            self.die()
+
+    def die(self) -> None:
+        """Be gone, with all processes."""
+        self.is_alive = False
+        for worker in self.workers.values():
+            self._kill(worker)
+
+    def wake(self) -> None:
+        self._poked = True
+        if self._pauses:
+            self.simulation.world.at(0.0, functools.partial(self._resume, self._turn))
+
+    def _pause(self, seconds: float) -> None:
+        if not self._poked:
+            world = self.simulation.world
+            self._task, self._pauses = getcurrent(), True
+            world.at(seconds, functools.partial(self._resume, self._turn))
+            world._main.switch()
+        self._poked = False
+
+    def _resume(self, turn: int) -> None:
+        if self._pauses and turn == self._turn:
+            self._turn, self._pauses = self._turn + 1, False
+            self.simulation.world._run(self._task)
+
+    def _run(self, rank: int, number: int) -> None:
+        self.attempts[rank] = number
+        self.workers[rank] = worker = Worker(self, rank, number)
+        self.simulation.workers.append(worker)
+        self.simulation.world.spawn(worker.name, worker.body)
+
+    def _kill(self, worker: Worker) -> None:
+        if worker.is_alive:
+            worker.is_alive = worker.runs_user_code = False
+            self.simulation.world.at(0.0, lambda: self.simulation.world.kill(worker.name))
+
+    def _end(self, rank: int, why: str) -> None:
+        self.ending.setdefault(rank, why)
+        self._kill(self.workers[rank])
+
+    def _pass(self) -> float | None:
+        simulation = self.simulation
+        try:
+            for rank in [rank for rank, worker in self.workers.items() if not worker.is_alive]:
+                self._conclude(rank)
+            if simulation.world.now >= self._looked_at_s + LOOK_S - 0.001:
+                self._looked_at_s = simulation.world.now
+                self._look()
+            sight = simulation.sight(self.name)
+            newest = {**sight.newest, **{rank: max(sight.newest[rank], own) for rank, own in self.attempts.items()}}
+            ends = {rank: end for rank, end in sight.ends.items() if end.attempt == newest[rank]}
+            wait_s = self.keeper.keep(Sight(newest, ends, sight.has_progress))
+        except StoreError:
+            return 1.0
+        if not self.workers and wait_s is None:
+            return None
+        left_s = max(0.01, self._looked_at_s + LOOK_S - simulation.world.now)
+        return left_s if wait_s is None else min(wait_s + 0.001, left_s)
+
+    def _conclude(self, rank: int) -> None:
+        """See that a worker that ended has an outcome."""
+        worker, store = self.workers[rank], self.simulation.store
+        number = worker.number
+        claim = store.claims.get((rank, number))
+        while number > self.attempts[rank] and claim != worker.name.encode():
+            number, claim = number - 1, store.claims.get((rank, number - 1))
+        if claim in (None, worker.name.encode()):
+            why = self.ending.get(rank)
+            if why is not None:
+                status = ReplicaStatus.CANCELLED if why == "cancelled" else ReplicaStatus.FAILED
+                outcome = Outcome(rank, number, status, why)  # type: ignore[arg-type]
+            else:
+                outcome = worker.outcome or Outcome(rank, number, ReplicaStatus.FAILED, "signal", -9, "SIGKILL")
+            store.record(outcome)
+        self.attempts[rank] = number
+        del self.workers[rank]
+        self.ending.pop(rank, None)
+
+    def _look(self) -> None:
+        """End what a stop or a cancel stands against, and what a newer attempt has fenced."""
+        store, now = self.simulation.store, self.simulation.world.now
+        self.keeper.log.read()
+        for rank, worker in self.workers.items():
+            bar = self.keeper.barred_by(rank)
+            if bar is not None and now >= bar.at + (bar.within_s or 0.0):
+                self._end(rank, "cancelled")
+            elif store.newest[rank] > worker.number or (rank, worker.number) in store.ends:
+                self._end(rank, "fenced")
+        for rank in [rank for rank, number in self.attempts.items() if rank not in self.workers]:
+            if store.newest[rank] > self.attempts[rank]:
+                del self.attempts[rank]  # another's
+
+
+class Outside:
+    """A process that watches the run from outside; the hands "launch"."""
+
+    how = "launch"
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.name = simulation.name("keeper")
+        self.keeper = simulation.keeper(self)
+        self._intents: dict[tuple[int, int], float] = {}
+
+    def may_start(self, rank: int) -> bool:
+        return not self.simulation.seems_living(rank)
+
+    def start(self, attempts: Mapping[int, int]) -> None:
+        self.simulation.check_start(attempts)
+        self.launch(attempts)
+
+    def launch(self, attempts: Mapping[int, int]) -> None:
+        simulation, store = self.simulation, self.simulation.store
+        mine = {}
+        nonce = simulation.name(self.name).encode()
+        for rank, number in attempts.items():
+            key = replica_key(RUN, rank, number, "intent.json")
+            if not simulation.has_intents or store.wins(key, nonce):
+                mine[rank] = number
+        if mine:
+            store.point("before the service's call")
+            simulation.ask(mine)
+            store.point("after the service's call")
+        for rank, number in mine.items():
+            store.put_if_absent(replica_key(RUN, rank, number, "handle.json"), nonce)
+
+    def body(self) -> None:
+        simulation = self.simulation
+        try:
+            while simulation.world.now < simulation.limit_s:
+                wait_s = None
+                try:
+                    self._find_lost()
+                    sight = simulation.sight(self.name)
+                    wait_s = self.keeper.keep(sight)
+                    if self._is_over(sight):
+                        return
+                except StoreError:
+                    wait_s = 1.0
+                pause_s = simulation.world.rng.uniform(3.0, 15.0)
+                simulation.world.sleep(pause_s if wait_s is None else min(wait_s + 0.001, pause_s))
+        except Died:
+            pass
+
+    def _find_lost(self) -> None:
+        """Record what the service says is gone."""
+        simulation, store = self.simulation, self.simulation.store
+        for rank, number in list(store.newest.items()):
+            if (rank, number) in store.ends or simulation.seems_living(rank):
+                continue
+            seen_s = self._intents.setdefault((rank, number), simulation.world.now)
+            if (rank, number) in store.claims or simulation.world.now >= seen_s + INTENT_S:
+                reason = "preempted" if (rank, number) in simulation.preempted else "lost"
+                store.record(Outcome(rank, number, ReplicaStatus.FAILED, reason))  # type: ignore[arg-type]
+
+    def _is_over(self, sight: Sight) -> bool:
+        return len(sight.ends) == self.simulation.plan.n_ranks and all(map(self._is_final, sight.ends.values()))
+
+    def _is_final(self, end: Outcome) -> bool:
+        log = self.keeper.log.entries
+        if self.simulation.is_living(end.rank):
+            return False
+        if end.status is not ReplicaStatus.FAILED or self.keeper.policy is None or is_barred(log, end.rank):
+            return True
+        answer = answer_to(log, end.rank, end.attempt)
+        return answer is not None and answer.kind == "give_up"

@@ -1,0 +1,102 @@
+"""The store of a simulated run: what a list of it shows of attempts, and its log of decisions."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from executors.attempt import replica_key
+from executors.attempt.outcome import parse_outcome
+from executors.errors import KeyNotFoundError, StoreError
+from executors.protocol import Outcome, ReplicaStatus
+from executors.supervision.decisions import Decision, DecisionLog
+from simulation.world import SimulatedStore
+
+if TYPE_CHECKING:
+    from simulation.supervision.simulation import Simulation
+
+RUN = "run"
+_parsed: dict[bytes, Decision] = {}
+
+
+class Records(SimulatedStore):
+    """The store, and what a list of it shows of attempts."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__(simulation.world, answer_s=0.01)
+        self._simulation = simulation
+        self.outcomes: list[Outcome] = []
+        """Outcomes by the number that stands for each in the store."""
+        self.begun: dict[tuple[int, int], float] = {}
+        self.newest: dict[int, int] = {}
+        self.ends: dict[tuple[int, int], Outcome] = {}
+        self.claims: dict[tuple[int, int], bytes] = {}
+
+    def _set(self, key: str, value: bytes) -> bool:
+        super()._set(key, value)
+        _, folder, *rest = key.split("/")
+        if folder == "decisions":
+            self._simulation.decided(parse_entry(value, key))
+            return True
+        rank, number, name = int(rest[0]), int(rest[1]), rest[2]
+        if name == "cancel.json":
+            return True
+        self.begun.setdefault((rank, number), self._world.now)
+        while (rank, self.newest.get(rank, -1) + 1) in self.begun:
+            self.newest[rank] = self.newest.get(rank, -1) + 1
+        if name == "outcome.json":
+            found = self.outcomes[int(value)] if value.isdigit() else parse_outcome(value)
+            self.ends[rank, number] = found
+        elif name == "started.json":
+            self.claims[rank, number] = value
+        return True
+
+    def record(self, outcome: Outcome) -> None:
+        """Record an outcome unless there is one; what was cancelled is so."""
+        key = functools.partial(replica_key, RUN, outcome.rank, outcome.attempt)
+        if self.has(key("cancel.json")):
+            outcome = Outcome(outcome.rank, outcome.attempt, ReplicaStatus.CANCELLED, "cancelled")
+        self.outcomes.append(outcome)
+        self.put_if_absent(key("outcome.json"), b"%d" % (len(self.outcomes) - 1))
+
+    def has(self, key: str) -> bool:
+        try:
+            self.get(key)
+        except KeyNotFoundError:
+            return False
+        return True
+
+    def wins(self, key: str, value: bytes) -> bool:
+        """Create, and return whether it is what the store has now."""
+        for _ in range(3):
+            try:
+                self.put_if_absent(key, value)
+            except StoreError:
+                continue
+            break
+        return bytes(self.get(key)) == value
+
+    def point(self, what: str) -> None:
+        """Pass a point where something may go wrong beside the store."""
+        self._before("do", what)
+        if self._world.happens(self._world.faults.refused):
+            raise StoreError(f"{what}: refused")
+
+
+class Log(DecisionLog):
+    """The real log; what it reads is parsed once."""
+
+    def _find(self, index: int) -> Decision | None:
+        key = self.key(index)
+        try:
+            return parse_entry(bytes(self.store.get(key)), key)
+        except KeyNotFoundError:
+            return None
+
+
+def parse_entry(data: bytes, key: str) -> Decision:
+    if data not in _parsed:
+        if len(_parsed) > 10_000:
+            _parsed.clear()
+        _parsed[data] = Decision.parse(data, key)
+    return _parsed[data]

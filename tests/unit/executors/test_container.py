@@ -1,0 +1,85 @@
+"""What the supervisor of a container does beside that of a local run."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from executors import open_store
+from executors.attempt import Attempt
+from executors.native import RunSpec
+from executors.process import oom_kills_in_group
+from executors.shared_page import SharedPage
+from executors.store.records import to_bytes
+from executors.task.record import TaskRecord
+from executors.task.stored import StoredTask
+from executors.worker.container import BEAT_LATE_S, ContainerRanks, ContainerSupervisor, imports_torch
+from executors.worker.ranks import NEVER, Running, watchdog_of
+
+
+@pytest.mark.parametrize(("late_s", "beats"), [(BEAT_LATE_S + 1, True), (BEAT_LATE_S - 5, False)])
+def test_a_supervisor_beats_for_a_rank_that_does_not_get_its_gil(tmp_path: Path, late_s: float, beats: bool) -> None:
+    store = open_store(tmp_path)
+    spec = RunSpec("run", store.url, "00", 1, (0,))
+    supervisor = ContainerSupervisor(
+        spec, ContainerRanks(spec, term_grace_s=1, gpu=None), timeout_s=None, term_grace_s=1, notice_s=1
+    )
+    page, attempt = SharedPage.create(), Attempt(store, "run", 0)
+    attempt.store.put(attempt.key("heartbeat.json"), to_bytes({"at": 1.0, "step": 7}))
+    watchdog = watchdog_of(spec, 0, page, os.getpid(), 1)
+    supervisor._running[1] = Running(1, attempt.at(0), 0, page, watchdog, time.time(), NEVER)
+    page.claimed = 1
+    page.beat = time.monotonic() - late_s
+    supervisor._look()
+    beat = attempt.beat()
+    assert beat is not None
+    assert beat.reported == {"step": 7}
+    assert (beat.at > 1.0) is beats
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "count"),
+    [
+        ("0::/", {"memory.events": "low 0\noom 3\noom_kill 2\n"}, 2),
+        ("0::/box/job", {"box/job/memory.events": "oom_kill 1\n", "memory.events": "oom_kill 9\n"}, 1),
+        ("4:memory:/box", {"memory/box/memory.oom_control": "under_oom 0\noom_kill 5\n"}, 5),
+        ("4:memory:/of/the/host", {"memory/memory.oom_control": "oom_kill 4\n"}, 4),
+        ("4:memory:/\n3:cpu:/", {"memory/memory.oom_control": "under_oom 0\n"}, 0),
+        ("0::/", {}, 0),
+    ],
+)
+def test_kills_for_want_of_memory_are_counted_in_the_own_control_group(
+    own: str, files: dict[str, str], count: int, tmp_path: Path
+) -> None:
+    (tmp_path / "own").write_text(own + "\n")
+    for name, text in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert oom_kills_in_group(tmp_path / "groups", tmp_path / "own") == count
+
+
+@pytest.mark.parametrize(
+    ("text", "does"),
+    [
+        ("import torch\n", True),
+        ("def f():\n    from torch.nn import Linear\n", True),
+        ("from diloco import DiLoCo\n", True),
+        ("import torchaudio_of_mine\n# import torch\n", False),
+        ("import numpy\n", False),
+    ],
+)
+def test_torch_is_imported_ahead_where_a_file_of_the_workspace_or_a_callables_imports_it(
+    text: str, does: bool, tmp_path: Path
+) -> None:
+    store = open_store(tmp_path / "store")
+    task = StoredTask(store, "run", TaskRecord(python="3.11", entrypoint="a:b"), "00")
+    pickled = StoredTask(store, "run", TaskRecord(python="3.11", callable_sha256="0" * 64, sources={"x": text}), "00")
+    (tmp_path / "empty").mkdir()
+    assert imports_torch(pickled, tmp_path / "empty") is does
+    (tmp_path / "workspace" / "models").mkdir(parents=True)
+    (tmp_path / "workspace" / "models" / "a.py").write_text(text)
+    assert imports_torch(task, tmp_path / "workspace") is does
