@@ -24,5 +24,5 @@ def test_a_seed_replays_its_schedule_of_supervision() -> None:
 
 
 def test_a_schedule_of_supervision_that_once_found_something_stays_fine() -> None:
-    """A wait that a later policy shortened. What older plans found has tests of its own, with the rules and the keeper."""
+    """A wait that a later policy shortened. What older plans found has tests with the rules and the keeper."""
     run_schedule(6038489, is_traced=False)
