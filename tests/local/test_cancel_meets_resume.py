@@ -11,6 +11,7 @@ from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import LaunchError
 from executors.resume import resume
 from executors.supervision.decisions import DecisionLog
+from executors.testing import eventually
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
 
@@ -111,3 +112,10 @@ def test_a_launch_that_fails_half_way_bars_its_run(monkeypatch: pytest.MonkeyPat
         launch(PLAIN, "time:time", 2, run_id="otter")
     log = DecisionLog(attach("otter").store, "otter").read()
     assert [(e.kind, e.words) for e in log] == [("cancel", "The launch ended half-way: no process can be started")]
+
+
+def test_a_resume_carries_out_at_once_a_restart_that_waits(tmp_path: Path) -> None:
+    run = launch(PLAIN, fail_once, 1, args={"folder": str(tmp_path)}, restarts="5,backoff=600s")
+    eventually(lambda: kinds(run), "a restart is decided")
+    assert resume(run).results() == ["done"]
+    assert kinds(run) == [("restart", 0, {0: 1}), ("resume", None, {0: 1})]

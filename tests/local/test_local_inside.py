@@ -16,7 +16,6 @@ from executors import LocalProcessExecutor, attach, current_replica, launch
 from executors.backends.local.request import LocalLaunch
 from executors.native import RunSpec
 from executors.resume import resume
-from executors.worker.watched import STACKS_NAME
 
 CONTRACT = ["REPLICA_RANK", "REPLICA_WORLD_SIZE", "REPLICA_RUN_ID", "REPLICA_ATTEMPT", "REPLICA_RENDEZVOUS"]
 OF_A_PROCESS_GROUP = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
@@ -108,8 +107,11 @@ def test_a_replica_starts_clean(local: LocalProcessExecutor) -> None:
     assert described["0"] == os.devnull
     assert described["1"] == described["2"]
     assert described["1"].endswith("output.log")
-    own = ("/proc/", "pidfd", STACKS_NAME)
-    others = {n: to for n, to in described.items() if int(n) > 2 and not any(name in to for name in own)}
+    others = {
+        n: to
+        for n, to in described.items()
+        if int(n) > 2 and not any(ours in to for ours in ("/proc/", "pidfd", "replicas-stacks"))
+    }
     assert others == {}, "descriptors of the launcher, the zygote or the supervisor"
     assert inside["main"] is None, "the caller's main is not imported"
     assert not {"pytest", "torch", "numpy"} & set(inside["modules"])
