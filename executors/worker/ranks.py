@@ -112,10 +112,11 @@ class Running:
     def watch(self, now: float, ranks: Ranks) -> None:
         """Look whether it makes progress; keep its stacks if it does not, and have it killed when it must be."""
         finding = self.watchdog.look(now) if self.ending is None else None
-        if finding is not None and finding.stacks is not None:
+        if finding is not None and not finding.is_kill:
             with contextlib.suppress(OSError, StoreError):
-                ranks.write_log(self.asked, finding.stacks)
-                keep_stacks(self.attempt, self.page, finding.stacks)
+                ranks.write_log(self.asked, finding.stacks or finding.sentence)
+                if finding.stacks is not None:
+                    keep_stacks(self.attempt, self.page, finding.stacks)
         if finding is not None and finding.is_kill:
             self.ending, self.error, self.deadline = "hang", finding.sentence, NEVER
             self.asked_at, self.kill_at = -NEVER, now

@@ -203,18 +203,24 @@ def test_nothing_of_an_attempt_is_left_when_the_next_one_starts(local: LocalProc
 
 
 def test_a_rank_that_hangs_is_ended_says_where_and_starts_anew(local: LocalProcessExecutor, state_home: Path) -> None:
-    args = {"kinds": ["loop", "mutex with the GIL"]}
-    run = launch(local, hang_first, 2, args=args, restarts=f"1,{QUICK}", hang_timeout="off")
+    args = {"kinds": ["loop", "mutex with the GIL", "stopped"]}
+    run = launch(local, hang_first, 3, args=args, restarts=f"1,{QUICK}", hang_timeout="off")
     added(run, kind="policy", hang="1s:2s")
     over(run)
-    assert [told(run, rank) for rank in range(2)] == [["hang", "succeeded"], ["hang SIGKILL", "succeeded"]]
+    assert [told(run, rank) for rank in range(3)] == [
+        ["hang", "succeeded"],
+        ["hang SIGKILL", "succeeded"],
+        ["hang SIGKILL", "succeeded"],
+    ]
     for rank in range(2):
         end, attempt = ends(run, rank)[0], Attempt(run.store, run.run_id, rank, 0)
-        assert f"Replica {rank} of 2 made no progress for" in str(end.error)
+        assert f"Replica {rank} of 3 made no progress for" in str(end.error)
         assert (end.marks, len(end.stacks)) == (1, 2)
         stacks = bytes(run.store.get(attempt.key(end.stacks[0]))).decode()
         assert "in hang_first" in stacks
         assert stacks.rstrip() in (state_home / "replicas" / attempt.key("output.log")).read_text()
+    assert "stopped by SIGSTOP" in str(ends(run, 2)[0].error)
+    assert "stopped by SIGSTOP" in (state_home / "replicas" / run.run_id / "replicas/0002/0/output.log").read_text()
 
 
 @pytest.mark.slow
