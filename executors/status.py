@@ -86,11 +86,7 @@ class RestartState:
     def to_json(self) -> dict[str, Any]:
         """Return what is for other programs as plain JSON."""
         left = None if self.limit is None else max(0, self.limit - self.charged)
-        shown = {name: getattr(self, name) for name in ("restarts", "charged", "next_at", "decision")}
-        return {**shown, "left": left}
-
-
-NO_RESTARTS = RestartState()
+        return {**{name: getattr(self, name) for name in ("restarts", "charged", "next_at", "decision")}, "left": left}
 
 
 @dataclass(frozen=True)
@@ -117,12 +113,17 @@ class ReplicaState:
     """In a few words, what it does or waits for before its entrypoint runs."""
     is_readable: bool = True
     """Whether its records tell how it is."""
-    restart: RestartState = NO_RESTARTS
+    restart: RestartState = field(default_factory=RestartState)
 
     @property
     def is_over(self) -> bool:
         """Whether it has ended, or nobody can tell."""
         return self.status.is_terminal or self.outcome is not None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its newest attempt has not ended."""
+        return not (self.status.is_terminal or self.restart.is_awaited)
 
     @property
     def is_replaced(self) -> bool:
@@ -155,7 +156,7 @@ class ReplicaState:
     @property
     def left_s(self) -> float | None:
         """How many seconds it has to go at this rate, as far as it is known."""
-        return None if self.progress is None or self.status.is_terminal else self.progress.left_s
+        return None if self.progress is None or not self.goes_on else self.progress.left_s
 
     def cell(self, column: str) -> str:
         """Return the text of one column of the table."""
@@ -165,7 +166,7 @@ class ReplicaState:
             return "" if self.restart.limit is None else f"{self.restart.charged}/{self.restart.limit}"
         if column == "left":
             return "" if self.left_s is None else name_duration(self.left_s)
-        text = "" if column == STEPS_PER_S and self.status.is_terminal else self.number(column)
+        text = "" if column == STEPS_PER_S and not self.goes_on else self.number(column)
         return f"{text}/{self.progress.total_steps:.0f}" if column == "step" and self.progress else text
 
     def number(self, name: str) -> str:
@@ -276,7 +277,7 @@ class RunStatus:
     @property
     def progress(self) -> Progress | None:
         """How far the run is: as far as the replica that goes on and has longest to go. None: none of them tells."""
-        going = [r.progress for r in self.replicas if r.progress is not None and not r.status.is_terminal]
+        going = [r.progress for r in self.replicas if r.progress is not None and r.goes_on]
         return max(going, key=lambda each: (each.left_s or 0.0, -each.share), default=None)
 
     @property

@@ -93,12 +93,12 @@ def _why_given_up(log: Sequence[Decision], index: int, policy: Restarts | None) 
     name, most = policy.cap(entry.reason, entry.exit_code)
     span = "" if policy.per_s is None else f" within {policy.per_s:g} s"
     used = charged_in_force(before, rank, policy, entry.at)
-    of_run = policy.run
+    of_run, last = policy.run, max((n for n, each in enumerate(before) if each.kind == "resume"), default=-1)
     if most == 0:
         why = f"the policy restarts nothing after {_name_cap(name)}"
     elif used >= policy.per_replica:
         why = f"{used} of {policy.per_replica} restarts are used{span}"
-    elif of_run is not None and sum(each.charged for each in before) >= of_run:
+    elif of_run is not None and sum(each.charged for each in before[last + 1 :]) >= of_run:
         why = f"{of_run} of {of_run} restarts of the run are used"
     elif name is not None and most != math.inf:
         why = f"{most:g} of {most:g} restarts after {_name_cap(name)} are used{span}"

@@ -148,7 +148,8 @@ class Keeper:
             answer = decide(entries, end, others, policy, facts, self._clock())
             if answer is None or answer.kind != "restart":
                 return answer
-            is_to_leave = self._has_wider and answer.strikes > MOST_FORK_STRIKES
+            most = MOST_FORK_STRIKES - (answer.reason == "start_failed")  # twice unwell: another machine
+            is_to_leave = self._has_wider and answer.strikes > most
             if hands.how == "fork" and (policy.how != "fork" or _needs_launch(end) or is_to_leave):
                 return None
             return replace(answer, how=hands.how)

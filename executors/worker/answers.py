@@ -63,6 +63,7 @@ class Answers:
             launched_at=self._spec.launched_at,
             min_replicas=None if record is None else record.min_replicas,
             hands=self,
+            has_wider=self._spec.lease_s is not None,  # its launcher watches, and can start a container anew
         )
 
     @property

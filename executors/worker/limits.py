@@ -146,13 +146,11 @@ class Watchdog:
             self._frame = _frame_of(stacks, int(self._page.main_thread)) or self._frame
             sentence = self._sentence(self._diagnosis(), soft_s)
             finding = Finding(sentence, f"{sentence}\n{stacks}" if stacks else None)
-            if not is_again:
-                yield AGAIN_S - READ_S, finding
-            else:
-                if ends:
-                    self._page.accuse(sentence)
-                    self._signal(HANG_SIGNAL)
-                yield LOOK_S, finding
+            yield (0.0 if is_again else AGAIN_S - READ_S), finding
+        if ends:  # once the stacks are kept: the outcome that this brings about names them
+            self._page.accuse(sentence)
+            self._signal(HANG_SIGNAL)
+            yield LOOK_S, None
         while (wait_s := self._kill_at(hard_s) - self._now) > 0 or not ends:
             yield (min(wait_s, LOOK_S) if ends else LOOK_S), None
         sentence = self._sentence(self._diagnosis(), soft_s)

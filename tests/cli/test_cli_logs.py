@@ -116,9 +116,11 @@ REFUSED = (
 )
 
 
-def test_what_logs_cannot_show_is_refused(bars: HereInstead, local: LocalProcessExecutor, state_home: Path) -> None:
+def test_what_logs_cannot_show_is_refused(
+    bars: HereInstead, local: LocalProcessExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert launch(local, "bars:bar", 2, run_id="mine").wait(60)
-    times_of(state_home / "replicas/mine/replicas/0000/0/output.log").unlink(missing_ok=True)
+    monkeypatch.setattr("executors.logs.times.NAME", "nobody.wrote.them")
     for arguments, message in REFUSED:
         refused = bars.replicas("logs", "mine", *arguments.split())
         assert (refused.code, message in refused.stderr) == (2, True), (arguments, refused)

@@ -9,6 +9,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+from support import tasks
+
 from executors import LocalProcessExecutor, launch
 from executors.chaos import HANGS, Killer, parse, small_memory
 from executors.process import fork
@@ -55,6 +57,13 @@ def test_a_replica_ends_in_the_way_that_its_spec_says() -> None:
     outcomes = run.outcomes()
     assert [(outcome.reason, outcome.exit_code) for outcome in outcomes] == [*ends.values()]
     assert "RuntimeError: chaos: rank 0 raises before outcome 1" in str(outcomes[0].output_tail)
+
+
+def test_the_supervisor_kills_whoever_runs(tmp_path: Path) -> None:
+    args = {"path": str(tmp_path / "hangs")}
+    run = launch(LocalProcessExecutor(preload=()), tasks.hang, 2, args=args, chaos=["kill:every=0.1"])
+    run.wait(60)
+    assert [outcome.signal for outcome in run.outcomes()] == ["SIGKILL", "SIGKILL"]
 
 
 def test_running_ranks_are_killed_again_and_again() -> None:

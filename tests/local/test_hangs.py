@@ -17,7 +17,6 @@ from support.hanging import HANGS, Watched, kill, start, watch
 
 from executors import LocalProcessExecutor, current_replica, launch
 from executors.process import activity
-from executors.protocol import ReplicaStatus
 from executors.replica import Replica
 from executors.testing.helpers import eventually
 from executors.worker import limits
@@ -182,25 +181,6 @@ def test_a_rank_that_stays_in_an_atomic_part_is_ended_all_the_same(monkeypatch: 
     rank = start(stay, "1s:2s")
     watch([rank])
     assert (rank.exit_code, rank.findings[-1].is_kill) == (-signal.SIGKILL, True)
-
-
-def test_a_cancel_waits_for_an_atomic_part(local: LocalProcessExecutor, tmp_path: Path) -> None:
-    def save(folder: str) -> None:
-        replica = current_replica()
-        with replica.atomic():
-            (Path(folder) / "begun").touch()
-            while not replica.page.deferred:  # type: ignore[union-attr]
-                time.sleep(0.01)
-            time.sleep(0.1)
-            (Path(folder) / "whole").touch()
-        time.sleep(600)
-
-    run = launch(local, save, 1, args={"folder": str(tmp_path)})
-    eventually((tmp_path / "begun").exists)
-    run.cancel()
-    run.wait()
-    assert run.outcomes()[0].status is ReplicaStatus.CANCELLED
-    assert (tmp_path / "whole").exists()
 
 
 def test_an_outcome_says_how_far_its_attempt_came_and_what_another_alike_has_in_common(

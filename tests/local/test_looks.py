@@ -91,6 +91,19 @@ def test_the_log_of_decisions_is_read_once_somebody_has_ended_and_from_where_it_
     assert run.status().replicas[0].status == "pending"
 
 
+def test_what_happened_costs_a_look_the_claims_the_first_reports_and_the_log(bucket: S3Server) -> None:
+    store = open_store(bucket.url("runs"))
+    write_run(store, 8)
+    for rank in range(8):
+        write(store, rank, "started", {"nonce": f"nonce {rank}", "at": 2000.0 + rank})
+        store.put(f"wide/metrics/{rank:04d}/0/000000.jsonl", b'{"t": 1.5, "step": 1}\n')
+    run = attach("wide", rendezvous=store.url)
+    assert run.world_size == 8
+    kinds: list[str] = []
+    assert cost(bucket, lambda: kinds.extend(event.kind for event in run.events())) == 2 + 8 + 8 + 1
+    assert sorted(kinds) == ["claimed"] * 8 + ["first_progress"] * 8 + ["launched"]
+
+
 def test_who_launches_or_resumes_at_a_bucket_leaves_the_handles_together(
     bucket: S3Server, local: LocalProcessExecutor
 ) -> None:

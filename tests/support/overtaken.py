@@ -17,12 +17,12 @@ class OvertakenLocally(LocalProcessExecutor):
     by_ranks: ClassVar[list[int] | None] = None
     """Which ranks the other brings back; None: all that it finds."""
 
-    def launch_replicas(self, n: int, *args: Any, run: Any = None, **more: Any) -> Any:
+    def launch_replicas(self, n_replicas: int, *args: Any, run: Any = None, **more: Any) -> Any:
         if run.attempt > 0:
             other = LocalProcessExecutor(preload=(), term_grace_s=0.5)
             ranks = tuple(self.by_ranks or run.ranks)
             other.launch_replicas(len(ranks), *args, run=replace(run, ranks=ranks), **more)
-        return super().launch_replicas(n, *args, run=run, **more)
+        return super().launch_replicas(n_replicas, *args, run=run, **more)
 
 
 class OvertakenWhileLooking(LocalProcessExecutor):

@@ -51,7 +51,7 @@ class FileLog(OffsetLog):
         try:
             start = 0 if since is None else offset_at(self._path, since)
             return start, None if until is None else offset_at(self._path, until)
-        except FileNotFoundError:
+        except OSError:
             raise ValueError(f"nobody kept when the lines of {self._path} came") from None
 
 

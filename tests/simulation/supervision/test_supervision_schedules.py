@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from simulation.supervision.simulation import run_schedule
 
 SCHEDULES = int(os.environ.get("REPLICAS_SCHEDULES", "400"))
@@ -11,6 +13,7 @@ FIRST_SEED = int(os.environ.get("REPLICAS_FIRST_SEED", "0"))
 """Fresh seeds: `make simulate-supervision`."""
 
 
+@pytest.mark.timeout(3600)
 def test_supervision_keeps_its_invariants_in_random_schedules_of_faults() -> None:
     for seed in range(FIRST_SEED, FIRST_SEED + SCHEDULES):
         run_schedule(seed, is_traced=False)
