@@ -11,6 +11,7 @@ import pytest
 from executors import open_store
 from executors.attempt import Attempt
 from executors.native import RunSpec
+from executors.policy import HangLimits
 from executors.process import oom_kills_in_group
 from executors.shared_page import SharedPage
 from executors.store.records import to_bytes
@@ -29,7 +30,7 @@ def test_a_supervisor_beats_for_a_rank_that_does_not_get_its_gil(tmp_path: Path,
     )
     page, attempt = SharedPage.create(), Attempt(store, "run", 0)
     attempt.store.put(attempt.key("heartbeat.json"), to_bytes({"at": 1.0, "step": 7}))
-    watchdog = watchdog_of(spec, 0, page, os.getpid(), 1)
+    watchdog = watchdog_of(spec, 0, page, os.getpid(), HangLimits(), 1)
     supervisor._running[1] = Running(1, attempt.at(0), 0, page, watchdog, time.time(), NEVER)
     page.claimed = 1
     page.beat = time.monotonic() - late_s
