@@ -135,8 +135,22 @@ class Keeper:
         waits += [self._ready_in(entry) for rank, entry in self._pending(sight).items() if rank not in due]
         return min((wait for wait in waits if wait is not None), default=None)
 
-    def answer(self, end: Outcome, sight: Sight) -> Decision | None:
-        """Add what answers an end to the log; return None where nothing does, or something has."""
+    def give_up(self, sight: Sight) -> None:
+        """Add which ends nothing is to follow, and start nothing: this keeper ends, and whoever looks says it already.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        for end in sight.ends.values():
+            if end.status is ReplicaStatus.FAILED:
+                self.answer(end, sight, restarts=False)
+
+    def answer(self, end: Outcome, sight: Sight, *, restarts: bool = True) -> Decision | None:
+        """Add what answers an end to the log; return None where nothing does, or something has.
+
+        Args:
+            restarts: whether that may be a restart.
+        """
         hands = self.hands
         facts = replace(self._facts, newest=sight.newest, has_progress=sight.has_progress)
         others = [other for other in sight.ends.values() if other.rank != end.rank]
@@ -148,6 +162,8 @@ class Keeper:
             answer = decide(entries, end, others, policy, facts, self._clock())
             if answer is None or answer.kind != "restart":
                 return answer
+            if not restarts:
+                return None
             most = MOST_FORK_STRIKES - (answer.reason == "start_failed")  # twice unwell: another machine
             is_to_leave = self._has_wider and answer.strikes > most
             if hands.how == "fork" and (policy.how != "fork" or _needs_launch(end) or is_to_leave):

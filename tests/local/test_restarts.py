@@ -178,6 +178,17 @@ def test_a_run_whose_launcher_is_gone_starts_nothing_more(tmp_path: Path) -> Non
     assert [told(run, rank) for rank in range(2)] == [["signal SIGKILL", "cancelled"], ["cancelled"]]
 
 
+def test_what_was_given_up_is_in_the_log_also_when_the_launcher_leaves_at_once(tmp_path: Path) -> None:
+    with launcher("fail_apart", str(tmp_path)) as process:
+        run = over(attach(said(tmp_path / "launched")["run_id"]))
+        assert process.wait(60) == 0
+    assert [told(run, rank) for rank in range(2)] == [["no_result"] * 2, ["exception"] * 2]
+    assert sorted(f"{entry.kind} {entry.why}".strip() for entry in decisions(run)) == [
+        *["give_up deterministic"] * 2,
+        *["restart"] * 2,
+    ]
+
+
 def test_an_attempt_that_another_process_began_is_left_to_it(local: LocalProcessExecutor, tmp_path: Path) -> None:
     run = started(local, die_and_hang, 2, "3,backoff=1s:1s", folder=str(tmp_path))
     decided(run, "restart")

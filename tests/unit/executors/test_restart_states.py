@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -199,6 +200,14 @@ def test_a_log_that_cannot_be_read_is_named_and_hides_nothing() -> None:
     first, second = run.status().replicas
     assert (first.status, second.status) == ("failed", "succeeded")
     assert "wide/decisions/000000.json" in first.note
+
+
+@pytest.mark.parametrize("within_s", [-1, math.nan, math.inf])
+def test_a_stop_within_no_time_is_refused_by_name(within_s: float) -> None:
+    run = run_of(None)
+    with pytest.raises(ValueError, match=rf"within_s is from 0 to 1e\+08 seconds, got {within_s}"):
+        run.stop(within_s=within_s)
+    assert run.decisions == ()
 
 
 @pytest.mark.parametrize(
