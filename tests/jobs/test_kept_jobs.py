@@ -189,6 +189,19 @@ def test_an_attached_run_has_a_lease_which_its_launcher_renews_and_a_second_watc
     assert run.results() == [0]
 
 
+def test_who_leaves_a_run_does_not_wait_for_a_bucket_that_does_not_answer(
+    machines: Machines, s3: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    machines.is_held = True
+    run = start(1, rendezvous=s3.url("runs"))
+    s3.misbehave(unavailable=1.0)
+    LeaseHolder(run.store, run.run_id).release()
+    assert "run otter may end 15 min from now unless somebody watches it" in caplog.text
+    assert len(s3.requests("GET", "lease.json")) == 1, "tried once"
+    s3.misbehave()
+    run.cancel()
+
+
 def test_a_detached_run_has_no_lease_and_a_detached_resume_lets_an_attached_one_go(
     machines: Machines, folder: Path
 ) -> None:
