@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -12,9 +11,12 @@ from executors.attempt import Attempt
 from executors.errors import ReplicasError
 from executors.native import NativeExecutor
 from executors.store.records import exists
+from executors.store.url import impatient_store
 
 if TYPE_CHECKING:
     from executors.run.run import Run
+
+STORE_LIMIT_S = 5.0  # how long an exit may take where the store is silent
 
 
 def ends_with_this_process(run: Run, *, detach: bool) -> Run:
@@ -27,17 +29,21 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
     def tell() -> None:
         if pid != os.getpid() or run.is_awaited:
             return
-        with contextlib.suppress(ReplicasError):
-            if not exists(run.store, f"{run.run_id}/run.json"):
+        try:
+            store = impatient_store(run.store.url, STORE_LIMIT_S)
+            if not exists(store, f"{run.run_id}/run.json"):
                 return  # it was deleted
-            attempts = (Attempt(run.store, run.run_id, rank) for rank in range(run.world_size))
+            attempts = (Attempt(store, run.run_id, rank) for rank in range(run.world_size))
             # One by one: at the exit no thread can be started any more.
-            if any(each.newest().outcome() is None for each in attempts):
-                print(
-                    f"replicas: run {run.run_id} ends with this process{when}. Wait for it with run.wait(), or let it "
-                    "go on with launch(…, detach=True).",
-                    file=sys.stderr,
-                )
+            if all(each.newest().outcome() is not None for each in attempts):
+                return
+        except ReplicasError:
+            pass  # nobody can tell now: as far as this process knows, it goes on
+        print(
+            f"replicas: run {run.run_id} ends with this process{when}. Wait for it with run.wait(), or let it go on "
+            "with launch(…, detach=True).",
+            file=sys.stderr,
+        )
 
     atexit.register(tell)
     return run

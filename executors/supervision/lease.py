@@ -25,10 +25,12 @@ from executors.store.records import (
     text,
     to_bytes,
 )
+from executors.store.url import impatient_store
 
 LEASE_S = 900.0
 RENEW_S = 60.0
 AGAIN_S = 5.0  # after a renewal that failed
+STORE_LIMIT_S = 5.0  # how long whoever leaves waits for a store that is silent
 LATE = 2.5  # renewals that are missed before somebody else's lease is taken over
 
 log = logging.getLogger(__name__)
@@ -74,15 +76,16 @@ class LeaseHolder:
         self._ended.set()
 
     def release(self) -> None:
-        """Let the run go on without anybody, unless somebody else renews the lease.
-
-        Raises:
-            StoreError: the store does not answer.
-        """
+        """Let the run go on without anybody, unless somebody else renews the lease; a store that fails is told of."""
         self.end()
-        standing = find_record(self._store, key_of(self._run_id), Lease.parse)
-        if standing is not None and standing.holder == self._holder:
-            release_lease(self._store, self._run_id)
+        store = impatient_store(self._store.url, STORE_LIMIT_S)
+        try:
+            standing = find_record(store, key_of(self._run_id), Lease.parse)
+            if standing is not None and standing.holder == self._holder:
+                release_lease(store, self._run_id)
+        except StoreError as error:
+            log.warning("run %s may end %.0f min from now unless somebody watches it: its lease could not be let go: "
+                        "%s", self._run_id, LEASE_S / 60, error)  # fmt: skip
 
     def renew(self) -> None:
         """Renew it now.

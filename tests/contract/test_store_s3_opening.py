@@ -18,7 +18,7 @@ from executors.store import open_store
 from executors.store.s3.address import S3Address
 from executors.store.s3.client import connect
 from executors.store.s3.store import S3Store
-from executors.store.url import remote_access
+from executors.store.url import impatient_store, remote_access
 from executors.testing.helpers import environment
 
 
@@ -58,6 +58,18 @@ def test_opening_leaves_no_object_costs_three_requests_and_survives_faults(s3: S
     for fault, method in (("lost", "PUT"), ("conflict", "PUT"), ("dropped", "PUT"), ("unavailable", "DELETE")):
         s3.misbehave_once(fault, method, "probe")
     assert list(open_store(s3.url("runs")).list("")) == []
+
+
+@pytest.mark.parametrize(("latency_s", "says"), [(1.0, "Read timeout"), (0.0, "Connection was closed")])
+def test_a_server_that_is_silent_or_hangs_up_is_an_error_of_the_store(
+    s3: S3Server, latency_s: float, says: str
+) -> None:
+    store = impatient_store(s3.url("runs"), 0.05 if latency_s else 5.0)
+    s3.misbehave(latency_s=latency_s)
+    s3.misbehave_once("dropped", "GET")
+    with pytest.raises(StoreError, match=says):
+        store.get("x")
+    s3.misbehave()
 
 
 def test_a_server_that_does_not_create_exclusively_is_refused(s3: S3Server) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from servers.hub.server import HubServer
+from servers.s3.server import S3Server
 from support import fake_jobs
 from support.cli import Folder
 from support.fake_jobs import FakeJob, Machines, attached, start
@@ -19,6 +20,7 @@ from support.fake_jobs import FakeJob, Machines, attached, start
 from executors import Run, attach
 from executors.attempt import Attempt
 from executors.backends.jobs.service import Job
+from executors.launcher import at_exit
 from executors.resume import resume
 from executors.run.recipe import recipe_of, vouched_task
 from executors.supervision.decisions import Decision, DecisionLog
@@ -187,6 +189,19 @@ def test_an_attached_run_has_a_lease_which_its_launcher_renews_and_a_second_watc
     assert run.results() == [0]
 
 
+def test_who_leaves_a_run_does_not_wait_for_a_bucket_that_does_not_answer(
+    machines: Machines, s3: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    machines.is_held = True
+    run = start(1, rendezvous=s3.url("runs"))
+    s3.misbehave(unavailable=1.0)
+    LeaseHolder(run.store, run.run_id).release()
+    assert "run otter may end 15 min from now unless somebody watches it" in caplog.text
+    assert len(s3.requests("GET", "lease.json")) == 1, "tried once"
+    s3.misbehave()
+    run.cancel()
+
+
 def test_a_detached_run_has_no_lease_and_a_detached_resume_lets_an_attached_one_go(
     machines: Machines, folder: Path
 ) -> None:
@@ -240,3 +255,19 @@ def test_a_closed_laptop_another_machine_brings_a_run_back_with_its_url_alone(hf
     assert kept.code == 0, kept
     assert "restarting rank 0 as attempt 1 (1 of 1): signal" in kept.stdout, kept
     assert run.results() == ["secret"]
+
+
+def test_an_exit_does_not_wait_for_a_bucket_that_does_not_answer(
+    machines: Machines, s3: S3Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    exits: list[Callable[[], None]] = []
+    monkeypatch.setattr(at_exit.atexit, "register", exits.append)
+    machines.is_held = True
+    run = start(1, rendezvous=s3.url("runs"))
+    s3.misbehave(unavailable=1.0)
+    for told in exits:
+        told()
+    assert "run otter ends with this process, 15 minutes after it" in capfd.readouterr().err
+    assert len([row for row in s3.requests("HEAD", "run.json") if row["fault"]]) == 1, "tried once"
+    s3.misbehave()
+    run.cancel()

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from servers.s3.server import S3Server
 from support.fake_jobs import FakeExecutor, FakeJobs, Machines, start
 
 from executors import Run, attach, launch
@@ -115,6 +116,24 @@ def test_a_launcher_that_ends_leaves_word_that_the_rest_does_not_come(
     close(late)
     assert reasons(run) == [None, "start_failed", None]
     assert "its launcher has ended before it came" in str(run.outcomes()[1].error)
+    run.cancel()
+
+
+def test_a_launcher_that_ends_does_not_wait_for_a_bucket_that_does_not_answer(
+    machines: Machines, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("executors.backends.jobs.gang_start.atexit.register", lambda *call: at_exit.append(call))
+    decides = machines.hold(1)
+    monkeypatch.setattr(FakeJobs, "interrupt_starts", lambda _: decides.set())
+    monkeypatch.setattr("executors.backends.jobs.gang_start.CLOSE_S", 0.5)
+    monkeypatch.setattr("executors.backends.jobs.gang_start.TEND_S", 600.0)
+    run = start(3, min_replicas=2, gather_s=0.2, rendezvous=s3.url("runs"))
+    s3.misbehave(unavailable=1.0)
+    close, late = next(call for call in at_exit if "_close" in call[0].__name__)
+    close(late)
+    assert len(s3.requests("GET", "replicas/0001/0/outcome.json")) == 1, "tried once"
+    s3.misbehave()
     run.cancel()
 
 

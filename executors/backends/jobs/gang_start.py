@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from executors.attempt import Attempt, Intent
 from executors.backends.jobs.sdk import TokenBucket, in_threads
@@ -34,6 +34,7 @@ from executors.native import RunSpec
 from executors.process import this_process
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.store.records import read_record, to_bytes
+from executors.store.url import impatient_store
 
 MAX_THREADS = 256  # a call may block until its job is scheduled, so each rank has its own
 SWEEP_S = 1.0
@@ -221,7 +222,8 @@ class GangStart:
         with contextlib.suppress(Exception):
             for start in late:
                 if not start.has_come:
-                    start.attempt.abandon(JobServiceError("its launcher has ended before it came", "rejected"))
+                    attempt = replace(start.attempt, store=impatient_store(self._run.store_url, CLOSE_S))
+                    attempt.abandon(JobServiceError("its launcher has ended before it came", "rejected"))
         with contextlib.suppress(Exception):  # after it: a start that succeeds all the same finds the marker
             self._service.interrupt_starts()
         self._wait_for(late, CLOSE_S)

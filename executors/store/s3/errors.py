@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from executors.errors import KeyNotFoundError, StoreError
 from executors.store.s3.address import S3Address
@@ -50,12 +50,16 @@ class TornReplyError(Exception):
 
 def code_of(error: BaseException) -> str:
     """Return the S3 code of an error that the server sent ("" for others); for a HEAD it is the status."""
-    return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))
+    return str(_response(error).get("Error", {}).get("Code", ""))
 
 
 def status_of(error: BaseException) -> int:
     """Return the HTTP status of an error that the server sent; 0 for others."""
-    return int(getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    return int(_response(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _response(error: BaseException) -> dict[str, Any]:
+    return getattr(error, "response", None) or {}  # None: the server was silent, or hung up
 
 
 def failures() -> tuple[type[Exception], ...]:
@@ -111,7 +115,7 @@ def explain(
         return KeyNotFoundError(f"No object {key!r} in {url}.", key=key, url=url)
     said = str(error)
     if status:
-        message = getattr(error, "response", {}).get("Error", {}).get("Message")  # Ceph sends none
+        message = _response(error).get("Error", {}).get("Message")  # Ceph sends none
         said = f"{code}{': ' if message else ''}{(message or '').rstrip('.')} (HTTP {status})"
     for secret in secrets:
         said = said.replace(secret, "***")
