@@ -116,6 +116,6 @@ def test_a_container_that_is_told_to_end_leaves_an_outcome_with_the_notice(servi
     run, first = start(service.backend, waits_until=1, restarts=None)
     waiting(first)
     service.send(run, number)
-    eventually(lambda: first.has("outcome.json"), "it ends")
+    assert run.wait(60)
     (outcome,) = run.outcomes()
     assert (outcome.status, outcome.reason, outcome.notice) == ("failed", "signal", number.name)
