@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from servers.modal.server import ModalServer
-from support.fake_jobs import Machines, attached, start
+from support.fake_jobs import FakeExecutor, Machines, attached, start
 
 from executors import Run, launch
 from executors.attempt import Attempt
@@ -68,9 +68,8 @@ def test_a_spare_of_a_detached_run_finds_a_rank_lost_and_takes_it_over_without_a
     modal_runs: ModalServer,
 ) -> None:
     Path("job.py").write_text(MAIN)
-    run = launch(
-        "modal", "job.py:main", 2, run_id="otter", restarts="2,backoff=0s", spares=1, detach=True, env=SOON
-    )  # fmt: skip
+    more: Any = {"restarts": "2,backoff=0s", "spares": 1, "detach": True, "env": SOON}
+    run = launch("modal", "job.py:main", 2, run_id="otter", **more)
     stands_by(run)
     n_jobs, job = len(modal_runs.sandboxes), run.handle(1).metadata["job"]
     modal_runs.kill(job["sandbox_id"], signal.SIGKILL)
@@ -110,7 +109,7 @@ def test_what_a_spare_has_become_can_be_followed_and_cancelled(machines: Machine
 
 @pytest.mark.parametrize("ending", ["cancel", "success"])
 def test_a_spare_ends_with_its_run(machines: Machines, ending: str) -> None:
-    run = starts()
+    run = starts(env=SOON)
     if ending == "cancel":
         run.cancel()
     else:
@@ -130,17 +129,10 @@ def test_a_spare_that_cannot_be_had_is_a_warning(machines: Machines, capsys: pyt
     assert run.results() == [0]
 
 
-@pytest.mark.parametrize(
-    ("backend", "restarts", "says"),
-    [("local", "2", "takes no spares"), ("inline", "2", "takes no spares"), ("fake", None, "give restarts=")],
-)
-def test_spares_are_refused_where_they_cannot_help(
-    machines: Machines, backend: str, restarts: str | None, says: str
-) -> None:
+@pytest.mark.parametrize(("backend", "says"), [("local", "takes no spares"), ("fake", "give restarts=")])
+def test_spares_are_refused_where_they_cannot_help(machines: Machines, backend: str, says: str) -> None:
     Path("job.py").write_text(MAIN)
+    executor, restarts = (FakeExecutor(), None) if backend == "fake" else (backend, "2")
     with pytest.raises(ValueError, match=says):
-        if backend == "fake":
-            start(1, restarts=restarts, spares=1)
-        else:
-            launch(backend, "job.py:main", 1, restarts=restarts, spares=1)
+        launch(executor, "job.py:main", 1, restarts=restarts, spares=1)
     assert machines.jobs == []
