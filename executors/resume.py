@@ -33,7 +33,7 @@ from executors.status import ReplicaState
 from executors.store.records import exists
 from executors.supervision.decisions import DecisionLog, hang_of, policy_of
 from executors.supervision.lease import hold_lease, release_lease
-from executors.supervision.orders import order_policy, order_resume
+from executors.supervision.orders import order_policy, order_resume, take_back_resume
 from executors.task.create import continue_run
 from executors.task.stored import StoredTask
 
@@ -127,12 +127,17 @@ def resume(
         by_attempt.setdefault(attempt, []).append(rank)
     begun: set[int] = set()
     goes_on = run.world_size - len(next_attempts)
-    for attempt, group in sorted(by_attempt.items()):
-        needed = launched.min_replicas and max(1, min(launched.min_replicas - goes_on, len(group)))
-        spec = replace(recipe.spec, ranks=tuple(group), attempt=attempt, min_replicas=needed)
-        handles = executor.launch_replicas(len(group), launched.entrypoint, {}, **limits, run=spec, tell=tell)
-        begun.update(handle.rank for handle in handles)
-        keep_handles(run.store, run.run_id, attempt, handles)
+    try:
+        for attempt, group in sorted(by_attempt.items()):
+            needed = launched.min_replicas and max(1, min(launched.min_replicas - goes_on, len(group)))
+            spec = replace(recipe.spec, ranks=tuple(group), attempt=attempt, min_replicas=needed)
+            handles = executor.launch_replicas(len(group), launched.entrypoint, {}, **limits, run=spec, tell=tell)
+            begun.update(handle.rank for handle in handles)
+            keep_handles(run.store, run.run_id, attempt, handles)
+    except BaseException as error:
+        with contextlib.suppress(StoreError):
+            take_back_resume(log, next_attempts, str(error) or type(error).__name__)
+        raise
     if overtaken := {rank: attempt for rank, attempt in next_attempts.items() if rank not in begun}:
         if not begun:
             by_others = _who_resumes(run, overtaken)

@@ -20,7 +20,6 @@ from support.fake_jobs import FakeJob, Machines, attached, start
 from executors import Run, attach
 from executors.attempt import Attempt
 from executors.backends.jobs.service import Job
-from executors.launcher import at_exit
 from executors.resume import resume
 from executors.run.recipe import recipe_of, vouched_task
 from executors.supervision.decisions import Decision, DecisionLog
@@ -261,7 +260,7 @@ def test_an_exit_does_not_wait_for_a_bucket_that_does_not_answer(
     machines: Machines, s3: S3Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     exits: list[Callable[[], None]] = []
-    monkeypatch.setattr(at_exit.atexit, "register", exits.append)
+    monkeypatch.setattr("atexit.register", exits.append)
     machines.is_held = True
     run = start(1, rendezvous=s3.url("runs"))
     s3.misbehave(unavailable=1.0)
