@@ -105,22 +105,9 @@ def _moto_server() -> Iterator[S3Server]:
         yield server
 
 
-@functools.cache
-def _description_of_s3() -> Any:
-    """What every client of botocore reads again, which takes longer than most of these tests do with it."""
-    from botocore.loaders import create_loader
-
-    return create_loader(None)
-
-
 @pytest.fixture
 def s3_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the servers take, and nothing of the user's own."""
-
-    def register(session: Any) -> None:
-        session._components.register_component("data_loader", _description_of_s3())
-
-    monkeypatch.setattr("botocore.session.Session._register_data_loader", register)
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in CREDENTIALS.items():

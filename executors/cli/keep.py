@@ -27,7 +27,7 @@ from executors.cli.options import (
 from executors.cli.output import JsonOption, Output, refuse, usage_errors
 from executors.durations import DURATIONS, name_duration
 from executors.policy import HangLimits, Restarts
-from executors.status import LONGEST_PAUSE_S
+from executors.status import LONGEST_PAUSE_S, RunStatus
 
 if TYPE_CHECKING:
     from executors.run.launch_hands import Recipe
@@ -83,7 +83,9 @@ def watch(
     keeper = found.keep_here(recipe, lease, lambda words: output.say(words, "yellow"))
     keeper.log.read()
     if once:
-        _keep_once(found, keeper, output)
+        now = _keep_once(found, keeper, output)
+        if as_json:
+            output.document(now.to_json())
         return 0
     try:
         watch_to_its_end(found, output)
@@ -170,8 +172,8 @@ def _check_policy(run: Run, log: DecisionLog, restarts: Restarts | None) -> None
         )
 
 
-def _keep_once(run: Run, keeper: OutsideKeeper, output: Output) -> None:
-    """Answer what has ended, and start what follows, also where that is to wait for a moment."""
+def _keep_once(run: Run, keeper: OutsideKeeper, output: Output) -> RunStatus:
+    """Answer what has ended, and start what follows, also where that is to wait for a moment; return what is then."""
     from executors.cli.live import PlainView
 
     view, began = PlainView(output, run), time.monotonic()
@@ -183,4 +185,6 @@ def _keep_once(run: Run, keeper: OutsideKeeper, output: Output) -> None:
         if is_over and not keeper.hands.is_busy:
             break
         time.sleep(min(0.2 if wait_s is None else wait_s, LONGEST_PAUSE_S))
-    view.update(run.status())
+    now = run.status()
+    view.update(now)
+    return now

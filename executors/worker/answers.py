@@ -103,11 +103,12 @@ class Answers:
         """Have the log looked at: somebody says that there is news."""
         self._look_at = 0.0
 
-    def keep(self, *, has_progress: bool) -> bool:
+    def keep(self, *, has_progress: bool, is_busy: bool) -> bool:
         """Look at the log when it is time to, answer what ended, and begin what is due; return whether it did.
 
         Args:
             has_progress: whether a rank that runs here has reported anything.
+            is_busy: whether the supervisor has something else to do; else it waits for a store that fails only so long.
         """
         now = time.monotonic()
         if now < self.next_at or self._is_closed:
@@ -122,7 +123,7 @@ class Answers:
             self._failing_since = None
         except StoreError:
             self._failing_since = self._failing_since or now
-            if now - self._failing_since < RETRY_S or len(self._ends) < len(self._newest):
+            if is_busy or now - self._failing_since < RETRY_S:
                 self._keep_at = time.monotonic() + TRY_AGAIN_S
             return False
         if wait_s is not None:

@@ -288,7 +288,8 @@ class Supervisor:
     def _keep_log(self) -> None:
         """Let what ended be answered, and end what the log bars, or others have taken over."""
         has_progress = any(running.page.marks for running in self._running.values())
-        if not self._answers.keep(has_progress=has_progress):
+        is_busy = bool(self._running or self._waiting or self._copying)
+        if not self._answers.keep(has_progress=has_progress, is_busy=is_busy):
             return
         bars = self._answers.bars()
         for rank, entry in bars.items():

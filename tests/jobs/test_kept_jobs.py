@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers.hub.server import HubServer
 from support import fake_jobs
+from support.cli import Folder
 from support.fake_jobs import FakeJob, Machines, attached, start
 
-from executors import Run
+from executors import Run, attach
 from executors.attempt import Attempt
 from executors.backends.jobs.service import Job
 from executors.resume import resume
@@ -35,6 +37,18 @@ def main(folder):
     while not Path(folder, "go").exists():
         time.sleep(0.02)
     return replica.attempt
+"""
+
+
+HANGS_ONCE = """
+import os, signal
+from executors import current_replica
+
+def main():
+    if current_replica().attempt == 0:
+        print("hanging", flush=True)
+        signal.pause()
+    return os.environ["WORDS"]
 """
 
 
@@ -203,3 +217,26 @@ def test_a_stop_ends_what_is_not_over_in_time_and_a_resume_goes_on(machines: Mac
     assert machines.living() == []
     (folder / "go").touch()
     assert resume(run).results() == [1]
+
+
+def test_a_closed_laptop_another_machine_brings_a_run_back_with_its_url_alone(hf: HubServer, tmp_path: Path) -> None:
+    """The launcher is gone, a container is lost meanwhile, and a machine that knows nothing of the run makes a pass."""
+    here = Folder(Path.cwd())
+    where = ("--backend", "hf", "--run-id", "otter", "--detach", "--env", "WORDS=secret")
+    Path("job.py").write_text(HANGS_ONCE)
+    launched = here.replicas("launch", "job.py", "--n", 1, *where, "--restarts", 1)
+    assert launched.code == 0, launched
+    run = attach("otter")
+    eventually(lambda: "hanging" in run.logs(rank=0), "it hangs")
+    hf.kill(run.handle(0).metadata["job"]["id"])
+    elsewhere = {"XDG_STATE_HOME": str(tmp_path / "elsewhere"), "REPLICAS_RENDEZVOUS": ""}
+    missing = here.replicas("watch", run.url, "--once", environ=elsewhere)
+    assert (missing.code, "--task-digest" in missing.stderr) == (2, True), missing
+    vouched = ("watch", run.url, "--once", "--task-digest", str(run.task_digest))
+    missing = here.replicas(*vouched, environ=elsewhere)
+    assert (missing.code, "--env WORDS=" in missing.stderr) == (2, True), missing
+    assert log_of(run) == []
+    kept = here.replicas(*vouched, "--env", "WORDS=secret", environ=elsewhere)
+    assert kept.code == 0, kept
+    assert "restarting rank 0 as attempt 1 (1 of 1): signal" in kept.stdout, kept
+    assert run.results() == ["secret"]

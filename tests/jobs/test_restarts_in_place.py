@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from servers.hub.server import HubServer
@@ -74,10 +73,10 @@ def waiting(attempt: Attempt) -> int:
     return claim.pid or 0
 
 
-def start(backend: str, *, waits_until: int) -> tuple[Run, Attempt]:
+def start(backend: str, *, waits_until: int, restarts: str | None = "1,backoff=0s") -> tuple[Run, Attempt]:
     env = {"REPLICA_NOTICE_S": "5"}  # as long as a replica has after SIGTERM, which it then gets at once
-    more: dict[str, Any] = {"restarts": "1,backoff=0s", "env": env}
-    run = launch(backend, "job.py:main", 1, args={"waits_until": waits_until}, run_id="otter", **more)
+    args = {"waits_until": waits_until}
+    run = launch(backend, "job.py:main", 1, args=args, run_id="otter", restarts=restarts, env=env)
     return run, Attempt(run.store, "otter", 0)
 
 
@@ -114,10 +113,9 @@ def test_a_replica_that_came_back_in_its_container_can_be_cancelled(service: Ser
 
 def test_a_container_that_is_told_to_end_leaves_an_outcome_with_the_notice(service: Service) -> None:
     number = signal.SIGINT if service.backend == "modal" else signal.SIGTERM
-    run, first = start(service.backend, waits_until=1)
+    run, first = start(service.backend, waits_until=1, restarts=None)
     waiting(first)
     service.send(run, number)
-    eventually(lambda: first.has("outcome.json"), "it ends")
+    assert run.wait(60)
     (outcome,) = run.outcomes()
     assert (outcome.status, outcome.reason, outcome.notice) == ("failed", "signal", number.name)
-    assert not first.at(1).has("started.json")

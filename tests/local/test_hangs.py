@@ -197,3 +197,19 @@ def test_an_outcome_says_how_far_its_attempt_came_and_what_another_alike_has_in_
     assert [(end.marks, end.kept, end.reached) for end in ends] == [(2, 1, {"step": 3}), (2, 1, {"step": 4})]
     assert ends[0].fingerprint == ends[1].fingerprint
     assert ends[0].fingerprint
+
+
+def test_a_file_that_has_the_number_of_the_stacks_is_left_alone(tmp_path: Path) -> None:
+    def close_all_and_open(replica: Replica) -> None:
+        os.closerange(3, 1000)
+        files = [(tmp_path / str(number)).open("w") for number in range(20)]
+        assert replica.page is not None
+        assert replica.page.stacks_file in [file.fileno() for file in files]
+        replica.report(step=0)
+        HANGS["loop"]()
+
+    rank = start(close_all_and_open, "1s:2s")
+    watch([rank])
+    assert rank.exit_code == 3
+    assert [finding.stacks for finding in rank.findings] == [None, None]
+    assert [file.read_text() for file in tmp_path.iterdir()] == [""] * 20

@@ -159,6 +159,13 @@ BAD_DECISIONS = {
     },
 }
 """Entries of the log of decisions, each of which is refused by its key."""
+LYING_DECISIONS: list[dict[str, Any]] = [
+    {"kind": "restart", "rank": 10**6, "ended": 0, "start": {"1000000": 9999}, "words": ANSI, "at": 1e10},
+    {"kind": "give_up", "rank": 0, "ended": 9999, "why": ANSI, "words": ANSI, "reason": "x"},
+    {"kind": "stop", "within_s": 1e11, "not_before": 1e11, "why": "asked", "reached": {"step": 1e299}},
+    {"kind": "resume", "start": {str(rank): 10_000 for rank in range(20_000)}},
+    {"kind": "restart", "rank": 0, "ended": 0, "start": {"0": 10_000}, "not_before": 1e11, "words": ANSI},
+]
 
 BAD_HANDLES = {
     **{name: data for name, data in NO_OBJECTS.items() if name != "deep inside"},

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,98 @@ from support.new_runs import create_run
 from support.processes import MARK
 
 LIMIT_S = 100
+TASKS = """
+import ctypes, multiprocessing, os, signal, subprocess, sys, threading, time
+from pathlib import Path
+from executors import current_replica
+
+HOME = Path(os.environ["HOME"])
+
+def fails():
+    print("about to fail")
+    raise ValueError("the user's own words")
+
+def leaves():
+    print("usage: job.py\\njob.py: error: no --lr")
+    sys.exit(5)
+
+def waits():
+    current_replica().report(step=7)
+    try:
+        print("waiting", flush=True)
+        threading.Event().wait()
+    finally:
+        (HOME / "cleaned up").touch()
+
+def cleans_slowly():
+    try:
+        print("waiting", flush=True)
+        threading.Event().wait()
+    finally:
+        print("cleaning", flush=True)
+        while not (HOME / "go on").exists():
+            time.sleep(0.01)
+
+def ignores():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    current_replica().report(step=7)
+    (HOME / "helper").write_text(str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
+    print("ignoring", flush=True)
+    threading.Event().wait()
+
+def half_a_line(ignores_sigterm):
+    if ignores_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("a line")
+    print("half a line", end="")
+    threading.Event().wait()
+
+def talks():
+    sys.stdout.write("x" * 100_000 + "\\n")
+    sys.stdout.buffer.write(b"as bytes\\n")
+    sys.stdout.flush()
+    print("on stderr: \\N{OTTER}", file=sys.stderr)
+    print("no newline", end="")
+    return sys.stdin.read()
+
+def spawns():
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.map(twice, [1, 2])
+
+def twice(x):
+    return 2 * x
+
+def dies(how):
+    print("the last words")
+    sys.stdout.write("half a line")
+    if how == "segfault":
+        ctypes.string_at(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def holds_the_gil(times=1):
+    current_replica().report(step=7)
+    if current_replica().attempt >= times:
+        return "came back"
+    print("holding", flush=True)
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+def takes_memory():
+    print("taking", flush=True)
+    bytearray(1 << 30)
+
+def shows():
+    return [Path("/proc/self/oom_score_adj").read_text().strip(), os.getppid() != 0]
+
+def comes_back(times):
+    attempt = current_replica().attempt
+    print("attempt", attempt, flush=True)
+    if attempt < times:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return attempt
+"""
+NOTICE = {"REPLICA_NOTICE_S": "5"}  # as long as a replica has after SIGTERM, which it then gets at once
 
 
 class Cloud:
@@ -127,3 +220,49 @@ def write_files(folder: Path, **files: str) -> Path:
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
     return folder
+
+
+@dataclass
+class Site:
+    """A cloud, the user's tasks, and a directory that both sides see."""
+
+    cloud: Cloud
+    workspace: Path
+    shared: Path
+
+    def start(
+        self,
+        task: str,
+        rank: int = 0,
+        *,
+        args: Mapping[str, Any] | None = None,
+        n: int = 1,
+        timeout_s: float | None = None,
+        run_id: str = "otter",
+        within: Sequence[str] = (),
+        **more: Any,
+    ) -> tuple[RunSpec, subprocess.Popen[str]]:
+        spec = ship(self.shared, self.workspace, f"tasks_of_user:{task}", args, n=n, run_id=run_id)
+        spec = replace(spec, **more)
+        return spec, self.cloud.start(spec, rank, timeout_s=timeout_s, environ=NOTICE, within=within)
+
+
+@pytest.fixture
+def site(cloud: Cloud, workspace: Path, shared: Path) -> Site:
+    return Site(cloud, workspace, shared)
+
+
+@pytest.fixture
+def cloud(tmp_path: Path) -> Iterator[Cloud]:
+    with running_cloud(tmp_path) as cloud:
+        yield cloud
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    return write_files(tmp_path / "work space", tasks_of_user=TASKS)
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    return tmp_path / "shared directory"

@@ -70,7 +70,8 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
         with contextlib.suppress(BrokenPipeError), os.fdopen(reply, "w") as pipe:
             pipe.write(json.dumps(answer) + "\n")
         ranks.private.remove(reply)
-        ranks.task = None  # a rank that had to wait reads it again
+        if launch.spec.restarts is None:
+            ranks.task = None  # a rank that had to wait reads it again
         supervisor.run()
         code = 0
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from collections.abc import Iterator
 from dataclasses import replace
@@ -55,12 +56,21 @@ def connect(
 
     try:
         session = Session(profile=address.profile)
+        session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
         found = client("auto" if address.endpoint_url is None else "path")
         if address.endpoint_url is None and not _is_aws(found):  # from AWS_ENDPOINT_URL or a profile
             found = client("path")
         return found, tuple(value for value in _credentials(session).values() if value)
     except failures() as error:
         raise explain(error, address, None, "use") from error
+
+
+@functools.cache
+def _descriptions(data_path: str | None) -> Any:
+    """Return what botocore reads for each client anew; what is forked from here has it already."""
+    from botocore.loaders import create_loader
+
+    return create_loader(data_path)
 
 
 def remote_access(address: S3Address, client: Any) -> tuple[str, dict[str, str]]:

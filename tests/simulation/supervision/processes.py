@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from simulation.supervision.simulation import Simulation
 
 LOOK_S, INTENT_S = 10.0, 30.0
+CALM_S = 300.0  # after the faults
 
 
 class Worker:
@@ -67,8 +68,8 @@ class Worker:
         world, plan = self.simulation.world, self.simulation.plan
         dice = world.rng
         end = ENDS[kind := dice.choice(plan.ends)]
-        if kind == "free" and world.now > plan.faults.until_s:
-            end = ENDS[kind := "succeeded"]  # else it never ends
+        if world.now > plan.faults.until_s + (0.0 if kind == "free" else CALM_S):
+            end = ENDS[kind := "succeeded"]  # else it might never end, as where a window frees budgets
         marks = int(dice.random() < plan.marks)
         self.simulation.has_progress |= bool(marks)
         world.sleep(dice.uniform(*plan.life_s))

@@ -23,11 +23,6 @@ def test_a_seed_replays_its_schedule_of_supervision() -> None:
     assert run_schedule(7).world.schedule() == run_schedule(7).world.schedule()
 
 
-def test_schedules_of_supervision_that_once_found_something_stay_fine() -> None:
-    """A rank that was resumed, and ended by a later stop, was started together with others.
-
-    Then: an attempt that a person started had a smaller number than one that was decided before, and its end counted
-    as answered by that. A resume that came late, and undid what a keeper took for done.
-    """
-    for seed in (100051, 106808, 107565, 4000951):
-        run_schedule(seed, is_traced=False)
+def test_a_schedule_of_supervision_that_once_found_something_stays_fine() -> None:
+    """A wait that a later policy shortened. What older plans found has tests with the rules and the keeper."""
+    run_schedule(6038489, is_traced=False)

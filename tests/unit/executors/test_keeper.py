@@ -116,8 +116,15 @@ def test_what_another_keeper_decided_is_carried_out_a_minute_after_it_was_seen(s
 
 
 def test_a_wait_that_somebodys_clock_made_long_is_the_longest_of_the_policy(scene: Scene) -> None:
-    scene.add(Decision(kind="restart", rank=0, ended=0, start={0: 1}, how="fork", not_before=1e6))
+    far = Decision(kind="restart", rank=0, ended=0, start={0: 1}, how="fork", not_before=1e6)
+    scene.add(far, ahead_s=1e6 - scene.now)
     assert scene.keeper(FakeHands()).keep(sight(end())) == POLICY.backoff_s[1]
+
+
+def test_a_policy_that_waits_less_shortens_no_wait_that_was_decided(scene: Scene) -> None:
+    scene.add(Decision(kind="restart", rank=0, ended=0, start={0: 1}, how="fork", not_before=scene.now + 5.0))
+    scene.add(Decision(kind="policy", restarts="3,backoff=0s"))
+    assert scene.keeper(FakeHands()).keep(sight(end())) == 5.0
 
 
 def test_a_clock_that_is_ahead_makes_nobody_wait_longer(scene: Scene) -> None:
