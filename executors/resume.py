@@ -28,7 +28,7 @@ from executors.run.handles import keep_handles
 from executors.run.launch_hands import Recipe
 from executors.run.recipe import native_executor, recipe_of, vouched_task
 from executors.run.run import Run
-from executors.run_index import new_run_id, remember
+from executors.run_index import new_run_id, remember, settle
 from executors.status import ReplicaState
 from executors.store.records import exists
 from executors.supervision.decisions import DecisionLog, hang_of, policy_of
@@ -112,6 +112,8 @@ def resume(
     recipe = replace(recipe, spec=kept)
     if from_snapshot:
         return _begin_from_snapshot(run, task, recipe, tell)
+    if not executor.needs_shared_rendezvous:  # it would refuse when the log says already that ranks are resumed
+        settle(run.run_id, run.store.url, recipe.spec.task_digest)
     if new_restarts or new_hang:
         order_policy(log, new_restarts, new_hang)
     n_seen = len(log.read())
