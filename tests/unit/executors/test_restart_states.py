@@ -162,6 +162,11 @@ def test_a_note_says_what_an_ended_replica_waits_for(end: dict[str, Any], log: S
     assert run_of(end, None, log=log).status().replicas[0].note.startswith(note)
 
 
+def test_a_rank_that_is_just_found_lost_waits_for_a_keeper_at_once_where_nobody_watches() -> None:
+    notes = [run_of(failed("lost"), None, detach=alone).status().replicas[0].note for alone in (False, True)]
+    assert [note.partition(":")[0] for note in notes] == ["ended", "waits for a keeper"]
+
+
 class Watched(LocalProcessExecutor):
     """Its supervisors live, or not."""
 
