@@ -49,6 +49,10 @@ class RunSpec:
     """Unix time of the launch."""
     lease_s: float | None = None
     """How long its containers go on while nobody renews the lease of the run. None: it needs none."""
+    spares: int = 0
+    """How many jobs more are to stand by, for ranks that lose their containers."""
+    is_of_spares: bool = False
+    """Whether `ranks` number spares of the run."""
 
 
 @dataclass(frozen=True)

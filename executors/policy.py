@@ -86,7 +86,9 @@ class Restarts:
             if name in seen:
                 raise ValueError(f"restarts: {name!r} is given twice in {text!r}.")
             seen.add(name)
-            if name == "together" and not equals:
+            if name == "together":
+                if equals:
+                    raise ValueError(f"restarts: {part!r} is written without a value: together.")
                 values["together"] = True
             elif not equals or not value:
                 raise ValueError(f"restarts: {part!r} needs a value, as in oom=1.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import socket
 import sys
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 _libc = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG = 1
+FIRST_PID_NAMESPACE = 0xEFFFFFFC  # the inode of the one that a machine boots with, in every kernel
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -170,6 +172,33 @@ def _cpu_quota(group: Path) -> list[float]:
             quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         return [quota / period] if quota > 0 < period else []
     return []
+
+
+def killed_for_memory(pid: int, since: float) -> bool | None:
+    """Return whether the kernel's log names a process as killed for want of memory; None: it cannot be read here.
+
+    Args:
+        since: when the process began, at the earliest, by `time.monotonic`: its pid may have been another's before.
+    """
+    try:
+        if os.stat("/proc/self/ns/pid").st_ino != FIRST_PID_NAMESPACE:  # the log has other numbers for processes here
+            return None
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    named = re.compile(rb"\d+,\d+,(\d+),[^;]*;[^\n]*Killed process %d " % pid)
+    try:
+        while True:
+            try:
+                record = named.match(os.read(log, 8192))
+            except BrokenPipeError:  # records were overwritten; the next read goes on
+                continue
+            except OSError:  # there are no more
+                return False
+            if record is not None and int(record[1]) / 1e6 >= since:
+                return True
+    finally:
+        os.close(log)
 
 
 def oom_kills() -> int:

@@ -43,11 +43,13 @@ RESTARTS = "REPLICA_RESTARTS"  # these four: see RunSpec
 HANG = "REPLICA_HANG"
 LAUNCHED_AT = "REPLICA_LAUNCHED_AT"
 LEASE_S = "REPLICA_LEASE_S"
+SPARE = "REPLICA_SPARE"  # "1": it stands by, and REPLICA_RANK numbers the spares
 FOR_THE_WORKER = (
     *(TASK_DIGEST, TIMEOUT_S, BOOTSTRAP_S, GPU, FAIL_FAST, BOTO3),
-    *(RESTARTS, HANG, LAUNCHED_AT, LEASE_S),
+    *(RESTARTS, HANG, LAUNCHED_AT, LEASE_S, SPARE),
 )
 NOTICE_S = "REPLICA_NOTICE_S"  # how long a service leaves to what it has told to end; whoever launches may set it
+LOST_AFTER_S = "REPLICA_LOST_AFTER_S"  # how long a rank may be silent until a spare takes it over; likewise
 UNSEEN = nullcontext()
 # A replica is not a member of a torch process group: a leftover of these would make libraries think it is.
 TORCH_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

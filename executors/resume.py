@@ -28,12 +28,12 @@ from executors.run.handles import keep_handles
 from executors.run.launch_hands import Recipe
 from executors.run.recipe import native_executor, recipe_of, vouched_task
 from executors.run.run import Run
-from executors.run_index import new_run_id, remember
+from executors.run_index import new_run_id, remember, settle
 from executors.status import ReplicaState
 from executors.store.records import exists
 from executors.supervision.decisions import DecisionLog, hang_of, policy_of
 from executors.supervision.lease import hold_lease, release_lease
-from executors.supervision.orders import order_policy, order_resume
+from executors.supervision.orders import order_policy, order_resume, take_back_resume
 from executors.task.create import continue_run
 from executors.task.stored import StoredTask
 
@@ -112,6 +112,8 @@ def resume(
     recipe = replace(recipe, spec=kept)
     if from_snapshot:
         return _begin_from_snapshot(run, task, recipe, tell)
+    if not executor.needs_shared_rendezvous:  # it would refuse when the log says already that ranks are resumed
+        settle(run.run_id, run.store.url, recipe.spec.task_digest)
     if new_restarts or new_hang:
         order_policy(log, new_restarts, new_hang)
     n_seen = len(log.read())
@@ -127,12 +129,17 @@ def resume(
         by_attempt.setdefault(attempt, []).append(rank)
     begun: set[int] = set()
     goes_on = run.world_size - len(next_attempts)
-    for attempt, group in sorted(by_attempt.items()):
-        needed = launched.min_replicas and max(1, min(launched.min_replicas - goes_on, len(group)))
-        spec = replace(recipe.spec, ranks=tuple(group), attempt=attempt, min_replicas=needed)
-        handles = executor.launch_replicas(len(group), launched.entrypoint, {}, **limits, run=spec, tell=tell)
-        begun.update(handle.rank for handle in handles)
-        keep_handles(run.store, run.run_id, attempt, handles)
+    try:
+        for attempt, group in sorted(by_attempt.items()):
+            needed = launched.min_replicas and max(1, min(launched.min_replicas - goes_on, len(group)))
+            spec = replace(recipe.spec, ranks=tuple(group), attempt=attempt, min_replicas=needed)
+            handles = executor.launch_replicas(len(group), launched.entrypoint, {}, **limits, run=spec, tell=tell)
+            begun.update(handle.rank for handle in handles)
+            keep_handles(run.store, run.run_id, attempt, handles)
+    except BaseException as error:
+        with contextlib.suppress(StoreError):
+            take_back_resume(log, next_attempts, str(error) or type(error).__name__)
+        raise
     if overtaken := {rank: attempt for rank, attempt in next_attempts.items() if rank not in begun}:
         if not begun:
             by_others = _who_resumes(run, overtaken)

@@ -116,6 +116,11 @@ def replica_key(run_id: str, rank: int, attempt: int, name: str) -> str:
     return f"{run_id}/replicas/{rank:04d}/{attempt}/{name}"
 
 
+def spare_key(run_id: str, number: int, attempt: int, name: str) -> str:
+    """Name an object of a spare: `<run>/spares/0000/0/<name>`."""
+    return f"{run_id}/spares/{number:04d}/{attempt}/{name}"
+
+
 @dataclass(frozen=True)
 class Attempt:
     """One attempt of one rank of a run: its records in the run's store."""
@@ -124,6 +129,8 @@ class Attempt:
     run_id: str
     rank: int
     number: int = 0
+    is_spare: bool = False
+    """Whether it stands by for any rank; `rank` then numbers the spares."""
 
     @classmethod
     def named_by(cls, handle: ReplicaHandle, backend: str) -> Attempt:
@@ -173,7 +180,8 @@ class Attempt:
 
     def key(self, name: str) -> str:
         """Name one of its objects: `<run>/replicas/0003/0/<name>`."""
-        return replica_key(self.run_id, self.rank, self.number, name)
+        key = spare_key if self.is_spare else replica_key
+        return key(self.run_id, self.rank, self.number, name)
 
     def at(self, number: int) -> Attempt:
         """Return another attempt of the same rank."""

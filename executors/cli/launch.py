@@ -62,6 +62,7 @@ RESTARTS = (
 )
 HANG = "How long a replica may go on without progress: SOFT[:HARD] as in 2m:3m, auto or off. Default: auto."
 AS_FOR_LAUNCH, FROM_HERE_ON = "As for launch,", "for all ranks from here on. Default: as before."
+SPARES = "Start S containers more, which stand by for replicas that lose theirs; with --restarts, in a cloud."
 HEALTH_CHECK = "A function that each new process calls before the task, for 60 s at most: pkg.mod:f, path/file.py:f."
 TASK_DIGEST = (
     "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
@@ -96,6 +97,7 @@ def launch(
     gather: Annotated[float, Option(metavar="DURATION", parser=parse_duration, help=GATHER)] = GATHER_S,
     restarts: Annotated[str | None, Option(metavar="N[/SPAN],…", help=RESTARTS)] = None,
     hang_timeout: Annotated[str | None, Option(metavar="SOFT[:HARD]", help=HANG)] = None,
+    spares: Annotated[int, Option(metavar="S", help=SPARES)] = 0,
     health_check: Annotated[str | None, Option(metavar="NAME", help=HEALTH_CHECK)] = None,
     tracker: Annotated[str | None, Option(metavar="NAME", help=TRACKER)] = None,
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
@@ -150,6 +152,7 @@ def launch(
                         min_replicas=min_replicas,
                         restarts=restarts,
                         hang_timeout=hang_timeout,
+                        spares=spares,
                         health_check=health_check,
                         tracker=tracker,
                         gather_s=gather,

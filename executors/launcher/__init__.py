@@ -22,6 +22,7 @@ from executors.launcher.checks import (
     check_kept,
     check_named,
     check_same,
+    check_spares,
     check_working_directory,
     resolved,
     with_policy,
@@ -75,6 +76,7 @@ def launch(
     tracker: str | None = None,
     restarts: Restarts | int | str | None = None,
     hang_timeout: str | float | None = None,
+    spares: int = 0,
     health_check: str | None = None,
     progress: bool = False,
     config: str | Path | bool | Sequence[str | Path] = False,
@@ -113,6 +115,8 @@ def launch(
             `Restarts`. 0: only those whose end is nobody's fault. None: nothing restarts.
         hang_timeout: how long a replica may go on without progress: seconds, "SOFT:HARD" as in "2m:3m", "off", or
             "auto": learned. With "auto" a replica is ended only where `restarts` is given.
+        spares: start so many jobs more, which stand by for replicas that lose their containers; with `restarts`, on
+            backends in a cloud.
         health_check: a function without arguments, as "pkg.mod:f", that each new process calls before the entrypoint,
             for 60 s at most. An exception, or False: this attempt ends as `start_failed`.
         progress: while this process waits for the run, draw bars with rate and time left, of the steps that replicas
@@ -149,6 +153,7 @@ def launch(
         "tracker": tracker,
         "restarts": Restarts.of(restarts),
         "hang_timeout": None if hang_timeout is None else str(hang_timeout),
+        "spares": spares,
         "health_check": health_check,
     }
     if config is not False or profile is not None:
@@ -232,13 +237,13 @@ class LaunchPlan:
         keep_handles(store, self.run_id, 0, handles)
         run = Run(store, self.run_id, executor=executor, handles=handles)
         if not request.detach and isinstance(executor, NativeExecutor):
-            run.keep_here(Recipe(spec, request.entrypoint, limits), lease)
+            run.keep_here(Recipe(replace(spec, spares=0), request.entrypoint, limits), lease)
         return run
 
     def usd_per_hour(self) -> float | None:
         """Return what an hour of all replicas costs in US dollars; None: nobody tells, or not now."""
         with contextlib.suppress(BackendError):
-            return usd_per_hour(self.executor, self.request.n, self.request.gpu)
+            return usd_per_hour(self.executor, self.request.n + self.request.spares, self.request.gpu)
         return None
 
     def _start_plainly(self, store: Store) -> Sequence[Any]:
@@ -324,7 +329,7 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     if native is not None and native.needs_shared_rendezvous:
         rendezvous = shared_rendezvous(native.backend_name, rendezvous, request.entrypoint, request.n)
     if request.max_cost is not None:
-        affordable = affordable_s(executor, request.n, request.gpu, request.max_cost)
+        affordable = affordable_s(executor, request.n + request.spares, request.gpu, request.max_cost)
         timeout = affordable if timeout is None else min(timeout, affordable)
     if timeout is None:
         timeout = PLAIN_TIMEOUT_S if native is None else native.default_timeout_s
@@ -332,6 +337,7 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     request = with_policy(executor, request)
     if (script := script_of(request.entrypoint)) is not None:
         check_python(script_header(script), script)
+    check_spares(executor, request)
     check_named(request)
     chaos = check_chaos(executor, request) if request.chaos else ()
     request = replace(request, rendezvous=rendezvous, timeout=timeout, chaos=chaos)

@@ -33,7 +33,7 @@ from executors.task.create import LaunchRequest
 from executors.task.placeholders import fill
 from executors.task.stored import StoredTask, installed_version
 
-KEPT = ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker", "health_check")
+KEPT = ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker", "health_check", "spares")
 
 
 def check_working_directory() -> None:
@@ -120,6 +120,19 @@ def with_policy(executor: ServerlessExecutor, request: LaunchRequest) -> LaunchR
         )
     print(f"replicas: backend {name!r} starts nothing again: restarts and hang_timeout do not count", file=sys.stderr)
     return replace(request, restarts=None, hang_timeout=None)
+
+
+def check_spares(executor: ServerlessExecutor, request: LaunchRequest) -> None:
+    """Raises: ValueError: spares are asked for that nobody could start, or that could take nothing over."""
+    if not request.spares:
+        return
+    if not isinstance(executor, NativeExecutor) or executor.lease_s is None:
+        raise ValueError(
+            f"Backend {executor.backend_name!r} takes no spares= (--spares): only services that run jobs do, as modal "
+            "and hf. Leave it away."
+        )
+    if request.restarts is None:
+        raise ValueError("A spare takes over what is to be restarted: give restarts= (--restarts) with spares=.")
 
 
 def check_chaos(executor: ServerlessExecutor, request: LaunchRequest) -> Sequence[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from executors.errors import CorruptObjectError, RunNotFoundError
 from executors.native import NativeExecutor
+from executors.policy import MAX_S
 from executors.protocol import BY_USER, STOPPED, ReplicaStatus, ServerlessExecutor
 from executors.run.observer import Observer
 from executors.status import ReplicaState
@@ -50,7 +51,12 @@ class Canceller:
 
         Args:
             wait: waits until the run is over, for so many seconds at most; False if it is not.
+
+        Raises:
+            ValueError: that is no time.
         """
+        if not 0 <= within_s <= MAX_S:
+            raise ValueError(f"within_s is from 0 to {MAX_S:g} seconds, got {within_s!r}.")
         stop = order_stop(DecisionLog(self._store, self._run_id), within_s)
         if not wait(max(0.0, stop.at + (stop.within_s or 0.0) - time.time())):
             self.end(STOPPED)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from executors.attempt import Attempt
 from executors.errors import BackendError, StoreError
 from executors.native import Parent, Unfinished
 from executors.policy import Restarts
@@ -14,7 +15,7 @@ from executors.run.launch_hands import LaunchHands
 from executors.run.observer import Observer
 from executors.status import ReplicaState
 from executors.supervision.decisions import Decision, DecisionLog, answer_to
-from executors.supervision.keeper import Keeper, Sight
+from executors.supervision.keeper import Keeper, Sight, hands_of_spare
 from executors.supervision.orders import ASKED, order_cancel, words_of_bar
 from executors.supervision.rules import is_own
 from executors.task.record import RunRecord
@@ -51,6 +52,7 @@ class OutsideKeeper:
             launched_at=record.created_at,
             min_replicas=record.min_replicas,
             hands=hands,
+            spare=self._spare,
         )
         self._gone: dict[tuple[int, int], Parent] = {}
         self._seen_at: dict[tuple[int, int], float] = {}
@@ -117,9 +119,21 @@ class OutsideKeeper:
             return True
         answer = answer_to(self.log.entries, end.rank, end.attempt)
         if answer is not None:
-            return answer.how == self.hands.how
+            return answer.how not in (None, "fork")
         seen_at = self._seen_at.setdefault((end.rank, end.attempt), time.monotonic())
         return time.monotonic() - seen_at >= LEAVE_S or time.time() - end.finished_at >= LEFT_S
+
+    def _spare(self, entries: Sequence[Decision]) -> str | None:
+        """Name the hands of a spare that lives, and that no entry names."""
+        used, log = {entry.how for entry in entries}, self.log
+        for number in range(self._record.spares):
+            spare, how = Attempt(log.store, log.run_id, number, is_spare=True), hands_of_spare(number)
+            if how in used or not spare.has("started.json") or spare.has("outcome.json"):
+                continue
+            handle = spare.handle(self._record.backend)
+            if handle is not None and self.hands.executor.parents([Unfinished(handle, 0)])[0].is_alive:
+                return how
+        return None
 
     def _as_its_service_says(self, end: Outcome, parent: Parent) -> Outcome:
         """Return an end with the reason that only the service knows: a container hears no more than a signal."""

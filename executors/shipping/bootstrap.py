@@ -78,7 +78,8 @@ def main() -> None:
 def refuse(why: str) -> NoReturn:
     for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID"):
         why = why.replace(os.environ.get(name) or "\0", "***")
-    who = f"replica {os.environ.get('REPLICA_RANK', '?')} of run {os.environ.get('REPLICA_RUN_ID', '?')}"
+    what = "spare" if os.environ.get("REPLICA_SPARE") else "replica"
+    who = f"{what} {os.environ.get('REPLICA_RANK', '?')} of run {os.environ.get('REPLICA_RUN_ID', '?')}"
     say(f"{who} cannot start: {' '.join(why.split())}")
     sys.exit(CANNOT_START)
 
@@ -202,7 +203,8 @@ def release(version: str) -> list[int]:
 
 def install(requirements: list[str], put: Put = lambda *_: None) -> None:
     say(f"installing {', '.join(each for each in requirements if not is_satisfied(each))}")
-    place = f"replicas/{int(os.environ.get('REPLICA_RANK', 0)):04d}/{os.environ.get('REPLICA_ATTEMPT', 0)}"
+    room = "spares" if os.environ.get("REPLICA_SPARE") else "replicas"
+    place = f"{room}/{int(os.environ.get('REPLICA_RANK', 0)):04d}/{os.environ.get('REPLICA_ATTEMPT', 0)}"
     with contextlib.suppress(Exception):  # for people, so it is not tried twice
         put(f"{place}/boot.json", json.dumps({"at": time.time(), "doing": "installing"}).encode())
     options = ("--no-cache-dir", "--disable-pip-version-check", "--no-input", "--root-user-action=ignore", "--quiet")

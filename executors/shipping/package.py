@@ -116,6 +116,7 @@ def replica_environment(
         environment.HANG: run.hang,
         environment.LAUNCHED_AT: run.launched_at,
         environment.LEASE_S: run.lease_s,
+        environment.SPARE: "1" if run.is_of_spares else None,
     }
     found |= {name: str(value) for name, value in for_the_worker.items() if value is not None}
     if version := installed_version("boto3"):

@@ -88,7 +88,7 @@ def _why_given_up(log: Sequence[Decision], index: int, policy: Restarts | None) 
         return f"it failed twice the same way{_at_place(entry)}: {error_in(entry)}"
     if entry.why == "no_progress":
         return f"{entry.strikes} attempts in a row made no progress, the last: {entry.words}"
-    if policy is None:
+    if policy is None or entry.why == "not_started":
         return entry.words
     name, most = policy.cap(entry.reason, entry.exit_code)
     span = "" if policy.per_s is None else f" within {policy.per_s:g} s"

@@ -67,6 +67,7 @@ class Keeper:
         launched: the policy of the launch. None: nothing is answered unless a `policy` in the log says so.
         hands: None: it only looks.
         has_wider: whether another keeper, which can start a container anew, watches the run.
+        spare: names the hands of a spare that can begin what follows an end, given the log; None: there is none.
         tell: gets each entry that this keeper added.
     """
 
@@ -80,6 +81,7 @@ class Keeper:
         min_replicas: int | None = None,
         hands: Hands | None = None,
         has_wider: bool = False,
+        spare: Callable[[Sequence[Decision]], str | None] = lambda entries: None,
         tell: Callable[[Decision], None] = lambda entry: None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -90,6 +92,7 @@ class Keeper:
         self._facts = RunFacts(run_id=log.run_id, world_size=world_size, launched_at=launched_at)
         self._min_replicas = min_replicas
         self._has_wider = has_wider
+        self._spare = spare
         self._tell = tell
         self._clock = clock
         self._monotonic = monotonic
@@ -135,8 +138,22 @@ class Keeper:
         waits += [self._ready_in(entry) for rank, entry in self._pending(sight).items() if rank not in due]
         return min((wait for wait in waits if wait is not None), default=None)
 
-    def answer(self, end: Outcome, sight: Sight) -> Decision | None:
-        """Add what answers an end to the log; return None where nothing does, or something has."""
+    def give_up(self, sight: Sight) -> None:
+        """Add which ends nothing is to follow, and start nothing: this keeper ends, and whoever looks says it already.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        for end in sight.ends.values():
+            if end.status is ReplicaStatus.FAILED:
+                self.answer(end, sight, restarts=False)
+
+    def answer(self, end: Outcome, sight: Sight, *, restarts: bool = True) -> Decision | None:
+        """Add what answers an end to the log; return None where nothing does, or something has.
+
+        Args:
+            restarts: whether that may be a restart.
+        """
         hands = self.hands
         facts = replace(self._facts, newest=sight.newest, has_progress=sight.has_progress)
         others = [other for other in sight.ends.values() if other.rank != end.rank]
@@ -148,16 +165,19 @@ class Keeper:
             answer = decide(entries, end, others, policy, facts, self._clock())
             if answer is None or answer.kind != "restart":
                 return answer
+            if not restarts:
+                return None
             most = MOST_FORK_STRIKES - (answer.reason == "start_failed")  # twice unwell: another machine
             is_to_leave = self._has_wider and answer.strikes > most
             if hands.how == "fork" and (policy.how != "fork" or _needs_launch(end) or is_to_leave):
                 return None
-            return replace(answer, how=hands.how)
+            return replace(answer, how=self._spare(entries) or hands.how)
 
         entry = self._append(compute)
         if entry is not None:
             self._answered[end.rank] = end.attempt
-            self._ready_at[entry.nonce] = self._monotonic() + self._wait_s(entry)
+            carry_s = CARRY_S if hands is not None and entry.how not in (None, hands.how) else 0.0
+            self._ready_at[entry.nonce] = self._monotonic() + max(self._wait_s(entry), carry_s)
         return entry
 
     def due(self, sight: Sight) -> dict[int, int]:
@@ -218,7 +238,8 @@ class Keeper:
         assert self.hands is not None
         if entry.nonce not in self._ready_at:
             # It is somebody else's. By the clock: a keeper that makes a single pass has not seen it before.
-            carry_s = 0.0 if self.hands.how == "fork" else min(CARRY_S, max(0.0, entry.at + CARRY_S - self._clock()))
+            is_ours = self.hands.how in ("fork", entry.how) and self.hands.how != "launch"
+            carry_s = 0.0 if is_ours else min(CARRY_S, max(0.0, entry.at + CARRY_S - self._clock()))
             self._ready_at[entry.nonce] = self._monotonic() + max(self._wait_s(entry), carry_s)
         return max(0.0, self._ready_at[entry.nonce] - self._monotonic())
 
@@ -247,3 +268,8 @@ class Keeper:
 def _needs_launch(end: Outcome) -> bool:
     """Return whether a new process of the same supervisor would not do: one that says itself why it fails was there."""
     return end.reason in NEEDS_LAUNCH and not (end.reason == "start_failed" and end.pid is not None)
+
+
+def hands_of_spare(number: int) -> str:
+    """Name the hands of a spare."""
+    return f"spare:{number}"

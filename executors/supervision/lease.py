@@ -139,6 +139,12 @@ class LeaseWatch:
         self._seen: Lease | None = None
         self._seen_at = self._look_at = clock()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether, as of the last look, somebody renews it."""
+        is_detached = self._seen is not None and self._seen.detached
+        return not is_detached and self._clock() - self._seen_at < 3 * RENEW_S
+
     def is_over(self) -> bool:
         """Look at the lease when it is time to; a look that fails counts for nothing."""
         now = self._clock()

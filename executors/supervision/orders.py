@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 
+from executors.attempt import Attempt
 from executors.policy import HangLimits, Restarts
 from executors.protocol import BY_USER, STOPPED
 from executors.supervision.decisions import MAX_WORDS, Decision, DecisionLog, barred_by
@@ -65,6 +67,23 @@ def order_resume(log: DecisionLog, start: Mapping[int, int], n_seen: int) -> Dec
 
     log.append(entry)
     return forbidding[0] if forbidding else None
+
+
+def take_back_resume(log: DecisionLog, start: Mapping[int, int], why: str) -> None:
+    """Give up those of a resume's ranks whose attempts nobody has begun, since the resume failed: none waits for them.
+
+    Raises:
+        StoreError: the store does not answer, or holds something else there.
+    """
+    for rank, number in start.items():
+        if Attempt(log.store, log.run_id, rank, number - 1).newest().number < number:
+            words = f"a resume failed: {why}"[:MAX_WORDS]
+            entry = Decision(kind="give_up", rank=rank, ended=number - 1, why="not_started", words=words)
+            log.append(functools.partial(_always, entry))
+
+
+def _always(entry: Decision, entries: Sequence[Decision]) -> Decision:
+    return entry
 
 
 def order_policy(log: DecisionLog, restarts: Restarts | None, hang: HangLimits | None) -> None:

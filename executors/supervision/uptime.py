@@ -74,7 +74,9 @@ def wants_attention(now: RunStatus, inventory: Inventory, newest: Callable[[int]
     for state in now.replicas:
         kind = (state.restart.decision or {}).get("kind")
         dumps = [dump for dump in inventory.stacks if dump[:2] == (state.rank, state.attempt)]
-        if state.restart.note.startswith("waits for a keeper") or (state.is_over and kind in ("give_up", "stop")):
+        # A failure with a note: nothing follows, though nobody wrote so, as where the log cannot be read.
+        is_left = kind in ("give_up", "stop") or (state.status is ReplicaStatus.FAILED and state.restart.note)
+        if state.restart.note.startswith("waits for a keeper") or (state.is_over and is_left):
             found[state.rank] = state.restart.note
         elif dumps and state.status is ReplicaStatus.RUNNING:
             number, at = max((dump[2], dump[3]) for dump in dumps)

@@ -69,6 +69,7 @@ class LaunchRequest:
     tracker: str | None = None
     restarts: Restarts | str | None = None
     hang_timeout: str | None = None
+    spares: int = 0
     health_check: str | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
     """Who said what: a flag, a variable of the environment, a file."""
@@ -106,6 +107,8 @@ class LaunchRequest:
         if not isinstance(self.gather_s, int | float) or not 0 <= self.gather_s < FAR_AHEAD:
             raise ValueError(f"gather_s is a number of seconds, got gather_s={self.gather_s!r}.")
         Restarts.of(self.restarts), HangLimits.parse(self.hang_timeout)
+        if type(self.spares) is not int or not 0 <= self.spares <= MAX_WORLD_SIZE:
+            raise ValueError(f"spares is a number from 0 to {MAX_WORLD_SIZE}, got spares={self.spares!r}.")
         if not isinstance(self.health_check, str | None):
             raise TypeError(f"health_check names a function, as 'pkg.mod:f', got {self.health_check!r}.")
         if not isinstance(self.tracker, str | None):
@@ -167,6 +170,7 @@ def plan_run(
         fail_fast=request.fail_fast,
         restarts=None if request.restarts is None else str(Restarts.of(request.restarts)),
         hang=str(HangLimits.parse(request.hang_timeout)),
+        spares=request.spares,
         health_check=request.health_check,
         tracker=request.tracker,
     )
@@ -202,6 +206,7 @@ def plan_run(
         restarts=launched_with.restarts,
         hang=launched_with.hang,
         launched_at=record.created_at,
+        spares=request.spares,
     )
     return NewRun(spec, written, task, pickled, None if package is None else package.archive)
 
@@ -243,6 +248,7 @@ def continue_run(
         timeout_s=timeout,
         restarts=spec.restarts,
         hang=spec.hang,
+        spares=0,
     )
     task = to_bytes({**described, "launched_with": asdict(launched_with)})
     spec = replace(spec, task_digest=hashlib.sha256(task).hexdigest())

@@ -73,6 +73,8 @@ class LaunchedWith(Record):
     """Which ends are answered by a restart. None: nothing restarts."""
     hang: str = checked(parsed(HangLimits.parse), "auto")
     """How long a replica may go on without progress."""
+    spares: int = checked(integer(0, MAX_WORLD_SIZE), 0)
+    """How many jobs more stand by."""
     health_check: str | None = checked(nullable(text(1000)), None)
     """The entrypoint that each new process calls before the task."""
     tracker: str | None = checked(nullable(text(400, TRACKER)), None)

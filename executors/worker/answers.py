@@ -153,6 +153,9 @@ class Answers:
         Args:
             why: what was to be begun is cancelled for this reason. None: it is left to others.
         """
+        if why is not None and not self._is_closed and self._ends:
+            with contextlib.suppress(StoreError):
+                self._keeper.give_up(self._sight())
         for rank in list(self._newest) if why is not None else ():
             self.take_back(rank, why or "")
         self._is_closed = True

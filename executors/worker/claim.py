@@ -34,12 +34,11 @@ def claim(asked: Attempt, n_decisions: int = 0) -> tuple[Attempt, str]:
         CancelledBeforeStart: an attempt on the way, from the one asked for on, was cancelled; or the log of decisions
             bars the rank, by a cancel or a stop that came before it.
     """
-    nonce, pid, now = os.urandom(16).hex(), os.getpid(), time.time()
-    claim = {"nonce": nonce, "pid": pid, "pid_started": start_time(pid), "host": socket.gethostname(), "at": now}
+    nonce, claim = _new_claim()
     for attempt in map(asked.at, itertools.count(asked.number)):
         if retry(functools.partial(attempt.has, "cancel.json")):
             _end_before_start(attempt)
-        if retry(functools.partial(_nonce_that_counts, attempt, to_bytes(claim))) == nonce:
+        if retry(functools.partial(_nonce_that_counts, attempt, claim)) == nonce:
             # Behind the claim: who cancels looks for claims behind the entry, so one of the two sees the other.
             log = retry(functools.partial(DecisionLog(attempt.store, attempt.run_id).read_from, n_decisions))
             if (entry := barred_by(log, attempt.rank)) is not None:
@@ -47,6 +46,19 @@ def claim(asked: Attempt, n_decisions: int = 0) -> tuple[Attempt, str]:
                 _end_before_start(attempt)
             return attempt, nonce
     raise AssertionError("unreachable")
+
+
+def claim_alone(attempt: Attempt) -> bool:
+    """Claim this attempt and no later one; return whether it is this process's."""
+    nonce, claim = _new_claim()
+    return retry(functools.partial(_nonce_that_counts, attempt, claim)) == nonce
+
+
+def _new_claim() -> tuple[str, bytes]:
+    """Return a claim of this process, and its nonce."""
+    nonce, pid, now = os.urandom(16).hex(), os.getpid(), time.time()
+    claim = {"nonce": nonce, "pid": pid, "pid_started": start_time(pid), "host": socket.gethostname(), "at": now}
+    return nonce, to_bytes(claim)
 
 
 def _end_before_start(attempt: Attempt) -> NoReturn:

@@ -142,10 +142,8 @@ class ContainerRanks:
         """Read the task, and import torch if the user's code does: each attempt then has it from the start."""
         if self._task is None:
             self._task = read_task_ahead(self._spec)
-        if self._task is not None and attempt.number == self._spec.attempt and imports_torch(self._task, Path.cwd()):
-            for name in PRELOAD:
-                with contextlib.suppress(Exception):  # not there, or not for this machine: the user's import says so
-                    importlib.import_module(name)
+        if self._task is not None and attempt.number == self._spec.attempt:
+            preload(self._task)
 
     def begin(self, attempt: Attempt) -> bool:
         """Begin an attempt: its process claims it."""
@@ -208,6 +206,13 @@ class ContainerRanks:
             sys.excepthook(*sys.exc_info())
             os._exit(1)
         main(assignment)
+
+
+def preload(task: StoredTask) -> None:
+    """Import torch if the user's code does."""
+    for name in PRELOAD if imports_torch(task, Path.cwd()) else ():
+        with contextlib.suppress(Exception):  # not there, or not for this machine: the user's import says so
+            importlib.import_module(name)
 
 
 def imports_torch(task: StoredTask, workspace: Path) -> bool:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
 from executors.errors import StoreError
+from executors.process import killed_for_memory
 from executors.protocol import BY_USER, Outcome, Reason, ReplicaStatus
 from executors.store.records import RETRY_S, is_gone
 from executors.supervision.decisions import Decision
 from executors.worker.ranks import Running
+
+CLOCKS_S, CLOCKS_DRIFT = 5.0, 0.001  # how far the kernel's clock may be apart, and a share of the time since the boot
+LOGGED_S = 0.02  # the kernel kills first, and then says so
 
 
 class Ends:
@@ -46,14 +51,27 @@ class Ends:
             return because("fenced")
         if running.ending == "signal":
             return because("signal", "terminated", name=running.page.notice)
-        if exit_code == -signal.SIGKILL and (now_killed := self._count_oom_kills()) > self._oom_kills:
-            self._oom_kills = now_killed
+        if exit_code == -signal.SIGKILL and self._was_killed_for_memory(running):
             return because("oom")
         if exit_code < 0:
             return because("signal", number=-exit_code, name=signal_name(-exit_code))
         if exit_code == 128 + signal.SIGTERM:
             return because("signal", "terminated", name="SIGTERM")
         return because("no_result", code=f"exit code {exit_code}")
+
+    def _was_killed_for_memory(self, running: Running) -> bool:
+        """Return whether the kernel killed a process; where its log cannot be read, as far as its counter tells."""
+        if self._count_oom_kills() <= self._oom_kills:
+            return False
+        now = time.monotonic()
+        since = now - (time.time() - running.started_at) - CLOCKS_S - now * CLOCKS_DRIFT
+        is_named = killed_for_memory(running.pid, since)
+        if is_named is False:
+            time.sleep(LOGGED_S)
+            is_named = killed_for_memory(running.pid, since)
+        if is_named is not False:
+            self._oom_kills += 1  # one at a time: two ranks may have ended at once
+        return is_named is not False
 
 
 def seen_from_outside(running: Running, exit_code: int) -> dict[str, Any]:

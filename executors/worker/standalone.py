@@ -17,6 +17,7 @@ from executors.native import RunSpec
 from executors.policy import HangLimits, Restarts
 from executors.process import become_subreaper
 from executors.worker.container import NOTICE_S, ContainerRanks, ContainerSupervisor
+from executors.worker.spare import Spare
 
 CANNOT_START = 78  # EX_CONFIG of sysexits.h, as the bootstrap leaves
 TERM_GRACE_S = 5.0
@@ -35,6 +36,12 @@ def main() -> NoReturn:
     os.close(nothing)
     with contextlib.suppress(OSError):  # a sandbox that does not know it: what is orphaned is then not ended by us
         become_subreaper()
+    if os.environ.pop(environment.SPARE, None):
+        attempt = Spare(read_spec(os.environ), _number(os.environ, environment.LOST_AFTER_S)).stand_by()
+        if attempt is None:
+            os._exit(0)
+        os.environ |= {environment.RANK: str(attempt.rank), environment.ATTEMPT: str(attempt.number)}
+        supervisor = read_assignment(os.environ)
     try:
         supervisor.start()
     except LaunchError as error:  # the outcome says it, too
@@ -51,6 +58,20 @@ def read_assignment(environ: Mapping[str, str]) -> ContainerSupervisor:
         ReplicasError: something is missing.
         ValueError: a number or a policy is not one.
     """
+    spec = read_spec(environ)
+    Restarts.of(spec.restarts), HangLimits.parse(spec.hang)
+    ranks = ContainerRanks(spec, term_grace_s=TERM_GRACE_S, gpu=environ.get(environment.GPU) or None)
+    return ContainerSupervisor(
+        spec,
+        ranks,
+        timeout_s=_number(environ, environment.TIMEOUT_S),
+        term_grace_s=TERM_GRACE_S,
+        notice_s=_number(environ, environment.NOTICE_S) or NOTICE_S,
+    )
+
+
+def read_spec(environ: Mapping[str, str]) -> RunSpec:
+    """Return the run that an environment describes, and which rank of it; raises as `read_assignment`."""
     me = environment.replica_from(environ)
     digest = environ.get(environment.TASK_DIGEST)
     if not digest:
@@ -59,23 +80,15 @@ def read_assignment(environ: Mapping[str, str]) -> ContainerSupervisor:
             "with `replicas launch` or `replicas resume`, which set it."
         )
 
-    def number(name: str) -> float | None:
-        return float(environ[name]) if environ.get(name) else None
-
-    spec = RunSpec(
+    return RunSpec(
         *(me.run_id, me.rendezvous, digest, me.world_size, (me.rank,), me.attempt),
         fail_fast=environ.get(environment.FAIL_FAST) == "1",
         restarts=environ.get(environment.RESTARTS) or None,
         hang=environ.get(environment.HANG) or "auto",
-        launched_at=number(environment.LAUNCHED_AT) or 0.0,
-        lease_s=number(environment.LEASE_S),
+        launched_at=_number(environ, environment.LAUNCHED_AT) or 0.0,
+        lease_s=_number(environ, environment.LEASE_S),
     )
-    Restarts.of(spec.restarts), HangLimits.parse(spec.hang)
-    ranks = ContainerRanks(spec, term_grace_s=TERM_GRACE_S, gpu=environ.get(environment.GPU) or None)
-    return ContainerSupervisor(
-        spec,
-        ranks,
-        timeout_s=number(environment.TIMEOUT_S),
-        term_grace_s=TERM_GRACE_S,
-        notice_s=number(environment.NOTICE_S) or NOTICE_S,
-    )
+
+
+def _number(environ: Mapping[str, str], name: str) -> float | None:
+    return float(environ[name]) if environ.get(name) else None

@@ -188,7 +188,7 @@ USAGE = [
     (["--n", "2", "--rendezvous", "s3://"], "An S3 store needs a bucket"),
     (["--n", "2", "--rendezvous", "s3:/bucket"], "as in 's3://bucket'"),
     (["--n", "2", "--restarts", "3,oon=1"], "restarts: No setting 'oon'. Did you mean 'oom'?"),
-    (["--n", "2", "--hang-timeout", "2m:1m"], "the soft limit is more than 0 and at most the hard one, got '2m:1m'"),
+    (["--n", "2", "--hang-timeout", "2m:1m"], "is at least 0.001 s and at most the hard one, got '2m:1m'"),
     (["--n", "2", "--gather", "5m"], "(--gather) waits for what min_replicas= can do without"),
     (["--n", "2", "--rendezvous", "/proc/nothing"], "/proc/nothing"),
     (["--n", "2", "--", "--lr", "1"], "goes to a file that is run as a script, as in 'train.py', got 'job:main'."),

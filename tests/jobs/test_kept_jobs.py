@@ -262,7 +262,7 @@ def test_an_exit_does_not_wait_for_a_bucket_that_does_not_answer(
     machines: Machines, s3: S3Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     exits: list[Callable[[], None]] = []
-    monkeypatch.setattr("executors.launcher.at_exit.atexit.register", exits.append)
+    monkeypatch.setattr("atexit.register", exits.append)
     machines.is_held = True
     run = start(1, rendezvous=s3.url("runs"))
     s3.misbehave(unavailable=1.0)

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.processes import children_of, is_alive, parent_of
+from support.processes import children_of, is_alive, zygote_of
 from support.runs import all_gone, handles_of, launcher, pids_said, record_of, said
 
 from executors import LocalProcessExecutor, attach, list_runs
@@ -21,8 +21,7 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
         handles = handles_of(said(tmp_path / "launched"))
         pids = pids_said(tmp_path, "[01]/*[!~]", 2 * 5)
         supervisor = handles[0].metadata["supervisor_pid"]
-        zygote = parent_of(supervisor)
-        assert zygote is not None
+        zygote = zygote_of(supervisor)
         process.kill()
         all_gone([*pids, supervisor, zygote])
     (run,) = list_runs()

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from support import tasks
-from support.processes import command_of, is_alive, parent_of
+from support.processes import is_alive, parent_of
+from support.processes import zygote_of as zygote_behind
 from support.runs import all_gone, launcher, pid_of, pids_said, record_of
 
 from executors import LocalProcessExecutor, ReplicaHandle, Run, launch
@@ -25,10 +26,7 @@ from executors.testing import eventually
 
 
 def zygote_of(handle: ReplicaHandle) -> int:
-    pid = parent_of(handle.metadata["supervisor_pid"])
-    assert pid is not None
-    assert "zygote" in command_of(pid)
-    return pid
+    return zygote_behind(handle.metadata["supervisor_pid"])
 
 
 def test_a_killed_zygote_ends_no_run_and_is_replaced(local: LocalProcessExecutor, tmp_path: Path) -> None:
@@ -157,6 +155,23 @@ def test_a_killed_supervisor_ends_its_replicas_and_they_are_told_as_lost(
     with pytest.raises(ReplicaLostError, match=r"Replica 0 of 1 .*lost"):
         run.results()
     assert record_of(run.handles[0], "outcome.json")["reason"] == "lost", "it is written, and so never changes"
+
+
+@pytest.mark.parametrize("first", [signal.SIGSTOP, signal.SIGKILL])
+def test_nothing_is_left_by_a_killed_supervisor_whose_replica_cannot_clean_up(
+    local: LocalProcessExecutor, tmp_path: Path, first: signal.Signals
+) -> None:
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    run = launch(local, tasks.hang_with_helpers, 1, args={"folder": str(folder), "deaf": True})
+    pids = pids_said(folder, "*[!~]", 5)
+    supervisor = run.handles[0].metadata["supervisor_pid"]
+    os.kill(supervisor, signal.SIGSTOP)  # so that it answers nothing in between
+    os.kill(pid_of(run.handles[0]), first)
+    os.kill(supervisor, signal.SIGKILL)
+    all_gone(pids)
+    assert run.wait(timeout=60)
+    assert [outcome.reason for outcome in run.outcomes()] == ["lost"]
 
 
 def test_a_supervisor_killed_with_its_replicas_or_before_some_started_is_found_out_by_polling(tmp_path: Path) -> None:

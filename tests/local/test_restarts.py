@@ -20,12 +20,14 @@ from support.restart_tasks import (
     end_always,
     end_first,
     hang_first,
+    let_another_run_out_of_memory,
     save_slowly,
 )
 from support.runs import all_gone, launcher, said
 
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Attempt
+from executors.process import killed_for_memory
 from executors.protocol import Outcome
 from executors.resume import resume
 from executors.supervision.decisions import Decision, DecisionLog
@@ -176,6 +178,17 @@ def test_a_run_whose_launcher_is_gone_starts_nothing_more(tmp_path: Path) -> Non
     assert [told(run, rank) for rank in range(2)] == [["signal SIGKILL", "cancelled"], ["cancelled"]]
 
 
+def test_what_was_given_up_is_in_the_log_also_when_the_launcher_leaves_at_once(tmp_path: Path) -> None:
+    with launcher("fail_apart", str(tmp_path)) as process:
+        run = over(attach(said(tmp_path / "launched")["run_id"]))
+        assert process.wait(60) == 0
+    assert [told(run, rank) for rank in range(2)] == [["no_result"] * 2, ["exception"] * 2]
+    assert sorted(f"{entry.kind} {entry.why}".strip() for entry in decisions(run)) == [
+        *["give_up deterministic"] * 2,
+        *["restart"] * 2,
+    ]
+
+
 def test_an_attempt_that_another_process_began_is_left_to_it(local: LocalProcessExecutor, tmp_path: Path) -> None:
     run = started(local, die_and_hang, 2, "3,backoff=1s:1s", folder=str(tmp_path))
     decided(run, "restart")
@@ -271,3 +284,13 @@ def test_a_rank_that_is_given_up_and_resumed_belongs_to_its_new_supervisor(
     handles = [Attempt(run.store, run.run_id, 0, number).handle("local") for number in range(4)]
     first, second, third, fourth = [handle and handle.metadata["supervisor_pid"] for handle in handles]
     assert (first == second, second == third, third == fourth) == (True, False, True)
+
+
+def test_a_process_killed_for_want_of_memory_elsewhere_makes_no_replica_out_of_memory(
+    local: LocalProcessExecutor, small_memory: Path
+) -> None:
+    if killed_for_memory(1, 0.0) is None:
+        pytest.skip("the kernel's log is read by root alone, and outside of containers")
+    run = launch(local, let_another_run_out_of_memory, 1, args={"group": str(small_memory)})
+    run.wait()
+    assert [outcome.reason for outcome in run.outcomes()] == ["signal"]

@@ -64,6 +64,14 @@ def restart_attached(folder: str) -> None:
     run.wait()
 
 
+def fail_apart(folder: str) -> None:
+    """Launch replicas that fail again and again, each in its own way, and end with the run."""
+    kinds = ["exit", "exception"]
+    run = launch(executor(), restart_tasks.end_always, 2, args={"kinds": kinds}, restarts="3,backoff=0.05s:0.1s")
+    say_launched(folder, run)
+    run.wait()
+
+
 def launch_from_a_thread_that_ends(folder: str) -> None:
     """The thread that launches is gone long before the run is: that must end nothing."""
     import threading

@@ -56,6 +56,16 @@ def parent_of(pid: int) -> int | None:
     return int(fields[1]) if fields else None
 
 
+def zygote_of(supervisor: int) -> int:
+    """Return the pid of what forked a supervisor, and the guard between."""
+    guard = parent_of(supervisor)
+    assert guard is not None
+    zygote = parent_of(guard)
+    assert zygote is not None
+    assert "zygote" in command_of(zygote)
+    return zygote
+
+
 def children_of(pid: int) -> list[int]:
     """Return the pids of a process's live children."""
     everyone = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]

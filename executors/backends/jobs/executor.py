@@ -31,6 +31,7 @@ from executors.backends.jobs.service import (
     retrying,
     stop_others,
 )
+from executors.backends.jobs.spares import spares_of, start_spares
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import StoreError
 from executors.logs.readers import TailedLog
@@ -44,13 +45,14 @@ from executors.store.records import FAR_AHEAD, Fields, integer, json_object, nul
 from executors.store.url import remote_access, shared_rendezvous
 from executors.supervision.lease import LEASE_S
 from executors.task.create import LaunchRequest, create_run
-from executors.task.record import find_run_record
+from executors.task.record import MAX_WORLD_SIZE, find_run_record
 from executors.task.stored import read_task
 
 DEFAULT_TIMEOUT_S = 3600
 MARGIN_S = 120  # what the service's limit leaves for fetching the code, and for a replica that ends by its own limit
 INSTALL_S = 900  # the same where something is to be installed: the time limit counts from the entrypoint's start
 LOG_LINES = 200
+SPARE = nullable(integer(0, MAX_WORLD_SIZE))
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=JobService)
@@ -88,9 +90,10 @@ class _Replica:
     def of(cls, attempt: Attempt, handle: ReplicaHandle) -> _Replica:
         where = f"the handle of rank {attempt.rank} of run {attempt.run_id!r}"
         fields = Fields(handle.metadata, where, attempt.store.url)
-        timeout_s = fields.take("timeout_s", number(0.0, FAR_AHEAD))
+        timeout_s, spare = fields.take("timeout_s", number(0.0, FAR_AHEAD)), fields.take("spare", SPARE, None)
         job, launched = fields.take("job", nullable(json_object)), fields.take("attempt", integer(0, MAX_ATTEMPTS))
-        return cls(attempt, JobKey.of(attempt.at(launched)), job, timeout_s)
+        runs_it = attempt.at(launched) if spare is None else replace(attempt, rank=spare, number=0, is_spare=True)
+        return cls(attempt, JobKey.of(runs_it), job, timeout_s)
 
 
 class JobExecutor:
@@ -190,13 +193,17 @@ class JobExecutor:
 
         handle_of = functools.partial(self._handle, timeout_s=timeout_s)
         self._starting |= {job.key for _, job in jobs}
-        return GangStart(self.service, self.backend_name, run, jobs, handle_of=handle_of, tell=tell).run()
+        handles = GangStart(self.service, self.backend_name, run, jobs, handle_of=handle_of, tell=tell).run()
+        if run.spares:
+            start_spares(run, lambda of: self.launch_replicas(run.spares, "", {}, gpu=gpu, timeout=timeout, run=of))
+        return handles
 
     def describe_launch(
         self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
     ) -> dict[str, Any]:
         """Return the requests that `launch_replicas` would make, one a rank, with what is secret masked."""
-        jobs = self._jobs(run, gpu, _timeout_s(timeout), requirements)
+        parts = [run, spares_of(run)] if run.spares else [run]
+        jobs = [job for part in parts for job in self._jobs(part, gpu, _timeout_s(timeout), requirements)]
         return {"vendor": self.service.name, "jobs": [self.service.describe(job) for _, job in jobs]}
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
@@ -324,7 +331,8 @@ class JobExecutor:
         self._states.started(JobKey.of(attempt), job_id)
         self._starting.discard(JobKey.of(attempt))
         announced = attempt.announced(self.backend_name)
-        return replace(announced, metadata={**announced.metadata, "timeout_s": timeout_s, "job": job_id})
+        spare = {"spare": attempt.rank} if attempt.is_spare else {}
+        return replace(announced, metadata={**announced.metadata, **spare, "timeout_s": timeout_s, "job": job_id})
 
     def _jobs(
         self, run: RunSpec, gpu: str | None, timeout_s: float, requirements: Sequence[str]
@@ -335,7 +343,7 @@ class JobExecutor:
         url, credentials = remote_access(store)
         jobs = []
         for rank in run.ranks:
-            attempt = Attempt(store, run.run_id, rank, run.attempt)
+            attempt = Attempt(store, run.run_id, rank, run.attempt, run.is_of_spares)
             job = Job(
                 JobKey.of(attempt),
                 bootstrap_command(),

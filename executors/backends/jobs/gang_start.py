@@ -72,7 +72,8 @@ class _Start:
 
     @property
     def problem(self) -> str:
-        return f"Rank {self.attempt.rank} could not be started: {self.error}"
+        what = "Spare" if self.attempt.is_spare else "Rank"
+        return f"{what} {self.attempt.rank} could not be started: {self.error}"
 
     def check_not_given_up(self) -> None:
         if self.given_up.is_set():
@@ -152,7 +153,8 @@ class GangStart:
         if cause is None:
             what = f"started {n - n_late} of {n} replicas within {self._run.gather_s:g} s"
         else:
-            of = f"replica {cause.attempt.rank} of {self._run.world_size}"
+            number, run = cause.attempt.rank, self._run
+            of = f"spare {number}" if run.is_of_spares else f"replica {number} of {run.world_size}"
             what = f"could not start {of}: {str(cause.error).rstrip('.')}"
         if self._needed < n:
             what += f"; at least {self._needed} of {n} were asked for"

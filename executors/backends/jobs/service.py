@@ -50,20 +50,23 @@ class JobKey:
     run_id: str
     rank: int
     attempt: int
+    is_spare: bool = False
+    """Whether `rank` numbers a spare."""
 
     @classmethod
     def of(cls, attempt: Attempt) -> JobKey:
-        return cls(attempt.store.url, attempt.run_id, attempt.rank, attempt.number)
+        return cls(attempt.store.url, attempt.run_id, attempt.rank, attempt.number, attempt.is_spare)
 
     @property
     def name(self) -> str:
         """At most 64 of `[a-z0-9-]`: what every service takes as a name."""
-        return f"{self.run_id}-{self._place}-r{self.rank:04d}-a{self.attempt}"
+        return f"{self.run_id}-{self._place}-{'s' if self.is_spare else 'r'}{self.rank:04d}-a{self.attempt}"
 
     @property
     def labels(self) -> dict[str, str]:
         """The same as labels: names and values of `[A-Za-z0-9_-]`."""
-        return {**self.run_labels, "replicas-rank": str(self.rank), "replicas-attempt": str(self.attempt)}
+        what = "replicas-spare" if self.is_spare else "replicas-rank"
+        return {**self.run_labels, what: str(self.rank), "replicas-attempt": str(self.attempt)}
 
     @property
     def run_labels(self) -> dict[str, str]:

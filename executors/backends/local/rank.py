@@ -24,7 +24,7 @@ from executors.backends.local.request import LocalLaunch, adopt
 from executors.errors import LaunchError, ReplicasError
 from executors.logs import tail_text
 from executors.logs.times import TimesWriter
-from executors.process import become_subreaper, die_with_parent, fork, start_time, usable_cores
+from executors.process import become_subreaper, die_with_parent, fork, kill_descendants, start_time, usable_cores
 from executors.protocol import ReplicaHandle
 from executors.shared_page import SharedPage
 from executors.task.stored import StoredTask
@@ -36,6 +36,7 @@ from executors.worker.supervisor_lock import hold, open_locks
 from executors.worker.surroundings import await_gpu_release
 
 COPY_LIMIT_S = 8  # a log that takes longer to copy is not waited for
+GUARD_S, GUARD_LOOK_S = 3.0, 0.05  # beyond their grace: a rank looks every second whether its supervisor lives
 
 
 def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> NoReturn:
@@ -43,6 +44,8 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
     code = 1
     try:
         os.setsid()
+        become_subreaper()
+        _leave_guard([launcher_pidfd, reply], launch.term_grace_s + GUARD_S)
         become_subreaper()
         try:
             # First: the store may need the launcher's credentials.
@@ -73,6 +76,29 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
         code = 0
     finally:
         os._exit(code)
+
+
+def _leave_guard(close: Iterable[int], wait_s: float) -> None:
+    """Go on in a child; its parent stays to kill what a killed supervisor leaves and what does not end by itself.
+
+    A rank that is stopped, or whose GIL is held, does not see that its supervisor is gone.
+
+    Args:
+        close: descriptors that the parent does not keep.
+    """
+    child = fork()
+    if child == 0:
+        return
+    for descriptor in close:
+        os.close(descriptor)
+    os.waitpid(child, 0)
+    deadline = time.monotonic() + wait_s
+    with contextlib.suppress(ChildProcessError):  # nothing is left
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(GUARD_LOOK_S)
+        kill_descendants(os.getpid())
+    os._exit(0)
 
 
 def _unbuffer_streams() -> None:

@@ -47,6 +47,7 @@ def test_a_policy_reads_as_it_is_written(text: str) -> None:
         ("3,oon=1", "Did you mean 'oom'"),
         ("3,cancelled=1", "never restarted"),
         ("3,oom", "needs a value"),
+        ("3,together=1", "'together=1' is written without a value"),
         ("3,oom=1,oom=2", "given twice"),
         ("-1", "whole number"),
         ("3/0s", "at least 0.001 s"),

@@ -193,13 +193,20 @@ def test_ranks_that_hang_wait_for_a_keeper_or_were_given_up_want_attention(run: 
         ReplicaState(0, 0, FAILED, Outcome(0, 0, FAILED, "exception"), restart=given_up),
         ReplicaState(1, 1, ReplicaStatus.RUNNING),
         ReplicaState(2, 0, ReplicaStatus.PENDING, restart=RestartState(note="waits for a keeper: replicas watch run")),
+        ReplicaState(3, 0, FAILED, restart=RestartState(note="decisions/000000.json cannot be read")),
+        ReplicaState(4, 0, FAILED),
     ]
     run.store.put(run.attempt(1, 1).key("stacks/0.txt"), b"Replica 1 waits: recv\nThread ...\n")
 
     def found() -> dict[int, str]:
         return wants_attention(run.status(*states), Inventory.of(run.store, "run"), lambda rank: run.attempt(rank))
 
-    assert found() == {0: given_up.note, 1: "may hang: Replica 1 waits: recv", 2: states[2].restart.note}
+    assert found() == {
+        0: given_up.note,
+        1: "may hang: Replica 1 waits: recv",
+        2: states[2].restart.note,
+        3: states[3].restart.note,
+    }
     dumped_at = max(dump[3] for dump in Inventory.of(run.store, "run").stacks)
     run.claim(1, 1, dumped_at - 10, {"t": 5, "step": 1}, {"t": 11, "rss": 1})
     assert 1 in found(), "usage is no progress, and what was reported before says nothing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from executors.store.memory import MemoryStore
 from executors.supervision.decisions import Decision
 
 ENDED_LONG_AGO = 1.7e9
+A_RUN_OF_ALL_TESTS_S = 7200.0  # what is made when tests are collected is not overdue when they run
 RESTART = Decision(
     kind="restart", rank=0, ended=0, start={0: 1}, charged=True, reason="signal", words="signal, SIGKILL", at=1.7e9
 )
@@ -63,7 +65,7 @@ def add(run: Run, entry: Decision) -> None:
 
 
 def failed(reason: str = "signal", **more: Any) -> dict[str, Any]:
-    return {"status": "failed", "reason": reason, "finished_at": time.time(), **more}
+    return {"status": "failed", "reason": reason, "finished_at": time.time() + A_RUN_OF_ALL_TESTS_S, **more}
 
 
 DONE = {"status": "succeeded", "result": 7}
@@ -101,7 +103,7 @@ def test_a_run_is_not_over_between_an_end_and_the_next_claim() -> None:
         (failed(), "3", [STOP], True),
         (failed(), "3", [CANCEL, Decision(kind="resume", start={1: 1})], True),
         (failed(), "3", [GIVEN_UP], True),
-        (failed(), None, [Decision(kind="resume", start={0: 1}, at=time.time())], False),
+        (failed(), None, [Decision(kind="resume", start={0: 1}, at=time.time() + A_RUN_OF_ALL_TESTS_S)], False),
         (failed(), None, [Decision(kind="resume", start={0: 1}, at=1.7e9)], True),
         (failed("exception", fingerprint="f"), "0", [], True),
     ],
@@ -149,9 +151,9 @@ def test_what_failed_twice_alike_is_given_up_also_before_anybody_writes_it() -> 
         (failed(signal="SIGKILL", reached={"round": 4}), [], "ended: signal, SIGKILL, after round 4"),
         (failed("timeout"), [], "given up: the policy restarts nothing after timeout: timeout"),
         (failed(finished_at=ENDED_LONG_AGO), [], "waits for a keeper: replicas watch memory://restarts/wide"),
-        (failed(), [replace(RESTART, at=time.time(), not_before=time.time() + 5000)], "restarts in "),
+        (failed(), [replace(RESTART, at=time.time(), not_before=time.time() + 9000)], "restarts in "),
         (failed(), [RESTART], "waits for a keeper: replicas watch memory://restarts/wide"),
-        (failed(), [replace(RESTART, at=time.time())], "restarts now: signal, SIGKILL"),
+        (failed(), [replace(RESTART, at=time.time() + A_RUN_OF_ALL_TESTS_S)], "restarts now: signal, SIGKILL"),
         (failed(), [GIVEN_UP], "given up: failed twice alike at step 812 (ValueError: no)"),
         (failed("exception", error="ValueError: no"), [CANCEL], "exception: ValueError: no"),
     ],
@@ -199,6 +201,14 @@ def test_a_log_that_cannot_be_read_is_named_and_hides_nothing() -> None:
     first, second = run.status().replicas
     assert (first.status, second.status) == ("failed", "succeeded")
     assert "wide/decisions/000000.json" in first.note
+
+
+@pytest.mark.parametrize("within_s", [-1, math.nan, math.inf])
+def test_a_stop_within_no_time_is_refused_by_name(within_s: float) -> None:
+    run = run_of(None)
+    with pytest.raises(ValueError, match=rf"within_s is from 0 to 1e\+08 seconds, got {within_s}"):
+        run.stop(within_s=within_s)
+    assert run.decisions == ()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,234 @@
+"""A spare: a container beside those of the ranks, which takes a rank over that has lost its own.
+
+It has fetched code and packages, has imported torch, and follows the log of decisions. It begins what the log says that
+it is to begin. Where nobody watches the run it finds itself that a rank is lost, and decides.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from executors.attempt import Attempt, Beat, parse_handle
+from executors.errors import StoreError
+from executors.native import RunSpec
+from executors.policy import Restarts
+from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
+from executors.store import Store
+from executors.store.records import is_gone, to_bytes
+from executors.store.url import impatient_store
+from executors.supervision.decisions import DecisionLog, answer_to, barred_by
+from executors.supervision.keeper import CARRY_S, Keeper, Sight, hands_of_spare
+from executors.supervision.lease import LeaseWatch
+from executors.task.record import find_run_record
+from executors.worker.claim import claim_alone
+from executors.worker.container import NOTICES, STORE_LIMIT_S, preload
+from executors.worker.ranks import read_task_ahead
+
+FOLLOW_S = 2.0
+LOOK_S = 10.0
+LOST_AFTER_S = 60.0
+LEAVE_S = 15.0  # how long an end is left to a supervisor that lives
+
+
+class Spare:
+    """Stands by until a rank needs it, or the run is over; it is the hands of its own keeper.
+
+    Args:
+        spec: the run; its one rank numbers the spare.
+        lost_after_s: how long the heartbeat of a rank may stand still, by this process's clock. None: a minute.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        lost_after_s: float | None = None,
+        store: Store | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spec = spec
+        self._store = store or impatient_store(spec.store_url, STORE_LIMIT_S)
+        self._lost_after_s = lost_after_s or LOST_AFTER_S
+        self._clock = clock
+        self._me = Attempt(self._store, spec.run_id, spec.ranks[0], is_spare=True)
+        self.how = hands_of_spare(self._me.rank)
+        self.taken: Attempt | None = None
+        """The attempt that is this container's."""
+        self._log = DecisionLog(self._store, spec.run_id)
+        self._lease = None if spec.lease_s is None else LeaseWatch(self._store, spec.run_id, spec.lease_s, clock)
+        self._keeper: Keeper | None = None
+        self._handle: ReplicaHandle | None = None
+        self._rank: int | None = None
+        """The rank that it may start now."""
+        self._asked: Attempt | None = None
+        """The attempt that it is about to take, and does not know yet whether it has."""
+        self._look_at = 0.0
+        self._beats: dict[int, tuple[int, Beat, float]] = {}
+        """The last heartbeat of each rank, with its attempt, and when it was seen first."""
+        self._lost: set[tuple[int, int]] = set()
+        self._seen_at: dict[tuple[int, int, str], float] = {}
+        """When an end was seen first, by what answers it."""
+
+    def stand_by(self) -> Attempt | None:
+        """Wait until a rank is to be taken over; return the attempt, whose handle is this container's by then.
+
+        Returns: None when there is nothing left to wait for; the spare has its outcome then.
+        """
+        for number in NOTICES:
+            signal.signal(number, lambda *_: sys.exit())
+        try:
+            if (task := read_task_ahead(self._spec)) is not None:
+                preload(task)
+            if not claim_alone(self._me):
+                print(f"replicas: another process is spare {self._me.rank}", flush=True)
+                return None
+            why = self._follow()
+        except SystemExit:
+            why = "its container was told to end"
+        if self.taken is not None:
+            became = f"rank {self.taken.rank}, attempt {self.taken.number}"
+            outcome = self._me.ended(ReplicaStatus.SUCCEEDED, result=became)
+            print(f"replicas: spare {self._me.rank} becomes {became}", flush=True)
+        else:
+            outcome = self._me.ended(ReplicaStatus.CANCELLED, "cancelled", error=f"The spare ended: {why}.")
+            print(f"replicas: spare {self._me.rank} ends: {why}", flush=True)
+        try:
+            if not is_gone(self._store, f"{self._spec.run_id}/run.json"):
+                self._me.record(outcome, retry_s=STORE_LIMIT_S)
+        except StoreError as error:
+            print(f"replicas: the spare leaves no outcome: {error}", file=sys.stderr, flush=True)
+        return self.taken
+
+    def _follow(self) -> str:
+        """Follow the run until a rank is taken over; else return why there is nothing to wait for."""
+        while True:
+            try:
+                if why := self.look():
+                    return why
+            except StoreError as error:
+                print(f"replicas: trying again: {error}", file=sys.stderr, flush=True)
+            if self.taken is not None:
+                return ""
+            time.sleep(FOLLOW_S)
+
+    def look(self) -> str | None:
+        """Look at the run, and take a rank over that needs it; return why there is nothing left to wait for.
+
+        Raises:
+            StoreError: the store does not answer; call it again.
+        """
+        if self._asked is not None:
+            self._take(self._asked)
+            return None
+        n_known, entries, now = len(self._log.entries), self._log.read(), self._clock()
+        if self._lease is not None and self._lease.is_over():
+            return "nobody watches this attached run"
+        if len(entries) == n_known and self._rank is None and now < self._look_at:
+            return None
+        self._look_at = now + min(LOOK_S, self._lost_after_s / 3)
+        if is_gone(self._store, f"{self._spec.run_id}/run.json"):
+            return "the run was deleted"
+        self._store.put(self._me.key("heartbeat.json"), to_bytes({"at": time.time()}))
+        sight = Sight.of(self._store, self._spec.run_id, self._spec.world_size)
+        if all(self._is_over(rank, sight.ends.get(rank)) for rank in sight.newest):
+            return "the run is over"
+        self._handle = self._handle or self._me.find("handle.json", parse_handle)
+        if self._handle is None:  # its launcher is about to write it
+            return None
+        if not self._is_watched:
+            sight = replace(sight, ends={**sight.ends, **self._find_lost(sight, now)})
+        self._rank = self._choose(sight, now)
+        if self._rank is not None:
+            self._keeper_of_run().keep(sight)
+        return None
+
+    # The hands of its keeper
+
+    def may_start(self, rank: int) -> bool:
+        """Return whether it is the rank that this spare has chosen."""
+        return rank == self._rank and self._asked is None
+
+    def start(self, attempts: Mapping[int, int]) -> None:
+        """Take over the attempt, unless somebody has begun it."""
+        ((rank, number),) = attempts.items()
+        attempt = Attempt(self._store, self._spec.run_id, rank, number)
+        if not attempt.has("intent.json"):
+            self._asked = attempt
+            self._take(attempt)
+
+    def _take(self, attempt: Attempt) -> None:
+        assert self._handle is not None
+        place = attempt.announced(self._handle.backend_name).metadata
+        mine = replace(self._handle, rank=attempt.rank, metadata={**self._handle.metadata, **place})
+        self._store.put_if_absent(attempt.key("handle.json"), mine.to_json().encode())
+        found = attempt.find("handle.json", parse_handle)  # an answer may have been lost: what stands decides
+        if found == mine:
+            self.taken = attempt
+        self._asked = None
+
+    # Judging
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether a process outside answers what ends."""
+        return self._lease is not None and self._lease.is_held
+
+    def _keeper_of_run(self) -> Keeper:
+        if self._keeper is None:
+            spec, record = self._spec, find_run_record(self._store, self._spec.run_id)
+            self._keeper = Keeper(
+                self._log,
+                Restarts.of(spec.restarts),
+                world_size=spec.world_size,
+                launched_at=spec.launched_at,
+                min_replicas=None if record is None else record.min_replicas,
+                hands=self,
+            )
+        return self._keeper
+
+    def _is_over(self, rank: int, end: Outcome | None) -> bool:
+        """Return whether nothing of a rank is to be started any more."""
+        if barred_by(self._log.entries, rank) is not None:
+            return True
+        if end is None or end.status is not ReplicaStatus.FAILED:
+            return end is not None
+        answer = answer_to(self._log.entries, rank, end.attempt)
+        return answer is not None and not answer.start
+
+    def _find_lost(self, sight: Sight, now: float) -> dict[int, Outcome]:
+        """Record the end of ranks whose heartbeats stand still, and return it."""
+        lost: dict[int, Outcome] = {}
+        for rank in sight.newest.keys() - sight.ends.keys():
+            attempt = Attempt(self._store, self._spec.run_id, rank, sight.newest[rank])
+            beat = attempt.beat()
+            number, last, since = self._beats.get(rank, (None, None, now))
+            if beat is None or (number, last) != (attempt.number, beat):
+                self._beats.pop(rank, None)
+                if beat is not None:
+                    self._beats[rank] = (attempt.number, beat, now)
+            elif now - since >= self._lost_after_s:
+                lost[rank] = attempt.record_lost(f"its heartbeat has stood still for {self._lost_after_s:g} s")
+                self._lost.add((rank, attempt.number))
+        return lost
+
+    def _choose(self, sight: Sight, now: float) -> int | None:
+        """Return the rank that it is to start: one that the log names it for, else one that waits for somebody."""
+        awaited = [end for end in sight.ends.values() if not self._is_over(end.rank, end)]
+        free = [end.rank for end in awaited if self._is_free(end, now)]
+        named = [entry.rank for entry in self._log.entries if entry.how == self.how]
+        return min(free, key=lambda rank: rank not in named, default=None)
+
+    def _is_free(self, end: Outcome, now: float) -> bool:
+        """Return whether nobody nearer answers an end, or carries its answer out."""
+        answer = answer_to(self._log.entries, end.rank, end.attempt)
+        if answer is not None and answer.how == self.how:
+            return True
+        if self._is_watched:
+            return False
+        waited_s = now - self._seen_at.setdefault((end.rank, end.attempt, answer.nonce if answer else ""), now)
+        if answer is None:
+            return (end.rank, end.attempt) in self._lost or waited_s >= LEAVE_S
+        return waited_s >= CARRY_S and time.time() >= answer.not_before + CARRY_S

@@ -1,0 +1,138 @@
+"""Spares: containers beside those of the ranks, which take over what lost its own."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers.modal.server import ModalServer
+from support.fake_jobs import FakeExecutor, Machines, attached, start
+
+from executors import Run, launch
+from executors.attempt import Attempt
+from executors.supervision.decisions import Decision, DecisionLog
+from executors.testing import eventually
+
+MAIN = """
+import itertools, time
+from executors import current_replica
+
+def main():
+    replica = current_replica()
+    for step in itertools.count():
+        replica.report(step=step)
+        if any(replica.store.list(f"{replica.run_id}/go")):
+            return replica.attempt
+        time.sleep(0.1)
+"""
+SOON = {"REPLICA_LOST_AFTER_S": "4"}
+
+
+def spare_of(run: Run, number: int = 0) -> Attempt:
+    return Attempt(run.store, run.run_id, number, is_spare=True)
+
+
+def stands_by(run: Run) -> Run:
+    """Wait until the ranks and the spare are up."""
+    eventually(lambda: spare_of(run).has("heartbeat.json"), "the spare stands by")
+    ranks = [Attempt(run.store, run.run_id, rank) for rank in range(run.world_size)]
+    eventually(lambda: all(rank.has("heartbeat.json") for rank in ranks), "the ranks run")
+    return run
+
+
+def starts(n: int = 1, **more: Any) -> Run:
+    """Launch replicas that run until they are told, and a spare."""
+    Path("job.py").write_text(MAIN)
+    return stands_by(start(n, restarts="2,backoff=0s", spares=1, **more))
+
+
+def end_well(run: Run) -> None:
+    run.store.put(f"{run.run_id}/go", b"")
+
+
+def log_of(run: Run) -> list[Decision]:
+    return list(DecisionLog(run.store, run.run_id).read())
+
+
+def outcome_of_spare(run: Run) -> tuple[str, Any]:
+    eventually(lambda: spare_of(run).has("outcome.json"), "the spare ends")
+    outcome = spare_of(run).outcome()
+    assert outcome is not None
+    return str(outcome.status), outcome.result or outcome.error
+
+
+def test_a_spare_of_a_detached_run_finds_a_rank_lost_and_takes_it_over_without_a_word_of_the_service(
+    modal_runs: ModalServer,
+) -> None:
+    Path("job.py").write_text(MAIN)
+    more: Any = {"restarts": "2,backoff=0s", "spares": 1, "detach": True, "env": SOON}
+    run = launch("modal", "job.py:main", 2, run_id="otter", **more)
+    stands_by(run)
+    n_jobs, job = len(modal_runs.sandboxes), run.handle(1).metadata["job"]
+    modal_runs.kill(job["sandbox_id"], signal.SIGKILL)
+    second = Attempt(run.store, run.run_id, 1, 1)
+    eventually(lambda: second.has("heartbeat.json"), "the spare is rank 1", within_s=60)
+    assert [(e.kind, e.start, e.how, e.reason) for e in log_of(run)] == [("restart", {1: 1}, "spare:0", "lost")]
+    assert outcome_of_spare(run) == ("succeeded", "rank 1, attempt 1")
+    assert str(run.executor.poll(run.handle(1))) == "running"
+    end_well(run)
+    assert run.results() == [0, 1]
+    assert len(modal_runs.sandboxes) == n_jobs == 3
+
+
+def test_who_watches_a_run_names_the_spare_and_starts_nothing(machines: Machines) -> None:
+    run = starts()
+    thread = threading.Thread(target=run.wait, args=(120,))
+    thread.start()
+    machines.end(machines.job_of(run, 0))
+    eventually(lambda: Attempt(run.store, run.run_id, 0, 1).has("heartbeat.json"), "the spare is rank 0")
+    end_well(run)
+    thread.join()
+    assert run.results() == [1]
+    assert [(e.kind, e.start, e.how) for e in log_of(run)] == [("restart", {0: 1}, "spare:0")]
+    assert len(machines.jobs) == 2
+
+
+def test_what_a_spare_has_become_can_be_followed_and_cancelled(machines: Machines) -> None:
+    run = starts(detach=True, env=SOON)
+    machines.end(machines.job_of(run, 0))
+    eventually(lambda: Attempt(run.store, run.run_id, 0, 1).has("heartbeat.json"), "the spare is rank 0")
+    found = attached()
+    assert "spare 0 becomes rank 0, attempt 1" in found.logs(rank=0)
+    found.cancel()
+    assert [str(outcome.status) for outcome in found.outcomes()] == ["cancelled"]
+    assert machines.living() == []
+
+
+@pytest.mark.parametrize("ending", ["cancel", "success"])
+def test_a_spare_ends_with_its_run(machines: Machines, ending: str) -> None:
+    run = starts(env=SOON)
+    if ending == "cancel":
+        run.cancel()
+    else:
+        end_well(run)
+        assert run.results() == [0]
+    assert outcome_of_spare(run) == ("cancelled", "The spare ended: the run is over.")
+    eventually(lambda: machines.living() == [], "its job ends")
+    assert run.record.spares == 1
+
+
+def test_a_spare_that_cannot_be_had_is_a_warning(machines: Machines, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("job.py").write_text(MAIN)
+    machines.fail("start", "rejected", when=lambda: machines.jobs)
+    run = start(1, restarts="2", spares=1, detach=True)
+    assert "the run has no spare: Backend 'fake' could not start spare 0" in capsys.readouterr().err
+    end_well(run)
+    assert run.results() == [0]
+
+
+@pytest.mark.parametrize(("backend", "says"), [("local", "takes no spares"), ("fake", "give restarts=")])
+def test_spares_are_refused_where_they_cannot_help(machines: Machines, backend: str, says: str) -> None:
+    Path("job.py").write_text(MAIN)
+    executor, restarts = (FakeExecutor(), None) if backend == "fake" else (backend, "2")
+    with pytest.raises(ValueError, match=says):
+        launch(executor, "job.py:main", 1, restarts=restarts, spares=1)
+    assert machines.jobs == []
