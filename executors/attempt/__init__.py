@@ -73,6 +73,9 @@ class Beat:
         return cls(at, only_numbers({name: value for name, value in fields.values.items() if name != "at"}))
 
 
+STALE_INTENT_S = 1800.0  # of a launch: its calls wait for each other, and each until its job is scheduled
+
+
 @dataclass(frozen=True)
 class CancelMarker(Record):
     """`cancel.json`: somebody asked the attempt to end."""
@@ -87,6 +90,8 @@ class Intent(Record):
     nonce: str = checked(text(100))
     by: str = checked(text(1000))
     at: float = checked(number(LONG_AGO, FAR_AHEAD))
+    takes_s: float = checked(number(0.0, FAR_AHEAD), STALE_INTENT_S)
+    """How long that may take; a service that knows no job then never got to hear of it."""
 
 
 def parse_handle(data: Any, key: str = "handle.json", url: str = "") -> ReplicaHandle:

@@ -35,6 +35,8 @@ from executors.task.record import OPTION_NAME
 
 LONGEST_S = 24 * 3600 - MARGIN_S  # Modal ends every sandbox after a day
 KILLED = 128 + 9
+GPU_START_S = 1500.0  # a start waits for a machine, up to 21 minutes
+BUILD_S = 900.0  # of an image
 PYTHON_VERSION = re.compile(r"3\.\d{1,2}")
 
 
@@ -102,6 +104,9 @@ class ModalJobs(JobService):
             sandbox = self._starts.make(lambda: create(*job.command, app=app, **inside, **self._request(job)))
             self._keys[sandbox.object_id] = job.key
             return self._job_id(sandbox.object_id)
+
+    def start_limit_s(self, job: Job) -> float:
+        return GPU_START_S if job.gpu else BUILD_S if job.requirements else super().start_limit_s(job)
 
     def interrupt_starts(self) -> None:
         self._starts.interrupt()

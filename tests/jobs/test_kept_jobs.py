@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,10 +19,11 @@ from support.cli import Folder
 from support.fake_jobs import FakeJob, Machines, attached, start
 
 from executors import Run, attach
-from executors.attempt import Attempt
-from executors.backends.jobs.service import Job
+from executors.attempt import Attempt, Intent
+from executors.backends.jobs.service import START_LIMIT_S, Job
 from executors.resume import resume
 from executors.run.recipe import recipe_of, vouched_task
+from executors.store.records import to_bytes
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.lease import LeaseHolder
 from executors.testing import eventually
@@ -270,3 +272,22 @@ def test_an_exit_does_not_wait_for_a_bucket_that_does_not_answer(
     assert len([row for row in s3.requests("HEAD", "run.json") if row["fault"]]) == 1, "tried once"
     s3.misbehave()
     run.cancel()
+
+
+def test_a_start_whose_keeper_died_before_the_service_heard_of_it_is_given_up_in_minutes(
+    machines: Machines, folder: Path
+) -> None:
+    run = waits(folder, 1, restarts="2,backoff=0s", detach=True)
+    lose_container(machines, machines.job_of(run, 0))
+    next_one = Attempt(run.store, run.run_id, 0, 1)
+    begun = {"nonce": "n", "by": "a laptop", "at": time.time() - START_LIMIT_S - 60, "takes_s": START_LIMIT_S}
+    run.store.put(next_one.key("intent.json"), to_bytes(begun))
+    keeper = attached()
+    keeper.keep_here(recipe_of(keeper, vouched_task(keeper), detach=True), None)
+    with waiting(keeper):
+        eventually((folder / "0-2").exists, "rank 0 is started anew", within_s=60)
+        (folder / "go").touch()
+    assert "Did a laptop die?" in str(next_one.outcome())
+    intent = next_one.at(2).find("intent.json", Intent.parse)
+    assert intent is not None
+    assert intent.takes_s == START_LIMIT_S + 1

@@ -53,7 +53,6 @@ MARGIN_S = 120  # what the service's limit leaves for fetching the code, and for
 INSTALL_S = 900  # the same where something is to be installed: the time limit counts from the entrypoint's start
 LOG_LINES = 200
 SPARE = nullable(integer(0, MAX_WORLD_SIZE))
-STALE_INTENT_S = 1800  # a call may block until its job is scheduled: at Modal 21 minutes
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=JobService)
@@ -304,7 +303,7 @@ class JobExecutor:
         jobs = retrying()(self.service.find, JobKey.of(attempt))
         if not jobs:
             intent = attempt.find("intent.json", Intent.parse)
-            if intent is not None and time.time() - intent.at > STALE_INTENT_S:
+            if intent is not None and time.time() - intent.at > intent.takes_s:
                 rank, service = attempt.rank, self.service.name
                 error = f"Replica {rank} was never started: {service} knows no job of it. Did {intent.by} die?"
                 attempt.record(attempt.ended(ReplicaStatus.FAILED, "start_failed", error=error))

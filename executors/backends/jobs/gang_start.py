@@ -251,6 +251,8 @@ class GangStart:
         if start.is_begun is None:
             store, key = start.attempt.store, start.attempt.key("intent.json")
             intent = {"nonce": self._nonce, "by": this_process(), "job": start.job.key.name, "at": time.time()}
+            if start.attempt.number:
+                intent["takes_s"] = self._service.start_limit_s(start.job) + len(self._starts)
             created = store.put_if_absent(key, to_bytes(intent))
             # Perhaps the one that exists is ours, by a create whose answer was lost: the nonce says it.
             start.is_begun = created or read_record(store, key, Intent.parse).nonce == self._nonce

@@ -35,6 +35,7 @@ PATIENCE_S = 60.0  # of all pauses together: a service that asks for longer ones
 LONGEST_PATIENCE_S = (
     300.0  # where giving up costs a launch, or leaves jobs behind; the longest pause that the Hub asks for
 )
+START_LIMIT_S = 180.0
 TOLD_FROM_S = 10.0  # a pause of this length is told
 Kind = Literal["rejected", "unavailable", "unknown"]
 log = logging.getLogger(__name__)
@@ -189,6 +190,10 @@ class JobService(abc.ABC):
     @abc.abstractmethod
     def start(self, job: Job) -> JobId:
         """Start a job, and return its id; may block until the job is scheduled."""
+
+    def start_limit_s(self, job: Job) -> float:
+        """Return how long a start may take, with its repetitions: then other keepers take its keeper for dead."""
+        return START_LIMIT_S
 
     def interrupt_starts(self) -> None:
         """Let the calls of `start` that still wait fail soon, and leave no job: the launch was given up."""
