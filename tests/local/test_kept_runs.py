@@ -123,6 +123,7 @@ def test_a_keeper_needs_the_folder_and_a_policy_and_may_set_one(here: Folder, tm
     refused = here.replicas("watch", "otter")
     assert (refused.code, "replicas watch otter --set restarts=3" in refused.stderr) == (2, True), refused
     os.kill(supervisor(here, 0, 0), signal.SIGKILL)
+    eventually(lambda: attach("otter").status().status == "failed", "the rank ends behind its supervisor")
     once = here.replicas("watch", "otter", "--once", "--set", "restarts=3,oom=0,hang=off")
     assert once.code == 0, once
     supervisor(here, 0, 1)
