@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from executors.attempt import Attempt
-from executors.errors import StoreError
+from executors.errors import CorruptObjectError, StoreError
 from executors.native import RunSpec
 from executors.policy import HangLimits, Restarts
 from executors.protocol import Outcome, ReplicaStatus
@@ -121,6 +121,8 @@ class Answers:
                 return True
             wait_s = self._keeper.keep(self._sight())
             self._failing_since = None
+        except CorruptObjectError:  # nobody can decide by such records, and asking again does not mend them
+            return False
         except StoreError:
             self._failing_since = self._failing_since or now
             if is_busy or now - self._failing_since < RETRY_S:
