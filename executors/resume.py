@@ -137,6 +137,8 @@ def resume(
             begun.update(handle.rank for handle in handles)
             keep_handles(run.store, run.run_id, attempt, handles)
     except BaseException as error:
+        if lease is not None:
+            lease.end()
         with contextlib.suppress(StoreError):
             take_back_resume(log, next_attempts, str(error) or type(error).__name__)
         raise

@@ -126,11 +126,6 @@ class ReplicaState:
         return not (self.status.is_terminal or self.restart.is_awaited)
 
     @property
-    def is_replaced(self) -> bool:
-        """Whether a newer attempt took over, which is not a failure."""
-        return self.outcome is not None and self.outcome.reason == "fenced"
-
-    @property
     def note(self) -> str:
         """A few words on how it ended, on what it waits for, on its data, or on a heartbeat that is overdue."""
         if self.restart.note:

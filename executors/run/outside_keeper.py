@@ -15,12 +15,11 @@ from executors.run.launch_hands import LaunchHands
 from executors.run.observer import Observer
 from executors.status import ReplicaState
 from executors.supervision.decisions import Decision, DecisionLog, answer_to
-from executors.supervision.keeper import Keeper, Sight, hands_of_spare
+from executors.supervision.keeper import LEAVE_S, Keeper, Sight, hands_of_spare
 from executors.supervision.orders import ASKED, order_cancel, words_of_bar
 from executors.supervision.rules import is_own
 from executors.task.record import RunRecord
 
-LEAVE_S = 15.0  # how long an end is left to a supervisor that lives
 LEFT_S = 60.0  # the same by the clock of the machine where it ended, for a keeper that makes a single pass
 
 

@@ -15,6 +15,7 @@ from executors.store.inventory import Inventory
 from executors.supervision.decisions import MAX_ATTEMPT, Decision, DecisionLog, answer_to, barred_by, policy_of
 from executors.supervision.rules import LAST_CALL_S, RunFacts, decide, is_own, too_few_left
 
+LEAVE_S = 15.0  # how long an end is left to a supervisor that lives
 CARRY_S = 60.0  # what another keeper decided, and has not begun for so long, is carried out
 NEEDS_LAUNCH = ("start_failed", "lost", "preempted", "timeout")  # a time limit begins anew with a launch alone
 MOST_FORK_STRIKES = 2  # of a rank; then whoever has wider hands leaves the machine

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Mapping, Sequence
 
 from executors.attempt import Attempt
 from executors.policy import HangLimits, Restarts
+from executors.process import this_process
 from executors.protocol import BY_USER, STOPPED
-from executors.supervision.decisions import MAX_WORDS, Decision, DecisionLog, barred_by
+from executors.supervision.decisions import MAX_WORDS, Decision, DecisionLog, answer_to, barred_by
 
 ASKED = "asked"
 
@@ -76,14 +76,17 @@ def take_back_resume(log: DecisionLog, start: Mapping[int, int], why: str) -> No
         StoreError: the store does not answer, or holds something else there.
     """
     for rank, number in start.items():
-        if Attempt(log.store, log.run_id, rank, number - 1).newest().number < number:
+        if Attempt(log.store, log.run_id, rank, number - 1).newest().number >= number:
+            continue
+
+        def entry(entries: Sequence[Decision], rank: int = rank, ended: int = number - 1) -> Decision | None:
+            standing = answer_to(entries, rank, ended)
+            if standing is None or (standing.kind, standing.by) != ("resume", this_process()):
+                return None  # somebody has ordered something else since
             words = f"a resume failed: {why}"[:MAX_WORDS]
-            entry = Decision(kind="give_up", rank=rank, ended=number - 1, why="not_started", words=words)
-            log.append(functools.partial(_always, entry))
+            return Decision(kind="give_up", rank=rank, ended=ended, why="not_started", words=words)
 
-
-def _always(entry: Decision, entries: Sequence[Decision]) -> Decision:
-    return entry
+        log.append(entry)
 
 
 def order_policy(log: DecisionLog, restarts: Restarts | None, hang: HangLimits | None) -> None:
@@ -106,4 +109,6 @@ def order_policy(log: DecisionLog, restarts: Restarts | None, hang: HangLimits |
 
 def words_of_bar(entry: Decision) -> str:
     """Say why nothing of a rank runs any more, as its cancel marker does."""
-    return entry.words or (BY_USER if entry.kind == "cancel" else f"the run was stopped: {entry.why}")
+    if entry.kind == "cancel" or entry.why == ASKED:
+        return entry.words or BY_USER
+    return f"the run was stopped: {entry.why}" + (f": {entry.words}" if entry.words else "")

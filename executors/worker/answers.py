@@ -15,7 +15,7 @@ from executors.policy import HangLimits, Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
 from executors.store.records import RETRY_S
-from executors.supervision.decisions import Decision, DecisionLog, hang_of
+from executors.supervision.decisions import Decision, DecisionLog, hang_of, policy_of
 from executors.supervision.keeper import Keeper, Sight
 from executors.task.record import find_run_record
 from executors.worker.ends import record_end
@@ -75,6 +75,11 @@ class Answers:
     def hang(self) -> HangLimits:
         """The limits on making no progress that count now."""
         return hang_of(self._log.entries, HangLimits.parse(self._spec.hang))
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether ends are answered now, as far as the log was read."""
+        return policy_of(self._log.entries, Restarts.of(self._spec.restarts)) is not None
 
     @property
     def next_at(self) -> float:

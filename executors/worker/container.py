@@ -57,6 +57,8 @@ class ContainerSupervisor(Supervisor):
         notice_s: seconds that are left when the container is told to end.
     """
 
+    count_oom_kills = staticmethod(oom_kills_in_group)
+
     def __init__(
         self, spec: RunSpec, ranks: ContainerRanks, *, timeout_s: float | None, term_grace_s: float, notice_s: float
     ) -> None:
@@ -70,7 +72,6 @@ class ContainerSupervisor(Supervisor):
             launcher_pidfd=None,
             store=store,
             look_s=CANCEL_LOOK_S if is_near(spec.store_url) else FAR_LOOK_S,
-            count_oom_kills=oom_kills_in_group,
         )
         self._signals += NOTICES
         self._notice_s = notice_s

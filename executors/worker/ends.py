@@ -12,9 +12,8 @@ from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
 from executors.errors import StoreError
 from executors.process import killed_for_memory
-from executors.protocol import BY_USER, Outcome, Reason, ReplicaStatus
+from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.store.records import RETRY_S, is_gone
-from executors.supervision.decisions import Decision
 from executors.worker.ranks import Running
 
 CLOCKS_S, CLOCKS_DRIFT = 5.0, 0.001  # how far the kernel's clock may be apart, and a share of the time since the boot
@@ -103,13 +102,6 @@ def is_overtaken(running: Running) -> bool:
             outcome is not None and outcome.pid != running.pid
         )
     return False
-
-
-def why_barred(entry: Decision) -> str:
-    """Say why a stop or cancel in the log ends a rank."""
-    if entry.kind == "cancel":
-        return BY_USER
-    return f"the run was stopped ({entry.why})" + (f": {entry.words}" if entry.words else "")
 
 
 def mark_cancelled(why: str, attempt: Attempt) -> None:

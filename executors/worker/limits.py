@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
+from executors.native import RunSpec
 from executors.policy import HangLimits
 from executors.process import Activity, activity
 from executors.shared_page import ATOMIC_LIMIT_S, SharedPage
@@ -56,7 +57,7 @@ class Watchdog:
         limits: of the run.
         ends: whether a learned limit ends the rank. A number that was given always does.
         term_grace_s: how long the rank has, once it raised `HangError`.
-        rank, world_size, run_id: for the sentences.
+        spec, rank: for the sentences.
     """
 
     def __init__(
@@ -67,13 +68,11 @@ class Watchdog:
         *,
         ends: bool,
         term_grace_s: float,
+        spec: RunSpec,
         rank: int,
-        world_size: int,
-        run_id: str,
     ) -> None:
-        self._page, self._pid, self.limits = page, pid, limits
-        self._ends, self._grace_s = ends, term_grace_s
-        self._rank, self._world_size, self._run_id = rank, world_size, run_id
+        self._page, self._pid, self.limits, self.ends = page, pid, limits, ends
+        self._grace_s, self._spec, self._rank = term_grace_s, spec, rank
         self._floor = 0.0
         """What was before this counts for nothing: the machine stood still, or a debugger was attached."""
         self._ladder: Iterator[tuple[float, Finding | None]] | None = None
@@ -131,7 +130,7 @@ class Watchdog:
             return UNKNOWN_S, 2 * UNKNOWN_S, False
         n_intervals, longest_s = page.intervals
         soft_s = max(LEAST_S, LONGEST_INTERVALS * longest_s) if n_intervals >= N_TO_LEARN else UNKNOWN_S
-        return soft_s, 2 * soft_s, self._ends
+        return soft_s, 2 * soft_s, self.ends
 
     def _climb(self, soft_s: float, hard_s: float, *, ends: bool) -> Iterator[tuple[float, Finding | None]]:
         """Go up the ladder, a rung each time: yield what was found, and how long to wait until the next."""
@@ -211,9 +210,9 @@ class Watchdog:
     def _sentence(self, diagnosis: str, limit_s: float) -> str:
         reached, n = self._page.reached or {}, int(self._page.n_stacks)
         where = [f" after {name} {reached[name]:.0f}" for name in ("step", "round") if name in reached]
-        stacks = f" All stacks: replicas logs {self._run_id} -r {self._rank} --stacks." if n else ""
+        stacks = f" All stacks: replicas logs {self._spec.run_id} -r {self._rank} --stacks." if n else ""
         values = {"for_s": self._now - self._began, "limit_s": limit_s, "diagnosis": diagnosis, "stacks": stacks}
-        return describe_end("hang", self._rank, self._world_size, where="".join(where[:1]), **values)
+        return describe_end("hang", self._rank, self._spec.world_size, where="".join(where[:1]), **values)
 
 
 def keep_stacks(attempt: Attempt, page: SharedPage, stacks: str) -> None:

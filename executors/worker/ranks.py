@@ -13,7 +13,6 @@ from typing import Protocol
 from executors.attempt import Attempt
 from executors.errors import ReplicasError, StoreError
 from executors.native import RunSpec
-from executors.policy import HangLimits
 from executors.process import become_subreaper
 from executors.protocol import Reason
 from executors.shared_page import SharedPage
@@ -130,22 +129,6 @@ class Running:
 def how_started(spec: RunSpec, attempt: Attempt) -> str | None:
     """Return how an attempt was started: that of the launch by the launch, those after it by a fork."""
     return None if attempt.number == spec.attempt else "fork"
-
-
-def watchdog_of(
-    spec: RunSpec, rank: int, page: SharedPage, pid: int, limits: HangLimits, term_grace_s: float
-) -> Watchdog:
-    """Return what watches the process of a rank."""
-    return Watchdog(
-        page,
-        pid,
-        limits,
-        ends=spec.restarts is not None,
-        term_grace_s=term_grace_s,
-        rank=rank,
-        world_size=spec.world_size,
-        run_id=spec.run_id,
-    )
 
 
 def leave_supervisor(close: Iterable[int]) -> None:

@@ -21,7 +21,7 @@ from executors.store import Store
 from executors.store.records import is_gone, to_bytes
 from executors.store.url import impatient_store
 from executors.supervision.decisions import DecisionLog, answer_to, barred_by
-from executors.supervision.keeper import CARRY_S, Keeper, Sight, hands_of_spare
+from executors.supervision.keeper import CARRY_S, LEAVE_S, Keeper, Sight, hands_of_spare
 from executors.supervision.lease import LeaseWatch
 from executors.task.record import find_run_record
 from executors.worker.claim import claim_alone
@@ -31,7 +31,6 @@ from executors.worker.ranks import read_task_ahead
 FOLLOW_S = 2.0
 LOOK_S = 10.0
 LOST_AFTER_S = 60.0
-LEAVE_S = 15.0  # how long an end is left to a supervisor that lives
 
 
 class Spare:

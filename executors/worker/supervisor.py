@@ -13,7 +13,6 @@ import select
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from executors.attempt import Attempt
@@ -25,6 +24,7 @@ from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.shared_page import SharedPage
 from executors.store import Store, store_at
 from executors.store.records import is_gone
+from executors.supervision.orders import words_of_bar
 from executors.worker.answers import Answers
 from executors.worker.ends import (
     Ends,
@@ -33,10 +33,10 @@ from executors.worker.ends import (
     mark_cancelled,
     record_end,
     seen_from_outside,
-    why_barred,
 )
 from executors.worker.fail_fast import end_others
-from executors.worker.ranks import NEVER, Ranks, Running, how_started, watchdog_of
+from executors.worker.limits import Watchdog
+from executors.worker.ranks import NEVER, Ranks, Running, how_started
 
 CANCEL_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves only its marker
 WATCH_PAUSE_S = 0.1  # looks at many ranks fall together
@@ -55,8 +55,10 @@ class Supervisor:
         launcher_pidfd: the launcher, with which an attached run ends. None: the run is detached.
         store: that of the run, as this process uses it.
         look_s: how often it looks for cancel markers.
-        count_oom_kills: counts what the kernel has killed for want of memory.
     """
+
+    count_oom_kills = staticmethod(oom_kills)
+    """Counts what the kernel has killed for want of memory."""
 
     def __init__(
         self,
@@ -69,13 +71,12 @@ class Supervisor:
         launcher_pidfd: int | None,
         store: Store | None = None,
         look_s: float = CANCEL_LOOK_S,
-        count_oom_kills: Callable[[], int] = oom_kills,
     ) -> None:
         self._ranks = ranks
         self._spec = spec
         self._n_spare = len(spec.ranks) - (spec.min_replicas or len(spec.ranks))
         self._timeout_s = timeout_s
-        self._ends = Ends(spec.world_size, timeout_s, count_oom_kills)
+        self._ends = Ends(spec.world_size, timeout_s, self.count_oom_kills)
         self._term_grace_s = term_grace_s
         self._launcher_pidfd = launcher_pidfd
         store = store or store_at(spec.store_url)
@@ -191,7 +192,10 @@ class Supervisor:
         self._free_places.popleft()
         deadline = NEVER if self._timeout_s is None else time.monotonic() + self._timeout_s
         deadline = self._deadlines.setdefault(attempt.rank, deadline)
-        watchdog = watchdog_of(self._spec, attempt.rank, page, pid, self._answers.hang, self._term_grace_s)
+        ends, grace_s = self._answers.has_policy, self._term_grace_s
+        watchdog = Watchdog(
+            page, pid, self._answers.hang, ends=ends, term_grace_s=grace_s, spec=self._spec, rank=attempt.rank
+        )
         self._running[pid] = Running(pid, attempt, place, page, watchdog, time.time(), deadline)
         self._watch_at = 0.0
 
@@ -293,9 +297,9 @@ class Supervisor:
             return
         bars = self._answers.bars()
         for rank, entry in bars.items():
-            self._answers.take_back(rank, why_barred(entry))
+            self._answers.take_back(rank, words_of_bar(entry))
         for running in self._running.values():
-            running.watchdog.limits = self._answers.hang
+            running.watchdog.limits, running.watchdog.ends = self._answers.hang, self._answers.has_policy
             bar = bars.get(running.asked.rank)
             if running.ending is not None:
                 continue
@@ -303,7 +307,7 @@ class Supervisor:
                 if is_overtaken(running):
                     running.terminate("fenced", self._term_grace_s)
             elif bar.within_s is None:
-                mark_cancelled(why_barred(bar), running.attempt)
+                mark_cancelled(words_of_bar(bar), running.attempt)
                 running.terminate("cancelled", self._term_grace_s)
             elif running.page.ending_at is None:
                 end_at = time.monotonic() + bar.within_s
@@ -311,7 +315,7 @@ class Supervisor:
                 running.end_by(end_at, "cancelled")
         for attempt in self._waiting:
             if attempt.rank in bars:
-                mark_cancelled(why_barred(bars[attempt.rank]), attempt)
+                mark_cancelled(words_of_bar(bars[attempt.rank]), attempt)
                 self._look_at = 0.0
 
     def _watch(self) -> None:

@@ -118,7 +118,7 @@ def test_a_crash_loop_ends(
     assert [f"{entry.kind} {entry.why}".strip() for entry in decisions(run)] == answers
     if "hang" in kinds:
         (end,) = ends(run, 2)
-        assert (end.reason, "the run was stopped (deterministic)" in str(end.error)) == ("cancelled", True)
+        assert (end.reason, "the run was stopped: deterministic" in str(end.error)) == ("cancelled", True)
 
 
 def test_a_restart_together_ends_the_living_ranks_and_starts_them_anew(
@@ -142,7 +142,7 @@ def added(run: Run, **entry: Any) -> None:
     ("entry", "why"),
     [
         ({"kind": "cancel"}, "cancelled by the user"),
-        ({"kind": "stop", "why": "min_replicas"}, "the run was stopped (min_replicas)"),
+        ({"kind": "stop", "why": "min_replicas"}, "the run was stopped: min_replicas"),
         ({"kind": "stop", "why": "asked", "within_s": 0.2}, "the run was stopped"),
     ],
 )

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from executors.native import RunSpec
 from executors.policy import HangLimits
 from executors.replica import Replica
 from executors.shared_page import SharedPage
@@ -99,9 +100,8 @@ def start(entrypoint: Callable[[Replica], None], limits: str) -> Watched:
         HangLimits.parse(limits),
         ends=True,
         term_grace_s=GRACE_S,
+        spec=RunSpec("RUN", "memory://hanging", "00", 8, (3,)),
         rank=3,
-        world_size=8,
-        run_id="RUN",
     )
     return Watched(page, pid, watchdog)
 

@@ -18,7 +18,8 @@ from executors.store.records import to_bytes
 from executors.task.record import TaskRecord
 from executors.task.stored import StoredTask
 from executors.worker.container import BEAT_LATE_S, ContainerRanks, ContainerSupervisor, imports_torch
-from executors.worker.ranks import NEVER, Running, watchdog_of
+from executors.worker.limits import Watchdog
+from executors.worker.ranks import NEVER, Running
 
 
 @pytest.mark.parametrize(("late_s", "beats"), [(BEAT_LATE_S + 1, True), (BEAT_LATE_S - 5, False)])
@@ -30,7 +31,7 @@ def test_a_supervisor_beats_for_a_rank_that_does_not_get_its_gil(tmp_path: Path,
     )
     page, attempt = SharedPage.create(), Attempt(store, "run", 0)
     attempt.store.put(attempt.key("heartbeat.json"), to_bytes({"at": 1.0, "step": 7}))
-    watchdog = watchdog_of(spec, 0, page, os.getpid(), HangLimits(), 1)
+    watchdog = Watchdog(page, os.getpid(), HangLimits(), ends=True, term_grace_s=1, spec=spec, rank=0)
     supervisor._running[1] = Running(1, attempt.at(0), 0, page, watchdog, time.time(), NEVER)
     page.claimed = 1
     page.beat = time.monotonic() - late_s

@@ -9,6 +9,7 @@ import random
 import pytest
 
 from executors.attempt import Attempt
+from executors.native import RunSpec
 from executors.policy import HangLimits
 from executors.shared_page import SharedPage
 from executors.store.memory import MemoryStore
@@ -27,9 +28,8 @@ def watchdog_of(page: SharedPage, limits: str = "auto", *, ends: bool = True) ->
         HangLimits.parse(limits),
         ends=ends,
         term_grace_s=5.0,
+        spec=RunSpec("RUN", "memory://limits", "00", 8, (3,)),
         rank=3,
-        world_size=8,
-        run_id="RUN",
     )
 
 

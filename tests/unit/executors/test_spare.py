@@ -14,9 +14,10 @@ from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.store.memory import MemoryStore
 from executors.store.records import to_bytes
 from executors.supervision.decisions import Decision, DecisionLog
+from executors.supervision.keeper import LEAVE_S
 from executors.supervision.lease import key_of
 from executors.task.record import RunRecord
-from executors.worker.spare import LEAVE_S, LOOK_S, LOST_AFTER_S, Spare
+from executors.worker.spare import LOOK_S, LOST_AFTER_S, Spare
 
 RECORD = RunRecord(
     backend="modal", world_size=2, entrypoint="job:main", task_digest="0" * 64, created_at=1.0, restarts="2,backoff=0s"
