@@ -13,16 +13,13 @@ from typing import Any
 
 from diloco.errors import ContributionError
 from diloco.rendezvous.frames import MAX_WEIGHT, READ_TRIES, BadRecordError, Contribution, digests_of
-from diloco.rendezvous.round import Context, EntryState, shards_of
+from diloco.rendezvous.round import Context, EntryState, Send, shards_of
 from diloco.rendezvous.training_state import Packed
 from executors.store import Buffer
 
 
-def send(context: Context, entry: EntryState, weight: float, waited_s: float) -> None:
-    """Send the contribution to an entry, perhaps: read the store to know.
-
-    Args:
-        weight: 0: a head alone, from a replica that has nothing to send.
+def send_contribution(context: Context, entry: EntryState, send: Send, waited_s: float) -> None:
+    """Send the contribution to an entry, perhaps: read the store to know. Without a weight it is a head alone.
 
     Raises: ContributionError: it is not finite, or a parameter has changed its shape.
     """
@@ -35,15 +32,15 @@ def send(context: Context, entry: EntryState, weight: float, waited_s: float) ->
             rank=me.rank,
             attempt=me.attempt,
             nonce=me.nonce,
-            weight=weight,
+            weight=send.weight,
             anchor=training.digest(entry.fragment),
             size_bytes=layout.size_bytes if packed else 0,
             blocks=packed.blocks if packed else (),
             norms=packed.norms if packed else (),
             waited_s=waited_s,
             phase_s=phase.seconds or (members.seal.phase_s if members.seal else 0.0),
-            head_start_s=0.0 if entry.is_early else phase.head_start_s,
-            in_phase=not entry.is_early,
+            head_start_s=0.0 if send.is_early else phase.head_start_s,
+            in_phase=not send.is_early,
         ).head(layout.n_blocks)
 
     def produce(write: Callable[[Buffer], None]) -> bytes:
@@ -51,7 +48,7 @@ def send(context: Context, entry: EntryState, weight: float, waited_s: float) ->
         entry.packed = packed = training.pack(entry.index, write, _range_of_own_shard(context, entry))
         return head(packed)
 
-    if not weight:
+    if not send.weight:
         store.create(key, head(None))
     elif layout.is_small or not store.streams:
         entry.packed = packed = entry.packed or training.pack(entry.index)
@@ -69,27 +66,6 @@ def _range_of_own_shard(context: Context, entry: EntryState) -> tuple[int, int]:
         _, _, start, size = entry.layout.shard(shard, n_shards)
         return start, start + size
     return 0, 0
-
-
-def read_back(context: Context, entry: EntryState, digest: str) -> memoryview | None:
-    """Return the payload of this process's own contribution as stored; None when it cannot be had.
-
-    Args:
-        digest: of its head, by the seal that counts it.
-    """
-    layout = entry.layout
-    for _ in range(READ_TRIES):
-        data = context.store.peek(context.keys.contribution(entry.index, context.me.rank))
-        if data is None:
-            continue  # gone, or no answer just now
-        with suppress(BadRecordError):
-            head, found = Contribution.parse(data)
-            payload = data[layout.head_bytes :]
-            if found != digest:
-                return None
-            if len(payload) == layout.size_bytes and digests_of(payload, layout.limits.block_bytes) == head.blocks:
-                return payload
-    return None
 
 
 def check_weight(weight: float | Callable[[], float], rank: int, entry: int, *, may_be_zero: bool = False) -> float:
