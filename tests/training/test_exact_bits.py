@@ -15,11 +15,12 @@ from diloco import DiLoCo
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
 
+SHARDED = Limits(small_bytes=0, block_elements=250)
 DIGESTS: dict[str, tuple[dict[str, Any], str]] = {
     "in the seal": ({}, "5bbecba1118746c5e8d82bd3c8ebbb15"),
-    "in shards": ({"_limits": Limits(small_bytes=0, block_bytes=1000)}, "5bbecba1118746c5e8d82bd3c8ebbb15"),
+    "in shards": ({"_limits": SHARDED}, "5bbecba1118746c5e8d82bd3c8ebbb15"),
     "fragments, mixed": ({"fragments": 2, "mix": 0.25}, "1c1a8a22f123f0f082454c248c1e7f3c"),
-    "bf16 model": ({"dtype": torch.bfloat16, "_limits": Limits(small_bytes=0, block_bytes=1000)}, "d5dc27ed4a9bbb915bea989da5b04b4e"),
+    "bf16 model": ({"dtype": torch.bfloat16, "_limits": SHARDED}, "d5dc27ed4a9bbb915bea989da5b04b4e"),
 }
 
 
