@@ -13,32 +13,47 @@ import torch
 from torch import Tensor, nn
 
 from diloco.fragments import Fragment
-from diloco.outer_optimizer import GivenOptimizer, NesterovSGD, OuterOptimizer, tensor_of
-from diloco.pseudo_gradient import difference, live_tensors, mix_live, pack, set_live
-from diloco.rendezvous.frames import BLOCK_BYTES
+from diloco.outer_optimizer import CHUNK, GivenOptimizer, NesterovSGD, OuterOptimizer
+from diloco.pseudo_gradient import difference, live_tensors, pack, set_live
 from diloco.rendezvous.training_state import Agreement, Array, Arrays, Packed, Verdict
 from diloco.settings import Settings
+from diloco.shadow import Shadow
+from diloco.wires import wire_named
+from diloco.wires.wire import BLOCK_ELEMENTS, blocks_of, decoded
 
 
 class ModelState:
     """The `TrainingState` of a torch model."""
 
     def __init__(
-        self, model: nn.Module, fragments: Sequence[Fragment], settings: Settings, *, block_bytes: int = BLOCK_BYTES
+        self,
+        model: nn.Module,
+        fragments: Sequence[Fragment],
+        settings: Settings,
+        *,
+        block_elements: int = BLOCK_ELEMENTS,
     ) -> None:
         self.model = model
         self.fragments = tuple(fragments)
         self.anchors = [torch.empty(fragment.n_elements) for fragment in fragments]
         self.rank = settings.rank
         self.carries = settings.late == "carry"
+        self.keeps_later_work = settings.merge == "carry"
         self._settings = settings
         self._is_final = settings.plan.is_final
         self._mix = settings.mix
-        self._block_bytes = block_bytes
-        self._memory = torch.empty(0)
+        self.wire = wire_named(settings.wire)
+        self.mean_wire = wire_named(settings.wire_of_means)
+        self._block_elements = block_elements
+        self._memory = np.empty(0, np.uint8)
         for fragment, anchor in zip(self.fragments, self.anchors, strict=True):
             for slot, live in live_tensors(model, fragment):
                 anchor[slot.start : slot.end].copy_(live.reshape(-1))
+        self._trains_on = settings.plan.overlaps or settings.is_beside
+        self._shadows = [
+            Shadow(model, fragment, anchor, keeps=self._trains_on)
+            for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
+        ]
         self.outer: list[OuterOptimizer] = [
             NesterovSGD(fragment, anchor, settings.schedule)
             if settings.outer_optimizer is None
@@ -47,7 +62,7 @@ class ModelState:
         ]
 
     def sizes(self) -> list[int]:
-        return [fragment.n_elements * 4 for fragment in self.fragments]
+        return [fragment.n_elements for fragment in self.fragments]
 
     def agreement(self) -> Agreement:
         tensors = {
@@ -63,7 +78,7 @@ class ModelState:
             arrays |= outer.arrays()
         return arrays
 
-    def capture(self) -> tuple[Arrays, tuple[str, ...]]:
+    def snapshot(self) -> tuple[Arrays, tuple[str, ...]]:
         state = tuple(outer.fresh_digest() for outer in self.outer)
         return {name: np.array(values) for name, values in self.arrays().items()}, state
 
@@ -77,52 +92,84 @@ class ModelState:
     def digest(self, fragment: int) -> str:
         return self.outer[fragment].digest()
 
+    # -- the training's side -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def hold(self, fragment: int, *, is_early: bool) -> None:
+        if self._trains_on or is_early or not self.wire.is_exact:
+            self._shadows[fragment].hold(f"Contribution of rank {self.rank}")
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        for shadow in self._shadows:
+            shadow.merge()
+
+    # -- the rounds' side --------------------------------------------------------------------------------------------
+
     @torch.no_grad()
     def pack(
         self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
     ) -> Packed:
-        fragment, anchor = self._of(entry)
-        first, end = (0, 4 * fragment.n_elements) if keep is None else keep
+        fragment, anchor, shadow = self._of(entry)
+        *_, last = blocks_of(self.wire, fragment.n_elements, self._block_elements)
+        first, end = (0, last.end) if keep is None else keep
         return pack(
-            self.model,
-            fragment,
+            shadow.values(),
             anchor,
-            self._room((end - first) // 4),
-            start=first // 4,
+            self._room(end - first),
+            wire=self.wire,
+            start=first,
             write=write,
             who=f"Contribution of rank {self.rank} for round {entry + 1}",
-            block_bytes=self._block_bytes,
+            block_elements=self._block_elements,
         )
 
     @torch.no_grad()
     def apply(
-        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, part: Sequence[memoryview] | None = None
-    ) -> None:
-        fragment, anchor = self._of(entry)
-        if self._is_final(entry):  # a planned run ends with one model
-            self.replay(entry, mean)
-            set_live(self.model, fragment, anchor)
-        elif part is not None or (verdict is Verdict.KEPT and self.carries):
-            # Where a part stays, the mean may be in the memory that is used again and again.
-            rest = self._room(fragment.n_elements) if part is None else torch.empty(fragment.n_elements)
-            difference(self.model, fragment, anchor, rest)
-            start = 0
-            for piece in map(tensor_of, part or ()):
-                rest[start : start + piece.numel()].sub_(piece)
-                start += piece.numel()
-            self.replay(entry, mean)
-            set_live(self.model, fragment, torch.sub(anchor, rest, out=rest))
+        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: Packed | None, *, partly: bool
+    ) -> float | None:
+        fragment, _, shadow = self._of(entry)
+        is_final, lost = self._is_final(entry), None
+        if is_final or not (partly or verdict is Verdict.COUNTED or self._keeps(verdict)):
+            shadow.take_anchor()  # a planned run ends with one model
+        elif self._keeps(verdict):
+            shadow.keep_work()
+        elif verdict is Verdict.COUNTED and packed is not None and not self.wire.is_exact:
+            sent = decoded(self.wire, [packed.kept], fragment.n_elements, self._block_elements)
+            lost = shadow.take_away(sent, keeps_later=partly or self.keeps_later_work, mix=self._mix)
+        elif partly or self.keeps_later_work:
+            shadow.take_away_held()
         else:
-            self.replay(entry, mean)
-            if self._mix and verdict is not Verdict.DROPPED:
-                mix_live(self.model, fragment, anchor, self._mix, self._room(fragment.n_elements))
-            else:
-                set_live(self.model, fragment, anchor)
+            shadow.take_anchor(self._mix)
+        self.replay(entry, mean)
+        shadow.after_step()
+        return lost
+
+    def _keeps(self, verdict: Verdict | None) -> bool:
+        return verdict is None or (verdict is Verdict.KEPT and self.carries)
 
     @torch.no_grad()
     def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
         if mean:
-            self.outer[entry % len(self.fragments)].step(entry, [tensor_of(piece) for piece in mean])
+            fragment, _, _ = self._of(entry)
+            pieces = decoded(self.mean_wire, mean, fragment.n_elements, self._block_elements, CHUNK)
+            self.outer[fragment.index].step(entry, pieces)
+
+    def anchors_now(self) -> list[Tensor]:
+        return [anchor.clone() for anchor in self.anchors]
+
+    @torch.no_grad()
+    def follow(self, anchors: list[Tensor], verdicts: Sequence[Verdict | None]) -> None:
+        for anchor, before, verdict, shadow in zip(self.anchors, anchors, verdicts, self._shadows, strict=True):
+            if self._keeps(verdict):
+                shadow.follow(torch.sub(anchor, before, out=before))
+            elif verdict is Verdict.COUNTED and self.keeps_later_work:
+                shadow.take_away_held()
+                shadow.after_step()
+            else:
+                shadow.take_anchor(self._mix if verdict is Verdict.COUNTED else 0.0)
+
+    # -- while nothing goes on beside the other ----------------------------------------------------------------------
 
     @torch.no_grad()
     def progress(self) -> list[Tensor]:
@@ -132,19 +179,12 @@ class ModelState:
         return progress
 
     @torch.no_grad()
-    def payload(self, entry: int) -> memoryview:
-        fragment, anchor = self._of(entry)
-        progress = torch.empty_like(anchor)
-        difference(self.model, fragment, anchor, progress)
-        return progress.numpy().data.cast("B")
-
-    @torch.no_grad()
-    def restore(self, progress: list[Tensor] | None, verdicts: Sequence[Verdict | None] = ()) -> None:
+    def resume(self, progress: list[Tensor] | None, verdicts: Sequence[Verdict | None] = ()) -> None:
         for index, (fragment, anchor) in enumerate(zip(self.fragments, self.anchors, strict=True)):
             verdict = verdicts[index] if verdicts else None
             if progress is None or verdict is Verdict.DROPPED:
                 set_live(self.model, fragment, anchor)
-            elif verdict is None or (verdict is Verdict.KEPT and self.carries):
+            elif self._keeps(verdict):
                 set_live(self.model, fragment, anchor - progress[index])
             else:
                 set_live(self.model, fragment, anchor - self._mix * progress[index])
@@ -159,14 +199,14 @@ class ModelState:
 
     def reserve(self, size_bytes: int) -> None:
         """Take memory for so much of a payload now: the first use of a page costs several times a copy."""
-        if 4 * self._memory.numel() < size_bytes:
-            self._memory = torch.zeros(-(-size_bytes // 4))
+        if self._memory.nbytes < size_bytes:
+            self._memory = torch.zeros(size_bytes, dtype=torch.uint8).numpy()
 
-    def _room(self, n_elements: int) -> Tensor:
+    def _room(self, size_bytes: int) -> memoryview:
         """Return memory that is used again and again."""
-        self.reserve(4 * n_elements)
-        return self._memory[:n_elements]
+        self.reserve(size_bytes)
+        return self._memory[:size_bytes].data
 
-    def _of(self, entry: int) -> tuple[Fragment, Tensor]:
+    def _of(self, entry: int) -> tuple[Fragment, Tensor, Shadow]:
         index = entry % len(self.fragments)
-        return self.fragments[index], self.anchors[index]
+        return self.fragments[index], self.anchors[index], self._shadows[index]

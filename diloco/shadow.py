@@ -10,15 +10,17 @@ guards it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import sqrt
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from diloco.errors import ContributionError
 from diloco.fragments import Fragment
-from diloco.pseudo_gradient import live_tensors
-from diloco.rendezvous.training_state import Packed, shape_difference
+from diloco.pseudo_gradient import Values, check_shapes, live_tensors
+from diloco.wires.wire import Floats
 
 
 class Shadow:
@@ -30,8 +32,6 @@ class Shadow:
     """
 
     def __init__(self, model: nn.Module, fragment: Fragment, anchor: Tensor, *, keeps: bool) -> None:
-        self.sent: Packed | None = None
-        """What was packed of the held work."""
         self.is_held = False
         """Whether the memory holds live work; else the live parameters are as they were when that was sent."""
         self._model = model
@@ -52,11 +52,10 @@ class Shadow:
 
         Raises: ContributionError: one has changed its shape.
         """
-        memory = self.memory
-        for slot, live in live_tensors(self._model, self._fragment):
-            if tuple(live.shape) != slot.shape:
-                raise ContributionError(f"{who}: {shape_difference(slot.name, tuple(live.shape), slot.shape)}.")
-            memory[slot.start : slot.end].copy_(live.reshape(-1))
+        live = live_tensors(self._model, self._fragment)
+        check_shapes(live, who)
+        for slot, values in live:
+            self.memory[slot.start : slot.end].copy_(values.reshape(-1))
         self.is_held = True
 
     def merge(self) -> None:
@@ -91,20 +90,53 @@ class Shadow:
             self._memory = torch.empty(self._fragment.n_elements)
         return self._memory
 
+    def values(self) -> Values:
+        """Return what is held, or the live parameters."""
+        if not self.is_held:
+            return live_tensors(self._model, self._fragment)
+        return [(slot, self.memory[slot.start : slot.end].view(slot.shape)) for slot in self._fragment.slots]
+
     def take_anchor(self, mix: float = 0.0) -> None:
         """Let the anchor take the place of the live parameters, as it is when they are merged."""
         self.forget()
         self._kind, self._mix, self._shift = "anchor", mix, None
 
-    def before_step(self, kind: Literal["add", "set"], mix: float = 0.0) -> Tensor:
-        """Return the memory, in which the caller leaves what is to be merged, less the new anchor."""
-        self._kind, self._mix, self.is_held, self.sent = kind, mix, False, None
+    def take_away_held(self) -> None:
+        """Let what is held leave the live parameters: anchor - B."""
+        if not self.is_held:
+            self.take_anchor()
+            return
+        self._turn_into("add").neg_()
+
+    def take_away(self, sent: Iterable[tuple[int, Floats]], *, keeps_later: bool, mix: float) -> float | None:
+        """Let what others have decoded leave the live parameters.
+
+        Args:
+            sent: in pieces: the number of the first value, and the values.
+            keeps_later: keep what was done since; else only what the wire has lost.
+
+        Returns: the share of what was held that the wire lost.
+        """
+        anchor, memory = self._anchor.numpy(), self._turn_into("add" if keeps_later else "set", mix).numpy()
+        lost_square = square = 0.0
+        for first, values in sent:
+            a, b = anchor[first : first + len(values)], memory[first : first + len(values)]
+            np.subtract(a, b, out=b)  # what was to be sent
+            square += float(np.dot(b, b))
+            np.subtract(values, b, out=b)
+            lost_square += float(np.dot(b, b))
+            if keeps_later:
+                np.subtract(values, a, out=b)
+        return sqrt(lost_square / square) if square else None
+
+    def _turn_into(self, kind: Literal["add", "set"], mix: float = 0.0) -> Tensor:
+        self._kind, self._mix, self.is_held = kind, mix, False
         return self.memory
 
     def keep_work(self) -> None:
         """Let the live parameters follow the anchor from where it is now."""
         if self._kind is None:
-            torch.neg(self._anchor, out=self.before_step("add"))
+            torch.neg(self._anchor, out=self._turn_into("add"))
         elif self._kind != "anchor":
             self.memory.sub_(self._anchor)
 
@@ -118,7 +150,7 @@ class Shadow:
         if self._kind == "anchor":
             return
         if self._kind is None and not self.is_held:
-            self.before_step("add").copy_(shift)
+            self._turn_into("add").copy_(shift)
             return
         self.memory.add_(shift)
         if self._kind is None:  # what is held moves along, so that what was sent of it stays what it was
@@ -126,7 +158,7 @@ class Shadow:
 
     def forget(self) -> None:
         """Return the memory to the training."""
-        self._kind, self._mix, self.is_held, self.sent = None, 0.0, False, None
+        self._kind, self._mix, self.is_held = None, 0.0, False
         if not self._keeps:
             self._memory = None
 

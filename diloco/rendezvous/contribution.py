@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from diloco.errors import ContributionError
-from diloco.rendezvous.frames import MAX_WEIGHT, READ_TRIES, BadRecordError, Contribution, digests_of
+from diloco.rendezvous.frames import MAX_WEIGHT, Contribution
 from diloco.rendezvous.round import Context, EntryState, Send, shards_of
 from diloco.rendezvous.training_state import Packed
 from executors.store import Buffer
@@ -41,11 +41,14 @@ def send_contribution(context: Context, entry: EntryState, send: Send, waited_s:
             phase_s=phase.seconds or (members.seal.phase_s if members.seal else 0.0),
             head_start_s=0.0 if send.is_early else phase.head_start_s,
             in_phase=not send.is_early,
+            wire=layout.wire.name,
+            steps=send.steps,
         ).head(layout.n_blocks)
 
     def produce(write: Callable[[Buffer], None]) -> bytes:
         entry.packed = None  # until it is whole
-        entry.packed = packed = training.pack(entry.index, write, _range_of_own_shard(context, entry))
+        keep = _range_of_own_shard(context, entry) if layout.wire.is_exact else None  # else what was decoded is needed
+        entry.packed = packed = training.pack(entry.index, write, keep)
         return head(packed)
 
     if not send.weight:
@@ -63,8 +66,8 @@ def _range_of_own_shard(context: Context, entry: EntryState) -> tuple[int, int]:
     ranks = {*context.members.expected, rank}
     n_shards = entry.layout.n_shards(len(ranks))
     for shard in shards_of(rank, entry.index, ranks, n_shards):
-        _, _, start, size = entry.layout.shard(shard, n_shards)
-        return start, start + size
+        part = entry.layout.shard(shard, n_shards)
+        return part.start, part.start + part.size_bytes
     return 0, 0
 
 

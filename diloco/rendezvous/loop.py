@@ -146,7 +146,7 @@ class Rendezvous:
         began = self._context.clock()
         mean_norm = self.reducer.norm(entry, mean)  # before the step: the mean may be in memory that it uses
         self._writer.before_step(entry.index, seal)
-        self._training.apply(entry.index, mean, verdict, entry.packed, partly=is_partly)
+        lost = self._training.apply(entry.index, mean, verdict, entry.packed, partly=is_partly)
         ended = self._context.clock()
         self._settle(entry, verdict, is_partly=is_partly)
         self._context.members.seal = seal
@@ -180,7 +180,7 @@ class Rendezvous:
             mean_norm=mean_norm,
             ended=ended,
             busy_s=ended - (entry.started_s if entry.busy_from_s is None else entry.busy_from_s),
-            stale_steps=0 if entry.send is None else -entry.send.at_step,
+            wire_error=lost,
         )
 
     def _fate(

@@ -221,7 +221,7 @@ class Cursor:
             return False
         self.position = entry
         self.replay(until=before)
-        self._training.shift(anchors, self.settle(before))
+        self._training.follow(anchors, self.settle(before))
         self.is_reloaded = True
         if self.position != before:
             self.set_newest_seal()

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from diloco.errors import ContributionError
+from diloco.wires.wire import Wire
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
@@ -34,7 +35,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A payload as it is sent, or as it was."""
+    """A payload as it is sent, or as it was: encoded."""
 
     blocks: tuple[str, ...]
     norms: tuple[float, ...]
@@ -54,9 +55,14 @@ class TrainingState(Protocol):
 
     carries: bool
     """Whether work that came too late for its round goes with the next one."""
+    wire: Wire
+    """How contributions travel."""
+    mean_wire: Wire
+    keeps_later_work: bool
+    """Whether what was done while counted work travelled is kept."""
 
     def sizes(self) -> Sequence[int]:
-        """Return the payload bytes of each fragment."""
+        """Return the number of elements of each fragment."""
 
     def agreement(self) -> Agreement:
         """Return what every replica must have in common."""
@@ -70,51 +76,74 @@ class TrainingState(Protocol):
     def digest(self, fragment: int) -> str:
         """Digest anchor and outer state of a fragment."""
 
-    def capture(self) -> tuple[Arrays, tuple[str, ...]]:
+    def snapshot(self) -> tuple[Arrays, tuple[str, ...]]:
         """Return a copy of what `arrays` returns, and the digest of each fragment, made from memory as it is now.
 
         Raises: TypeError: the outer optimizer's state is more than tensors and JSON.
         """
 
+    # -- the training's side: it owns the live parameters ------------------------------------------------------------
+
+    def hold(self, fragment: int, *, is_early: bool) -> None:
+        """Hold the live work of a fragment as it is now, until that is settled.
+
+        Args:
+            is_early: training goes on in any case.
+
+        Raises: ContributionError: a parameter has changed its shape.
+        """
+
+    def merge(self) -> None:
+        """Take what `apply` and `follow` have left into the live parameters."""
+
+    # -- the rounds' side: they own the anchor, and what is held ------------------------------------------------------
+
     def pack(
         self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
     ) -> Packed:
-        """Pack the pseudo-gradient of the entry's fragment, anchor - live: the work that is not yet in any mean.
+        """Encode the pseudo-gradient of the entry's fragment, anchor - held: work that is not yet in any mean.
 
         Args:
-            write: is handed the payload in pieces, in order; a piece is valid during the call only.
+            write: is handed the payload block by block; a block is valid during the call only.
             keep: first byte, and the one after the last, of what is to stay in memory; None: all of it.
 
         Raises: ContributionError: it is not finite, or a parameter has changed its shape.
         """
 
     def apply(
-        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, part: Sequence[memoryview] | None = None
-    ) -> None:
-        """Step the anchor by a mean, given as consecutive byte ranges, and merge it into the live parameters.
+        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: Packed | None, *, partly: bool
+    ) -> float | None:
+        """Step the anchor by a mean, and leave what that means for the live parameters to `merge`.
 
         Args:
-            mean: empty: there is none, and the anchor stays.
-            part: the part of the live work that was counted or is to be dropped, as a payload in consecutive ranges,
-                where the rest is to stay; empty: none of it; None: all of it.
+            mean: encoded, in consecutive ranges of whole blocks; empty: there is none, and the anchor stays.
+            packed: what was sent of what is held.
+            partly: the verdict is about what is held alone, and what was done since stays.
+
+        Returns: the share of what was held that the wire lost; None: not known, or nothing was counted.
         """
 
     def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
         """Step the anchor by a mean, unless that is empty, and leave the live parameters alone."""
 
+    def anchors_now(self) -> Any:
+        """Return a copy of the anchors."""
+
+    def follow(self, anchors: Any, verdicts: Sequence[Verdict | None]) -> None:
+        """Let live work, and what is held, follow the anchors from those to what they are now.
+
+        Args:
+            verdicts: by fragment, what became of that work in entries which the anchor has jumped over; None: there
+                were none.
+        """
+
+    # -- while nothing goes on beside the other ----------------------------------------------------------------------
+
     def progress(self) -> Any:
         """Return a copy of all live work, as distances from the anchor."""
 
-    def payload(self, entry: int) -> memoryview:
-        """Return a copy of what would be packed now."""
-
-    def restore(self, progress: Any, verdicts: Sequence[Verdict | None] = ()) -> None:
-        """Set the live parameters to the anchor less `progress`; None: to the anchor.
-
-        Args:
-            verdicts: by fragment, what became of that work in the entries which the anchor has jumped over; None:
-                there were none. Merges accordingly, as `apply` does.
-        """
+    def resume(self, progress: Any, verdicts: Sequence[Verdict | None] = ()) -> None:
+        """Set the live parameters to the anchor less `progress`, as far as verdicts leave it; None: to the anchor."""
 
 
 def check_agreement(mine: Agreement, agreed: Agreement, *, run_id: str, author: int) -> None:
