@@ -129,10 +129,10 @@ class ModelState:
         self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: Packed | None, *, partly: bool
     ) -> float | None:
         fragment, _, shadow = self._of(entry)
-        is_final, lost = self._is_final(entry), None
-        if is_final or not (partly or verdict is Verdict.COUNTED or self._keeps(verdict)):
+        lost, keeps = None, self._keeps(verdict) or (partly and verdict is Verdict.KEPT)
+        if self._is_final(entry) or not (partly or keeps or verdict is Verdict.COUNTED):
             shadow.take_anchor()  # a planned run ends with one model
-        elif self._keeps(verdict):
+        elif keeps:
             shadow.keep_work()
         elif verdict is Verdict.COUNTED and packed is not None and not self.wire.is_exact:
             sent = decoded(self.wire, [packed.kept], fragment.n_elements, self._block_elements)

@@ -184,9 +184,8 @@ class DiLoCo:
         near = is_near(place.store)
         turns: Turns = InTurn(self._watch.wait)
         if settings.is_beside:
-            turns = RoundsThread(
-                f"rounds of diloco {name} of rank {me.rank}", self._watch.wait, lambda: patient.answer_s
-            )
+            thread = f"rounds of diloco {name} of rank {me.rank}"
+            turns = RoundsThread(thread, self._watch.wait, lambda: patient.answer_s)
         context = Context(
             store=patient, keys=keys, me=me, training=self._model_state, plan=settings.plan,
             origin=place.origin,

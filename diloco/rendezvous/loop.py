@@ -208,7 +208,7 @@ class Rendezvous:
 
     def _settle(self, entry: EntryState, verdict: Verdict, *, is_partly: bool) -> None:
         """Note what this entry means for the account of steps, and since when there is uncounted work."""
-        is_kept = verdict is Verdict.KEPT and self._training.carries
+        is_kept = verdict is Verdict.KEPT and (is_partly or self._training.carries)
         if is_kept and not self._context.plan.is_final(entry.index):
             return
         is_partly = is_partly or (verdict is Verdict.COUNTED and self._training.keeps_later_work)

@@ -86,9 +86,9 @@ class Participant:
         self.apart(self._rounds.join)
         self._take()
         self.phase.since = since
-        if not self.is_out and self._context.me.attempt and not self._plan.is_over(self.position):
-            if self.apart(self._rounds.rendezvous.has_predecessor):
-                self._rounds.rendezvous.current().send = self._hold(is_early=True)  # nothing else is done until then
+        may_be_sent = not self.is_out and bool(self._context.me.attempt) and not self._plan.is_over(self.position)
+        if may_be_sent and self.apart(self._rounds.rendezvous.has_predecessor):
+            self._rounds.rendezvous.current().send = self._hold(is_early=True)  # the rounds do nothing until then
         self.phase.left()
 
     @property
@@ -187,7 +187,12 @@ class Participant:
     def apart(self, act: Callable[[], T]) -> T:
         """Have something done in the rounds' turn, while the training waits; what is in flight comes first."""
         answers: list[T] = []
-        self._turns.submit(lambda: (answers.append(act()), self._turns.landed())[1])
+
+        def answer() -> None:
+            answers.append(act())
+            self._turns.landed()
+
+        self._turns.submit(answer)
         self._turns.until(lambda: bool(answers))
         return answers[0]
 
