@@ -159,11 +159,11 @@ class ModelState:
         return [anchor.clone() for anchor in self.anchors]
 
     @torch.no_grad()
-    def follow(self, anchors: list[Tensor], verdicts: Sequence[Verdict | None]) -> None:
-        for anchor, before, verdict, shadow in zip(self.anchors, anchors, verdicts, self._shadows, strict=True):
+    def follow(self, anchors: list[Tensor], verdicts: Sequence[Verdict | None], *, partly: int | None) -> None:
+        for index, (before, verdict, shadow) in enumerate(zip(anchors, verdicts, self._shadows, strict=True)):
             if self._keeps(verdict):
-                shadow.follow(torch.sub(anchor, before, out=before))
-            elif verdict is Verdict.COUNTED and self.keeps_later_work:
+                shadow.follow(torch.sub(self.anchors[index], before, out=before))
+            elif index == partly:
                 shadow.take_away_held()
                 shadow.after_step()
             else:

@@ -57,7 +57,7 @@ class Rendezvous:
         if entry.published or send.entry != entry.index:
             return
         began = self._context.clock()
-        entry.send = send
+        entry.send = self.cursor.handed = send
         entry.busy_from_s = began if entry.busy_from_s is None else entry.busy_from_s
         if self.seals.is_sealed(entry.index):
             return
@@ -150,7 +150,7 @@ class Rendezvous:
         ended = self._context.clock()
         self._settle(entry, verdict, is_partly=is_partly)
         self._context.members.seal = seal
-        self.cursor.position = entry.index + 1
+        self.cursor.position, self.cursor.handed = entry.index + 1, None
         self.entry = None
         if entry.published:
             self._store.remove(self._keys.contribution(entry.index, self._me.rank))

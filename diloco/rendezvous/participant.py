@@ -221,7 +221,7 @@ class Participant:
 
     def _send(self) -> None:
         """Send what there is, before its round is due."""
-        send = self._hold(is_early=False)
+        send = self._sent or self._hold(is_early=False)
         if self._turns.is_beside or self._plan.overlap_steps is None:
             self._go_through(send)
         else:

@@ -17,7 +17,7 @@ from diloco.rendezvous.frames import READ_TRIES, BadRecordError, Seal, reading
 from diloco.rendezvous.keys import folder_of
 from diloco.rendezvous.mean import Reducer
 from diloco.rendezvous.patient_store import backoff
-from diloco.rendezvous.round import Context, EntryState, Settlement
+from diloco.rendezvous.round import Context, EntryState, Send, Settlement
 from diloco.rendezvous.seal import Sealer, SealLog
 from diloco.rendezvous.snapshot import Pointer, get_parts, put_parts
 from diloco.rendezvous.training_state import Arrays, Verdict, check_agreement
@@ -192,6 +192,8 @@ class Cursor:
         """Of entries that were passed and have not landed yet."""
         self.uncounted_since = [0] * len(context.layouts)
         """By fragment, the entry at which its uncounted work began."""
+        self.handed: Send | None = None
+        """What was handed over for the open entry."""
         self.is_reloaded = False
         """Whether the state was taken from the log since something landed last."""
 
@@ -221,9 +223,11 @@ class Cursor:
             return False
         self.position = entry
         self.replay(until=before)
-        self._training.follow(anchors, self.settle(before))
+        verdicts = self.settle(before)
+        self._training.follow(anchors, verdicts, partly=self._counted_in_flight(verdicts))
         self.is_reloaded = True
         if self.position != before:
+            self.handed = None
             self.set_newest_seal()
         return True
 
@@ -253,9 +257,18 @@ class Cursor:
         n_fragments = len(verdicts)
         for fragment, verdict in enumerate(verdicts):
             if verdict is not None and not (verdict is Verdict.KEPT and self._training.carries):
-                self.settlements.append(Settlement(fragment, None))
+                is_part = fragment == self._counted_in_flight(verdicts)
+                steps = self.handed.steps if is_part and self.handed is not None else None
+                self.settlements.append(Settlement(fragment, steps))
                 self.uncounted_since[fragment] = self.position + (fragment - self.position) % n_fragments
         return verdicts
+
+    def _counted_in_flight(self, verdicts: Sequence[Verdict | None]) -> int | None:
+        """Return the fragment of which what is in flight was counted, and what was done since is to be kept."""
+        if self.handed is None or not (self.handed.is_early or self._training.keeps_later_work):
+            return None
+        fragment = self.handed.entry % len(verdicts)
+        return fragment if verdicts[fragment] is Verdict.COUNTED else None
 
     def set_newest_seal(self) -> None:
         """Read the seal before this position: it says who is expected."""

@@ -129,12 +129,13 @@ class TrainingState(Protocol):
     def anchors_now(self) -> Any:
         """Return a copy of the anchors."""
 
-    def follow(self, anchors: Any, verdicts: Sequence[Verdict | None]) -> None:
+    def follow(self, anchors: Any, verdicts: Sequence[Verdict | None], *, partly: int | None) -> None:
         """Let live work, and what is held, follow the anchors from those to what they are now.
 
         Args:
             verdicts: by fragment, what became of that work in entries which the anchor has jumped over; None: there
                 were none.
+            partly: the fragment of which that is about what is held alone.
         """
 
     # -- while nothing goes on beside the other ----------------------------------------------------------------------

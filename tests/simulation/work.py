@@ -176,11 +176,11 @@ class Toy:
     def anchors_now(self) -> Any:
         return None
 
-    def follow(self, anchors: Any, verdicts: Sequence[Verdict | None]) -> None:
+    def follow(self, anchors: Any, verdicts: Sequence[Verdict | None], *, partly: int | None) -> None:
         self.dropped = self.dropped or Verdict.COUNTED in verdicts  # what was jumped over cannot be read back
-        for held, verdict in zip(self.held, verdicts, strict=True):
+        for f, (held, verdict) in enumerate(zip(self.held, verdicts, strict=True)):
             if not self._keeps(verdict):
-                is_part = verdict is Verdict.COUNTED and self.keeps_later_work and held.values is not None
+                is_part = f == partly and held.values is not None
                 held.ops.append(("take", held.values) if is_part and held.values is not None else ("only", ZEROS))
                 held.owner, held.values = "the training", None
 
