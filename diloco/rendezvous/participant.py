@@ -44,6 +44,7 @@ class Participant:
         self._rounds = Rounds(context, self._lands)
         self._turns.begin(self._rounds.idle)
         self._landed: Landing | None = None
+        self._n_landed = self._n_taken = 0
         self._sent: Send | None = None
         """What was handed over for the open entry."""
         self._is_awaited = False
@@ -235,10 +236,11 @@ class Participant:
         return self._landed is not None
 
     def _unless_landed(self, job: Callable[[], object]) -> Callable[[], None]:
-        """Return a job that is done unless, out of phase, something was found just before: that comes first."""
+        """Return a job that is done unless, out of phase, something was found just before: that is merged first."""
+        n_taken = self._n_taken
 
         def do() -> None:
-            if not self._has_landed():
+            if self._n_landed == n_taken:
                 job()
 
         return do
@@ -276,6 +278,7 @@ class Participant:
     def _lands(self, landing: Landing) -> None:
         """Called by the rounds, which wait from then on."""
         assert self._landed is None
+        self._n_landed += 1
         self._landed = landing
         self._turns.landed()
 
@@ -298,6 +301,8 @@ class Participant:
         landing, self._landed = self._landed, None
         if landing is None:
             return []
+        self._n_taken += 1
+        self._is_awaited = False
         self._training.merge()
         phase, sent = self.phase, self._sent
         made, is_restored = list(phase.made), list(phase.is_restored)
@@ -307,7 +312,7 @@ class Participant:
         phase.made, phase.is_restored = made, is_restored
         if landing.n_entries:
             self.position += landing.n_entries
-            self._sent, self._is_awaited = None, False
+            self._sent = None
             if landing.has_met:
                 phase.met(landing.n_entries)
             else:
