@@ -116,7 +116,7 @@ class ModelState:
         return pack(
             shadow.values(),
             anchor,
-            self._room(end - first),
+            np.empty(end, np.uint8).data if keep is None and end > self._memory.nbytes else self._room(end - first),
             wire=self.wire,
             start=first,
             write=write,

@@ -82,8 +82,9 @@ class DiLoCo:
         merge: how a mean is applied. "anchor": live values are set to the anchor, so that what was done since sending
             is lost, but for `mix`. "carry": they move with the anchor and keep what was done since.
         mix: share of the live value that is kept when a mean is applied; with merge="anchor".
-        wire: how contributions travel: "fp32".
-        mean_wire: how means travel; None: as suits the wire.
+        wire: how contributions travel: "fp32", "bf16", or whole numbers with a scale for each group of them: "int8" in
+            a quarter of fp32's bytes, "int4" in an eighth. What a wire leaves out goes with the next contribution.
+        mean_wire: how means travel; None: as contributions do, but "int8" where those are "int4".
         late: what becomes of work that came too late for its round: "carry" it to the next, or "drop" it. Out of
             phase, "drop" also drops steps made after something was sent, unless that is counted.
         carry_rounds: uncounted work older than so many rounds of its fragment is given up, with a warning: it was made

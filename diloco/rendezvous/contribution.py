@@ -1,8 +1,8 @@
 """Sending one's contribution: packed and written in one pass where the store can, else packed into memory and sent.
 
-Streamed, only the shard stays in memory that this replica will probably reduce, as far as it can know before the
-sealing; every other byte goes from the processor's cache to the store. Should another shard become due, its own input
-is read like everybody's.
+Streamed in fp32, only the shard stays in memory that this replica will probably reduce, as far as it can know before
+the sealing; every other byte goes from the processor's cache to the store. Should another shard become due, its own
+input is read like everybody's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from diloco.errors import ContributionError
-from diloco.rendezvous.frames import MAX_WEIGHT, Contribution
+from diloco.rendezvous.frames import MAX_WEIGHT, Contribution, unframe
 from diloco.rendezvous.round import Context, EntryState, Send, shards_of
 from diloco.rendezvous.training_state import Packed
 from executors.store import Buffer
@@ -28,7 +28,7 @@ def send_contribution(context: Context, entry: EntryState, send: Send, waited_s:
     key = context.keys.contribution(entry.index, me.rank)
 
     def head(packed: Packed | None) -> bytes:
-        return Contribution(
+        head = Contribution(
             rank=me.rank,
             attempt=me.attempt,
             nonce=me.nonce,
@@ -44,24 +44,30 @@ def send_contribution(context: Context, entry: EntryState, send: Send, waited_s:
             wire=layout.wire.name,
             steps=send.steps,
         ).head(layout.n_blocks)
+        entry.sent.add(unframe(head)[1])
+        return head
 
     def produce(write: Callable[[Buffer], None]) -> bytes:
         entry.packed = None  # until it is whole
-        keep = _range_of_own_shard(context, entry) if layout.wire.is_exact else None  # else what was decoded is needed
-        entry.packed = packed = training.pack(entry.index, write, keep)
+        entry.packed = packed = training.pack(entry.index, write, _range_to_keep(context, entry))
         return head(packed)
 
     if not send.weight:
         store.create(key, head(None))
-    elif layout.is_small or not store.streams:
+    elif layout.is_small or not store.streams or (entry.packed and len(entry.packed.kept) == layout.size_bytes):
         entry.packed = packed = entry.packed or training.pack(entry.index)
         store.create(key, [head(packed), packed.kept])
     else:
         store.create_streamed(key, layout.head_bytes, layout.head_bytes + layout.size_bytes, produce)
 
 
-def _range_of_own_shard(context: Context, entry: EntryState) -> tuple[int, int]:
-    """Return the bytes of the shard that this replica will reduce if all expected ranks are sealed."""
+def _range_to_keep(context: Context, entry: EntryState) -> tuple[int, int] | None:
+    """Return which bytes stay in memory: all where the wire loses something, to know what the others decode.
+
+    Else those of the shard that this replica will reduce if all expected ranks are sealed.
+    """
+    if not entry.layout.wire.is_exact:
+        return None
     rank = context.me.rank
     ranks = {*context.members.expected, rank}
     n_shards = entry.layout.n_shards(len(ranks))

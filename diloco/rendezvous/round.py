@@ -262,6 +262,8 @@ class EntryState:
     """What the training has handed over for it."""
     is_foreign: bool = False
     """Whether a contribution of another process was found in place of that."""
+    sent: set[str] = field(default_factory=set)
+    """Digests of the heads that this process sent with `packed`; any of them may be the one that is stored."""
     busy_from_s: float | None = None
     """When something was done for it first."""
     began_s: float | None = None
