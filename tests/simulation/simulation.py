@@ -25,7 +25,7 @@ from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
 from diloco.rendezvous.restore import Restored
 from diloco.rendezvous.round import Context, Landing, Limits
-from diloco.rendezvous.turns import InTurn
+from diloco.rendezvous.turns import InTurn, Turns
 from executors.errors import CorruptObjectError
 from simulation.beside import Beside
 from simulation.invariants import Invariants, Process, Violation
@@ -148,6 +148,7 @@ class Simulation(Invariants):
         nonce = f"nonce{process.slot}"
         me = claim(store, self.keys, process.rank, plan.world_size, nonce, lambda: world.sleep(0.1))
         process.me = me
+        turns: Turns = Beside(world) if plan.is_beside else InTurn(world.wait)
         context = Context(
             store=store,
             keys=self.keys,
@@ -165,7 +166,7 @@ class Simulation(Invariants):
             ),
             reduce=_reduce_of_host(process.slot),
             clock=world.clock,
-            turns=Beside(world) if plan.is_beside else InTurn(world.wait),
+            turns=turns,
             carry_rounds=plan.carry_rounds,
             rng=world.rng,
             background=lambda job: world.spawn(f"{world.who()} keeps", lambda: _until_death(job)),
