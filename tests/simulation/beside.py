@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from diloco.rendezvous.turns import Job
+from diloco.rendezvous.turns import Job, Wait
 from simulation.world import World
 
 LONGEST_PAUSE_S = 0.05
@@ -21,7 +21,7 @@ class Beside:
     is_beside = True
 
     def __init__(self, world: World) -> None:
-        self.wait = world.wait
+        self.wait: Wait = world.wait
         self._world = world
         self._jobs: deque[Job] = deque()
         self._idle: Callable[[], bool] = lambda: False
