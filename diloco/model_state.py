@@ -70,7 +70,8 @@ class ModelState:
             for fragment in self.fragments
             for slot in fragment.slots
         }
-        return {"tensors": tensors, **self._settings.agreed()}
+        stepped = [fragment.n_stepped for fragment in self.fragments]  # before the buffers
+        return {"tensors": tensors, "stepped": stepped, **self._settings.agreed()}
 
     def arrays(self) -> Arrays:
         arrays: dict[str, Array] = {f"anchor/{name}": values.numpy() for name, values in self.anchor_views().items()}

@@ -83,9 +83,7 @@ class Simulation(Invariants):
             return  # with an end in time, work is counted, and not whose it is
         name = f"{'joiner' if rank is None else f'rank {rank}'}.{slot}"
         plan = self.plan
-        toy = Toy(
-            plan.n_fragments, slot % SLOTS, slot, is_coarse=plan.is_coarse, keeps_later_work=plan.keeps_later_work
-        )
+        toy = Toy(plan.n_fragments, slot % SLOTS, slot, is_lossy=plan.is_lossy, keeps_later_work=plan.keeps_later_work)
         toy.is_final, toy.trains_on = self.steps.is_final, self.steps.overlaps or plan.is_beside
         process = Process(name, rank, slot, toy)
         self.processes.append(process)

@@ -8,33 +8,61 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_128_hexdigest
 
 from diloco.rendezvous.frames import digests_of
 from diloco.rendezvous.training_state import Packed, Verdict
 from diloco.wires import FP32
-from diloco.wires.fp32 import Fp32
-from diloco.wires.wire import Floats, Wire, decoded
-
-SLOTS = 12  # processes whose work is told apart: one float each, so a fragment has three blocks
-BLOCK_ELEMENTS = 4
-ZEROS = np.zeros(SLOTS, np.float32)
+from diloco.wires.wire import Floats, Wire, blocks_of, decoded
 
 
-class Coarse(Fp32):
-    """A wire that loses what is less than a multiple of something, towards zero."""
+class Multiples:
+    """A wire of multiples of a unit: whole ones, and the rest is left out, or the nearest ones."""
 
     is_exact = False
 
-    def __init__(self, step: float) -> None:
-        self.name = f"multiples of {step:g}"
-        self._step = np.float32(step)
+    def __init__(self, unit: float, dtype: npt.DTypeLike, to_whole: Callable[[Floats], Floats]) -> None:
+        self.name = f"multiples of {unit}"
+        self._unit, self._dtype, self._to_whole = np.float32(unit), np.dtype(dtype), to_whole
+
+    def size(self, n: int) -> int:
+        return self._dtype.itemsize * n
+
+    def span(self, n: int, start: int, end: int) -> slice:
+        return slice(self.size(start), self.size(end))
+
+    def place(self, block: memoryview, n: int, start: int, room: Floats) -> Floats:
+        return room
 
     def encode(self, values: Floats, block: memoryview, n: int, start: int) -> float:
-        return super().encode(np.trunc(values / self._step) * self._step, block, n, start)
+        np.frombuffer(block, self._dtype)[:] = self._to_whole(values / self._unit)
+        return self.square(block, n)
+
+    def decode(self, block: memoryview, n: int, start: int, room: Floats) -> Floats:
+        room[:] = np.frombuffer(block, self._dtype) * self._unit
+        return room
+
+    def accumulate(
+        self, block: memoryview, n: int, start: int, weight: np.float32, acc: Floats, product: Floats, *, first: bool
+    ) -> None:
+        product[:] = self.decode(block, n, start, product) * weight
+        acc[:] = product if first else acc + product
+
+    def square(self, block: memoryview, n: int) -> float:
+        return float(np.square(np.frombuffer(block, self._dtype) * self._unit).sum())
 
 
-COARSE, COARSE_MEAN = Coarse(4.0), Coarse(0.25)
+WIRES: dict[bool, tuple[Wire, Wire]] = {
+    False: (FP32, FP32),
+    True: (Multiples(4, np.int16, np.trunc), Multiples(1 / 1024, np.int32, np.rint)),
+}
+"""Of contributions and of means, by whether they lose something."""
+MOST_LEFT = {False: 0, True: 3}
+"""How many units of work stay at most, for each process, when all is sent."""
+SLOTS = 12  # processes whose work is told apart: one float each, so a fragment has three blocks
+BLOCK_ELEMENTS = 4
+ZEROS = np.zeros(SLOTS, np.float32)
 
 
 @dataclass
@@ -58,7 +86,7 @@ class Toy:
     carries = True
 
     def __init__(
-        self, n_fragments: int, slot: int, seed: int, *, is_coarse: bool = False, keeps_later_work: bool = False
+        self, n_fragments: int, slot: int, seed: int, *, is_lossy: bool = False, keeps_later_work: bool = False
     ) -> None:
         rng = np.random.default_rng(seed)
         self.anchor = [rng.integers(-9, 9, SLOTS).astype(np.float32) for _ in range(n_fragments)]
@@ -67,15 +95,14 @@ class Toy:
         """The training's: live work, as distances from the anchor."""
         self.held = [Held() for _ in range(n_fragments)]
         self.slot, self.done, self.dropped = slot, 0, False
-        self.wire: Wire = COARSE if is_coarse else FP32
-        self.mean_wire: Wire = COARSE_MEAN if is_coarse else FP32
+        self.wire, self.mean_wire = WIRES[is_lossy]
         self.keeps_later_work = keeps_later_work
         self.trains_on = False
         """Whether steps are made between sending and merging."""
         self.is_final: Callable[[int], bool] = lambda entry: False
         self.excused_until = 0
         """A flipped bit shows at the latest when the entry before this one is applied."""
-        self._payload = np.zeros(SLOTS, np.float32)
+        self._payload = memoryview(bytearray(self.wire.size(SLOTS)))
 
     def labour(self) -> None:
         self.done += 1
@@ -131,10 +158,12 @@ class Toy:
     ) -> Packed:
         held = self.held[entry % len(self.anchor)].of("the rounds")
         work = self.undone[entry % len(self.anchor)] if held.values is None else held.values
-        payload = self._payload.data.cast("B")
-        self.wire.encode(work, payload, SLOTS, 0)
+        payload, work = self._payload, work.copy()
+        for number, block in enumerate(blocks_of(self.wire, SLOTS, BLOCK_ELEMENTS)):
+            values = work[number * BLOCK_ELEMENTS :][: block.n]
+            self.wire.encode(values, payload[block.start : block.end], block.n, 0)
         digests = digests_of(payload, self.wire.size(BLOCK_ELEMENTS))
-        norms = (float(np.abs(self._payload).max()),) * len(digests)
+        norms = (float(np.abs(values_of(self.wire, [payload])).max()),) * len(digests)
         first, end = keep or (0, len(payload))
         if write is not None:
             write(payload)
@@ -151,7 +180,7 @@ class Toy:
         if self._keeps(verdict) or (partly and verdict is Verdict.KEPT):
             pass
         elif verdict is Verdict.COUNTED:
-            counted = work if self.wire.is_exact else np.trunc(work / 4) * 4
+            counted = work if self.wire.is_exact or packed is None else values_of(self.wire, [packed.kept])
             held.ops.append(("take", counted))
             if not (partly or self.keeps_later_work):
                 held.ops.append(("only", work - counted))
