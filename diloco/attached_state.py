@@ -179,7 +179,9 @@ class AttachedState:
             if record and tensors:
                 fields = unframe(record)[0]
                 with reading("record of an attached state"):
-                    since = [min(position, typed(int, entry)) for entry in typed(list, fields["uncounted_since"])]
+                    since = [
+                        min(position, typed(int, entry)) for entry in typed(list, fields.get("uncounted_since", []))
+                    ]
                     if fields["digest"] == xxh3_128_hexdigest(tensors):
                         return Kept(position, decode_part(tensors), since)
         return None

@@ -307,11 +307,8 @@ class DiLoCo:
         self._closed = True
         _open.pop(self._name, None)
         try:
-            if in_order:
-                with self._liaison.waiting("round"):
-                    self._liaison.record(self._participant.leave())
-            else:
-                self._participant.say_bye()
+            with self._liaison.waiting("round"):
+                self._liaison.record(self._participant.leave(in_order=in_order))
         finally:
             self._watch.close()
             self._reads.close()

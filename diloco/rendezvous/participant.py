@@ -103,26 +103,32 @@ class Participant:
         """By fragment, the entry at which the work began that no seal has counted."""
         return self._rounds.rendezvous.cursor.uncounted_since
 
-    def leave(self) -> list[RoundReport]:
-        """Merge what is in flight, and say that this replica sends nothing more.
+    def leave(self, *, in_order: bool = True) -> list[RoundReport]:
+        """Merge what has landed, and say that this replica sends nothing more.
 
-        Out of phase nothing is waited for: what was sent may be counted after this replica has left.
+        Args:
+            in_order: wait for what is in flight; but not out of phase: what was sent may be counted after this replica
+                has left.
         """
         try:
-            self._turns.check()
-            if self.is_out:
-                self.apart(self._unless_landed(self._rounds.catch_up))
-            elif self._is_awaited:
-                self._turns.until(self._has_landed)
-            elif not self._has_landed() and self._rounds.rendezvous.in_flight:
-                self.apart(partial(self._rounds.meet, None))
-            self._turns.leave()
-            return self._merge_landed()
+            if in_order:
+                self._finish()
+            return self.stop()
         finally:
             self.say_bye()
 
+    def _finish(self) -> None:
+        """Let land what is in flight."""
+        self._turns.check()
+        if self.is_out:
+            self.apart(self._unless_landed(self._rounds.catch_up))
+        elif self._is_awaited:
+            self._turns.until(self._has_landed)
+        elif not self._has_landed() and self._rounds.rendezvous.in_flight:
+            self.apart(partial(self._rounds.meet, None))
+
     def say_bye(self) -> None:
-        """Say that this replica sends nothing more, and adopt nothing; nowhere if the run was deleted."""
+        """Say that this replica sends nothing more; nowhere if the run was deleted."""
         context, pauses = self._context, self._context.pauses()
         self._turns.leave()
         while not self._members.is_deleted and not context.store.write(

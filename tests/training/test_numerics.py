@@ -254,7 +254,8 @@ def test_work_that_no_seal_counted_stays_in_the_live_parameters_unless_it_is_dro
             start = diloco.anchor()["weight"]
             nudge(model, 1.0)
             mean = torch.full((2,), -0.25).numpy().data.cast("B")
-            diloco._model_state.apply(0, [mean], Verdict.KEPT)
+            diloco._model_state.apply(0, [mean], Verdict.KEPT, None, partly=False)
+            diloco._model_state.merge()
             torch.testing.assert_close(diloco.anchor()["weight"], start + 0.25)
             torch.testing.assert_close(model.weight.detach(), start + 0.25 + kept)
 
