@@ -17,7 +17,7 @@ from executors.errors import StoreError
 from executors.protocol import ReplicaStatus
 from executors.supervision import decisions, orders
 from executors.supervision.decisions import Decision, DecisionLog, is_barred
-from executors.supervision.keeper import Keeper, Sight
+from executors.supervision.keeper import Keeper, Sight, Terms
 from simulation.invariants import Violation
 from simulation.supervision.invariants import check
 from simulation.supervision.plan import Act, Plan, parse
@@ -105,10 +105,7 @@ class Simulation:
 
         return Keeper(
             self.log(clock),
-            launched,
-            world_size=plan.n_ranks,
-            launched_at=0.0,
-            min_replicas=plan.min_replicas,
+            Terms(launched, plan.n_ranks, 0.0, plan.min_replicas),
             hands=hands,
             has_wider=plan.has_wider,
             clock=clock,
