@@ -48,6 +48,7 @@ class Simulation:
         """The log as it stands."""
         self.landed_s: list[float] = []
         self.logs: list[DecisionLog] = []
+        self.keepers: list[Keeper] = []
         self.containers: list[Container] = []
         self.workers: list[Worker] = []
         self.preempted: set[tuple[int, int]] = set()
@@ -103,7 +104,7 @@ class Simulation:
         def clock() -> float:
             return world.now + ahead_s
 
-        return Keeper(
+        keeper = Keeper(
             self.log(clock),
             Terms(launched, plan.n_ranks, 0.0, plan.min_replicas),
             hands=hands,
@@ -111,6 +112,8 @@ class Simulation:
             clock=clock,
             monotonic=world.clock,
         )
+        self.keepers.append(keeper)
+        return keeper
 
     def sight(self, who: str) -> Sight:
         """List the run's records."""
