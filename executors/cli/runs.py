@@ -33,7 +33,7 @@ from executors.cli.output import (
     usage_errors,
 )
 from executors.entrypoint import shown
-from executors.errors import ReplicasError, RunNotFoundError
+from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError
 from executors.native import page_of_job
 from executors.protocol import ReplicaStatus
 from executors.run_index import find_preparation
@@ -167,10 +167,14 @@ def status(
 
 def _words_of_spare(spare: Attempt) -> str:
     """Say what a spare does, or what became of it."""
-    if (end := spare.outcome()) is not None:
+    try:
+        end, beat = spare.outcome(), spare.beat()
+    except CorruptObjectError as error:
+        return f"cannot be read: {error}"
+    if end is not None:
         is_used = end.status is ReplicaStatus.SUCCEEDED
         return f"became {end.result}" if is_used else (end.error or end.status).removeprefix("The spare ")
-    if (beat := spare.beat()) is None:
+    if beat is None:
         return "starts"
     age_s = time.time() - beat.at
     return "stands by" if age_s < SILENT_S else f"stood by; its last heartbeat was {name_age(age_s)} ago"

@@ -113,6 +113,8 @@ def test_what_a_spare_has_become_can_be_seen_followed_and_cancelled(
     found.cancel()
     assert [str(outcome.status) for outcome in found.outcomes()] == ["cancelled"]
     assert machines.living() == []
+    run.store.put(key := spare_of(run).key("outcome.json"), b"{")
+    assert f"spare 0 cannot be read: '{key}'" in command.replicas(*status).stdout
 
 
 @pytest.mark.parametrize("ending", ["cancel", "success"])
