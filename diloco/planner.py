@@ -255,41 +255,21 @@ def round_cost(job: Job, choice: Choice) -> RoundCost:
         up, down = elements * (w + part * v), elements * ((n - 1) * part * w + (1 - part) * v)
         link_s = up / link.up + down / link.down
         requests = REQUESTS_IN_TURN["sharded"]
-    cost = RoundCost(
-        link_s=link_s,
-        requests_s=requests * link.latency_s,
-        processor_s=4 * elements * (1 / cpu.encode + n * part / cpu.accumulate + 1 / cpu.decode + 1 / cpu.step),
-        noticing_s=0.0,
-        up=up,
-        down=down,
+    requests_s = requests * link.latency_s
+    processor_s = 4 * elements * (1 / cpu.encode + n * part / cpu.accumulate + 1 / cpu.decode + 1 / cpu.step)
+    # Pauses between two looks grow with the waiting, up to a second; in each of two phases half of one is lost.
+    noticing_s = 2 * min(0.5, 0.15 * (link_s + requests_s + processor_s))
+    return RoundCost(
+        link_s=link_s, requests_s=requests_s, processor_s=processor_s, noticing_s=noticing_s, up=up, down=down
     )
-    return replace(cost, noticing_s=noticing_s(cost.seconds, link, is_beside=choice.overlap_steps > 0))
 
 
 def cost_of_round(
-    elements: int,
-    n: int,
-    wire: str,
-    mean_wire: str | None,
-    link: Link,
-    processor: Processor,
-    *,
-    is_beside: bool,
+    elements: int, n: int, wire: str, mean_wire: str | None, link: Link, processor: Processor
 ) -> RoundCost:
-    """Return what one round of a fragment of so many elements takes one replica."""
+    """Return what one round of a fragment of so many elements takes one of n replicas."""
     job = Job(params=elements, n=n, step_s=1.0, link=link, processor=processor)
-    choice = Choice(inner_steps=2, overlap_steps=int(is_beside), wire=wire, mean_wire=mean_wire)
-    return evaluate(job, choice).round
-
-
-def noticing_s(round_s: float, link: Link, *, is_beside: bool) -> float:
-    """Return how late a replica sees what the others did, in the two phases of a round.
-
-    Args:
-        is_beside: the round goes on beside the training, where its pauses are shorter.
-    """
-    by_backoff = min(0.5, 0.15 * round_s)
-    return 2 * (min(by_backoff, max(0.05, 2 * link.latency_s)) if is_beside else by_backoff)
+    return evaluate(job, Choice(inner_steps=1, wire=wire, mean_wire=mean_wire)).round
 
 
 def evaluate(job: Job, choice: Choice) -> Plan:
@@ -354,6 +334,5 @@ def _best(job: Job, choices: Iterable[Choice], overlap_steps: int | None) -> Pla
 
 def hide(job: Job, choice: Choice) -> Plan:
     """Return what a choice costs with the overlap that hides a round, as far as one can."""
-    beside = round_cost(job, replace(choice, overlap_steps=1))
-    overlap_steps = min(ceil(MARGIN * beside.seconds / job.step_s), choice.steps_between - 1)
+    overlap_steps = min(ceil(MARGIN * round_cost(job, choice).seconds / job.step_s), choice.steps_between - 1)
     return evaluate(job, replace(choice, overlap_steps=overlap_steps))

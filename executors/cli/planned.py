@@ -8,7 +8,6 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from executors.cli.output import refuse
 from executors.errors import ReplicasError, StoreError
 from executors.run_index import local_store
 from executors.store.records import (
@@ -57,30 +56,34 @@ class MeasuredLink(Record):
 
 
 def load_planner() -> Any:
-    """Return the module that plans rounds, which an installed package announces: executors know nothing of training."""
+    """Return the module that plans rounds, which an installed package announces: executors know nothing of training.
+
+    Raises:
+        ReplicasError: none does.
+    """
     from importlib.metadata import entry_points
 
     found = list(entry_points(group=PLANNERS, name="default"))
     if not found:
-        refuse(f"No installed package plans rounds (group {PLANNERS!r}). Install this one again: pip install …")
+        raise ReplicasError(f"No installed package plans rounds (group {PLANNERS!r}): install this one again.")
     return found[0].load()
 
 
 def note_link(measured: MeasuredLink) -> None:
     """Keep a measurement, for plans without a probe and for `replicas status`."""
-    local_store().put(_key(measured.url), to_bytes(asdict(measured)))
+    local_store().put(link_key(measured.url), to_bytes(asdict(measured)))
 
 
 def find_link(url: str, n: int) -> MeasuredLink | None:
     """Return what was measured of a store, for one of n replicas; None: nothing."""
     try:
-        found = find_record(local_store(), _key(url), MeasuredLink.parse)
+        found = find_record(local_store(), link_key(url), MeasuredLink.parse)
     except StoreError:  # of another version, or half a file
         return None
     return None if found is None else found.shared_by(n)
 
 
-def _key(url: str) -> str:
+def link_key(url: str) -> str:
     return f"{LINKS}/{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
 
 
@@ -95,6 +98,9 @@ class Compared:
     @property
     def ratio(self) -> float:
         return self.round_s / self.planned_s
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio": self.ratio}
 
     def describe(self) -> str:
         """Say it in a line: `rounds take 2.1x the plan: 30.1 s, 14.3 s were planned …`."""
@@ -111,26 +117,18 @@ def compare(run: Run) -> Compared | None:
         return None
     try:
         rounds = newest_rounds(run.store, run.run_id, MEASURED_RANKS, LAST_ROUNDS)
+        rounds = [row for row in rounds if row.busy_s and row.elements and row.wire]
+        if not rounds:
+            return None
         planner = load_planner()
-        took, planned = [], []
-        for row in rounds:
-            busy_s = getattr(row, "busy_s", None)
-            if busy_s is not None and row.elements and row.wire is not None:
-                cost = planner.cost_of_round(
-                    row.elements,
-                    run.record.world_size,
-                    row.wire,
-                    row.mean_wire,
-                    planner.Link(up=link.up, down=link.down, latency_s=link.latency_s),
-                    planner.Processor(**link.processor),
-                    is_beside=bool(getattr(row, "stale_steps", 0)),
-                )
-                took.append(busy_s)
-                planned.append(cost.seconds)
+        way = planner.Link(up=link.up, down=link.down, latency_s=link.latency_s)
+        processor, n = planner.Processor(**link.processor), run.record.world_size
+        planned = [
+            planner.cost_of_round(row.elements, n, row.wire, row.mean_wire, way, processor).seconds for row in rounds
+        ]
     except (ReplicasError, ValueError, TypeError):  # a wire that this version does not know; a segment that is away
         return None
-    if not took or min(planned) <= 0:
-        return None
+    took = [row.busy_s for row in rounds if row.busy_s]
     return Compared(round_s=statistics.median(took), planned_s=statistics.median(planned), link=link)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import pytest
 from servers.s3.server import S3Server
 from support.cli import Folder, HereInstead
 
+from executors import LocalProcessExecutor, launch
+from executors.cli.planned import MeasuredLink, link_key, note_link
+from executors.run_index import state_dir
 from executors.testing import eventually
 
-EXAMPLE = ("--params", "1.3e9", "--n", "8", "--step", "0.9", "--gpu", "H100", "--fragments", "2", "--steps", "20_000")
+EXAMPLE = ("--params", "1.3e9", "--n", "8", "--step", "0.9", "--gpu", "H100", "--steps", "20_000")
 BY_HAND = ("--up", "210MB", "--down", "2.08Gbit/s", "--latency", "48ms")
 BUCKET = "s3://bucket/runs?region=eu-west-1"
 SMALL = ("--params", "100k", "--n", "2", "--step", "40ms")
@@ -21,18 +25,18 @@ def test_a_plan_says_what_to_pass_on_and_what_it_costs(here: HereInstead) -> Non
     result = here.replicas("plan", *EXAMPLE, *BY_HAND, "--store", BUCKET)
     assert result.stdout.splitlines() == [
         f"1.3 B parameters, 8 replicas, 0.9 s a step, {BUCKET} (given: 48 ms, 210 MB/s up, 260 MB/s down)",
-        'inner_steps=50, fragments=2, overlap_steps=19, merge="carry", wire="int8"',
-        "a round of a fragment: 13.5 s (link 8.0, requests 0.8, processor 4.5, noticing 0.2), "
-        "hidden behind 17.1 s; 0.1 % of the time lost",
+        'inner_steps=50, fragments=2, overlap_steps=20, merge="carry", wire="int8"',
+        "a round of a fragment: 14.3 s (link 8.0, requests 0.8, processor 4.5, noticing 1.0), "
+        "hidden behind 18.0 s; 0.1 % of the time lost",
         "per replica and 50 steps: 1.49 GB up, 2.32 GB down; 400 rounds: 12.2 TB in all, $0.64 of requests, "
         "$667 of egress unless the replicas run in eu-west-1",
-        'pass it on:  DiLoCo(model, inner_steps=50, fragments=2, overlap_steps=19, merge="carry", wire="int8")',
+        'pass it on:  DiLoCo(model, inner_steps=50, fragments=2, overlap_steps=20, merge="carry", wire="int8")',
     ], result
     found = here.replicas(
         "plan", *EXAMPLE, *BY_HAND, "--store", BUCKET, "--price", "put=0,get=0,egress=0.01", "--json"
     ).json
     assert found["settings"]["inner_steps"] == 50
-    assert found["round"]["seconds"] == pytest.approx(13.5, abs=0.05)
+    assert found["round"]["seconds"] == pytest.approx(14.3, abs=0.05)
     assert found["sums"]["requests_usd"] == 0
     assert found["sums"]["egress_usd"] == pytest.approx(74.1, abs=0.1)
     assert found["link"] == {"up": 210e6, "down": 260e6, "latency_s": 0.048, "source": "given"}
@@ -122,3 +126,27 @@ def test_a_bucket_whose_probe_is_interrupted_is_left_as_it_was(folder: Folder, s
         assert command.ends() == 130
     written = {row["path"] for row in s3.requests("PUT", "/plan-")}
     assert written == {row["path"] for row in s3.requests("DELETE", "/plan-")} & written
+
+
+ROUND = {
+    "t": 4.0, "entry": 0, "fragment": 0, "ranks": [0], "verdict": "counted", "weight": 10, "up": 5, "down": 7,
+    "train_s": 3.0, "wait_s": 0.5, "move_s": 0.25, "reduce_s": 0.125, "step_s": 0.125,
+    "busy_s": 26.5, "elements": 650_000_000, "wire": "int8", "mean_wire": "int8",
+}  # fmt: skip
+
+
+def test_status_compares_the_rounds_of_a_run_with_the_plan(here: HereInstead, local: LocalProcessExecutor) -> None:
+    with launch(local, "job.py:hang", 1, run_id="mine") as run:
+        for changed, said in (
+            ({"busy_s": None}, ""),  # by a version that did not measure it
+            ({"wire": "int2"}, ""),  # by one that knows more
+            ({"elements": 2**53}, ""),
+            ({}, "rounds take 2.1x the plan: 26.5 s, planned 12.6 s (48 ms, 210 MB/s up, 260 MB/s down, measured 2026"),
+        ):
+            run.store.put("mine/metrics/0000/0/000000.jsonl", json.dumps({**ROUND, **changed}).encode())
+            assert "the plan" not in here.replicas("status", "mine").stdout
+            note_link(MeasuredLink(url=run.store.url, n=1, at=1.795e9, up=210e6, down=260e6, latency_s=0.048))
+            shown = here.replicas("status", "mine").stdout
+            assert (said in shown, "the plan" in shown) == (True, bool(said))
+            assert (here.replicas("status", "mine", "--json").json["plan"] is not None) == bool(said)
+            (state_dir() / link_key(run.store.url)).unlink()
