@@ -286,6 +286,11 @@ class RoundReport:
     """How much work that is: what a callable `weight` said, else inner steps."""
     same: tuple[int, ...]
     """The ranks, this one included, that sent the same work, bit for bit: they train on the same data."""
+    elements: int
+    """Values in the fragment."""
+    wire: str
+    """How contributions travelled."""
+    mean_wire: str
     bytes_up: int
     bytes_down: int
     wait_s: float
@@ -314,6 +319,9 @@ class RoundReport:
             "ranks": self.ranks,
             "verdict": self.verdict,
             "weight": self.work,
+            "elements": self.elements,
+            "wire": self.wire,
+            "mean_wire": self.mean_wire,
             "up": self.bytes_up,
             "down": self.bytes_down,
             **seconds,

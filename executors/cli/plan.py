@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -184,7 +185,7 @@ def _checked(store: str) -> str:
 
 def _link(
     output: Output, url: str | None, n: int, probe: bool, up: float | None, down: float | None, latency: float | None
-) -> tuple[LinkSpeed, str, dict[str, float]]:
+) -> tuple[LinkSpeed, str, Mapping[str, float]]:
     """Return what one replica has of the way to the store, how that is known, and what is known of its processor."""
     from executors.store.link import LinkSpeed
 
@@ -220,9 +221,10 @@ def _probe(output: Output, url: str, n: int) -> MeasuredLink:
 
     with Interrupts(), output.busy(f"Measuring {url}"):
         speed = measure_link(url, n)
-    measured = MeasuredLink(url=url, n=n, at=time.time(), **asdict(speed))
+        processor = load_planner("processor")()
+    measured = MeasuredLink(url=url, n=n, at=time.time(), processor=processor, **asdict(speed))
     note_link(measured)
-    return measured
+    return measured.shared_by(n)
 
 
 def _kind_of(url: str | None) -> str:

@@ -94,7 +94,10 @@ def test_a_probe_leaves_a_measurement_here_and_nothing_there(here: HereInstead, 
     second = here.replicas("plan", *SMALL, "--store", there, "--json").json
     assert second["link"].pop("source").startswith("measured 0 s ago")
     assert second["link"].items() <= first["link"].items()
+    assert first["processor"].keys() == {"encode", "accumulate", "decode", "step", "copy"}
+    assert first["processor"]["encode"] != 1.5e9
     twice_as_many = here.replicas("plan", *SMALL, "--n", "4", "--store", there, "--json").json
+    assert twice_as_many["processor"]["encode"] <= first["processor"]["encode"]
     assert twice_as_many["link"]["up"] == pytest.approx(first["link"]["up"] / 2)  # they share the disk
 
 
