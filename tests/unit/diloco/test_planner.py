@@ -68,7 +68,7 @@ def test_a_small_round_has_one_phase() -> None:
     cost = round_cost(job, Choice(inner_steps=10, wire="fp32"))
     assert cost.link_s == pytest.approx((4e6 + 4e6) / 2e6 + (3 * 4e6 + 4e6) / 4e6)
     assert cost.requests_s == pytest.approx(0.1)
-    assert (cost.up, cost.down) == (4e6 + 4e6 / 4, 3 * 8e6 / 4)  # of the four one seals and three read the mean
+    assert (cost.up, cost.down) == (4e6 + 4e6 / 4, 3 * 4e6 / 4 + 4e6)  # one of four seals; all read the mean
     large = round_cost(replace(job, params=1_048_577), Choice(inner_steps=10, wire="fp32"))
     assert large.requests_s == pytest.approx(0.17)
 
