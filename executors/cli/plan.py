@@ -153,12 +153,11 @@ def plan(
         return 0
     place = "" if url is None else f", {url}"
     output.say(f"{_short(params)} parameters, {n} replica{'s' * (n > 1)}, {step:g} s a step{place} "
-               f"({source}: {describe_link(speed)})", "bold")  # fmt: skip
-    for line in _lines(found):
-        output.say(line)
-    output.say(_sums(found, prices, is_priced, kind, url))
+               f"({source}: {describe_link(speed)})", "bold", wrap=True)  # fmt: skip
+    for line in (*_lines(found), _sums(found, prices, is_priced, kind, url)):
+        output.say(line, wrap=True)
     for line in _advice(found, free, source):
-        output.say(line, "yellow")
+        output.say(line, "yellow", wrap=True)
     output.say(f"pass it on:  DiLoCo(model, {_settings(found)})")
     return 0
 
@@ -316,7 +315,7 @@ def _advice(plan: Any, free: Any, source: str) -> list[str]:
     if plan.has_few_rounds:
         lines.append(
             f"Only {plan.rounds} round{'s' * (plan.rounds != 1)} of each fragment: below 30 the outer momentum does "
-            "more harm than good, so this is plain averaging. Train longer, or use a faster link."
+            "more harm than good, so this is plain averaging. Train longer, or with shorter rounds."
         )
     if plan.late_s and free.share < plan.share:
         lines.append(f"{name_share(free.share)} of the time would be lost with: {_settings(free)}")
