@@ -321,6 +321,11 @@ def _advice(plan: Any, free: Any, source: str) -> list[str]:
         lines.append(f"{name_share(free.share)} of the time would be lost with: {_settings(free)}")
     elif plan.late_s:
         lines.append("Nothing hides the rounds at this link; this loses least.")
+    if 2 * plan.choice.overlap_steps > plan.choice.inner_steps:
+        lines.append(
+            f"A round misses the last {plan.choice.overlap_steps} of {plan.choice.inner_steps} steps, which costs loss "
+            "beyond a half: a longer --inner-steps leaves room for fragments."
+        )
     if "assumed" in source:
         lines.append("The link is assumed: --probe measures it, or give --up, --down and --latency.")
     return lines
