@@ -298,8 +298,9 @@ class Participant:
             if self._plan.is_over(self.position) or not self.is_out or presented == PRESENTATIONS:
                 break
             self._turns.submit(partial(self._rounds.present, self._sent or self._hold(is_early=True)))
-            if self._turns.is_beside:
+            if self._turns.is_beside and self._plan.steps_per_entry > 1:
                 break
+            self.apart(lambda: None)  # a step later the next seal would have come without this replica
         return reports
 
     def _merge_landed(self, late_s: float = 0.0) -> list[RoundReport]:
