@@ -119,7 +119,8 @@ class Participant:
 
     def _finish(self) -> None:
         """Let land what is in flight."""
-        self._turns.check()
+        if not self._turns.check():
+            return
         if self.is_out:
             self.apart(self._unless_landed(self._rounds.catch_up))
         elif self._is_awaited:
