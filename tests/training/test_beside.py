@@ -15,8 +15,10 @@ from support.training import PLAIN, next_process, nudge, place
 from torch import nn
 
 from diloco import DiLoCo
+from diloco.rendezvous.frames import Member, Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.round import Limits
+from diloco.rounds_thread import RoundsThread
 from diloco.testing import run_replicas
 from executors.store import MemoryStore
 from executors.store.faulty import FaultyStore
@@ -266,6 +268,29 @@ def test_who_interrupts_a_training_that_waits_ends_it(monkeypatch: pytest.Monkey
     finally:
         signal.signal(signal.SIGINT, handler)
     assert has_said_bye(store)
+
+
+def test_who_interrupts_a_replica_while_it_begins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes to a run whose first seal is of work that is not there."""
+    store, model = MemoryStore(), zeros()
+    with begin(store, model) as diloco:
+        seal = Seal({0: Member("gone", 7, 1.0, "d" * 32)}, diloco._model_state.digest(0), 1)
+    store.put_if_absent(KEYS.seal(0), seal.data())
+    next_process()
+    me = threading.get_ident()
+
+    def until(self: RoundsThread, done: Callable[[], bool]) -> None:
+        monkeypatch.undo()
+        threading.Thread(target=signal.pthread_kill, args=[me, signal.SIGINT]).start()
+        self.until(done)
+
+    monkeypatch.setattr(RoundsThread, "until", until)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            begin(store, zeros(), round_timeout_s=1e6)
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
