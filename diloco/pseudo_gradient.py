@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import sqrt
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -72,7 +71,8 @@ def pack(
             try:
                 writer.write(values, at)
             except NotFiniteError:
-                _refuse(model, fragment, anchor, who)
+                _refuse_what_is_not_finite(model, fragment, anchor, who)
+                raise ContributionError(f"{who}: a value is too large for wire={wire.name!r}.") from None
         blocks.append(writer.digest())
         norms.append(sqrt(writer.square))
         if write is not None:
@@ -132,7 +132,7 @@ def _pieces(model: nn.Module, fragment: Fragment, block: int) -> Iterator[tuple[
                 first, parts = end, []
 
 
-def _refuse(model: nn.Module, fragment: Fragment, anchor: Tensor, who: str) -> NoReturn:
+def _refuse_what_is_not_finite(model: nn.Module, fragment: Fragment, anchor: Tensor, who: str) -> None:
     for slot, live in live_tensors(model, fragment):
         values = anchor[slot.start : slot.end] - live.reshape(-1).to(torch.float32).cpu()
         bad = int((~torch.isfinite(values)).sum())
@@ -141,4 +141,3 @@ def _refuse(model: nn.Module, fragment: Fragment, anchor: Tensor, who: str) -> N
                 f"{who}: {slot.name!r} is not finite in {bad} of {values.numel()} values. "
                 "The loss has probably diverged: lower the learning rate or clip gradients."
             )
-    raise ContributionError(f"{who}: a value is too large for what contributions travel as.")
