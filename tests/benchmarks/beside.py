@@ -1,90 +1,90 @@
-"""Rounds beside the training: time lost behind a slow link (W1), steps while a round goes on (W2)."""
+"""Rounds beside the training and behind a slow link: time lost (W1), steps while a round goes on (W2), signing (W8)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from .harness import Comparison, Options
 from .launch import scratch_folder, state_of_its_own
 
-LATENCY_S, BYTES_PER_S = 0.05, 20e6
 OVERLAP = 10
 FOREGROUND, BESIDE = "every step waits", "rounds beside the training"
 SETTINGS: dict[str, dict[str, Any]] = {
     FOREGROUND: {},
     BESIDE: {"overlap_steps": OVERLAP, "merge": "carry"},
 }
+Link = dict[str, float]
+"""What lies between each replica and the store, `latency_s` and `bytes_per_s`; nothing: a directory."""
+SLOW: Link = {"latency_s": 0.05, "bytes_per_s": 20e6}
 
 
-@dataclass(frozen=True)
-class Link:
-    """What lies between each replica and the store."""
+def words(link: Link) -> str:
+    return f"{link['latency_s'] * 1000:g} ms and {link['bytes_per_s'] / 1e6:g} MB/s a replica"
 
-    latency_s: float = LATENCY_S
-    bytes_per_s: float = BYTES_PER_S
 
-    def __str__(self) -> str:
-        return f"{self.latency_s * 1000:g} ms and {self.bytes_per_s / 1e6:g} MB/s a replica"
+def run(task: str, n: int, *, signed: bool = False, **arguments: Any) -> list[Any]:
+    """Let n replicas do a task of `beside_replica`, which meet in a directory; return what each found."""
+    from executors import launch
 
-    def run(self, n: int, **arguments: Any) -> list[dict[str, Any]]:
-        """Let n replicas train behind it; return what each found."""
-        from executors import launch
+    options: dict[str, Any] = {"signed": True} if signed else {}
+    with state_of_its_own(), scratch_folder("beside-") as folder:
+        where = f"{__package__}.beside_replica:{task}"
+        found: list[Any] = launch("local", where, n, args=arguments, rendezvous=f"{folder}/store", **options).results()
+    return found
 
-        with state_of_its_own(), scratch_folder("beside-") as folder:
-            link = {"latency_s": self.latency_s, "bytes_per_s": self.bytes_per_s}
-            task = f"{__package__}.beside_replica:train"
-            found: list[dict[str, Any]] = launch(
-                "local", task, n, args={**link, **arguments}, rendezvous=f"{folder}/store"
-            ).results()
-        return found
 
-    def round_s(self, n: int, n_elements: int, **settings: Any) -> list[float]:
-        """Return what rounds take with nothing beside them: each until its last replica has it."""
-        arguments = {"n_elements": n_elements, "inner_steps": 1, "step_s": 0.0, "rounds": 4, "settings": settings}
-        by_rank = [found["step_s"] for found in self.run(n, **arguments)]
-        return [max(each) for each in zip(*by_rank, strict=True)][1:]
+def round_s(n: int, *, rounds: int = 3, **arguments: Any) -> list[float]:
+    """Return what rounds take with nothing beside them: each until its last replica has it."""
+    by_rank = [found["step_s"] for found in run("train", n, inner_steps=1, step_s=0.0, rounds=rounds, **arguments)]
+    return [max(each) for each in zip(*by_rank, strict=True)]
 
 
 def lost(options: Options) -> list[Comparison]:
     """W1: 4 replicas behind a slow link, each round hidden behind 1.25 times what it takes."""
-    link = Link(0.005, 200e6) if options.quick else Link()
+    link = {"latency_s": 0.005, "bytes_per_s": 200e6} if options.quick else SLOW
     return [_lost(link, size, options) for size in ((200_000,) if options.quick else (2_500_000, 10_000_000))]
 
 
 def _lost(link: Link, n_elements: int, options: Options) -> Comparison:
     n, rounds = (2, 2) if options.quick else (4, 3)
-    round_s = median(link.round_s(n, n_elements))
+    usual_s = median(round_s(n, n_elements=n_elements, link=link, settings={}))
     samples: dict[str, list[float]] = {method: [] for method in SETTINGS}
     for _ in range(options.repetitions(1)):
         for method, settings in SETTINGS.items():
-            found = link.run(
-                n, n_elements=n_elements, inner_steps=2 * OVERLAP, step_s=1.25 * round_s / OVERLAP, rounds=rounds,
-                settings=settings,
+            found = run(
+                "train", n, n_elements=n_elements, link=link, inner_steps=2 * OVERLAP, step_s=1.25 * usual_s / OVERLAP,
+                rounds=rounds, settings=settings,
             )  # fmt: skip
             samples[method] += [100 * sum(each["step_s"]) / each["all_s"] for each in found]
     return Comparison(
         "W1",
-        f"{n_elements * 4 / 1e6:g} MB, N={n}, {link}: time lost in step()",
+        f"{n_elements * 4 / 1e6:g} MB, N={n}, {words(link)}: time lost in step()",
         "%",
         samples,
         goals={BESIDE: 2.0},
-        note=f"a round takes {round_s:.2f} s, the steps in which it is hidden 1.25 times that",
+        note=f"a round takes {usual_s:.2f} s, the steps in which it is hidden 1.25 times that",
     )
 
 
 def steps(options: Options) -> list[Comparison]:
     """W2: what a busy round does to the steps beside it."""
-    from executors import launch
-
     n_elements, rounds = (500_000, 3) if options.quick else (25_000_000, options.repetitions(5))
     found = []
     for kind, goal in (("device-like", 1.01), ("small operations on the CPU", 1.05)):
-        arguments = {"n_elements": n_elements, "rounds": rounds, "on_device": kind == "device-like"}
-        with state_of_its_own(), scratch_folder("beside-") as folder:
-            task = f"{__package__}.beside_replica:time_steps"
-            (samples,) = launch("local", task, 1, args=arguments, rendezvous=f"{folder}/store").results()
-        title = f"a {kind} step, beside rounds of {n_elements * 4 / 1e6:g} MB"
+        (samples,) = run("time_steps", 1, n_elements=n_elements, rounds=rounds, on_device=kind == "device-like")
+        title = f"a step, {kind}, beside rounds of {n_elements * 4 / 1e6:g} MB"
         found.append(Comparison("W2", title, "s", samples, "alone", {"beside a round": goal}))
     return found
+
+
+def signed(options: Options) -> list[Comparison]:
+    """W8: rounds of a signed run at a directory."""
+    n, n_elements = (2, 200_000) if options.quick else (4, 25_000_000)
+    samples: dict[str, list[float]] = {"unsigned": [], "signed": []}
+    for _ in range(options.repetitions(3)):
+        for method, taken in samples.items():
+            settings = {"wire": "int8"}
+            taken += round_s(n, signed=method == "signed", rounds=4, n_elements=n_elements, link={}, settings=settings)
+    title = f"{n_elements * 4 / 1e6:g} MB as int8, N={n}, a directory: a round"
+    return [Comparison("W8", title, "s", samples, "unsigned", {"signed": 1.15})]

@@ -23,27 +23,24 @@ STEP_S = 0.005
 
 
 def train(
-    n_elements: int,
-    latency_s: float,
-    bytes_per_s: float,
-    inner_steps: int,
-    step_s: float,
-    rounds: int,
-    settings: dict[str, Any],
+    n_elements: int, link: dict[str, Any], inner_steps: int, step_s: float, rounds: int, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Train on a device that needs `step_s` for a step; the first round is not counted.
+
+    Args:
+        link: of the far store around the rendezvous; none: the directory itself.
 
     Returns: seconds in all, and for each round those that `DiLoCo.step` held the training up.
     """
     torch.set_num_threads(1)
     replica = current_replica()
     near = FileStore(Path(unquote(urlsplit(replica.rendezvous).path)))
+    store = FarStore(near, **link) if link else near
     model = Flat(n_elements)
     held_up_s: list[float] = []
     with DiLoCo(
-        model, inner_steps=inner_steps, sync_buffers=False, run_id=replica.run_id,
-        store=FarStore(near, latency_s, bytes_per_s), **settings,
-    ) as diloco:  # fmt: skip
+        model, inner_steps=inner_steps, sync_buffers=False, store=store, run_id=replica.run_id, **settings
+    ) as diloco:
         began = time.perf_counter()
         for step in range(inner_steps * (rounds + 1)):
             if step == inner_steps:
