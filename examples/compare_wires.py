@@ -44,7 +44,7 @@ def settings(inner_steps: int) -> dict[str, dict[str, Any]]:
         "int4": {"wire": "int4"},
         "carry, overlap H/5": {"overlap_steps": inner_steps // 5, "merge": "carry"},
         "carry, overlap H/2": {"overlap_steps": half, "merge": "carry"},
-        "anchor, overlap H/2": {"overlap_steps": half, "merge": "anchor"},
+        "anchor, overlap H/2": {"overlap_steps": half},
         "carry, fragments": in_turn,
         "carry, fragments, int4": {**in_turn, "wire": "int4"},
     }
