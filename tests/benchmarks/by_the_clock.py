@@ -16,7 +16,7 @@ INNER_STEPS = 10
 
 def by_the_clock(options: Options) -> list[Comparison]:
     """W9: four replicas of the demo's model, of which one makes 0.4 steps while the others make one."""
-    speeds, for_s = (SPEEDS[2:], 2.0) if options.quick else (SPEEDS, 90.0)
+    speeds, for_s = (SPEEDS[2:], 2.0) if options.quick else (SPEEDS, 60.0)
     samples: dict[str, list[float]] = {WAITING: [], BY_THE_CLOCK: []}
     for seed in range(options.repetitions(2)):
         waiting = _losses(speeds, seed, for_s, inner_steps=INNER_STEPS)

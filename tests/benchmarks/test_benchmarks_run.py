@@ -35,6 +35,9 @@ PEERS = {
     "R5": None,
     "R6": None,
     "C1": None,
+    "W1": None,
+    "W2": "alone",
+    "W10": None,
 }
 Found = dict[str, list[dict[str, Any]]]
 pytestmark = pytest.mark.timeout(300)
@@ -78,6 +81,16 @@ def test_replicas_are_exactly_alike_and_data_parallel_up_to_rounding(found: Foun
     different, apart = found["C1"]
     assert [row["max"] for row in different["methods"].values()] == [0.0]
     assert all(0 < row["max"] <= 1 for row in apart["methods"].values())
+
+
+@pytest.mark.slow
+def test_wires_signatures_and_slow_replicas_are_compared(tmp_path: Path) -> None:
+    found = run_benchmarks(tmp_path / "found.json", "W6", "W8", "W9")
+    assert {name: rows[-1]["base"] for name, rows in found.items()} == {
+        "W6": None,
+        "W8": "unsigned",
+        "W9": "every round waits for the slow one",
+    }
 
 
 @pytest.mark.slow
