@@ -41,6 +41,7 @@ from executors.status import MAX_DECIDED, MAX_LINE
 if TYPE_CHECKING:
     from executors.run.run import Run
 
+SLOW = 1.5  # times the plan
 CHECK = "Say only which ranks may hang, wait for a keeper or were given up; exit code 1 if any does."
 
 
@@ -107,6 +108,7 @@ def status(
 ) -> int:
     """Show the status of each replica of a run."""
     from executors.cli.live import note_unknown_columns
+    from executors.cli.planned import compare
     from executors.cli.summary import Summary, code_of, heading
     from executors.cli.table import replica_table, title
     from executors.run.progress import bars
@@ -130,10 +132,12 @@ def status(
         for rank, why in attention.items():
             output.say(f"rank {rank} {one_line(why)}", "red")
         return FAILED if attention else 0
+    compared = None if now.is_terminal else compare(found)
     if as_json:
         up = uptime_document(now, record.created_at, found.newest_attempt)
         document = {**summary.document(), **now.to_json(), "availability": up["availability"]}
         document |= {"flakiness": up["flakiness"], "attention": {str(rank): why for rank, why in attention.items()}}
+        document["plan"] = None if compared is None else compared.to_json()
         pairs = zip(document["replicas"], up["replicas"], pages, strict=True)
         output.document({**document, "replicas": [{**row, **more, "page": page} for row, more, page in pairs]})
         return FAILED if check and attention else 0
@@ -147,6 +151,8 @@ def status(
     if bar := bars(now):
         output.say(bar)
     output.say(replica_table(now, width=output.console.width, more=columns, brief=True))
+    if compared is not None:
+        output.say(compared.describe(), "yellow" if compared.ratio >= SLOW else "dim")
     for each in now.decided[-MAX_DECIDED:]:
         output.say(f"[{name_duration(each.at - record.created_at):>6}] {one_line(each.line, MAX_LINE)}", "yellow")
     note_unknown_columns(columns or (), now)

@@ -108,6 +108,13 @@ class Round(Record):
     """Of this replica's pseudo-gradient; None: it sent none."""
     mean_norm: float | None = checked(NORM, None)
     """Of the mean; None: there was none."""
+    busy_s: float | None = checked(nullable(SECONDS), None)
+    """What the round took, beside the training where that went on."""
+    elements: int | None = checked(nullable(integer(0, MAX_ENTRY)), None)
+    """Values in the fragment."""
+    wire: str | None = checked(nullable(text(MAX_NAME)), None)
+    """How contributions travel; None: nobody said."""
+    mean_wire: str | None = checked(nullable(text(MAX_NAME)), None)
     same: tuple[int, ...] = checked(list_of(RANK), ())
     """The ranks, its own included, that sent the same work: they train on the same data."""
 

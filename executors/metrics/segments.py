@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from executors.errors import CorruptObjectError, StoreError
-from executors.metrics.rows import KEY, LARGEST, MAX_NAME, MAX_SECONDS, Left, LeftOut, Numbers, Row, parse_line
+from executors.metrics.rows import KEY, LARGEST, MAX_NAME, MAX_SECONDS, Left, LeftOut, Numbers, Round, Row, parse_line
 from executors.store import Entry, Store
 from executors.store.parallel import in_parallel
 from executors.store.records import get_at_most
@@ -149,6 +149,18 @@ def read_segments(
             else:
                 lines.add(entry.key, bytes(body))
     return {key: lines.finish(numbers[key]) for key, lines in found.items()}, problems
+
+
+def newest_rounds(store: Store, run_id: str, most_ranks: int, most_rounds: int) -> list[Round]:
+    """Return the last rounds of the first ranks, as far as each one's newest segment has them."""
+    chosen, _ = _choose(store, run_id)
+    newest = {rank: (attempt, entry) for (rank, attempt), _, entry in sorted(chosen, key=lambda each: each[:2])}
+    rounds: list[Round] = []
+    for rank, (attempt, entry) in list(newest.items())[:most_ranks]:
+        lines = Lines(rank, attempt)
+        lines.add(entry.key, bytes(get_at_most(store, entry.key, MAX_SEGMENT_BYTES)))
+        rounds += [row for row in lines.finish(()).rows if isinstance(row, Round)][-most_rounds:]
+    return rounds
 
 
 def _choose(store: Store, run_id: str) -> tuple[list[tuple[AttemptKey, int, Entry]], list[str]]:
