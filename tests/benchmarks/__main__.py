@@ -42,6 +42,7 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("W1",): beside.lost,
     ("W2",): beside.steps,
     ("W6",): loss_of_wires.loss_of_wires,
+    ("W7",): beside.planned,
     ("W8",): beside.signed,
     ("W9",): by_the_clock.by_the_clock,
     ("W10",): outer_step.memory_beside,

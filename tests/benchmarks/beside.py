@@ -1,7 +1,10 @@
-"""Rounds beside the training and behind a slow link: time lost (W1), steps while a round goes on (W2), signing (W8)."""
+"""Rounds beside the training and behind a slow link: time lost (W1), steps while a round goes on (W2), what was planned
+(W7), signing (W8).
+"""
 
 from __future__ import annotations
 
+import os
 from statistics import median
 from typing import Any
 
@@ -76,6 +79,45 @@ def steps(options: Options) -> list[Comparison]:
         title = f"a step, {kind}, beside rounds of {n_elements * 4 / 1e6:g} MB"
         found.append(Comparison("W2", title, "s", samples, "alone", {"beside a round": goal}))
     return found
+
+
+def planned(options: Options) -> list[Comparison]:
+    """W7: what `replicas plan` says of a round, and what it takes."""
+    n = 2 if options.quick else 4
+    cases = [(50_000, "fp32", {"latency_s": 0.01, "bytes_per_s": 1e6})] if options.quick else PLANNED
+    samples: dict[str, list[float]] = {}
+    seconds = []
+    for n_elements, wire, link in cases:
+        plan_s = _plan_s(n, n_elements, wire, link)
+        taken_s = round_s(n, n_elements=n_elements, link=link, settings={"wire": wire})
+        samples[f"{n_elements * 4 / 1e6:g} MB as {wire}, {words(link)}"] = [100 * abs(t / plan_s - 1) for t in taken_s]
+        seconds.append(f"{plan_s:.2f} and {median(taken_s):.2f}")
+    note = f"s, planned and measured: {', '.join(seconds)}"
+    goals = dict.fromkeys(samples, 25.0)
+    return [Comparison("W7", f"N={n}: a round is off the plan by", "%", samples, goals=goals, note=note)]
+
+
+PLANNED: tuple[tuple[int, str, Link], ...] = (
+    (10_000_000, "fp32", SLOW),
+    (10_000_000, "int8", SLOW),
+    (2_500_000, "int8", {"latency_s": 0.1, "bytes_per_s": 5e6}),
+)
+
+
+def _plan_s(n: int, n_elements: int, wire: str, link: Link) -> float:
+    from diloco import planner
+
+    rate = link["bytes_per_s"]
+    usual, share = planner.Processor(), min(1.0, len(os.sched_getaffinity(0)) / n)  # of a core, for each replica
+    processor = planner.Processor(
+        encode=share * usual.encode,
+        accumulate=share * usual.accumulate,
+        decode=share * usual.decode,
+        step=share * usual.step,
+    )
+    way = planner.Link(up=rate, down=rate, latency_s=link["latency_s"])
+    job = planner.Job(params=n_elements, n=n, step_s=1.0, link=way, processor=processor)
+    return planner.evaluate(job, planner.Choice(inner_steps=1, wire=wire)).round.seconds
 
 
 def signed(options: Options) -> list[Comparison]:

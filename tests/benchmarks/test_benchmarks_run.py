@@ -37,6 +37,7 @@ PEERS = {
     "C1": None,
     "W1": None,
     "W2": "alone",
+    "W7": None,
     "W10": None,
 }
 Found = dict[str, list[dict[str, Any]]]
