@@ -37,6 +37,9 @@ PEERS = {
     "C1": None,
     "W1": None,
     "W2": "alone",
+    "W3": "fp32",
+    "W4": "fp32",
+    "W5": "fp32",
     "W7": None,
     "W10": None,
 }
