@@ -108,7 +108,12 @@ def memory_of_replica(
     torch.set_num_threads(1)
     model = gpt(width, layers, vocabulary)
     size = sum(parameter.numel() for parameter in model.parameters())
-    groups = [[f"tensors.{i}" for i in range(part, 12 * layers + 4, fragments)] for part in range(fragments)]
+    groups: list[list[str]] = [[] for _ in range(fragments)]
+    sizes = [0] * fragments
+    for name, tensor in sorted(model.named_parameters(), key=lambda named: -named[1].numel()):
+        part = sizes.index(min(sizes))
+        groups[part].append(name)
+        sizes[part] += tensor.numel()
     with Watch(4 * size) as watch:
         diloco = DiLoCo(model, inner_steps=2 * fragments, fragments=groups, sync_buffers=False, **(settings or {}))
         watch.forget_peak()  # the first anchor's agreement is over
