@@ -249,7 +249,7 @@ def round_cost(job: Job, choice: Choice) -> RoundCost:
         # All wait for the one that seals: it reads the others, and sends the mean in the seal.
         link_s = (elements * (w + v)) / link.up + ((n - 1) * elements * w + elements * v) / link.down
         requests = REQUESTS_IN_TURN["small"]
-        up, down = elements * (w + v / n), elements * (n - 1) * (w + v) / n  # on average
+        up, down = elements * (w + v / n), elements * ((n - 1) * w / n + v)  # on average
     else:
         part = ceil(blocks / max(1, min(n, blocks, MAX_SHARDS))) / blocks
         up, down = elements * (w + part * v), elements * ((n - 1) * part * w + (1 - part) * v)

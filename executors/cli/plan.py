@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -152,12 +153,11 @@ def plan(
         return 0
     place = "" if url is None else f", {url}"
     output.say(f"{_short(params)} parameters, {n} replica{'s' * (n > 1)}, {step:g} s a step{place} "
-               f"({source}: {describe_link(speed)})", "bold")  # fmt: skip
-    for line in _lines(found):
-        output.say(line)
-    output.say(_sums(found, prices, is_priced, kind, url))
+               f"({source}: {describe_link(speed)})", "bold", wrap=True)  # fmt: skip
+    for line in (*_lines(found), _sums(found, prices, is_priced, kind, url)):
+        output.say(line, wrap=True)
     for line in _advice(found, free, source):
-        output.say(line, "yellow")
+        output.say(line, "yellow", wrap=True)
     output.say(f"pass it on:  DiLoCo(model, {_settings(found)})")
     return 0
 
@@ -184,7 +184,7 @@ def _checked(store: str) -> str:
 
 def _link(
     output: Output, url: str | None, n: int, probe: bool, up: float | None, down: float | None, latency: float | None
-) -> tuple[LinkSpeed, str, dict[str, float]]:
+) -> tuple[LinkSpeed, str, Mapping[str, float]]:
     """Return what one replica has of the way to the store, how that is known, and what is known of its processor."""
     from executors.store.link import LinkSpeed
 
@@ -220,9 +220,10 @@ def _probe(output: Output, url: str, n: int) -> MeasuredLink:
 
     with Interrupts(), output.busy(f"Measuring {url}"):
         speed = measure_link(url, n)
-    measured = MeasuredLink(url=url, n=n, at=time.time(), **asdict(speed))
+        processor = load_planner("processor")()
+    measured = MeasuredLink(url=url, n=n, at=time.time(), processor=processor, **asdict(speed))
     note_link(measured)
-    return measured
+    return measured.shared_by(n)
 
 
 def _kind_of(url: str | None) -> str:
@@ -314,12 +315,17 @@ def _advice(plan: Any, free: Any, source: str) -> list[str]:
     if plan.has_few_rounds:
         lines.append(
             f"Only {plan.rounds} round{'s' * (plan.rounds != 1)} of each fragment: below 30 the outer momentum does "
-            "more harm than good, so this is plain averaging. Train longer, or use a faster link."
+            "more harm than good, so this is plain averaging. Train longer, or with shorter rounds."
         )
     if plan.late_s and free.share < plan.share:
         lines.append(f"{name_share(free.share)} of the time would be lost with: {_settings(free)}")
     elif plan.late_s:
         lines.append("Nothing hides the rounds at this link; this loses least.")
+    if 2 * plan.choice.overlap_steps > plan.choice.inner_steps:
+        lines.append(
+            f"A round misses the last {plan.choice.overlap_steps} of {plan.choice.inner_steps} steps, which costs loss "
+            "beyond a half: a longer --inner-steps leaves room for fragments."
+        )
     if "assumed" in source:
         lines.append("The link is assumed: --probe measures it, or give --up, --down and --latency.")
     return lines

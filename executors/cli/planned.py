@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from executors.errors import ReplicasError, StoreError
+from executors.process import usable_cores
 from executors.run_index import local_store
 from executors.store.records import (
     FAR_AHEAD,
@@ -30,8 +32,14 @@ if TYPE_CHECKING:
 PLANNERS = "replicas.planner"  # the group of entry points that names who plans rounds
 LINKS = ".links"  # no run id begins so
 RATE = number(1e-3, 1e15)
+PARTS = ("encode", "accumulate", "decode", "step")
 MEASURED_RANKS = 4
 LAST_ROUNDS = 20  # of each
+
+
+def rates_of(value: Any) -> dict[str, float]:
+    """Expect bytes a second, by what is done."""
+    return {name: RATE(rate) for name, rate in json_object(value).items() if name in PARTS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +54,30 @@ class MeasuredLink(Record):
     """Bytes a second, of one replica."""
     down: float = checked(RATE)
     latency_s: float = checked(number(0.0, 1e5))
-    processor: dict[str, Any] = field(default_factory=dict, metadata={"check": json_object})
-    """What its parts work through in a second, as far as that was measured."""
+    processor: Mapping[str, float] = checked(rates_of, {})
+    """Bytes that a free one works through in a second, by what it does, as far as that was measured."""
 
     def shared_by(self, n: int) -> MeasuredLink:
         """Return what one of n replicas has."""
-        share = self.n / n if is_near(self.url) else 1.0
-        return replace(self, n=n, up=self.up * share, down=self.down * share)
+        if not is_near(self.url):
+            return replace(self, n=n)
+        share, cores = self.n / n, min(1.0, usable_cores() / n)
+        processor = {name: rate * cores for name, rate in self.processor.items()}
+        return replace(self, n=n, up=self.up * share, down=self.down * share, processor=processor)
 
 
-def load_planner() -> Any:
-    """Return the module that plans rounds, which an installed package announces: executors know nothing of training.
+def load_planner(name: str = "default") -> Any:
+    """Return what plans rounds, which an installed package announces: executors know nothing of training.
+
+    Args:
+        name: "default": the module. "processor": what measures this machine's.
 
     Raises:
-        ReplicasError: none does.
+        ReplicasError: no package does.
     """
     from importlib.metadata import entry_points
 
-    found = list(entry_points(group=PLANNERS, name="default"))
+    found = list(entry_points(group=PLANNERS, name=name))
     if not found:
         raise ReplicasError(f"No installed package plans rounds (group {PLANNERS!r}): install this one again.")
     return found[0].load()

@@ -22,6 +22,7 @@ MAX_NAMES = 1000  # of reported numbers, in an attempt
 MAX_SHOWN = 200  # characters of a key
 NUMBERS = frozenset((float, int))
 READ_AT_ONCE = 256
+MAX_LOOKED_BACK = 8  # segments, for a round
 
 AttemptKey = tuple[int, int]
 """Rank and attempt."""
@@ -152,15 +153,24 @@ def read_segments(
 
 
 def newest_rounds(store: Store, run_id: str, most_ranks: int, most_rounds: int) -> list[Round]:
-    """Return the last rounds of the first ranks, as far as each one's newest segment has them."""
+    """Return the last rounds of the first ranks: those in the newest segment of each that has any.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
     chosen, _ = _choose(store, run_id)
-    newest = {rank: (attempt, entry) for (rank, attempt), _, entry in sorted(chosen, key=lambda each: each[:2])}
-    rounds: list[Round] = []
-    for rank, (attempt, entry) in list(newest.items())[:most_ranks]:
-        lines = Lines(rank, attempt)
-        lines.add(entry.key, bytes(get_at_most(store, entry.key, MAX_SEGMENT_BYTES)))
-        rounds += [row for row in lines.finish(()).rows if isinstance(row, Round)][-most_rounds:]
-    return rounds
+    by_rank = dict[int, list[tuple[int, Entry]]]()
+    for (rank, attempt), _, entry in sorted(chosen, key=lambda each: each[:2]):
+        by_rank.setdefault(rank, []).append((attempt, entry))
+    found: list[Round] = []
+    for rank, entries in [*by_rank.items()][:most_ranks]:
+        for attempt, entry in entries[: -1 - MAX_LOOKED_BACK : -1]:
+            lines = Lines(rank, attempt)
+            lines.add(entry.key, bytes(get_at_most(store, entry.key, MAX_SEGMENT_BYTES)))
+            if rounds := [row for row in lines.finish(()).rows if isinstance(row, Round)]:
+                found += rounds[-most_rounds:]
+                break
+    return found
 
 
 def _choose(store: Store, run_id: str) -> tuple[list[tuple[AttemptKey, int, Entry]], list[str]]:

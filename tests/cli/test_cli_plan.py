@@ -48,6 +48,7 @@ def test_a_plan_says_what_to_pass_on_and_what_it_costs(here: HereInstead) -> Non
         (("--inner-steps", "10", "--steps", "200"), "Only 20 rounds of each fragment: below 30 the outer momentum"),
         (("--inner-steps", "10", "--steps", "200"), 'wire="int8", outer_lr=1.0, outer_momentum=0.0)'),
         (("--inner-steps", "10", "--steps", "300"), 'wire="int8", outer_momentum=0.8)'),
+        (("--inner-steps", "20", "--params", "20M"), "A round misses the last 19 of 20 steps"),
         (("--store", "s3://bucket/runs"), "The link is assumed: --probe measures it"),
         (("--store", "s3://b/?endpoint_url=https://s3.example.com"), "what s3.example.com costs is not known here"),
         (("--up", "20kB", "--down", "20kB", "--params", "1B"), "Nothing hides the rounds at this link"),
@@ -94,7 +95,10 @@ def test_a_probe_leaves_a_measurement_here_and_nothing_there(here: HereInstead, 
     second = here.replicas("plan", *SMALL, "--store", there, "--json").json
     assert second["link"].pop("source").startswith("measured 0 s ago")
     assert second["link"].items() <= first["link"].items()
+    assert first["processor"].keys() == {"encode", "accumulate", "decode", "step", "copy"}
+    assert first["processor"]["encode"] != 1.5e9
     twice_as_many = here.replicas("plan", *SMALL, "--n", "4", "--store", there, "--json").json
+    assert twice_as_many["processor"]["encode"] <= first["processor"]["encode"]
     assert twice_as_many["link"]["up"] == pytest.approx(first["link"]["up"] / 2)  # they share the disk
 
 

@@ -34,6 +34,7 @@ from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.phase import Plan
 from diloco.rendezvous.round import Context, EntryState, Limits
 from diloco.rendezvous.snapshot import Pointer, decode_part, encode_part, get_parts
+from diloco.rendezvous.turns import InTurn
 from diloco.testing import run_replicas
 from diloco.wires import FP32
 from executors.errors import CorruptObjectError
@@ -337,7 +338,7 @@ def test_an_input_whose_head_is_of_another_payload_is_left_out(n_blocks: int, we
     state: Any = SimpleNamespace(sizes=lambda: [8], wire=FP32, mean_wire=FP32)
     context = Context(
         store=patient, keys=KEYS, me=me, training=state, plan=Plan(), limits=limits, clock=lambda: 0.0,
-        wait=lambda *_: None,
+        turns=InTurn(lambda *_: None),
     )  # fmt: skip
     members = {rank: Member("ab"[rank], 0, 1.0, unframe(data)[1]) for rank, data in enumerate((head, good))}
     mean = Reducer(context).collect(r := EntryState.begin(context, 0), Seal(members, D, 2))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco import planner, processor, settings
 from diloco.planner import (
     BYTES_PER_ELEMENT,
     INNER_STEPS,
@@ -28,6 +29,9 @@ from diloco.planner import (
     hide,
     round_cost,
 )
+from diloco.rendezvous import frames, snapshot
+from diloco.rendezvous.round import Limits
+from diloco.wires import DEFAULT_MEAN_WIRE, WIRES
 
 BUCKET = Link(up=210e6, down=260e6, latency_s=0.048)
 EXAMPLE = Job(params=1_300_000_000, n=8, step_s=0.9, link=BUCKET, processor=Processor(copy=160e9), steps=20_000)
@@ -40,7 +44,7 @@ JOBS = st.builds(
     Job, params=st.integers(1, 10**11), n=st.integers(1, 300), step_s=st.floats(1e-3, 100), link=LINKS,
     steps=st.none() | st.integers(500, 10**6),
 )  # fmt: skip
-WIRES = st.sampled_from(sorted(BYTES_PER_ELEMENT))
+NAMES = st.sampled_from(sorted(BYTES_PER_ELEMENT))
 
 
 def test_the_parts_of_a_sharded_round_are_those_of_the_formula() -> None:
@@ -64,7 +68,7 @@ def test_a_small_round_has_one_phase() -> None:
     cost = round_cost(job, Choice(inner_steps=10, wire="fp32"))
     assert cost.link_s == pytest.approx((4e6 + 4e6) / 2e6 + (3 * 4e6 + 4e6) / 4e6)
     assert cost.requests_s == pytest.approx(0.1)
-    assert (cost.up, cost.down) == (4e6 + 4e6 / 4, 3 * 8e6 / 4)  # of the four one seals and three read the mean
+    assert (cost.up, cost.down) == (4e6 + 4e6 / 4, 3 * 4e6 / 4 + 4e6)  # one of four seals; all read the mean
     large = round_cost(replace(job, params=1_048_577), Choice(inner_steps=10, wire="fp32"))
     assert large.requests_s == pytest.approx(0.17)
 
@@ -156,7 +160,7 @@ def test_what_makes_no_sense_is_refused_by_name(job: dict, given: dict, problem:
         choose(replace(EXAMPLE, **job), **given)
 
 
-@given(job=JOBS, wire=WIRES, factor=st.floats(1, 1e4))
+@given(job=JOBS, wire=NAMES, factor=st.floats(1, 1e4))
 def test_a_better_link_never_makes_rounds_longer(job: Job, wire: str, factor: float) -> None:
     """For one wire: with more room the planner goes back from int4 to int8, whose rounds may be longer."""
     link = job.link
@@ -177,16 +181,32 @@ def test_every_plan_can_be_passed_on(job: Job) -> None:
     assert min(plan.up, plan.down, plan.requests_usd(PRICES["s3"], 10), plan.egress_usd(PRICES["s3"], 10)) >= 0
 
 
-@given(job=JOBS, wire=WIRES, inner_steps=st.sampled_from(INNER_STEPS), more=st.integers(1, 9))
+@given(job=JOBS, wire=NAMES, inner_steps=st.sampled_from(INNER_STEPS), more=st.integers(1, 9))
 def test_more_overlap_never_loses_more_time(job: Job, wire: str, inner_steps: int, more: int) -> None:
     choice = Choice(inner_steps=inner_steps, wire=wire)
     assert evaluate(job, replace(choice, overlap_steps=more)).share <= evaluate(job, choice).share
 
 
-@given(job=JOBS, wire=WIRES)
+@given(job=JOBS, wire=NAMES)
 def test_a_round_that_was_can_be_compared_without_the_job(job: Job, wire: str) -> None:
     cost = cost_of_round(job.params, job.n, wire, None, job.link, job.processor)
     assert cost == round_cost(job, Choice(inner_steps=10, overlap_steps=3, wire=wire))
+
+
+def test_the_numbers_are_those_of_the_wires_and_of_the_rendezvous() -> None:
+    assert {name: wire.size(1 << 20) / (1 << 20) for name, wire in WIRES.items()} == BYTES_PER_ELEMENT
+    assert planner.MEAN_WIRES == DEFAULT_MEAN_WIRE
+    assert (Limits().block_elements, Limits().small_bytes) == (planner.BLOCK_ELEMENTS, planner.SMALL_BYTES)
+    assert (planner.MAX_SHARDS, planner.SNAPSHOT_PART_BYTES) == (frames.MAX_SHARDS, snapshot.PART_BYTES)
+    assert planner.FEW_ROUNDS == settings.FEW_ROUNDS
+
+
+def test_a_processor_is_measured_by_what_a_round_asks_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "TRIES", 1)
+    found = processor.measure()
+    assert list(found) == ["encode", "accumulate", "decode", "step"]
+    assert all(1e6 < rate < 1e12 for rate in found.values())
+    assert Processor(**found).copy == Processor().copy
 
 
 def test_planning_needs_neither_torch_nor_numpy() -> None:
