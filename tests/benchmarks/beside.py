@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -39,8 +40,8 @@ def run(task: str, n: int, *, signed: bool = False, **arguments: Any) -> list[An
 
 def round_s(n: int, *, rounds: int = 3, **arguments: Any) -> list[float]:
     """Return what rounds take with nothing beside them: each until its last replica has it."""
-    by_rank = [found["step_s"] for found in run("train", n, inner_steps=1, step_s=0.0, rounds=rounds, **arguments)]
-    return [max(each) for each in zip(*by_rank, strict=True)]
+    found = run("train", n, **{"inner_steps": 1, "step_s": 0.0, "rounds": rounds, **arguments})
+    return [max(each) for each in zip(*(rank["busy_s"] for rank in found), strict=True)]
 
 
 def lost(options: Options) -> list[Comparison]:
@@ -82,15 +83,22 @@ def steps(options: Options) -> list[Comparison]:
 
 
 def planned(options: Options) -> list[Comparison]:
-    """W7: what `replicas plan` says of a round, and what it takes."""
+    """W7: what `replicas plan` says of a round, and what it takes, with and without steps beside it."""
+    from diloco import planner
+
     n = 2 if options.quick else 4
-    cases = [(50_000, "fp32", {"latency_s": 0.01, "bytes_per_s": 1e6})] if options.quick else PLANNED
+    cases = [(50_000, "fp32", {"latency_s": 0.005, "bytes_per_s": 20e6})] if options.quick else PLANNED
     samples: dict[str, list[float]] = {}
     seconds = []
-    for n_elements, wire, link in cases:
-        plan_s = _plan_s(n, n_elements, wire, link)
-        taken_s = round_s(n, n_elements=n_elements, link=link, settings={"wire": wire})
-        samples[f"{n_elements * 4 / 1e6:g} MB as {wire}, {words(link)}"] = [100 * abs(t / plan_s - 1) for t in taken_s]
+    for (n_elements, wire, link), overlap in product(cases, (0, OVERLAP)):
+        plan_s = _plan_s(n, n_elements, wire, link, overlap)
+        hidden: dict[str, Any] = (
+            {"inner_steps": 2 * OVERLAP, "step_s": planner.MARGIN * plan_s / OVERLAP} if overlap else {}
+        )
+        settings = {"wire": wire, "overlap_steps": overlap, "merge": "carry"}
+        taken_s = round_s(n, n_elements=n_elements, link=link, settings=settings, **hidden)
+        name = f"{n_elements * 4 / 1e6:g} MB as {wire}, {words(link)}" + ", beside" * (overlap > 0)
+        samples[name] = [100 * abs(t / plan_s - 1) for t in taken_s]
         seconds.append(f"{plan_s:.2f} and {median(taken_s):.2f}")
     note = f"s, planned and measured: {', '.join(seconds)}"
     goals = dict.fromkeys(samples, 25.0)
@@ -104,7 +112,7 @@ PLANNED: tuple[tuple[int, str, Link], ...] = (
 )
 
 
-def _plan_s(n: int, n_elements: int, wire: str, link: Link) -> float:
+def _plan_s(n: int, n_elements: int, wire: str, link: Link, overlap: int) -> float:
     from diloco import planner
 
     rate = link["bytes_per_s"]
@@ -117,7 +125,9 @@ def _plan_s(n: int, n_elements: int, wire: str, link: Link) -> float:
     )
     way = planner.Link(up=rate, down=rate, latency_s=link["latency_s"])
     job = planner.Job(params=n_elements, n=n, step_s=1.0, link=way, processor=processor)
-    return planner.evaluate(job, planner.Choice(inner_steps=1, wire=wire)).round.seconds
+    return planner.evaluate(
+        job, planner.Choice(inner_steps=2 * OVERLAP, overlap_steps=overlap, wire=wire)
+    ).round.seconds
 
 
 def signed(options: Options) -> list[Comparison]:
