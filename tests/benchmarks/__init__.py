@@ -3,6 +3,5 @@
     python -m tests.benchmarks [L1 L2 …] [--repeat N] [--seconds S] [--json FILE] [--quick]
 
 What is compared is measured interleaved, and only ratios of medians from one run mean anything: the seconds are those
-of this machine, today. Nothing here fails because something was slow. Q1 to Q4 and R2 to R6 have no peer: their goals
-are numbers.
+of this machine, today. Nothing here fails because something was slow. Where there is no peer the goals are numbers.
 """

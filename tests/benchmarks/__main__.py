@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import (
+    beside,
+    by_the_clock,
     exactness,
     far,
     launch,
     looking,
+    loss_of_wires,
     metrics,
     noticing,
     outer_step,
@@ -37,7 +40,14 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("S6",): noticing.noticing,
     ("S9", "S10"): far.far,
     ("O1", "O2"): outer_step.outer_step,
+    ("W1",): beside.lost,
+    ("W2",): beside.steps,
     ("W3", "W4", "W5"): wires.wires,
+    ("W6",): loss_of_wires.loss_of_wires,
+    ("W7",): beside.planned,
+    ("W8",): beside.signed,
+    ("W9",): by_the_clock.by_the_clock,
+    ("W10",): outer_step.memory_beside,
     ("Q1", "Q2", "Q3", "Q4"): looking.looking,
     ("M1", "M3"): metrics.metrics,
     ("M2",): pages.pages,
@@ -49,15 +59,15 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("R6",): restarts.goodput,
     ("C1",): exactness.exactness,
 }
-LONG = ("R5", "R6")
+LONG = ("R5", "R6", "W6")
 NAMES = sorted(name for names in BENCHMARKS for name in names)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Comparison]:
-    """Run the benchmarks that the command line names; by default all but those that take an hour."""
+    """Run the benchmarks that the command line names; by default all but those that take half an hour or more."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description="Benchmarks beside their peers.")
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"which: {', '.join(NAMES)}; all but {' and '.join(LONG)} by default"
+        "names", nargs="*", metavar="NAME", help=f"which: {', '.join(NAMES)}; all but {', '.join(LONG)} by default"
     )
     parser.add_argument("--repeat", type=int, metavar="N", help="repetitions of everything")
     parser.add_argument("--seconds", type=float, metavar="S", help="how long R5 and R6 go on; an hour and half of one")

@@ -1,4 +1,4 @@
-"""The outer step: its time beside the memory traffic it cannot avoid (O1), and the memory it takes (O2)."""
+"""The outer step: its time beside the memory traffic it cannot avoid (O1), and the memory it takes (O2, W10)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FLOOR = "floor: read and write two buffers, read one"
 
 def outer_step(options: Options) -> list[Comparison]:
     """O1 and O2: GPT-2's shapes, 96 million parameters in 148 tensors, one thread."""
-    shape = {"width": 64, "layers": 2, "vocabulary": 256} if options.quick else USUAL
+    shape = TOY if options.quick else USUAL
     where = "a toy model" if options.quick else "96M parameters in 148 tensors"
     times = _in_a_process("time_step", **shape, repetitions=options.repetitions(15))
     ours, peer = "outer step, with its digest", "torch.optim.SGD(nesterov, foreach)"
@@ -32,6 +32,22 @@ def outer_step(options: Options) -> list[Comparison]:
     return found
 
 
+def memory_beside(options: Options) -> list[Comparison]:
+    """W10: the same model, with rounds beside the training."""
+    shape = TOY if options.quick else USUAL
+    settings = {"wire": "int8", "overlap_steps": 1, "merge": "carry"}
+    found = {
+        f"{fragments} fragment{'s' * (fragments > 1)}": _in_a_process(
+            "memory_of_replica", 2 if options.quick else 4, **shape, fragments=fragments, settings=settings
+        )
+        for fragments in (1, 4)
+    }
+    taken = {method: [each["peak"]] for method, each in found.items()}
+    title = "memory beside the model, int8, rounds beside the training, one of 4 replicas, peak"
+    return [Comparison("W10", title, "models", taken, goals={"1 fragment": 3.3, "4 fragments": 2.6})]
+
+
+TOY = {"width": 64, "layers": 2, "vocabulary": 256}
 USUAL = {"width": 768, "layers": 12, "vocabulary": 13_312}
 
 

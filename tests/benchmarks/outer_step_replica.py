@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,17 +97,28 @@ def _sgd(model: nn.Module, fragment: Fragment, mean: Tensor) -> Callable[[], obj
     return torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True, foreach=True).step
 
 
-def memory_of_replica(width: int, layers: int, vocabulary: int, fragments: int) -> dict[str, float]:
-    """Return the memory that all of DiLoCo takes beside the model, in models; mapped files are not counted."""
+def memory_of_replica(
+    width: int, layers: int, vocabulary: int, fragments: int, settings: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """Return the memory that all of DiLoCo takes beside the model, in models; mapped files are not counted.
+
+    Args:
+        settings: of DiLoCo; with `overlap_steps` the rounds go on beside the training.
+    """
     torch.set_num_threads(1)
     model = gpt(width, layers, vocabulary)
     size = sum(parameter.numel() for parameter in model.parameters())
-    groups = [[f"tensors.{i}" for i in range(part, 12 * layers + 4, fragments)] for part in range(fragments)]
+    groups: list[list[str]] = [[] for _ in range(fragments)]
+    sizes = [0] * fragments
+    for name, tensor in sorted(model.named_parameters(), key=lambda named: -named[1].numel()):
+        part = sizes.index(min(sizes))
+        groups[part].append(name)
+        sizes[part] += tensor.numel()
     with Watch(4 * size) as watch:
-        diloco = DiLoCo(model, inner_steps=1000 * fragments, fragments=groups, sync_buffers=False)
+        diloco = DiLoCo(model, inner_steps=2 * fragments, fragments=groups, sync_buffers=False, **(settings or {}))
         watch.forget_peak()  # the first anchor's agreement is over
-        for _ in range(2):
-            diloco.sync()
+        for _ in range(4 * fragments):
+            diloco.step()
     diloco.close()
     return watch.found
 

@@ -26,6 +26,8 @@ Costs = dict[str, Any]
 """What one round cost one replica, as `rounds_replica.exchange` tells."""
 GLOO, MEAN, WHOLE = "gloo all_reduce", "file store, until the mean is there", "the same and the outer step"
 LARGE = 100_000_000
+GOALS = {("fp32", 8): 0.65, ("int8", 8): 0.5}
+"""For the large size, by wire and number of replicas; 0.9 for the others."""
 
 
 @dataclass(frozen=True)
@@ -60,34 +62,40 @@ def rounds(options: Options) -> list[Comparison]:
     for n_elements, n in ((size, n) for size in (10_000_000, LARGE) for n in (2, 4, 8)):
         for place in places if n_elements == LARGE else [TEMPORARY]:
             found += _exchange(n_elements, n, options.repetitions(2), 4, place)
+            if (n_elements, n) == (LARGE, 8):
+                found += _exchange(n_elements, n, options.repetitions(2), 4, place, "int8")
     return found
 
 
-def _exchange(n_elements: int, n: int, groups: int, rounds_each: int, place: Place) -> list[Comparison]:
+def _exchange(
+    n_elements: int, n: int, groups: int, rounds_each: int, place: Place, wire: str = "fp32"
+) -> list[Comparison]:
     """Let some groups of processes, one after the other, go through rounds."""
-    by_group = [_group(n_elements, n, rounds_each, place) for _ in range(groups)]
+    by_group = [_group(n_elements, n, rounds_each, place, wire) for _ in range(groups)]
     first = [group[0] for group in by_group]
     steady = [costs for group in by_group for costs in group[1:]]
-    size = f"{n_elements / 1e6:g}M float32, N={n}"
+    size = f"{n_elements / 1e6:g}M float32, N={n}" + f" over {wire}" * (wire != "fp32")
     timed = f"{size}, {place.name}"
-    goals = {MEAN: 0.9} if n_elements == LARGE else {}
-    return [
-        Comparison("S1", f"{timed}: first round", "s", _times(first), GLOO, note=_shares(first)),
-        Comparison("S1", f"{timed}: later rounds", "s", _times(steady), GLOO, goals, _shares(steady)),
-        Comparison("S1", f"{timed}: later rounds, processor time of all", "s", _processor(steady), GLOO),
-        _bytes(size, n, 4 * n_elements, first + steady),
-        _wire(size, n, 4 * n_elements, first + steady),
+    name = "S1" if wire == "fp32" else "S5"
+    goals = {MEAN: GOALS.get((wire, n), 0.9)} if n_elements == LARGE else {}
+    times = [
+        Comparison(name, f"{timed}: first round", "s", _times(first), GLOO, note=_shares(first)),
+        Comparison(name, f"{timed}: later rounds", "s", _times(steady), GLOO, goals, _shares(steady)),
+        Comparison(name, f"{timed}: later rounds, processor time of all", "s", _processor(steady), GLOO),
     ]
+    moved = _wire(size, n, 4 * n_elements, wire, first + steady)
+    return [*times, _bytes(size, n, 4 * n_elements, first + steady), moved] if wire == "fp32" else [*times, moved]
 
 
-def _group(n_elements: int, n: int, rounds_each: int, place: Place) -> list[list[Costs]]:
+def _group(n_elements: int, n: int, rounds_each: int, place: Place, wire: str) -> list[list[Costs]]:
     """Start N processes; return the costs of each round, by rank."""
     if place.around:
-        command = [sys.executable, "-m", f"{__package__}.rounds_group", *map(str, (n_elements, n, rounds_each))]
+        arguments = map(str, (n_elements, n, rounds_each, wire))
+        command = [sys.executable, "-m", f"{__package__}.rounds_group", *arguments]
         said = subprocess.run([*place.around, *command], check=True, stdout=subprocess.PIPE, text=True).stdout
         by_rank: list[list[Costs]] = json.loads(said)
     else:
-        by_rank = group(n_elements, n, rounds_each)
+        by_rank = group(n_elements, n, rounds_each, wire)
     by_round = [list(costs) for costs in zip(*by_rank, strict=True)]
     for costs in by_round:
         assert all(each["ranks"] == list(range(n)) for each in costs), "a round went without somebody"
@@ -122,7 +130,7 @@ def _middle(rounds_: list[list[Costs]], value: Callable[[Costs], float]) -> floa
     return median(fmean(value(each) for each in costs) for costs in rounds_)
 
 
-def _wire(size: str, n: int, payload_bytes: int, rounds_: list[list[Costs]]) -> Comparison:
+def _wire(size: str, n: int, payload_bytes: int, wire: str, rounds_: list[list[Costs]]) -> Comparison:
     """Compare all that is written and read with what float32 in shards cannot do without."""
     least = "the payload, sharded: (3 - 1/N) M"
     sums = [
@@ -131,7 +139,7 @@ def _wire(size: str, n: int, payload_bytes: int, rounds_: list[list[Costs]]) -> 
     ]
     samples = {
         least: [(3 - 1 / n) * payload_bytes / 1e6],
-        "fp32, heads and seals and all": [total / 1e6 for total in sums],
+        f"{wire}, heads and seals and all": [total / 1e6 for total in sums],
     }
     return Comparison("S5", f"{size}: bytes on the wire per replica and round", "MB", samples, least)
 

@@ -40,7 +40,7 @@ class Moment:
         return cls(time.perf_counter(), used.ru_utime + used.ru_stime)
 
 
-def exchange(n_elements: int, rounds: int, meeting_file: str) -> list[dict[str, Any]]:
+def exchange(n_elements: int, rounds: int, wire: str, meeting_file: str) -> list[dict[str, Any]]:
     """Go through some rounds and return what each cost this replica."""
     torch.set_num_threads(1)
     replica = current_replica()
@@ -55,7 +55,7 @@ def exchange(n_elements: int, rounds: int, meeting_file: str) -> list[dict[str, 
     found = []
     # A momentum has no part in the mean, and its memory would be missing to the files.
     with DiLoCo(
-        model, inner_steps=1_000_000, outer_lr=1.0, outer_momentum=0.0, store=store, sync_buffers=False
+        model, inner_steps=1_000_000, outer_lr=1.0, outer_momentum=0.0, wire=wire, store=store, sync_buffers=False
     ) as diloco:
         for _ in range(rounds):
             value = float(model.flat.data[0])  # they are all the same

@@ -35,9 +35,13 @@ PEERS = {
     "R5": None,
     "R6": None,
     "C1": None,
+    "W1": None,
+    "W2": "alone",
     "W3": "fp32",
     "W4": "fp32",
     "W5": "fp32",
+    "W7": None,
+    "W10": None,
 }
 Found = dict[str, list[dict[str, Any]]]
 pytestmark = pytest.mark.timeout(300)
@@ -81,6 +85,12 @@ def test_replicas_are_exactly_alike_and_data_parallel_up_to_rounding(found: Foun
     different, apart = found["C1"]
     assert [row["max"] for row in different["methods"].values()] == [0.0]
     assert all(0 < row["max"] <= 1 for row in apart["methods"].values())
+
+
+@pytest.mark.slow
+def test_the_loss_of_wires_and_the_time_of_signatures_are_measured(tmp_path: Path) -> None:
+    found = run_benchmarks(tmp_path / "found.json", "W6", "W8")
+    assert {name: rows[-1]["base"] for name, rows in found.items()} == {"W6": None, "W8": "unsigned"}
 
 
 @pytest.mark.slow

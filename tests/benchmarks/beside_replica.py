@@ -1,0 +1,111 @@
+"""What each replica does in the benchmarks of rounds beside the training: keep the time of its steps and rounds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import torch
+from torch import nn
+
+from diloco import DiLoCo
+from executors import current_replica
+from executors.store.file import FileStore
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the tests share
+
+from support.far_store import FarStore
+
+STEP_S = 0.005
+
+
+def train(
+    n_elements: int, link: dict[str, Any], inner_steps: int, step_s: float, rounds: int, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Train on a device that needs `step_s` for a step; the first round is not counted.
+
+    Args:
+        link: of the far store around the rendezvous; none: the directory itself.
+
+    Returns: seconds in all, and of each round those that `DiLoCo.step` held the training up, and those it took.
+    """
+    torch.set_num_threads(1)
+    replica = current_replica()
+    near = FileStore(Path(unquote(urlsplit(replica.rendezvous).path)))
+    store = FarStore(near, **link) if link else near
+    model = Flat(n_elements)
+    held_up_s: list[float] = []
+    busy_s: list[float] = []
+    with DiLoCo(
+        model, inner_steps=inner_steps, sync_buffers=False, store=store, run_id=replica.run_id, **settings
+    ) as diloco:
+        began = time.perf_counter()
+        for step in range(inner_steps * (rounds + 1)):
+            if step == inner_steps:
+                began = time.perf_counter()
+            time.sleep(step_s)
+            with torch.no_grad():
+                model.flat.add_(0.001 * (replica.rank + 1))
+            if step % inner_steps == 0:
+                held_up_s.append(0.0)
+            stepped = time.perf_counter()
+            report = diloco.step()
+            held_up_s[-1] += time.perf_counter() - stepped
+            if report is not None:
+                assert len(report.ranks) == replica.world_size, "a round went without somebody"
+                busy_s.append(report.busy_s)
+        all_s = time.perf_counter() - began
+    return {"all_s": all_s, "step_s": held_up_s[1:], "busy_s": busy_s[1:]}
+
+
+def time_steps(n_elements: int, rounds: int, on_device: bool) -> dict[str, list[float]]:
+    """Time inner steps while a round goes on in this process, and while none does.
+
+    Args:
+        on_device: a step is waiting for a device; else it is operations that are small enough for the interpreter,
+            and its lock, to be most of it.
+    """
+    torch.set_num_threads(1)
+    model = Flat(n_elements)
+    small = torch.eye(32)
+
+    def step() -> None:
+        if on_device:
+            time.sleep(STEP_S)
+            return
+        for _ in range(1000):
+            small.mm(small)
+
+    for _ in range(20):
+        step()
+    began = time.perf_counter()
+    step()
+    inner_steps = 2 * int(max(0.2, n_elements / 10e6) / (time.perf_counter() - began))
+    samples: dict[str, list[float]] = {"alone": [], "beside a round": []}
+    settings: dict[str, Any] = {"overlap_steps": inner_steps - 1, "merge": "carry"}
+    with DiLoCo(model, inner_steps=inner_steps, sync_buffers=False, **settings) as diloco:
+        for _ in range(rounds):
+            times: list[tuple[float, float]] = []
+            report = None
+            while report is None:
+                before = time.monotonic()
+                step()
+                times.append((before, time.monotonic()))
+                with torch.no_grad():
+                    model.flat[: 1 << 10].add_(0.001)
+                report = diloco.step()
+            for began, ended in times[1:]:  # the first one is before the contribution was taken
+                if ended <= report.ended or began > report.ended:
+                    samples["beside a round" if ended <= report.ended else "alone"].append(ended - began)
+    return samples
+
+
+class Flat(nn.Module):
+    """A model of one parameter."""
+
+    def __init__(self, n_elements: int) -> None:
+        super().__init__()
+        self.flat = nn.Parameter(torch.zeros(n_elements))
