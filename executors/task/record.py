@@ -38,6 +38,7 @@ BACKEND_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CLASS_PATH = re.compile(r"[\w.]{1,200}:[\w.<>]{1,200}")  # <locals> is part of a name, too
 TRACKER = re.compile(r"[\w.]{1,200}(:[\w.]{1,200})?")
 OPTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+KEY_ID = re.compile(r"[0-9a-f]{8}")
 ANY_SEED = 10**100  # more than anybody's generator takes
 
 
@@ -77,6 +78,10 @@ class LaunchedWith(Record):
     """How many jobs more stand by."""
     health_check: str | None = checked(nullable(text(1000)), None)
     """The entrypoint that each new process calls before the task."""
+    signed: bool = checked(flag, False)
+    """Whether replicas believe only what was made with the run's key."""
+    key_id: str | None = checked(nullable(text(8, KEY_ID)), None)
+    """Which key that is."""
     tracker: str | None = checked(nullable(text(400, TRACKER)), None)
     """What gets the numbers of the replicas, too: a name, or `module:Class`, which is imported in them alone, from the
     task that the digest vouches for."""

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("protocol", "process", "shared_page"),
+    ("protocol", "process", "shared_page", "run_key"),
     ("native", "errors", "durations"),
     ("logs", "store", "entrypoint", "status", "shard", "policy"),
     ("attempt", "task", "run_index", "registry", "chaos"),
