@@ -13,18 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from diloco.fragments import Fragment
-from diloco.outer_optimizer import GivenOptimizer, NesterovSGD, OuterOptimizer, tensor_of
-from diloco.pseudo_gradient import difference, live_tensors, mix_live, pack, set_live
-from diloco.rendezvous.frames import BLOCK_BYTES
-from diloco.rendezvous.training_state import Agreement, Array, Arrays, Packed, Verdict
+from diloco.outer_optimizer import CHUNK, GivenOptimizer, NesterovSGD, OuterOptimizer
+from diloco.pseudo_gradient import difference, live_tensors, mix_live, pack, set_live, subtract_part
+from diloco.rendezvous.training_state import Agreement, Array, Arrays, Packed, Part, Verdict
 from diloco.settings import Settings
+from diloco.wires import FP32, wire_named
+from diloco.wires.wire import BLOCK_ELEMENTS, blocks_of, decoded
 
 
 class ModelState:
     """The `TrainingState` of a torch model."""
 
     def __init__(
-        self, model: nn.Module, fragments: Sequence[Fragment], settings: Settings, *, block_bytes: int = BLOCK_BYTES
+        self,
+        model: nn.Module,
+        fragments: Sequence[Fragment],
+        settings: Settings,
+        *,
+        block_elements: int = BLOCK_ELEMENTS,
     ) -> None:
         self.model = model
         self.fragments = tuple(fragments)
@@ -34,8 +40,10 @@ class ModelState:
         self._settings = settings
         self._is_final = settings.plan.is_final
         self._mix = settings.mix
-        self._block_bytes = block_bytes
-        self._memory = torch.empty(0)
+        self.wire = wire_named(settings.wire)
+        self.mean_wire = wire_named(settings.wire_of_means)
+        self._block_elements = block_elements
+        self._memory = np.empty(0, np.uint8)
         for fragment, anchor in zip(self.fragments, self.anchors, strict=True):
             for slot, live in live_tensors(model, fragment):
                 anchor[slot.start : slot.end].copy_(live.reshape(-1))
@@ -47,7 +55,7 @@ class ModelState:
         ]
 
     def sizes(self) -> list[int]:
-        return [fragment.n_elements * 4 for fragment in self.fragments]
+        return [fragment.n_elements for fragment in self.fragments]
 
     def agreement(self) -> Agreement:
         tensors = {
@@ -63,7 +71,7 @@ class ModelState:
             arrays |= outer.arrays()
         return arrays
 
-    def capture(self) -> tuple[Arrays, tuple[str, ...]]:
+    def snapshot(self) -> tuple[Arrays, tuple[str, ...]]:
         state = tuple(outer.fresh_digest() for outer in self.outer)
         return {name: np.array(values) for name, values in self.arrays().items()}, state
 
@@ -82,47 +90,47 @@ class ModelState:
         self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
     ) -> Packed:
         fragment, anchor = self._of(entry)
-        first, end = (0, 4 * fragment.n_elements) if keep is None else keep
+        *_, last = blocks_of(self.wire, fragment.n_elements, self._block_elements)
+        first, end = (0, last.end) if keep is None else keep
         return pack(
             self.model,
             fragment,
             anchor,
-            self._room((end - first) // 4),
-            start=first // 4,
+            self._room(end - first),
+            wire=self.wire,
+            start=first,
             write=write,
             who=f"Contribution of rank {self.rank} for round {entry + 1}",
-            block_bytes=self._block_bytes,
+            block_elements=self._block_elements,
         )
 
     @torch.no_grad()
-    def apply(
-        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, part: Sequence[memoryview] | None = None
-    ) -> None:
+    def apply(self, entry: int, mean: Sequence[memoryview], verdict: Verdict, part: Part | None = None) -> None:
         fragment, anchor = self._of(entry)
         if self._is_final(entry):  # a planned run ends with one model
             self.replay(entry, mean)
             set_live(self.model, fragment, anchor)
         elif part is not None or (verdict is Verdict.KEPT and self.carries):
             # Where a part stays, the mean may be in the memory that is used again and again.
-            rest = self._room(fragment.n_elements) if part is None else torch.empty(fragment.n_elements)
+            rest = self._floats(fragment.n_elements) if part is None else torch.empty(fragment.n_elements)
             difference(self.model, fragment, anchor, rest)
-            start = 0
-            for piece in map(tensor_of, part or ()):
-                rest[start : start + piece.numel()].sub_(piece)
-                start += piece.numel()
+            if part is not None:
+                subtract_part(rest, part, self._block_elements)
             self.replay(entry, mean)
             set_live(self.model, fragment, torch.sub(anchor, rest, out=rest))
         else:
             self.replay(entry, mean)
             if self._mix and verdict is not Verdict.DROPPED:
-                mix_live(self.model, fragment, anchor, self._mix, self._room(fragment.n_elements))
+                mix_live(self.model, fragment, anchor, self._mix, self._floats(fragment.n_elements))
             else:
                 set_live(self.model, fragment, anchor)
 
     @torch.no_grad()
     def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
         if mean:
-            self.outer[entry % len(self.fragments)].step(entry, [tensor_of(piece) for piece in mean])
+            fragment, _ = self._of(entry)
+            pieces = decoded(self.mean_wire, mean, fragment.n_elements, self._block_elements, CHUNK)
+            self.outer[fragment.index].step(entry, pieces)
 
     @torch.no_grad()
     def progress(self) -> list[Tensor]:
@@ -132,11 +140,11 @@ class ModelState:
         return progress
 
     @torch.no_grad()
-    def payload(self, entry: int) -> memoryview:
+    def work(self, entry: int) -> Part:
         fragment, anchor = self._of(entry)
         progress = torch.empty_like(anchor)
         difference(self.model, fragment, anchor, progress)
-        return progress.numpy().data.cast("B")
+        return Part(FP32, [progress.numpy().data.cast("B")])
 
     @torch.no_grad()
     def restore(self, progress: list[Tensor] | None, verdicts: Sequence[Verdict | None] = ()) -> None:
@@ -159,13 +167,17 @@ class ModelState:
 
     def reserve(self, size_bytes: int) -> None:
         """Take memory for so much of a payload now: the first use of a page costs several times a copy."""
-        if 4 * self._memory.numel() < size_bytes:
-            self._memory = torch.zeros(-(-size_bytes // 4))
+        if self._memory.nbytes < size_bytes:
+            self._memory = torch.zeros(size_bytes, dtype=torch.uint8).numpy()
 
-    def _room(self, n_elements: int) -> Tensor:
+    def _room(self, size_bytes: int) -> memoryview:
         """Return memory that is used again and again."""
-        self.reserve(4 * n_elements)
-        return self._memory[:n_elements]
+        self.reserve(size_bytes)
+        return self._memory[:size_bytes].data
+
+    def _floats(self, n_elements: int) -> Tensor:
+        """Return the same memory as numbers."""
+        return torch.frombuffer(self._room(4 * n_elements), dtype=torch.float32)
 
     def _of(self, entry: int) -> tuple[Fragment, Tensor]:
         index = entry % len(self.fragments)

@@ -74,6 +74,7 @@ class DiLoCo:
         overlap_steps: steps between sending a fragment and applying its mean. May differ between replicas.
         mix: share of the live value that is kept when a mean is applied. May differ between replicas.
         wire: how contributions travel: "fp32".
+        mean_wire: how means travel; None: as suits the wire.
         late: what becomes of work that came too late for its round: "carry" it to the next, or "drop" it. Out of
             phase, "drop" also drops steps made after something was sent, unless that is counted.
         min_quorum: contributions without which no round is decided, as far as so many replicas are left.
@@ -115,6 +116,7 @@ class DiLoCo:
         overlap_steps: int = 0,
         mix: float = 0.0,
         wire: str = "fp32",
+        mean_wire: str | None = None,
         late: Literal["carry", "drop"] = "carry",
         min_quorum: int | None = None,
         grace_s: float = 30.0,
@@ -143,13 +145,13 @@ class DiLoCo:
             inner_steps=inner_steps, outer_optimizer=outer_optimizer, outer_lr=outer_lr,
             outer_momentum=outer_momentum, momentum_warmup=momentum_warmup, final_average=final_average,
             total_steps=total_steps, n_fragments=len(fragments_), overlap_steps=overlap_steps, mix=mix, wire=wire,
-            late=late, min_quorum=min_quorum, grace_s=grace_s, round_timeout_s=round_timeout_s, weight=weight,
-            snapshot_every=snapshot_every, allow_no_rounds=allow_no_rounds, same_data=same_data,
+            mean_wire=mean_wire, late=late, min_quorum=min_quorum, grace_s=grace_s, round_timeout_s=round_timeout_s,
+            weight=weight, snapshot_every=snapshot_every, allow_no_rounds=allow_no_rounds, same_data=same_data,
             world_size=place.world_size, rank=place.world_size if place.rank is None else place.rank,
         )  # fmt: skip
         settings.check()
         settings.warn_of_few_rounds()
-        self._model_state = ModelState(model, fragments_, settings, block_bytes=limits.block_bytes)
+        self._model_state = ModelState(model, fragments_, settings, block_elements=limits.block_elements)
         self._watch = open_watch(place.store)
         patient = PatientStore(place.store, clock=monotonic, error_patience_s=limits.error_patience_s)
         keys = Keys(place.run_id, name)
@@ -165,11 +167,7 @@ class DiLoCo:
         self._reads = ParallelMap()
         near = is_near(place.store)
         context = Context(
-            store=patient,
-            keys=keys,
-            me=me,
-            training=self._model_state,
-            plan=settings.plan,
+            store=patient, keys=keys, me=me, training=self._model_state, plan=settings.plan,
             origin=place.origin,
             limits=limits,
             min_quorum=min_quorum or 1,
@@ -179,7 +177,7 @@ class DiLoCo:
             background=self._background,
             map=map if near else self._reads,
             ask=at_once if near else self._reads.ask,
-        )
+        )  # fmt: skip
         for layout in context.layouts:
             self._model_state.reserve(layout.kept_bytes(place.world_size, streams=patient.streams))
         self._attached = AttachedState(patient, keys, me, self._background, settings.plan)

@@ -7,14 +7,12 @@ choice of kernel, has none. Each chunk is digested while it is in the cache.
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128, xxh3_128_hexdigest
@@ -22,6 +20,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from diloco.attached_state import from_arrays, to_arrays
 from diloco.fragments import Fragment, Slot
 from diloco.rendezvous.training_state import Array
+from diloco.wires.wire import Floats
 
 CHUNK = 256 << 10  # elements; smaller ones cost more in calls than they save in the cache
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -59,8 +58,12 @@ class OuterOptimizer(ABC):
     """Of anchor and state; None: not known."""
 
     @abstractmethod
-    def step(self, entry: int, mean: Sequence[Tensor]) -> None:
-        """Step the anchor by the mean pseudo-gradient, given in consecutive pieces."""
+    def step(self, entry: int, mean: Iterable[tuple[int, Floats]]) -> None:
+        """Step the anchor by the mean pseudo-gradient.
+
+        Args:
+            mean: in consecutive pieces of up to `CHUNK` elements, each with its first element's number.
+        """
 
     def digest(self) -> str:
         """Digest the anchor and the optimizer's state."""
@@ -99,11 +102,11 @@ class NesterovSGD(OuterOptimizer):
         self._schedule = schedule
         self._step = np.empty(min(CHUNK, fragment.n_elements), np.float32)
 
-    def step(self, entry: int, mean: Sequence[Tensor]) -> None:
+    def step(self, entry: int, mean: Iterable[tuple[int, Floats]]) -> None:
         lr, mu = (np.float32(value) for value in self._schedule.at(entry))
         all_anchors, all_momenta = self._anchor.numpy(), self._momentum.numpy()
         anchors, momenta = xxh3_128(), xxh3_128()
-        for start, end, g in _chunks(mean, self._fragment.n_stepped):
+        for start, end, g in _cut(mean, self._fragment.n_stepped):
             # numpy's calls cost a third of torch's, and a float32 product or sum has the same bits in both.
             anchor = all_anchors[start:end]
             if start < self._fragment.n_stepped:
@@ -168,8 +171,10 @@ class GivenOptimizer(OuterOptimizer):
             raise TypeError(f"outer_optimizer must return a torch.optim.Optimizer, it returned a {kind}.")
         self._factory = factory
 
-    def step(self, entry: int, mean: Sequence[Tensor]) -> None:
-        gradient = torch.cat(list(mean))
+    def step(self, entry: int, mean: Iterable[tuple[int, Floats]]) -> None:
+        gradient = torch.empty_like(self._anchor)
+        for start, values in mean:
+            gradient.numpy()[start : start + len(values)] = values
         for slot, parameter in zip(self._slots, self._parameters, strict=True):
             parameter.grad = gradient[slot.start : slot.end].view(slot.shape)
         self._optimizer.step()
@@ -203,27 +208,15 @@ class GivenOptimizer(OuterOptimizer):
         self._digest = None
 
 
-def tensor_of(data: memoryview) -> Tensor:
-    """View bytes as float32, also read-only ones; `data` must outlive the tensor, which must not be written to."""
-    values = np.frombuffer(data, np.float32)
-    if not data.readonly or not values.size:
-        return torch.from_numpy(values if values.size else np.empty(0, np.float32))
-    memory = (ctypes.c_float * values.size).from_address(values.ctypes.data)  # torch warns of read-only memory
-    return torch.frombuffer(memory, dtype=torch.float32)
-
-
-def _chunks(mean: Sequence[Tensor], n_stepped: int) -> Iterator[tuple[int, int, npt.NDArray[np.float32]]]:
-    """Yield ranges of the fragment with their piece of the mean; none crosses the end of the stepped part."""
-    at = 0
-    for piece in mean:
-        done, values = 0, piece.numpy()
-        while done < piece.numel():
-            size = min(CHUNK, piece.numel() - done)
-            if at < n_stepped:
-                size = min(size, n_stepped - at)
-            yield at, at + size, values[done : done + size]
-            done += size
-            at += size
+def _cut(mean: Iterable[tuple[int, Floats]], n_stepped: int) -> Iterable[tuple[int, int, Floats]]:
+    """Yield first element, end and values of pieces of which none crosses the end of the stepped part."""
+    for start, values in mean:
+        end = start + len(values)
+        if start < n_stepped < end:
+            yield start, n_stepped, values[: n_stepped - start]
+            yield n_stepped, end, values[n_stepped - start :]
+        else:
+            yield start, end, values
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -8,20 +8,17 @@ round.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import isfinite, sqrt
+from math import sqrt
+from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from xxhash import xxh3_128
 
 from diloco.errors import ContributionError
 from diloco.fragments import Fragment, Slot
-from diloco.rendezvous.frames import BLOCK_BYTES
-from diloco.rendezvous.reduction import is_finite
-from diloco.rendezvous.training_state import Packed, shape_difference
-
-PIECE = 64 << 10
-"""Elements that are packed at a time: anchor, live and the difference fit into a second-level cache of 1 MiB."""
+from diloco.rendezvous.training_state import Packed, Part, shape_difference
+from diloco.wires.wire import BLOCK_ELEMENTS, PIECE, BlockWriter, NotFiniteError, Wire, blocks_of, decoded
 
 
 def live_tensors(model: nn.Module, fragment: Fragment) -> list[tuple[Slot, Tensor]]:
@@ -36,18 +33,19 @@ def pack(
     model: nn.Module,
     fragment: Fragment,
     anchor: Tensor,
-    kept: Tensor,
+    kept: memoryview,
     *,
+    wire: Wire,
     start: int = 0,
     write: Callable[[memoryview], object] | None = None,
     who: str,
-    block_bytes: int = BLOCK_BYTES,
+    block_elements: int = BLOCK_ELEMENTS,
 ) -> Packed:
-    """Compute anchor - live in pieces that stay in the cache while each is digested and checked; write it by blocks.
+    """Encode anchor - live in pieces that stay in the cache while each is digested and checked; write it by blocks.
 
     Args:
-        kept: the elements from `start` on go into this memory, as many as it holds.
-        start: a multiple of the block.
+        kept: the bytes from `start` on go into this memory, as many as it holds.
+        start: the first byte of a block.
         write: is handed each block, in order.
 
     Raises:
@@ -56,33 +54,43 @@ def pack(
     for slot, live in live_tensors(model, fragment):
         if tuple(live.shape) != slot.shape:
             raise ContributionError(f"{who}: {shape_difference(slot.name, tuple(live.shape), slot.shape)}.")
-    block = block_bytes // 4
-    scratch = torch.empty(min(block, fragment.n_elements))
+    room = np.empty(min(PIECE, fragment.n_elements), np.float32)
+    scratch = np.empty(wire.size(min(block_elements, fragment.n_elements)), np.uint8).data
     blocks, norms = [], []
-    digest, square = xxh3_128(), 0.0
-    for first, end, parts in _pieces(model, fragment, block):
-        block_start = first // block * block
-        block_end = min(block_start + block, fragment.n_elements)
-        inside = start <= block_start and block_end <= start + kept.numel()
-        whole = kept[block_start - start : block_end - start] if inside else scratch[: block_end - block_start]
-        values = whole[first - block_start : end - block_start]
-        for at, live in parts:
-            subtract_live(anchor[at : at + live.numel()], live, values[at - first : at - first + live.numel()])
-        digest.update(values.numpy().data)
-        square += _square(model, fragment, anchor, values, who)
-        if end == block_end:
-            if write is not None:
-                write(whole.numpy().data.cast("B"))
-            blocks.append(digest.hexdigest())
-            norms.append(sqrt(square))
-            digest, square = xxh3_128(), 0.0
-    return Packed(tuple(blocks), tuple(norms), kept.numpy().data.cast("B"), 4 * start)
+    pieces = _pieces(model, fragment, block_elements)
+    for n, begin, end in blocks_of(wire, fragment.n_elements, block_elements):
+        inside = start <= begin and end <= start + len(kept)
+        block = kept[begin - start : end - start] if inside else scratch[: end - begin]
+        writer = BlockWriter(wire, block, n)
+        for at in range(0, n, PIECE):
+            first, parts = next(pieces)
+            values = wire.place(block, n, at, room[: min(PIECE, n - at)])
+            out = torch.from_numpy(values)
+            for number, live in parts:
+                to = out[number - first : number - first + live.numel()]
+                subtract_live(anchor[number : number + live.numel()], live, to)
+            try:
+                writer.write(values, at)
+            except NotFiniteError:
+                _refuse(model, fragment, anchor, who)
+        blocks.append(writer.digest())
+        norms.append(sqrt(writer.square))
+        if write is not None:
+            write(block)
+    return Packed(tuple(blocks), tuple(norms), kept, start)
 
 
 def difference(model: nn.Module, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
     """Write anchor - live to `out`."""
     for slot, live in live_tensors(model, fragment):
         subtract_live(anchor[slot.start : slot.end], live.reshape(-1), out[slot.start : slot.end])
+
+
+def subtract_part(rest: Tensor, part: Part, block_elements: int = BLOCK_ELEMENTS) -> None:
+    """Take encoded work away from a fragment of work."""
+    flat = rest.numpy()
+    for first, values in decoded(part.wire, part.ranges, rest.numel(), block_elements):
+        flat[first : first + len(values)] -= values
 
 
 def subtract_live(anchor: Tensor, live: Tensor, out: Tensor) -> None:
@@ -105,8 +113,8 @@ def mix_live(model: nn.Module, fragment: Fragment, anchor: Tensor, mix: float, s
     set_live(model, fragment, scratch.lerp_(anchor, 1 - mix))
 
 
-def _pieces(model: nn.Module, fragment: Fragment, block: int) -> Iterator[tuple[int, int, list[tuple[int, Tensor]]]]:
-    """Yield pieces of the fragment: the first element, the one after the last, and the live parts it is made of.
+def _pieces(model: nn.Module, fragment: Fragment, block: int) -> Iterator[tuple[int, list[tuple[int, Tensor]]]]:
+    """Yield pieces of the fragment: the first element, and the live parts it is made of, each with its first element.
 
     None crosses the end of a block.
     """
@@ -114,26 +122,17 @@ def _pieces(model: nn.Module, fragment: Fragment, block: int) -> Iterator[tuple[
     for slot, live in live_tensors(model, fragment):
         flat, at = live.reshape(-1), slot.start
         while at < slot.end:
-            end_of_piece = min(first + PIECE, (first // block + 1) * block, fragment.n_elements)
+            block_start = first // block * block
+            end_of_piece = min(first + PIECE, block_start + block, fragment.n_elements)
             end = min(slot.end, end_of_piece)
             parts.append((at, flat[at - slot.start : end - slot.start]))
             at = end
             if end == end_of_piece:
-                yield first, end, parts
+                yield first, parts
                 first, parts = end, []
 
 
-def _square(model: nn.Module, fragment: Fragment, anchor: Tensor, values: Tensor, who: str) -> float:
-    """Return the sum of the squares; finite values are shown to be so on the way."""
-    square = float(torch.dot(values, values))
-    if isfinite(square):
-        return square
-    if not is_finite(values.numpy()):
-        _refuse(model, fragment, anchor, who)
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-
-
-def _refuse(model: nn.Module, fragment: Fragment, anchor: Tensor, who: str) -> None:
+def _refuse(model: nn.Module, fragment: Fragment, anchor: Tensor, who: str) -> NoReturn:
     for slot, live in live_tensors(model, fragment):
         values = anchor[slot.start : slot.end] - live.reshape(-1).to(torch.float32).cpu()
         bad = int((~torch.isfinite(values)).sum())
@@ -142,3 +141,4 @@ def _refuse(model: nn.Module, fragment: Fragment, anchor: Tensor, who: str) -> N
                 f"{who}: {slot.name!r} is not finite in {bad} of {values.numel()} values. "
                 "The loss has probably diverged: lower the learning rate or clip gradients."
             )
+    raise ContributionError(f"{who}: a value is too large for what contributions travel as.")

@@ -12,6 +12,7 @@ from diloco.errors import DiLoCoError
 from diloco.outer_optimizer import OptimizerFactory, Schedule
 from diloco.rendezvous.frames import MAX_WEIGHT
 from diloco.rendezvous.phase import Plan
+from diloco.wires import DEFAULT_MEAN_WIRE, WIRES
 from executors.errors import kind_of
 
 MAX_WARMUP_ROUNDS = 100
@@ -34,6 +35,7 @@ class Settings:
     overlap_steps: int
     mix: float
     wire: str
+    mean_wire: str | None
     late: str
     min_quorum: int | None
     grace_s: float
@@ -81,7 +83,9 @@ class Settings:
                 raise ValueError(
                     f"min_quorum must be at most the world size of {self.world_size}, got min_quorum={self.min_quorum}."
                 )
-        _one_of("wire", self.wire, ("fp32",))
+        _one_of("wire", self.wire, tuple(WIRES))
+        if self.mean_wire is not None:
+            _one_of("mean_wire", self.mean_wire, tuple(WIRES))
         _one_of("late", self.late, ("carry", "drop"))
         _one_of("same_data", self.same_data, ("raise", "warn", "allow"))
         _number("outer_lr", self.outer_lr)
@@ -102,6 +106,11 @@ class Settings:
     def steps_per_entry(self) -> int:
         """Inner steps from one fragment's round to the next fragment's."""
         return self.inner_steps // self.n_fragments
+
+    @property
+    def wire_of_means(self) -> str:
+        """How means travel."""
+        return self.mean_wire or DEFAULT_MEAN_WIRE[self.wire]
 
     @property
     def plan(self) -> Plan:
@@ -187,6 +196,7 @@ class Settings:
         return {
             "fragments": self.n_fragments,
             "wire": self.wire,
+            "mean_wire": self.wire_of_means,
             "snapshot_every": self.entries_per_snapshot,
             "inner_steps": self.inner_steps,
             "momentum_warmup": self.warmup,

@@ -44,6 +44,8 @@ def send(context: Context, entry: EntryState, weight: float, waited_s: float) ->
             phase_s=phase.seconds or (members.seal.phase_s if members.seal else 0.0),
             head_start_s=0.0 if entry.is_early else phase.head_start_s,
             in_phase=not entry.is_early,
+            wire=layout.wire.name,
+            steps=entry.sent_steps,
         ).head(layout.n_blocks)
 
     def produce(write: Callable[[Buffer], None]) -> bytes:
@@ -66,8 +68,8 @@ def _range_of_own_shard(context: Context, entry: EntryState) -> tuple[int, int]:
     ranks = {*context.members.expected, rank}
     n_shards = entry.layout.n_shards(len(ranks))
     for shard in shards_of(rank, entry.index, ranks, n_shards):
-        _, _, start, size = entry.layout.shard(shard, n_shards)
-        return start, start + size
+        part = entry.layout.shard(shard, n_shards)
+        return part.start, part.start + part.size_bytes
     return 0, 0
 
 
@@ -87,7 +89,7 @@ def read_back(context: Context, entry: EntryState, digest: str) -> memoryview | 
             payload = data[layout.head_bytes :]
             if found != digest:
                 return None
-            if len(payload) == layout.size_bytes and digests_of(payload, layout.limits.block_bytes) == head.blocks:
+            if len(payload) == layout.size_bytes and digests_of(payload, layout.block_bytes) == head.blocks:
                 return payload
     return None
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-import numpy as np
 from xxhash import xxh3_64_intdigest, xxh3_128_digest, xxh3_128_hexdigest
 
 from executors.errors import StoreError
@@ -26,8 +25,6 @@ from executors.errors import StoreError
 Buffer: TypeAlias = bytes | bytearray | memoryview
 T = TypeVar("T")
 
-BLOCK_BYTES = 4 << 20
-"""What one digest covers. Shards are whole blocks."""
 READ_TRIES = 3
 """How often an object is read before its bytes, rather than the reading, are held to be wrong."""
 MAX_RANK = 1_000_000
@@ -36,6 +33,9 @@ MAX_SHARDS = 64
 """Every replica reads every shard, so hundreds of them would be hundreds of requests a round, for each replica."""
 MAX_WEIGHT = 1e30
 """Far beyond any number of tokens, and no sum of such weights overflows, which would make every share of a mean 0."""
+
+FP32 = "fp32"
+"""The wire of a record that names none."""
 
 _PREFIX = struct.Struct("<4sI16s")  # magic, length of the head, its digest
 _MAGIC = b"RPL1"
@@ -69,6 +69,10 @@ class Contribution:
     """How much earlier than the others, at most, the sender's inner steps ended."""
     in_phase: bool = True
     """Whether the sender has made its inner steps and waits; else it presents itself and trains on."""
+    wire: str = FP32
+    """How the payload is encoded."""
+    steps: int = 0
+    """How many inner steps it is made of."""
 
     def head(self, n_blocks: int | None = None) -> bytes:
         """Return the head, as long as that of a payload of `n_blocks` blocks."""
@@ -86,6 +90,8 @@ class Contribution:
                 "phase_s": float(f"{self.phase_s:.6g}"),
                 "head_start_s": round(self.head_start_s, 3),
                 "in_phase": self.in_phase,
+                "steps": self.steps,
+                **_wire_field(self.wire),
             }
         )
         return _padded(head, head_bytes(len(self.blocks) if n_blocks is None else n_blocks))
@@ -112,6 +118,8 @@ class Contribution:
                 phase_s=_seconds(fields["phase_s"]),
                 head_start_s=_seconds(fields["head_start_s"]),
                 in_phase=typed(bool, fields["in_phase"]),
+                wire=_wire_of(fields),
+                steps=_whole(fields["steps"]),
             )
         return contribution, digest
 
@@ -152,6 +160,8 @@ class Seal:
     """The longest inner phase of a member; 0: nobody knew."""
     same: tuple[tuple[int, ...], ...] = ()
     """Groups of members that sent the same work, as on the same data. No decision depends on it."""
+    wire: str = FP32
+    """How the mean in here is encoded."""
 
     @property
     def inputs(self) -> dict[int, Member]:
@@ -174,16 +184,17 @@ class Seal:
             "same": self.same,
         }
         if not self.shards:
-            fields["mean"] = xxh3_128_hexdigest(self.mean)
+            fields |= {"mean": xxh3_128_hexdigest(self.mean), **_wire_field(self.wire)}
         head = frame(fields)
         return [_padded(head, _aligned(len(head))), self.mean]
 
     @classmethod
-    def parse(cls, data: Buffer, *, size_bytes: int | None = None, whole: bool = True) -> Seal:
+    def parse(cls, data: Buffer, *, size_bytes: int | None = None, wire: str | None = None, whole: bool = True) -> Seal:
         """Read a seal.
 
         Args:
-            size_bytes: of the entry's payload; None: not known here.
+            size_bytes: of the entry's mean; None: not known here.
+            wire: of the run's means; None: not known here.
             whole: refuse a seal whose head is right and whose mean is not what was sealed.
 
         Raises:
@@ -196,22 +207,22 @@ class Seal:
             }
             anchor, phase_s = _digest(fields["anchor"]), _seconds(fields["phase_s"])
             shards, same = _whole(fields["shards"], MAX_SHARDS), _groups(fields["same"], members.keys())
-            digest = None if shards else _digest(fields["mean"])
+            digest, found = (None, FP32) if shards else (_digest(fields["mean"]), _wire_of(fields))
             if not members:
                 raise ValueError("it names nobody")
         mean = memoryview(data)[end:]
         if digest is None:
             return cls(members, anchor, shards, phase_s=phase_s, same=same)
+        if mean and wire is not None and found != wire:
+            raise BadRecordError(f"The mean in this seal is {found} and not {wire}.")
         if xxh3_128_hexdigest(mean) != digest:
             if whole:
                 raise BadRecordError("The mean in this seal is not what was sealed.")
-            return cls(members, anchor, shards, b"", digest, phase_s, same)
-        seal = cls(members, anchor, shards, mean, phase_s=phase_s, same=same)
+            return cls(members, anchor, shards, b"", digest, phase_s, same, found)
+        seal = cls(members, anchor, shards, mean, phase_s=phase_s, same=same, wire=found)
         expected_bytes = len(mean) if size_bytes is None else size_bytes if seal.inputs else 0
         if len(mean) != expected_bytes:
             raise BadRecordError(f"The mean in this seal has {len(mean)} bytes instead of {expected_bytes}.")
-        if size_bytes is not None and not np.isfinite(np.frombuffer(mean, np.float32)).all():
-            raise BadRecordError("The mean in this seal is not finite.")
         return seal
 
 
@@ -222,9 +233,12 @@ class MeanHead:
     blocks: tuple[str, ...]
     left_out: tuple[int, ...]
     """Ranks whose sealed input could not be used for this shard."""
+    wire: str = FP32
+    """How the payload is encoded."""
 
     def head(self) -> bytes:
-        head = frame({"blocks": "".join(self.blocks), "left_out": list(self.left_out)})
+        fields = {"blocks": "".join(self.blocks), "left_out": list(self.left_out), **_wire_field(self.wire)}
+        head = frame(fields)
         return _padded(head, head_bytes(len(self.blocks)))
 
     @classmethod
@@ -233,7 +247,7 @@ class MeanHead:
         fields, _, _ = unframe(data)
         with reading("mean"):
             left_out = tuple(_whole(rank, MAX_RANK) for rank in typed(list, fields["left_out"]))
-            return cls(_split_digests(fields["blocks"]), left_out)
+            return cls(_split_digests(fields["blocks"]), left_out, _wire_of(fields))
 
 
 def head_bytes(n_blocks: int) -> int:
@@ -241,7 +255,7 @@ def head_bytes(n_blocks: int) -> int:
     return _aligned(1024 + 52 * n_blocks)  # per block a digest of 32 characters and a norm of up to 14
 
 
-def digests_of(payload: Buffer, block_bytes: int = BLOCK_BYTES) -> tuple[str, ...]:
+def digests_of(payload: Buffer, block_bytes: int) -> tuple[str, ...]:
     """Return the xxh3_128 of each block."""
     view = memoryview(payload).cast("B")
     return tuple(xxh3_128_hexdigest(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes))
@@ -315,6 +329,14 @@ def _split_digests(text: Any) -> tuple[str, ...]:
     if not isinstance(text, str) or len(text) % 32:
         raise ValueError("block digests are not a multiple of 32 characters")
     return tuple(text[at : at + 32] for at in range(0, len(text), 32))
+
+
+def _wire_field(wire: str) -> dict[str, str]:
+    return {} if wire == FP32 else {"wire": wire}
+
+
+def _wire_of(fields: Mapping[str, Any]) -> str:
+    return typed(str, fields.get("wire", FP32))
 
 
 def _groups(value: Any, ranks: Set[int]) -> tuple[tuple[int, ...], ...]:

@@ -19,7 +19,7 @@ from diloco.rendezvous.restore import Cursor
 from diloco.rendezvous.round import MOST_PAUSE_S, Context, EntryState, RoundReport
 from diloco.rendezvous.seal import Sealer, SealLog
 from diloco.rendezvous.snapshot import SnapshotWriter
-from diloco.rendezvous.training_state import Verdict
+from diloco.rendezvous.training_state import Part, Verdict
 
 
 class Rendezvous:
@@ -95,7 +95,7 @@ class Rendezvous:
             return False
         seen = entry.seen.get(self._me.rank)
         if seen is not None and seen[0].nonce != self._me.nonce and entry.foreign is None:
-            entry.foreign = self._training.payload(entry.index)
+            entry.foreign = self._training.work(entry.index)
             entry.foreign_steps = self._phase.made[entry.fragment]
         return True
 
@@ -209,7 +209,7 @@ class Rendezvous:
         is_kept = verdict is Verdict.KEPT and self._training.carries and not self._context.plan.is_final(entry.index)
         return "carried" if is_kept else "dropped", work
 
-    def _verdict(self, entry: EntryState, seal: Seal) -> tuple[Verdict, list[memoryview] | None]:
+    def _verdict(self, entry: EntryState, seal: Seal) -> tuple[Verdict, Part | None]:
         """Return what became of the live work, and of which part of it; None: of all.
 
         What was sent early is read back: steps were made since, and are still this replica's own. Where that cannot
@@ -218,15 +218,15 @@ class Rendezvous:
         member = seal.members.get(self._me.rank)
         verdict = self.seals.verdict(seal)
         if verdict is Verdict.DROPPED:
-            return verdict, None if entry.foreign is None else [entry.foreign]
+            return verdict, entry.foreign
         if member is not None and not member.weight:
-            return Verdict.COUNTED, []
+            return Verdict.COUNTED, Part(entry.layout.wire)
         if member is not None and entry.is_early:
             sent = read_back(self._context, entry, member.digest)
-            return (Verdict.DROPPED, None) if sent is None else (verdict, [sent])
+            return (Verdict.DROPPED, None) if sent is None else (verdict, Part(entry.layout.wire, [sent]))
         return verdict, None
 
-    def _count_steps(self, entry: EntryState, verdict: Verdict, part: list[memoryview] | None) -> None:
+    def _count_steps(self, entry: EntryState, verdict: Verdict, part: Part | None) -> None:
         """Keep account of how many steps the live work is made of."""
         f, made, is_restored = entry.fragment, self._phase.made, self._phase.is_restored
         is_kept = verdict is Verdict.KEPT and self._training.carries

@@ -16,8 +16,8 @@ from xxhash import xxh3_128_hexdigest
 
 from diloco.rendezvous.frames import READ_TRIES, BadRecordError, Contribution, MeanHead, Member, Seal, digests_of
 from diloco.rendezvous.frames import head_bytes as head_bytes_of
-from diloco.rendezvous.reduction import BadInputError, Input, square_of
-from diloco.rendezvous.round import Context, EntryState, owners
+from diloco.rendezvous.reduction import BadInputError, Blocks, Input
+from diloco.rendezvous.round import Context, EntryState, Range, owners
 
 
 class InputGoneError(Exception):
@@ -32,7 +32,6 @@ class Reducer:
         self._store = context.store
         self._keys = context.keys
         self._me = context.me
-        self._block_bytes = context.limits.block_bytes
         self._usual_s = 0.0
 
     @property
@@ -79,8 +78,11 @@ class Reducer:
     @staticmethod
     def norm(entry: EntryState, mean: Sequence[memoryview]) -> float | None:
         """Return the norm of a collected mean; None where there is none. What `_check` went through is not again."""
+        n_shards, layout = len(mean), entry.layout
         squares = [
-            entry.squares[shard] if shard in entry.squares else square_of(np.frombuffer(piece, np.float32))
+            entry.squares[shard]
+            if shard in entry.squares
+            else layout.square(piece, layout.shard(shard, n_shards).n_elements)
             for shard, piece in enumerate(mean)
         ]
         known = [square for square in squares if square is not None]
@@ -124,18 +126,19 @@ class Reducer:
 
     def _check(self, entry: EntryState, seal: Seal, shard: int, data: memoryview | None) -> memoryview | None:
         """Return a stored shard of the mean, as it was read or read again; None when there is none."""
-        first, end, _, size = entry.layout.shard(shard, seal.shards)
+        layout, part = entry.layout, entry.layout.shard(shard, seal.shards)
         head, key = None, self._keys.mean(entry.index, shard)
         for readings in range(READ_TRIES):
             if readings:
                 data = self._store.peek(key)
             if data is None:
                 return None
-            payload = data[head_bytes_of(end - first) :]
+            payload = data[head_bytes_of(part.end_block - part.first_block) :]
             with suppress(BadRecordError):
                 head = MeanHead.parse(data)
-                fits = len(payload) == size and digests_of(payload, self._block_bytes) == head.blocks
-                if fits and (square := square_of(np.frombuffer(payload, np.float32))) is not None:
+                fits = len(payload) == part.mean_bytes and head.wire == layout.mean_wire.name
+                fits = fits and digests_of(payload, layout.mean_block_bytes) == head.blocks
+                if fits and (square := layout.square(payload, part.n_elements)) is not None:
                     entry.left_out.update(head.left_out)
                     entry.squares[shard] = square
                     return payload
@@ -166,42 +169,46 @@ class Reducer:
 
         Raises: InputGoneError.
         """
-        _, _, start, size = entry.layout.shard(shard, seal.shards)
+        layout, part = entry.layout, entry.layout.shard(shard, seal.shards)
+        blocks = Blocks(part.n_elements, layout.limits.block_elements, layout.wire, layout.mean_wire)
         members = seal.inputs
-        kept = self._kept(entry, seal, start, size)  # is free once it is in the store
-        out = np.empty(size, np.uint8).data if kept is None else kept
+        # What this process sent is in the store: where the mean fits into its memory, that is free.
+        fits = layout.wire.is_exact and layout.wire.name == layout.mean_wire.name
+        kept = self._kept(entry, seal, part) if fits and not entry.is_early else None
+        out, is_own = (np.empty(part.mean_bytes, np.uint8).data, False) if kept is None else (kept, True)
         tries: dict[int, int] = {}
-        while members:
+        while True:
             try:
                 inputs = list(self._context.map(lambda rank: self._input(entry, seal, rank, shard), members))
-                entry.overwritten.add(shard)
-                blocks = self._context.reduce(inputs, out, block_bytes=self._block_bytes)
-                return MeanHead(blocks, tuple(sorted(set(seal.inputs) - set(members)))), out
+                if is_own:
+                    entry.overwritten.add(shard)
+                digests = self._context.reduce(inputs, out, blocks)
+                left_out = tuple(sorted(set(seal.inputs) - set(members)))
+                return MeanHead(digests, left_out, layout.mean_wire.name), out
             except BadInputError as bad:
                 tries[bad.rank] = tries.get(bad.rank, 0) + 1
                 if tries[bad.rank] >= READ_TRIES:
                     del members[bad.rank]
-        np.frombuffer(out, np.float32)[:] = 0.0
-        return MeanHead(digests_of(out, self._block_bytes), tuple(seal.inputs)), out
 
     def _input(self, entry: EntryState, seal: Seal, rank: int, shard: int) -> Input:
-        first, end, start, size = entry.layout.shard(shard, seal.shards)
+        part = entry.layout.shard(shard, seal.shards)
+        blocks = slice(part.first_block, part.end_block)
         member = seal.members[rank]
         if rank == self._me.rank and shard not in entry.overwritten:
-            kept = self._kept(entry, seal, start, size)
+            kept = self._kept(entry, seal, part)
             if kept is not None:
                 assert entry.packed is not None
-                return Input(rank, member.weight, kept, entry.packed.blocks[first:end])
+                return Input(rank, member.weight, kept, entry.packed.blocks[blocks])
         contribution = self._head(entry, rank, member)
-        if len(contribution.blocks) != entry.layout.n_blocks:
+        if len(contribution.blocks) != entry.layout.n_blocks or contribution.wire != entry.layout.wire.name:
             raise BadInputError(rank, "has a head of another payload")
         key = self._keys.contribution(entry.index, rank)
-        data = self._store.peek(key, start=entry.layout.head_bytes + start, size=size)
+        data = self._store.peek(key, start=entry.layout.head_bytes + part.start, size=part.size_bytes)
         if data is None:
             raise InputGoneError
-        if len(data) != size:
+        if len(data) != part.size_bytes:
             raise BadInputError(rank, "was cut off")
-        return Input(rank, member.weight, data, contribution.blocks[first:end])
+        return Input(rank, member.weight, data, contribution.blocks[blocks])
 
     def _head(self, entry: EntryState, rank: int, member: Member) -> Contribution:
         if rank in entry.seen and entry.seen[rank][1] == member.digest:
@@ -218,9 +225,9 @@ class Reducer:
         entry.seen[rank] = (contribution, digest)
         return contribution
 
-    def _kept(self, entry: EntryState, seal: Seal, start: int, size: int) -> memoryview | None:
+    def _kept(self, entry: EntryState, seal: Seal, part: Range) -> memoryview | None:
         """Return the memory of a range of the payload that this process sent, if it was sealed and is in memory."""
         member = seal.members.get(self._me.rank)
         if entry.packed is None or member is None or member.nonce != self._me.nonce:
             return None
-        return entry.packed.part(start, size)
+        return entry.packed.part(part.start, part.size_bytes)

@@ -9,13 +9,14 @@ from functools import cached_property
 from time import monotonic
 from typing import Any, Literal, NamedTuple
 
-from diloco.rendezvous.frames import BLOCK_BYTES, MAX_SHARDS, READ_TRIES, Contribution, hash_order, head_bytes
+from diloco.rendezvous.frames import MAX_SHARDS, READ_TRIES, Contribution, hash_order, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership
 from diloco.rendezvous.patient_store import Ask, Map, PatientStore, at_once, backoff
 from diloco.rendezvous.phase import Phase, Plan
 from diloco.rendezvous.reduction import Reduce, weighted_mean
-from diloco.rendezvous.training_state import Packed, TrainingState
+from diloco.rendezvous.training_state import Packed, Part, TrainingState
+from diloco.wires.wire import BLOCK_ELEMENTS, Wire, blocks_of
 
 Wait = Callable[[float, Sequence[str]], None]
 """Returns after some seconds, or earlier when something changes below one of the key prefixes."""
@@ -36,28 +37,52 @@ class Limits:
     error_patience_s: float = 15.0
     abort_check_s: float = 1.0
     small_bytes: int = 4 << 20
-    block_bytes: int = BLOCK_BYTES
+    block_elements: int = BLOCK_ELEMENTS
 
 
 class Range(NamedTuple):
-    """The blocks of one shard, and its bytes in the payload."""
+    """The blocks of one shard, its bytes in a contribution, and those of its mean."""
 
     first_block: int
     end_block: int
     start: int
     size_bytes: int
+    mean_bytes: int
+    n_elements: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the payload of an entry is cut into blocks, which digests cover, and shards, which ranks reduce."""
+    """How the elements of an entry are cut into blocks, which digests cover, and shards, which ranks reduce."""
 
-    size_bytes: int
+    n_elements: int
     limits: Limits
+    wire: Wire
+    mean_wire: Wire
 
     @cached_property
     def n_blocks(self) -> int:
-        return -(-self.size_bytes // self.limits.block_bytes)
+        return -(-self.n_elements // self.limits.block_elements)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Size of each block of a contribution but the last."""
+        return self.wire.size(self.limits.block_elements)
+
+    @cached_property
+    def mean_block_bytes(self) -> int:
+        """Size of each block of a mean but the last."""
+        return self.mean_wire.size(self.limits.block_elements)
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Size of a contribution's payload."""
+        return self.shard(0, 1).size_bytes
+
+    @cached_property
+    def mean_bytes(self) -> int:
+        """Size of the whole mean."""
+        return self.shard(0, 1).mean_bytes
 
     @cached_property
     def head_bytes(self) -> int:
@@ -71,23 +96,40 @@ class Layout:
 
     def n_shards(self, n_ranks: int) -> int:
         """Return how many shards a mean is cut into: as many as ranks, but no tiny ones, and not hundreds."""
-        return max(1, min(n_ranks, self.size_bytes // self.limits.block_bytes, MAX_SHARDS))
+        return max(1, min(n_ranks, self.n_elements // self.limits.block_elements, MAX_SHARDS))
 
     def shard(self, shard: int, n_shards: int) -> Range:
         """Return the range of one of so many shards."""
         first, end = shard * self.n_blocks // n_shards, (shard + 1) * self.n_blocks // n_shards
-        start = first * self.limits.block_bytes
-        return Range(first, end, start, min(end * self.limits.block_bytes, self.size_bytes) - start)
+        block = self.limits.block_elements
+        n_whole = min(end, self.n_elements // block) - first
+        n_elements = min(end * block, self.n_elements) - first * block
+        rest = n_elements - n_whole * block
+        return Range(
+            first,
+            end,
+            first * self.block_bytes,
+            n_whole * self.block_bytes + self.wire.size(rest),
+            n_whole * self.mean_block_bytes + self.mean_wire.size(rest),
+            n_elements,
+        )
 
     def kept_bytes(self, n_ranks: int, *, streams: bool) -> int:
         """Return how much of a payload stays in memory, at most, when so many ranks are expected.
 
         Where the store streams, only the shard that this replica will probably reduce.
         """
-        if self.is_small or not streams:
+        if self.is_small or not streams or not self.wire.is_exact:
             return self.size_bytes
         largest_shard = -(-self.n_blocks // self.n_shards(n_ranks))
-        return min(self.size_bytes, largest_shard * self.limits.block_bytes)
+        return min(self.size_bytes, largest_shard * self.block_bytes)
+
+    def square(self, mean: memoryview, n_elements: int) -> float | None:
+        """Return the sum of the squares of whole blocks of a mean; None when it is not finite."""
+        blocks = blocks_of(self.mean_wire, n_elements, self.limits.block_elements)
+        squares = [self.mean_wire.square(mean[block.start : block.end], block.n) for block in blocks]
+        known = [square for square in squares if square is not None]
+        return sum(known) if len(known) == len(squares) else None
 
 
 def owners(entry: int, ranks: Iterable[int], shard: int) -> list[int]:
@@ -140,7 +182,8 @@ class Context:
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """By fragment."""
-        return tuple(Layout(size, self.limits) for size in self.training.sizes())
+        training = self.training
+        return tuple(Layout(n, self.limits, training.wire, training.mean_wire) for n in training.sizes())
 
     @property
     def ask_again_s(self) -> float:
@@ -172,7 +215,7 @@ class EntryState:
     """How many steps an early contribution is made of."""
     work: float = 0.0
     """How much work was sent: what a callable weight said, else steps."""
-    foreign: memoryview | None = None
+    foreign: Part | None = None
     """This process's work at the time when a contribution of another process was found in its place."""
     foreign_steps: int = 0
     began_s: float | None = None

@@ -17,7 +17,7 @@ import numpy as np
 from diloco.errors import QuorumTimeoutError
 from diloco.rendezvous.frames import READ_TRIES, BadRecordError, Contribution, Member, Seal, digests_of, hash_order
 from diloco.rendezvous.patient_store import backoff
-from diloco.rendezvous.reduction import BadInputError, Input
+from diloco.rendezvous.reduction import BadInputError, Blocks, Input
 from diloco.rendezvous.round import Context, EntryState
 from diloco.rendezvous.training_state import Verdict
 from executors.errors import CorruptObjectError
@@ -51,8 +51,11 @@ class SealLog:
             return None
         seal = None
         with suppress(BadRecordError):
-            size_bytes = context.layouts[entry % len(context.layouts)].size_bytes
-            seal = Seal.parse(data, size_bytes=size_bytes, whole=not self.is_rotten(entry))
+            layout = context.layouts[entry % len(context.layouts)]
+            size_bytes, wire = layout.mean_bytes, layout.mean_wire.name
+            seal = Seal.parse(data, size_bytes=size_bytes, wire=wire, whole=not self.is_rotten(entry))
+            if seal.mean and layout.square(memoryview(seal.mean), layout.n_elements) is None:
+                seal = None
         if seal is None or seal.lost_mean is not None:
             context.store.note_bad(key, data)
         else:
@@ -213,7 +216,8 @@ class Sealer:
             head, digest = Contribution.parse(data)
             payload = data[layout.head_bytes :]
             fits = head.rank == rank and head.size_bytes == (layout.size_bytes if head.weight else 0)
-            if fits and (not layout.is_small or _is_intact(head, payload, self._limits.block_bytes)):
+            fits = fits and head.wire == layout.wire.name
+            if fits and (not layout.is_small or _is_intact(head, payload, layout.block_bytes)):
                 entry.seen[rank], entry.payloads[rank] = (head, digest), payload
                 return True
         entry.misread[rank] = entry.misread.get(rank, 0) + 1
@@ -307,7 +311,7 @@ class Sealer:
         }
         heads = {rank: entry.seen[rank][0] for rank in good}
         phase_s, same = max(head.phase_s for head in heads.values()), groups_of_same_work(heads)
-        seal = Seal(members, anchor, 0, mean or b"", phase_s=phase_s, same=same)
+        seal = Seal(members, anchor, 0, mean or b"", phase_s=phase_s, same=same, wire=entry.layout.mean_wire.name)
         if mean is None and seal.inputs:
             seal = replace(seal, shards=entry.layout.n_shards(len(seal.owners)))
         self._store.create(self._context.keys.seal(entry.index), seal.data())
@@ -323,9 +327,11 @@ class Sealer:
         ]
         if not inputs:
             return memoryview(b"")
-        out = np.empty(entry.layout.size_bytes, np.uint8).data
+        layout = entry.layout
+        out = np.empty(layout.mean_bytes, np.uint8).data
+        blocks = Blocks(layout.n_elements, layout.limits.block_elements, layout.wire, layout.mean_wire)
         try:
-            self._context.reduce(inputs, out, block_bytes=self._limits.block_bytes)
+            self._context.reduce(inputs, out, blocks)
         except BadInputError as bad:
             entry.misread[bad.rank] = READ_TRIES
             return None

@@ -209,7 +209,7 @@ class SnapshotWriter:
 
     def _take_copy(self, entry: int) -> None:
         try:
-            arrays, state = self._context.training.capture()
+            arrays, state = self._context.training.snapshot()
         except TypeError as error:
             self._possible = False
             log.warning("rank %s takes no snapshots: %s", self._me.rank, error)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
 
 from diloco.errors import ContributionError
+from diloco.wires.wire import Wire
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
@@ -32,9 +33,16 @@ class Verdict(StrEnum):
     """The seal names another copy of this rank: counting this one's work too would count it twice."""
 
 
+class Part(NamedTuple):
+    """Work of a fragment that leaves the live parameters: whole blocks from the first one on, or none."""
+
+    wire: Wire
+    ranges: Sequence[memoryview] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A payload as it is sent, or as it was."""
+    """A payload as it is sent, or as it was: encoded."""
 
     blocks: tuple[str, ...]
     norms: tuple[float, ...]
@@ -54,9 +62,12 @@ class TrainingState(Protocol):
 
     carries: bool
     """Whether work that came too late for its round goes with the next one."""
+    wire: Wire
+    """How contributions travel."""
+    mean_wire: Wire
 
     def sizes(self) -> Sequence[int]:
-        """Return the payload bytes of each fragment."""
+        """Return the number of elements of each fragment."""
 
     def agreement(self) -> Agreement:
         """Return what every replica must have in common."""
@@ -70,7 +81,7 @@ class TrainingState(Protocol):
     def digest(self, fragment: int) -> str:
         """Digest anchor and outer state of a fragment."""
 
-    def capture(self) -> tuple[Arrays, tuple[str, ...]]:
+    def snapshot(self) -> tuple[Arrays, tuple[str, ...]]:
         """Return a copy of what `arrays` returns, and the digest of each fragment, made from memory as it is now.
 
         Raises: TypeError: the outer optimizer's state is more than tensors and JSON.
@@ -79,24 +90,22 @@ class TrainingState(Protocol):
     def pack(
         self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
     ) -> Packed:
-        """Pack the pseudo-gradient of the entry's fragment, anchor - live: the work that is not yet in any mean.
+        """Encode the pseudo-gradient of the entry's fragment, anchor - live: the work that is not yet in any mean.
 
         Args:
-            write: is handed the payload in pieces, in order; a piece is valid during the call only.
+            write: is handed the payload block by block; a block is valid during the call only.
             keep: first byte, and the one after the last, of what is to stay in memory; None: all of it.
 
         Raises: ContributionError: it is not finite, or a parameter has changed its shape.
         """
 
-    def apply(
-        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, part: Sequence[memoryview] | None = None
-    ) -> None:
-        """Step the anchor by a mean, given as consecutive byte ranges, and merge it into the live parameters.
+    def apply(self, entry: int, mean: Sequence[memoryview], verdict: Verdict, part: Part | None = None) -> None:
+        """Step the anchor by a mean, and merge it into the live parameters.
 
         Args:
-            mean: empty: there is none, and the anchor stays.
-            part: the part of the live work that was counted or is to be dropped, as a payload in consecutive ranges,
-                where the rest is to stay; empty: none of it; None: all of it.
+            mean: encoded, in consecutive ranges of whole blocks; empty: there is none, and the anchor stays.
+            part: the part of the live work that was counted or is to be dropped, where the rest is to stay: what was
+                left out when it was encoded, or done since. None: all of it.
         """
 
     def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
@@ -105,8 +114,8 @@ class TrainingState(Protocol):
     def progress(self) -> Any:
         """Return a copy of all live work, as distances from the anchor."""
 
-    def payload(self, entry: int) -> memoryview:
-        """Return a copy of what would be packed now."""
+    def work(self, entry: int) -> Part:
+        """Return an exact copy of what would be packed now."""
 
     def restore(self, progress: Any, verdicts: Sequence[Verdict | None] = ()) -> None:
         """Set the live parameters to the anchor less `progress`; None: to the anchor.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from diloco.rendezvous.frames import head_bytes
 from diloco.rendezvous.round import Layout, Limits
+from diloco.wires import FP32
 from executors.store import Buffer, Data, Produce
 from executors.store.file import FileStore
 from executors.store.protocol import buffers_of
@@ -29,7 +30,7 @@ class CountingStore(FileStore):
     def __init__(self, root: Path, fragment_bytes: int, n_shards: int) -> None:
         super().__init__(root)
         self.read, self.written = Bytes(), Bytes()
-        self._layout = Layout(fragment_bytes, Limits())
+        self._layout = Layout(fragment_bytes // 4, Limits(), FP32, FP32)
         self._n_shards = n_shards
 
     def reset(self) -> None:
@@ -69,8 +70,8 @@ class CountingStore(FileStore):
         if kind == "contribution":
             head = self._layout.head_bytes
         elif kind == "mean":
-            first, end_block, _, _ = self._layout.shard(int(number), self._n_shards)
-            head = head_bytes(end_block - first)
+            shard = self._layout.shard(int(number), self._n_shards)
+            head = head_bytes(shard.end_block - shard.first_block)
         payload = max(0, end - max(start, head))
         where.payload += payload
         where.other += end - start - payload

@@ -27,12 +27,12 @@ IN_TURN, AT_ONCE = "reading one object after the other", "reading objects at onc
 def far(options: Options) -> list[Comparison]:
     """S9 and S10."""
     n = 2 if options.quick else 8
-    n_elements, block_bytes = (40_000, 16 << 10) if options.quick else (2_000_000, 64 << 10)
+    n_elements, block_elements = (40_000, 4 << 10) if options.quick else (2_000_000, 16 << 10)
     rounds = options.repetitions(5) + 1  # the first one learns how late the others come
     by_method: dict[str, list[list[dict[str, Any]]]] = {}
     with running_bucket() as server:
         for method in (IN_TURN, AT_ONCE):
-            arguments = {"n_elements": n_elements, "rounds": rounds, "block_bytes": block_bytes}
+            arguments = {"n_elements": n_elements, "rounds": rounds, "block_elements": block_elements}
             by_method[method] = _rounds(server, n, {**arguments, "at_once": method == AT_ONCE})
     what = f"{n_elements * 4 / 1e6:g} MB, N={n}, {n} shards"
     behind = f"{LATENCY_S * 1000:g} ms latency and {BYTES_PER_S / 1e6:g} MB/s a request"

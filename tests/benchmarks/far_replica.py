@@ -16,7 +16,7 @@ from executors.store import open_store
 from executors.store.s3.store import S3Store
 
 
-def meet(url: str, n_elements: int, rounds: int, block_bytes: int, at_once: bool) -> list[dict[str, Any]]:
+def meet(url: str, n_elements: int, rounds: int, block_elements: int, at_once: bool) -> list[dict[str, Any]]:
     """Go through some rounds and return what each cost this replica.
 
     Args:
@@ -36,7 +36,7 @@ def meet(url: str, n_elements: int, rounds: int, block_bytes: int, at_once: bool
         requests[request.method] += 1
 
     store._client.meta.events.register("before-send.s3", count)
-    limits = Limits(small_bytes=0, block_bytes=block_bytes)
+    limits = Limits(small_bytes=0, block_elements=block_elements)
     found = []
     with DiLoCo(
         model, inner_steps=1_000_000, sync_buffers=False, store=store, run_id=replica.run_id, _limits=limits

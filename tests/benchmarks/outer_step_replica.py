@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from diloco import DiLoCo
 from diloco.fragments import Fragment, plan_fragments
-from diloco.outer_optimizer import NesterovSGD, Schedule
+from diloco.outer_optimizer import CHUNK, NesterovSGD, Schedule
+from diloco.wires import FP32
+from diloco.wires.wire import BLOCK_ELEMENTS, Floats, decoded
 
 SCHEDULE = Schedule(lr=0.7, momentum=0.9, warmup=0, n_fragments=1, last_entry=None)
 ENTRY = 1
@@ -44,7 +46,7 @@ def time_step(width: int, layers: int, vocabulary: int, repetitions: int) -> dic
     momentum = torch.zeros_like(anchor)
     methods: dict[str, Callable[[], object]] = {
         "floor": lambda: _stream(anchor, momentum, mean),
-        "ours": lambda: ours.step(ENTRY, [mean]),
+        "ours": lambda: ours.step(ENTRY, pieces_of(mean)),
         "sgd": theirs.step,
     }
     samples: dict[str, list[float]] = {name: [] for name in methods}
@@ -55,6 +57,10 @@ def time_step(width: int, layers: int, vocabulary: int, repetitions: int) -> dic
                 act()
                 samples[name].append(time.perf_counter() - began)
     return {name: taken[1:] for name, taken in samples.items()}
+
+
+def pieces_of(mean: Tensor) -> Iterator[tuple[int, Floats]]:
+    return decoded(FP32, [mean.numpy().data.cast("B")], mean.numel(), BLOCK_ELEMENTS, CHUNK)
 
 
 def _stream(anchor: Tensor, momentum: Tensor, mean: Tensor) -> None:
@@ -79,7 +85,7 @@ def memory_of_step(width: int, layers: int, vocabulary: int, how: str) -> dict[s
 
 def _ours(fragment: Fragment, mean: Tensor) -> Callable[[], object]:
     optimizer = NesterovSGD(fragment, torch.full((fragment.n_elements,), 0.1), SCHEDULE)
-    return lambda: optimizer.step(ENTRY, [mean])
+    return lambda: optimizer.step(ENTRY, pieces_of(mean))
 
 
 def _sgd(model: nn.Module, fragment: Fragment, mean: Tensor) -> Callable[[], object]:

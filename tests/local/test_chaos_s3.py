@@ -10,11 +10,11 @@ import pytest
 from servers.s3.server import S3Server
 
 from diloco.rendezvous.frames import Contribution, Seal, head_bytes
-from diloco.rendezvous.reduction import Floats
+from diloco.wires.wire import Floats
 from executors import LocalProcessExecutor, Run, launch
 
 ROUNDS, INNER_STEPS = 3, 3
-BLOCK_BYTES, N_VALUES = 16, 16  # four blocks
+BLOCK_ELEMENTS, N_VALUES = 4, 16  # four blocks
 REPLICAS = {False: 4, True: 2}  # by whether the mean is sharded; their weights are exact in binary
 
 
@@ -29,7 +29,7 @@ def count_together(sharded: bool) -> dict[str, Any]:
     rank = current_replica().rank
     model = torch.nn.Linear(N_VALUES, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
-    limits = Limits(small_bytes=0 if sharded else 1 << 20, block_bytes=BLOCK_BYTES)
+    limits = Limits(small_bytes=0 if sharded else 1 << 20, block_elements=BLOCK_ELEMENTS)
     plain: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "snapshot_every": 2}
     steps = 0
     with DiLoCo(model, inner_steps=INNER_STEPS, total_steps=ROUNDS * INNER_STEPS, **plain, _limits=limits) as diloco:
@@ -74,7 +74,7 @@ def checked_mean(kept: dict[str, list[bytes]], run: Run, entry: int, sharded: bo
     sealed = []
     for rank, member in seal.members.items():
         (payload,) = (
-            data[head_bytes(N_VALUES * 4 // BLOCK_BYTES) :]
+            data[head_bytes(N_VALUES // BLOCK_ELEMENTS) :]
             for data in kept[f"{under}/r{entry}/contribution/{rank}"]
             if Contribution.parse(data)[1] == member.digest
         )
@@ -83,7 +83,7 @@ def checked_mean(kept: dict[str, list[bytes]], run: Run, entry: int, sharded: bo
     if sharded:
         shards = [kept[f"{under}/r{entry}/mean/{shard}"] for shard in range(n)]
         assert [len(values) for values in shards] == [1] * n
-        head = head_bytes(N_VALUES * 4 // BLOCK_BYTES // n)
+        head = head_bytes(N_VALUES // BLOCK_ELEMENTS // n)
         mean = np.frombuffer(b"".join(values[0][head:] for values in shards), np.float32)
     else:
         mean = np.frombuffer(seal.mean, np.float32)

@@ -19,14 +19,14 @@ from diloco.rendezvous import phase as rounds
 from diloco.rendezvous.frames import Contribution, MeanHead, Seal, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
-from diloco.rendezvous.reduction import Floats
 from diloco.rendezvous.round import MOST_PAUSE_S, Layout, Limits, RoundReport
 from diloco.rendezvous.snapshot import Pointer, decode_part
+from diloco.wires.wire import Floats
 from simulation.plan import Plan
-from simulation.work import BLOCK_BYTES, SLOTS, Toy, step
+from simulation.work import BLOCK_ELEMENTS, SLOTS, Toy, step, values_of
 from simulation.world import SimulatedStore, World
 
-LAYOUT = Layout(SLOTS * 4, Limits(block_bytes=BLOCK_BYTES))
+LAYOUT = Layout(SLOTS, Limits(block_elements=BLOCK_ELEMENTS), Toy.wire, Toy.mean_wire)
 
 
 class Violation(AssertionError):
@@ -186,14 +186,14 @@ class Invariants:
         if not seal.inputs:
             return np.zeros(0, np.float32), [set() for _ in range(SLOTS)]
         if not seal.shards:
-            return np.frombuffer(seal.mean, np.float32), [set() for _ in range(SLOTS)]
+            return values_of(Toy.mean_wire, [memoryview(seal.mean)]), [set() for _ in range(SLOTS)]
         values, left_out = [], []
         for shard in range(seal.shards):
-            first, end, _, _ = LAYOUT.shard(shard, seal.shards)
+            part = LAYOUT.shard(shard, seal.shards)
             data = self.store.ever[self.keys.mean(entry, shard)][0]
-            values.append(data[head_bytes(end - first) :])
-            left_out += [set(MeanHead.parse(data).left_out)] * ((end - first) * BLOCK_BYTES // 4)
-        return np.frombuffer(b"".join(values), np.float32), left_out
+            values.append(memoryview(data)[head_bytes(part.end_block - part.first_block) :])
+            left_out += [set(MeanHead.parse(data).left_out)] * part.n_elements
+        return values_of(Toy.mean_wire, values), left_out
 
     def _check_history(self) -> None:
         for key, values in self.store.ever.items():
@@ -293,7 +293,8 @@ class Invariants:
         for value in self.store.ever[self.keys.contribution(entry, rank)]:
             head, digest = Contribution.parse(value)
             if digest == seal.members[rank].digest:
-                return head, np.frombuffer(value[LAYOUT.head_bytes :], np.float32)
+                payload = memoryview(value)[LAYOUT.head_bytes :]
+                return head, values_of(Toy.wire, [payload]) if payload else np.zeros(0, np.float32)
         raise Violation(f"entry {entry}: what rank {rank} is sealed with was never stored")
 
 

@@ -22,12 +22,12 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, claim
 from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.patient_store import PatientStore
-from diloco.rendezvous.reduction import Input, weighted_mean
+from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
 from diloco.rendezvous.round import Context, Limits
 from executors.errors import CorruptObjectError
 from simulation.invariants import Invariants, Process, Violation
 from simulation.plan import CALM, Absence, Plan
-from simulation.work import BLOCK_BYTES, SLOTS, Toy
+from simulation.work import BLOCK_ELEMENTS, SLOTS, Toy
 from simulation.world import MOST_DELAY_S, Died, SimulatedStore, World
 
 RUN = "run"
@@ -155,7 +155,7 @@ class Simulation(Invariants):
                 grace_s=plan.grace_s,
                 round_timeout_s=600.0,
                 small_bytes=0 if plan.sharded else 1 << 20,
-                block_bytes=BLOCK_BYTES,
+                block_elements=BLOCK_ELEMENTS,
             ),
             reduce=_reduce_of_host(process.slot),
             clock=world.clock,
@@ -251,11 +251,11 @@ def _until_death(job: Callable[[], None]) -> None:
 def _reduce_of_host(host: int) -> Callable[..., tuple[str, ...]]:
     """Return a reduction whose sums differ in the last bit from other hosts', as on unlike processors."""
 
-    def reduce(inputs: Sequence[Input], out: memoryview, *, block_bytes: int) -> tuple[str, ...]:
-        weighted_mean(inputs, out, block_bytes=block_bytes)
+    def reduce(inputs: Sequence[Input], out: memoryview, blocks: Blocks) -> tuple[str, ...]:
+        weighted_mean(inputs, out, blocks)
         bits = np.frombuffer(out, np.uint32)
-        bits ^= np.uint32(host & 1)
-        return digests_of(out, block_bytes)
+        bits ^= np.uint32(host & bool(inputs))
+        return digests_of(out, blocks.mean_wire.size(blocks.block_elements))
 
     return reduce
 

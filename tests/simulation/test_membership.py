@@ -25,7 +25,7 @@ from diloco.rendezvous.seal import Sealer
 from executors.errors import RunNotFoundError
 from executors.store import Data, MemoryStore, Store
 from executors.store.faulty import FaultyStore
-from simulation.work import BLOCK_BYTES, Toy
+from simulation.work import BLOCK_ELEMENTS, Toy
 from simulation.world import SimulatedStore, World
 
 KEYS = Keys("run", "main")
@@ -334,7 +334,7 @@ def test_who_finds_its_run_deleted_ends_and_writes_nothing_more() -> None:
         now[0] += seconds
 
     here = context(Identity(0, 1, 0, "me"), now, store)
-    participant = Participant(replace(here, wait=wait, limits=Limits(block_bytes=BLOCK_BYTES)))
+    participant = Participant(replace(here, wait=wait, limits=Limits(block_elements=BLOCK_ELEMENTS)))
     store.put(KEYS.claim(0, 0), b'{"nonce": "me"}')
     participant.start()
     while participant.position < 3:

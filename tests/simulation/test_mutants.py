@@ -15,7 +15,7 @@ from diloco.rendezvous.loop import Rendezvous
 from diloco.rendezvous.mean import InputGoneError, Reducer
 from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.patient_store import PatientStore
-from diloco.rendezvous.reduction import BadInputError, Input, weighted_mean
+from diloco.rendezvous.reduction import BadInputError, Blocks, Input, weighted_mean
 from diloco.rendezvous.seal import Sealer, SealLog
 from diloco.rendezvous.snapshot import SnapshotWriter, collect_garbage
 from diloco.rendezvous.training_state import Verdict
@@ -91,9 +91,10 @@ def take_gone_for_corrupt(read: Any, self: Reducer, entry: Any, seal: Seal, rank
 
 
 def average_rotten_inputs(patch: pytest.MonkeyPatch) -> None:
-    def trusting(inputs: list[Input], out: memoryview, *, block_bytes: int) -> tuple[str, ...]:
-        honest = [Input(i.rank, i.weight, i.data, digests_of(i.data, block_bytes)) for i in inputs]
-        return weighted_mean(honest, out, block_bytes=block_bytes)
+    def trusting(inputs: list[Input], out: memoryview, blocks: Blocks) -> tuple[str, ...]:
+        size = blocks.wire.size(blocks.block_elements)
+        honest = [Input(i.rank, i.weight, i.data, digests_of(i.data, size)) for i in inputs]
+        return weighted_mean(honest, out, blocks)
 
     patch.setattr("simulation.simulation.weighted_mean", trusting)
     patch.setattr("diloco.rendezvous.seal._is_intact", lambda head, payload, block_bytes: True)
@@ -131,7 +132,7 @@ def apply_the_own_seal(patch: pytest.MonkeyPatch) -> None:
 
 def take_zeros_for_a_missing_mean(collect: Any, self: Reducer, entry: Any, seal: Seal) -> Any:
     mean = collect(self, entry, seal)
-    return mean if mean is not None else [np.zeros(entry.layout.size_bytes, np.uint8).data]
+    return mean if mean is not None else [np.zeros(entry.layout.mean_bytes, np.uint8).data]
 
 
 NEVER_LEFT_OUT, AT_ONCE = "rotten inputs are never left out", "pointers do not wait for seals that agree with them"

@@ -24,9 +24,11 @@ from diloco.rendezvous.frames import (
 )
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.patient_store import PatientStore
-from diloco.rendezvous.reduction import BadInputError, Floats, Input, weighted_mean
+from diloco.rendezvous.reduction import BadInputError, Blocks, Input, weighted_mean
 from diloco.rendezvous.round import Layout, Limits, owners, shards_of
 from diloco.rendezvous.snapshot import Pointer, collect_garbage, decode_part, encode_part, put_parts
+from diloco.wires import FP32
+from diloco.wires.wire import Floats
 from executors.store import MemoryStore
 from simulation.test_accounting import whole_snapshots
 
@@ -99,6 +101,14 @@ def test_after_each_collection_the_two_newest_snapshots_are_whole() -> None:
 # -- means and shards --------------------------------------------------------------------------------------------------
 
 
+def fp32(n_elements: int, block_elements: int) -> Blocks:
+    return Blocks(n_elements, block_elements, FP32, FP32)
+
+
+def fp32_layout(n_elements: int, limits: Limits) -> Layout:
+    return Layout(n_elements, limits, FP32, FP32)
+
+
 def inputs_of(arrays: list[np.ndarray], weights: list[float], block_bytes: int) -> list[Input]:
     views = [array.data.cast("B") for array in arrays]
     return [
@@ -113,7 +123,7 @@ def test_the_mean_is_the_plain_sum_of_products_in_rank_order() -> None:
         arrays = [rng.normal(size=size).astype(np.float32) for _ in range(3)]
         weights = [1.0, 2.0, 3.5]
         out = np.empty(size, np.float32)
-        digests = weighted_mean(inputs_of(arrays, weights, 4096), out.data.cast("B"), block_bytes=4096)
+        digests = weighted_mean(inputs_of(arrays, weights, 4096), out.data.cast("B"), fp32(size, 1024))
         expected = arrays[0] * np.float32(1.0 / 6.5)
         for array, weight in zip(arrays[1:], weights[1:], strict=True):
             expected = expected + array * np.float32(weight / 6.5)
@@ -124,7 +134,7 @@ def test_the_mean_is_the_plain_sum_of_products_in_rank_order() -> None:
 def test_the_mean_may_be_written_over_an_input() -> None:
     arrays = [np.arange(100, dtype=np.float32), np.ones(100, np.float32)]
     inputs = inputs_of(arrays, [1.0, 1.0], 64)
-    weighted_mean(inputs, inputs[0].data, block_bytes=64)
+    weighted_mean(inputs, inputs[0].data, fp32(100, 16))
     assert arrays[0].tobytes() == ((np.arange(100) + 1) / 2).astype(np.float32).tobytes()
 
 
@@ -133,32 +143,34 @@ def test_an_input_that_is_not_finite_or_not_what_its_head_says_is_named() -> Non
         arrays = [np.ones(100, np.float32) for _ in range(3)]
         arrays[1][77] = bad
         with pytest.raises(BadInputError, match="rank 1 is not finite") as caught:
-            weighted_mean(inputs_of(arrays, [1.0] * 3, 64), np.empty(400, np.uint8).data, block_bytes=64)
+            weighted_mean(inputs_of(arrays, [1.0] * 3, 64), np.empty(400, np.uint8).data, fp32(100, 16))
         assert caught.value.rank == 1
     arrays = [np.ones(100, np.float32) for _ in range(3)]
     inputs = inputs_of(arrays, [1.0] * 3, 64)
     arrays[2][50] = 2.0
     with pytest.raises(BadInputError, match="rank 2 is not what its head promises"):
-        weighted_mean(inputs, np.empty(400, np.uint8).data, block_bytes=64)
+        weighted_mean(inputs, np.empty(400, np.uint8).data, fp32(100, 16))
 
 
 def test_large_but_finite_inputs_are_fine() -> None:
     out = np.empty(10, np.float32)
-    weighted_mean(inputs_of([np.full(10, 1e30, np.float32)] * 2, [1.0, 1.0], 64), out.data.cast("B"), block_bytes=64)
+    weighted_mean(inputs_of([np.full(10, 1e30, np.float32)] * 2, [1.0, 1.0], 64), out.data.cast("B"), fp32(10, 16))
     assert out[0] == np.float32(1e30)
 
 
 @settings(deadline=None)  # a loaded machine is not slow code
-@given(st.integers(1, 4800), st.integers(1, 40))
-def test_shards_cover_all_blocks_once_and_evenly(size_bytes: int, n_shards: int) -> None:
-    layout = Layout(size_bytes, Limits(block_bytes=16))
+@given(st.integers(1, 1200), st.integers(1, 40))
+def test_shards_cover_all_blocks_once_and_evenly(n_elements: int, n_shards: int) -> None:
+    layout = fp32_layout(n_elements, Limits(block_elements=4))
     n_shards = min(n_shards, layout.n_blocks)
     ranges = [layout.shard(shard, n_shards) for shard in range(n_shards)]
     assert ranges[0][:1] == ranges[0][2:3] == (0,)
     assert ranges[-1].end_block == layout.n_blocks
     assert all(left.end_block == right.first_block for left, right in pairwise(ranges))
     assert all(left.start + left.size_bytes == right.start for left, right in pairwise(ranges))
-    assert ranges[-1].start + ranges[-1].size_bytes == size_bytes
+    assert ranges[-1].start + ranges[-1].size_bytes == layout.size_bytes == 4 * n_elements
+    assert sum(shard.mean_bytes for shard in ranges) == layout.mean_bytes
+    assert sum(shard.n_elements for shard in ranges) == n_elements
     sizes = [shard.end_block - shard.first_block for shard in ranges]
     assert max(sizes) - min(sizes) <= 1
     assert min(sizes) >= 1
@@ -167,7 +179,7 @@ def test_shards_cover_all_blocks_once_and_evenly(size_bytes: int, n_shards: int)
 @settings(deadline=None)  # a loaded machine is not slow code
 @given(st.sets(st.integers(0, 300), min_size=1, max_size=200), st.integers(1, 400), st.integers(0, 50))
 def test_shards_have_owners_that_agree_on_them(ranks: set[int], n_blocks: int, entry: int) -> None:
-    n_shards = Layout(n_blocks * 16, Limits(block_bytes=16)).n_shards(len(ranks))
+    n_shards = fp32_layout(n_blocks * 4, Limits(block_elements=4)).n_shards(len(ranks))
     assert 1 <= n_shards <= min(len(ranks), n_blocks, MAX_SHARDS)
     owned = {rank: shards_of(rank, entry, ranks, n_shards) for rank in ranks}
     assert sorted(shard for shards in owned.values() for shard in shards) == list(range(n_shards))
@@ -176,10 +188,10 @@ def test_shards_have_owners_that_agree_on_them(ranks: set[int], n_blocks: int, e
 
 
 def test_a_small_fragment_or_a_large_world_is_not_cut_into_hundreds_of_shards() -> None:
-    assert Layout(400 << 20, Limits()).n_shards(8) == 8
-    assert Layout((8 << 20) + 5, Limits()).n_shards(8) == 2  # whole blocks; the rest goes with the last
-    assert Layout(1000, Limits()).n_shards(8) == 1
-    assert Layout(4000 << 20, Limits()).n_shards(300) == MAX_SHARDS
+    assert fp32_layout(100 << 20, Limits()).n_shards(8) == 8
+    assert fp32_layout((2 << 20) + 1, Limits()).n_shards(8) == 2  # whole blocks; the rest goes with the last
+    assert fp32_layout(250, Limits()).n_shards(8) == 1
+    assert fp32_layout(1000 << 20, Limits()).n_shards(300) == MAX_SHARDS
 
 
 def test_ranks_that_train_on_own_no_shard_where_another_rank_waits() -> None:

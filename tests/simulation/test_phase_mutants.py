@@ -14,7 +14,8 @@ from diloco.rendezvous.membership import Membership
 from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.phase import Phase
 from diloco.rendezvous.seal import Sealer
-from diloco.rendezvous.training_state import Verdict
+from diloco.rendezvous.training_state import Part, Verdict
+from diloco.wires import FP32
 from simulation import test_phases as scenes
 from simulation.plan import Plan
 from simulation.simulation import Simulation
@@ -57,7 +58,7 @@ def count_what_cannot_be_read_back_as_nothing(verdict_of: Any, self: Rendezvous,
     verdict, part = verdict_of(self, entry, seal)
     is_lost = entry.is_early and verdict is Verdict.DROPPED and self._context.members.seal is not None
     counted = self.seals.verdict(seal) is Verdict.COUNTED
-    return (Verdict.COUNTED, []) if is_lost and counted else (verdict, part)
+    return (Verdict.COUNTED, Part(FP32)) if is_lost and counted else (verdict, part)
 
 
 names_me = Membership.names_me.fget  # type: ignore[attr-defined]
@@ -74,7 +75,7 @@ def begin_the_grace_for_an_older_attempt(
 
 def count_presented_work_again(verdict_of: Any, self: Rendezvous, entry: Any, seal: Seal) -> Any:
     verdict, part = verdict_of(self, entry, seal)
-    return (Verdict.COUNTED, []) if part else (verdict, part)
+    return (Verdict.COUNTED, Part(FP32)) if part and part.ranges else (verdict, part)
 
 
 def lose_steps_made_since(verdict_of: Any, self: Rendezvous, entry: Any, seal: Seal) -> Any:

@@ -10,11 +10,12 @@ import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from diloco.rendezvous.frames import digests_of
-from diloco.rendezvous.reduction import Floats
-from diloco.rendezvous.training_state import Packed, Verdict
+from diloco.rendezvous.training_state import Packed, Part, Verdict
+from diloco.wires import FP32
+from diloco.wires.wire import Floats, Wire, decoded
 
 SLOTS = 12  # processes whose work is told apart: one float each, so a fragment has three blocks
-BLOCK_BYTES = 16
+BLOCK_ELEMENTS = 4
 ZEROS = np.zeros(SLOTS, np.float32)
 
 
@@ -22,6 +23,8 @@ class Toy:
     """Work of whole numbers: each process counts what it did in a slot of its own."""
 
     carries = True
+    wire: Wire = FP32
+    mean_wire: Wire = FP32
 
     def __init__(self, n_fragments: int, slot: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -46,7 +49,7 @@ class Toy:
         self.anchor[fragment].view(np.uint32)[5] ^= np.uint32(1 << 20)
 
     def sizes(self) -> list[int]:
-        return [SLOTS * 4] * len(self.anchor)
+        return [SLOTS] * len(self.anchor)
 
     def agreement(self) -> dict[str, Any]:
         return {"tensors": {}, "fragments": len(self.anchor)}
@@ -59,7 +62,7 @@ class Toy:
         self.anchor = [np.array(arrays[str(f)]) for f in range(len(self.anchor))]
         self.momentum = [np.array(arrays.get(f"m{f}", ZEROS)) for f in range(len(self.anchor))]
 
-    def capture(self) -> tuple[dict[str, Floats], tuple[str, ...]]:
+    def snapshot(self) -> tuple[dict[str, Floats], tuple[str, ...]]:
         return deepcopy(self.arrays()), tuple(self.digest(f) for f in range(len(self.anchor)))
 
     def digest(self, fragment: int) -> str:
@@ -70,7 +73,7 @@ class Toy:
     ) -> Packed:
         self._payload[:] = self._sent[:] = self.undone[entry % len(self.anchor)]
         payload = self._payload.data.cast("B")
-        digests = digests_of(payload, BLOCK_BYTES)
+        digests = digests_of(payload, self.wire.size(BLOCK_ELEMENTS))
         norms = (float(np.abs(self._payload).max()),) * len(digests)
         first, end = keep or (0, len(payload))
         if write is not None:
@@ -79,13 +82,11 @@ class Toy:
                 payload[at] = 0xFF  # what is not to be kept is no longer there
         return Packed(digests, norms, payload[first:end], first)
 
-    def apply(
-        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, part: Sequence[memoryview] | None = None
-    ) -> None:
+    def apply(self, entry: int, mean: Sequence[memoryview], verdict: Verdict, part: Part | None = None) -> None:
         self.replay(entry, mean)
         undone = self.undone[entry % len(self.anchor)]
         if part is not None:
-            taken = np.frombuffer(b"".join(part), np.float32) if part else ZEROS
+            taken = values_of(*part)
             undone -= taken
             self.dropped = self.dropped or (verdict is Verdict.DROPPED and bool(taken.any()))
         else:
@@ -96,10 +97,10 @@ class Toy:
 
     def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
         if mean:
-            step(self.anchor, self.momentum, entry, np.frombuffer(b"".join(mean), np.float32))
+            step(self.anchor, self.momentum, entry, values_of(self.mean_wire, mean))
 
-    def payload(self, entry: int) -> memoryview:
-        return self.undone[entry % len(self.anchor)].copy().data.cast("B")
+    def work(self, entry: int) -> Part:
+        return Part(FP32, [self.undone[entry % len(self.anchor)].copy().data.cast("B")])
 
     def progress(self) -> Any:
         return deepcopy(self.undone)
@@ -118,6 +119,14 @@ class Toy:
         elif verdict is Verdict.DROPPED or (verdict is Verdict.KEPT and not self.carries):
             self.dropped = self.dropped or bool(undone.any())
             undone[:] = 0.0
+
+
+def values_of(wire: Wire, ranges: Sequence[memoryview]) -> Floats:
+    """Decode a payload, or none: zeros."""
+    values = np.zeros(SLOTS, np.float32)
+    for first, piece in decoded(wire, ranges, SLOTS, BLOCK_ELEMENTS):
+        values[first : first + len(piece)] = piece
+    return values
 
 
 def step(anchor: list[Floats], momentum: list[Floats], entry: int, mean: Floats) -> None:

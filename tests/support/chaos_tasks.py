@@ -40,7 +40,7 @@ def train(
         x = torch.randn(n, N_INPUTS, generator=generator)
         return x, x @ target + NOISE * torch.randn(n, generator=generator)
 
-    shards = {"small_bytes": 0, "block_bytes": 32} if sharded else {}
+    shards = {"small_bytes": 0, "block_elements": 8} if sharded else {}
     limits = Limits(grace_s=3.0, takeover_after_s=0.5, round_timeout_s=60.0, **shards)
     closed = list(gates)
     options = {"outer_momentum": 0.5, **options}  # with 0.9 so few rounds end as chance has it

@@ -18,15 +18,16 @@ from diloco.rendezvous.frames import Member, Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import _claimed
 from diloco.rendezvous.round import Limits
-from diloco.rendezvous.training_state import Verdict
+from diloco.rendezvous.training_state import Part, Verdict
 from diloco.testing import run_replicas
+from diloco.wires import FP32
 from executors.store import MemoryStore
 from executors.store.faulty import FaultyStore
 
-BLOCK_BYTES = 64
+BLOCK_ELEMENTS = 16
 NO_HURRY_S = 1e6
 """Nobody takes over what another is to do."""
-SHARDED = Limits(small_bytes=0, block_bytes=BLOCK_BYTES, takeover_after_s=NO_HURRY_S, grace_s=NO_HURRY_S)
+SHARDED = Limits(small_bytes=0, block_elements=BLOCK_ELEMENTS, takeover_after_s=NO_HURRY_S, grace_s=NO_HURRY_S)
 KEYS = Keys("test", "main")
 
 
@@ -37,7 +38,7 @@ def _processes_are_forgotten() -> None:
 
 def zeros(n_blocks: int = 4) -> nn.Linear:
     """Return a model of so many blocks, in which whatever was done can be read off."""
-    model = nn.Linear(n_blocks * BLOCK_BYTES // 4, 1, bias=False)
+    model = nn.Linear(n_blocks * BLOCK_ELEMENTS, 1, bias=False)
     nn.init.zeros_(model.weight)
     return model
 
@@ -73,7 +74,7 @@ def test_of_work_that_is_to_be_dropped_in_part_the_rest_stays() -> None:
     model = zeros()
     diloco = DiLoCo(model, inner_steps=1, **PLAIN, **place())
     nudge(model, 5.0)
-    diloco._model_state.apply(0, [payload(-3.0)], Verdict.DROPPED, [payload(-4.0)])
+    diloco._model_state.apply(0, [payload(-3.0)], Verdict.DROPPED, Part(FP32, [payload(-4.0)]))
     assert values_in(diloco.anchor()["weight"]) == [3.0]
     assert values_in(model.weight) == [3.0 + 5.0 - 4.0]
     leave(diloco)

@@ -22,7 +22,7 @@ from diloco.rendezvous.training_state import Verdict
 from diloco.testing import run_replicas
 from executors.testing.helpers import environment
 
-SHARDED = Limits(small_bytes=0, block_bytes=64)
+SHARDED = Limits(small_bytes=0, block_elements=16)
 """Cuts even a tiny payload into shards."""
 # Staggered fragments end with steps that no round has averaged, where nobody says how many steps there are.
 pytestmark = pytest.mark.filterwarnings("ignore:.* in nobody.s average")
@@ -270,9 +270,11 @@ def test_the_ramp_and_the_final_average_follow_the_plan() -> None:
 STEP_DIGESTS = """
 import os, numpy as np, torch
 from diloco.fragments import Fragment
-from diloco.outer_optimizer import NesterovSGD, Schedule, tensor_of
-from diloco.rendezvous.reduction import Input, weighted_mean
+from diloco.outer_optimizer import NesterovSGD, Schedule
+from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
 from diloco.rendezvous.frames import digests_of
+from diloco.wires import FP32
+from diloco.wires.wire import BLOCK_ELEMENTS, decoded
 for capability in ("default", "avx2", "avx512"):
     if os.fork() == 0:
         os.environ["ATEN_CPU_CAPABILITY"] = capability  # which torch looks at in its first operation
@@ -288,8 +290,9 @@ outer = NesterovSGD(Fragment(0, (), n, n), anchor, Schedule(0.7, 0.9, 3, 1, None
 for entry in range(5):
     sent = [rng.normal(size=n).astype(np.float32).data.cast("B") for _ in range(3)]
     mean = np.empty(n, np.float32).data.cast("B")
-    weighted_mean([Input(r, 1.0 + r, s, digests_of(s)) for r, s in enumerate(sent)], mean)
-    outer.step(entry, [tensor_of(mean)])
+    inputs = [Input(r, 1.0 + r, s, digests_of(s, 4 * BLOCK_ELEMENTS)) for r, s in enumerate(sent)]
+    weighted_mean(inputs, mean, Blocks(n, BLOCK_ELEMENTS, FP32, FP32))
+    outer.step(entry, decoded(FP32, [mean], n, BLOCK_ELEMENTS))
 print(torch.backends.cpu.get_cpu_capability(), outer.digest())
 """
 
@@ -306,7 +309,7 @@ def test_the_digest_of_a_step_is_that_of_its_result() -> None:
     for n_stepped, n in [(200_000, 300_001), (5, 5), (0, 7)]:
         anchor = torch.randn(n)
         outer = NesterovSGD(Fragment(0, (), n_stepped, n), anchor, Schedule(0.7, 0.9, 0, 1, None))
-        outer.step(0, [torch.randn(n // 2), torch.randn(n - n // 2)])
+        outer.step(0, [(0, torch.randn(n // 2).numpy()), (n // 2, torch.randn(n - n // 2).numpy())])
         while_stepping = outer.digest()
         outer._digest = None
         assert outer.digest() == while_stepping

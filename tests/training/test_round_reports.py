@@ -38,7 +38,9 @@ def zeros() -> nn.Linear:
     return model
 
 
-@pytest.mark.parametrize("limits", [Limits(), Limits(small_bytes=0, block_bytes=64)], ids=["in the seal", "in shards"])
+@pytest.mark.parametrize(
+    "limits", [Limits(), Limits(small_bytes=0, block_elements=16)], ids=["in the seal", "in shards"]
+)
 def test_norms_are_those_of_ones_own_pseudo_gradient_and_of_the_mean(limits: Limits) -> None:
     def body(where: Mapping[str, Any]) -> list[RoundReport]:
         model = zeros()

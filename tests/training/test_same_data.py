@@ -19,7 +19,7 @@ from diloco.testing import run_replicas
 from executors import launch
 from executors.report.root_cause import MAX_CHARACTERS
 
-SHARDED = Limits(small_bytes=0, block_bytes=64)
+SHARDED = Limits(small_bytes=0, block_elements=16)
 Ends = list[tuple[list[tuple[int, ...]], str]]
 
 

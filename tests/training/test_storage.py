@@ -14,12 +14,12 @@ from torch import nn
 
 from diloco import DiLoCo
 from diloco.rendezvous.frames import head_bytes
-from diloco.rendezvous.round import Layout, Limits
+from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
 from executors.store import Data, MemoryStore
 
-N, EVERY, ROUNDS, BLOCK_BYTES = 3, 4, 60, 64
-SIZE_BYTES = 48 * 4
+N, EVERY, ROUNDS, BLOCK_ELEMENTS = 3, 4, 60, 16
+SIZE = 48
 KINDS = ("contribution", "mean", "part", "own", "seal", "snapshot")
 
 
@@ -61,7 +61,7 @@ def test_a_run_of_sixty_rounds_never_keeps_more_than_the_protocol_says(sharded: 
 
     def body(where: Mapping[str, Any]) -> int:
         model = nn.Sequential(nn.Linear(24, 1, bias=False), nn.Linear(1, 24, bias=False))
-        limits = Limits(small_bytes=0 if sharded else 1 << 20, block_bytes=BLOCK_BYTES)
+        limits = Limits(small_bytes=0 if sharded else 1 << 20, block_elements=BLOCK_ELEMENTS)
         options: dict[str, Any] = {"inner_steps": n_fragments, "fragments": n_fragments, "snapshot_every": EVERY}
         with DiLoCo(model, **options, **where, _limits=limits) as diloco:
             diloco.attach_state("data", torch.Generator())
@@ -74,7 +74,7 @@ def test_a_run_of_sixty_rounds_never_keeps_more_than_the_protocol_says(sharded: 
             return diloco.rounds
 
     assert run_replicas(N, body, store=store) == [ROUNDS] * N
-    blocks = Layout(SIZE_BYTES // n_fragments, Limits(block_bytes=BLOCK_BYTES)).n_blocks
+    blocks = -(-SIZE // n_fragments // BLOCK_ELEMENTS)
     shards = min(N, blocks) if sharded else 0
     most = store.most
     assert 0 < most["contribution"] <= 2 * N  # those of one round, and of the next before the last has adopted it
@@ -85,6 +85,6 @@ def test_a_run_of_sixty_rounds_never_keeps_more_than_the_protocol_says(sharded: 
     # What is never deleted: a pointer each `snapshot_every` rounds, and a seal each, of up to 100 bytes a member.
     assert most["seal"] == ROUNDS
     assert ROUNDS // EVERY // 2 <= most["snapshot"] <= ROUNDS // EVERY + 1
-    mean_bytes = 0 if sharded else SIZE_BYTES // n_fragments
+    mean_bytes = 0 if sharded else 4 * SIZE // n_fragments
     assert store.most_bytes["seal"] <= ROUNDS * (100 * N + 256 + mean_bytes)
-    assert store.most_bytes["contribution"] <= 2 * N * (SIZE_BYTES // n_fragments + head_bytes(blocks))
+    assert store.most_bytes["contribution"] <= 2 * N * (4 * SIZE // n_fragments + head_bytes(blocks))

@@ -261,11 +261,11 @@ def test_own_contributions_are_deleted_after_their_round() -> None:
 
 
 def test_sharded_rounds_move_as_many_payload_bytes_as_they_should() -> None:
-    blocks, block_bytes, n = 12, 256, 4
+    blocks, block_elements, n = 12, 64, 4
 
     def body(where: Mapping[str, Any]) -> tuple[int, int]:
-        model = nn.Linear(blocks * block_bytes // 4, 1, bias=False)
-        limits = Limits(small_bytes=0, block_bytes=block_bytes)
+        model = nn.Linear(blocks * block_elements, 1, bias=False)
+        limits = Limits(small_bytes=0, block_elements=block_elements)
         with DiLoCo(model, inner_steps=1, _limits=limits, **where) as diloco:
             store = CountingStore(diloco._participant._context.store.store)
             diloco._participant._context.store.store = store
@@ -273,7 +273,7 @@ def test_sharded_rounds_move_as_many_payload_bytes_as_they_should() -> None:
             return store.written, store.read
 
     written, read = map(sum, zip(*run_replicas(n, body), strict=True))
-    payload = blocks * block_bytes
+    payload = blocks * block_elements * 4
     assert written == n * payload + payload
     assert read <= n * payload * (2 - 2 / n)
 

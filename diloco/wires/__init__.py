@@ -1,0 +1,18 @@
+"""The wires: how contributions and means travel, one file each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from diloco.wires.fp32 import Fp32
+from diloco.wires.wire import Wire
+
+FP32 = Fp32()
+WIRES: Mapping[str, Wire] = {wire.name: wire for wire in (FP32,)}
+DEFAULT_MEAN_WIRE: Mapping[str, str] = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}
+"""How means travel, by the wire of the contributions."""
+
+
+def wire_named(name: str) -> Wire:
+    """Return a wire of `WIRES`."""
+    return WIRES[name]
