@@ -20,13 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from xxhash import xxh3_128_hexdigest
 
-from diloco.rendezvous.frames import READ_TRIES, BadRecordError, frame, reading, unframe
+from diloco.rendezvous.envelope import BadRecordError, frame, reading, unframe
+from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.phase import Plan
+from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.round import Background
 from diloco.rendezvous.snapshot import DTYPES, decode_part, digest_of, encode_part
 from diloco.rendezvous.training_state import Array, Arrays
@@ -58,12 +59,15 @@ class Kept:
 class AttachedState:
     """The states that are kept for a rank's next attempt."""
 
-    def __init__(self, store: PatientStore, keys: Keys, me: Identity, background: Background, plan: Plan) -> None:
+    def __init__(
+        self, store: PatientStore, keys: Keys, me: Identity, background: Background, plan: Plan, proof: Proof
+    ) -> None:
         self._store = store
         self._keys = keys
         self._me = me
         self._background = background
         self._plan = plan
+        self._proof = proof
         self._attached: dict[str, Any] = {}
         self._followers: list[Any] = []
         self.kept = self._find(keys) if me.attempt else None
@@ -139,9 +143,10 @@ class AttachedState:
     def _put(self, position: int, arrays: Arrays) -> None:
         store, me = self._store.for_thread(), self._me
         tensors = encode_part(arrays)
-        record = {"rank": me.rank, "attempt": me.attempt, "position": position, "digest": digest_of(tensors)}
+        digest, key = digest_of(tensors, self._proof), self._keys.own_record(me.rank, position, me.attempt)
+        record = {"rank": me.rank, "attempt": me.attempt, "position": position, "digest": digest}
         if store.write(self._keys.own_tensors(me.rank, position, me.attempt), tensors):
-            store.write(self._keys.own_record(me.rank, position, me.attempt), frame(record))
+            store.write(key, frame(record, key, self._proof))
 
     def take_over(self, origin: str, position: int) -> None:
         """Load what is attached from what this rank kept in another run, up to this one's position."""
@@ -163,11 +168,13 @@ class AttachedState:
         return None
 
     def _read(self, keys: Keys, position: int, attempt: int) -> Arrays | None:
-        record = self._store.peek(keys.own_record(self._me.rank, position, attempt))
+        key = keys.own_record(self._me.rank, position, attempt)
+        record = self._store.peek(key)
         tensors = self._store.peek(keys.own_tensors(self._me.rank, position, attempt))
         with contextlib.suppress(BadRecordError):
-            if record and tensors and unframe(record)[0].get("digest") == xxh3_128_hexdigest(tensors):
-                return decode_part(tensors)
+            if record and tensors:
+                digest = unframe(record, key, self._proof)[0].get("digest")
+                return decode_part(tensors) if digest == self._proof.digest(tensors) else None
         return None
 
 

@@ -12,7 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 from diloco.errors import ContributionError
-from diloco.rendezvous.frames import MAX_WEIGHT, READ_TRIES, BadRecordError, Contribution, digests_of
+from diloco.rendezvous.envelope import BadRecordError
+from diloco.rendezvous.frames import MAX_WEIGHT, READ_TRIES, Contribution, digests_of
 from diloco.rendezvous.round import Context, EntryState, shards_of
 from diloco.rendezvous.training_state import Packed
 from executors.store import Buffer
@@ -46,7 +47,7 @@ def send(context: Context, entry: EntryState, weight: float, waited_s: float) ->
             in_phase=not entry.is_early,
             wire=layout.wire.name,
             steps=entry.sent_steps,
-        ).head(layout.n_blocks)
+        ).head(key, context.proof, layout.n_blocks)
 
     def produce(write: Callable[[Buffer], None]) -> bytes:
         entry.packed = None  # until it is whole
@@ -79,17 +80,20 @@ def read_back(context: Context, entry: EntryState, digest: str) -> memoryview | 
     Args:
         digest: of its head, by the seal that counts it.
     """
-    layout = entry.layout
+    layout, key = entry.layout, context.keys.contribution(entry.index, context.me.rank)
     for _ in range(READ_TRIES):
-        data = context.store.peek(context.keys.contribution(entry.index, context.me.rank))
+        data = context.store.peek(key)
         if data is None:
             continue  # gone, or no answer just now
         with suppress(BadRecordError):
-            head, found = Contribution.parse(data)
+            head, found = Contribution.parse(data, key, context.proof)
             payload = data[layout.head_bytes :]
             if found != digest:
                 return None
-            if len(payload) == layout.size_bytes and digests_of(payload, layout.block_bytes) == head.blocks:
+            if (
+                len(payload) == layout.size_bytes
+                and digests_of(payload, layout.block_bytes, context.proof) == head.blocks
+            ):
                 return payload
     return None
 

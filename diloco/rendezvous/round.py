@@ -14,6 +14,7 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership
 from diloco.rendezvous.patient_store import Ask, Map, PatientStore, at_once, backoff
 from diloco.rendezvous.phase import Phase, Plan
+from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.reduction import Reduce, weighted_mean
 from diloco.rendezvous.training_state import Packed, Part, TrainingState
 from diloco.wires.wire import BLOCK_ELEMENTS, Wire, blocks_of
@@ -155,6 +156,7 @@ class Context:
     training: TrainingState
     wait: Wait
     plan: Plan
+    proof: Proof
     origin: str | None = None
     """The run whose newest whole snapshot this one begins from."""
     limits: Limits = field(default_factory=Limits)

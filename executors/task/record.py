@@ -12,6 +12,7 @@ from typing import Any
 
 from executors.native import GATHER_S
 from executors.policy import HangLimits, Restarts
+from executors.run_key import KEY_ID
 from executors.store import Store
 from executors.store.records import (
     FAR_AHEAD,
@@ -38,7 +39,6 @@ BACKEND_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CLASS_PATH = re.compile(r"[\w.]{1,200}:[\w.<>]{1,200}")  # <locals> is part of a name, too
 TRACKER = re.compile(r"[\w.]{1,200}(:[\w.]{1,200})?")
 OPTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-KEY_ID = re.compile(r"[0-9a-f]{8}")
 ANY_SEED = 10**100  # more than anybody's generator takes
 
 

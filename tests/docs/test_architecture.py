@@ -30,7 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli", "testing", ""),
 )
 """The rooms of `executors` from the ground up; "" is `executors/__init__.py`."""
-DILOCO_USES = ("executors.store", "executors.replica", "executors.errors", "executors.attempt")
+DILOCO_USES = ("executors.store", "executors.replica", "executors.errors", "executors.attempt", "executors.run_key")
 SDKS = {
     "modal": "executors/backends/modal*.py",
     "huggingface_hub": "executors/backends/hf_*.py",

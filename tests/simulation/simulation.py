@@ -80,7 +80,7 @@ class Simulation(Invariants):
             return  # with an end in time, work is counted, and not whose it is
         name = f"{'joiner' if rank is None else f'rank {rank}'}.{slot}"
         process = Process(name, rank, slot, Toy(self.plan.n_fragments, slot % SLOTS, slot))
-        process.toy.is_final = self.steps.is_final
+        process.toy.is_final, process.toy.proof = self.steps.is_final, self.proof
         process.toy.loses_steps = bool(self.steps.overlap_steps)
         self.processes.append(process)
         self.world.spawn(name, lambda: self._process(process, checkpoint), delay_s)
@@ -148,6 +148,7 @@ class Simulation(Invariants):
             me=me,
             training=toy,
             plan=self.steps,
+            proof=self.proof,
             min_quorum=plan.min_quorum,
             weight=plan.weights[me.rank % len(plan.weights)],
             snapshot_every=plan.snapshot_every,
@@ -255,7 +256,7 @@ def _reduce_of_host(host: int) -> Callable[..., tuple[str, ...]]:
         weighted_mean(inputs, out, blocks)
         bits = np.frombuffer(out, np.uint32)
         bits ^= np.uint32(host & bool(inputs))
-        return digests_of(out, blocks.mean_wire.size(blocks.block_elements))
+        return digests_of(out, blocks.mean_wire.size(blocks.block_elements), blocks.proof)
 
     return reduce
 

@@ -10,6 +10,7 @@ import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from diloco.rendezvous.frames import digests_of
+from diloco.rendezvous.proof import UNSIGNED, Proof
 from diloco.rendezvous.training_state import Packed, Part, Verdict
 from diloco.wires import FP32
 from diloco.wires.wire import Floats, Wire, decoded
@@ -25,6 +26,7 @@ class Toy:
     carries = True
     wire: Wire = FP32
     mean_wire: Wire = FP32
+    proof: Proof = UNSIGNED
 
     def __init__(self, n_fragments: int, slot: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -73,7 +75,7 @@ class Toy:
     ) -> Packed:
         self._payload[:] = self._sent[:] = self.undone[entry % len(self.anchor)]
         payload = self._payload.data.cast("B")
-        digests = digests_of(payload, self.wire.size(BLOCK_ELEMENTS))
+        digests = digests_of(payload, self.wire.size(BLOCK_ELEMENTS), self.proof)
         norms = (float(np.abs(self._payload).max()),) * len(digests)
         first, end = keep or (0, len(payload))
         if write is not None:

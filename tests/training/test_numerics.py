@@ -273,6 +273,7 @@ from diloco.fragments import Fragment
 from diloco.outer_optimizer import NesterovSGD, Schedule
 from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
 from diloco.rendezvous.frames import digests_of
+from diloco.rendezvous.proof import UNSIGNED
 from diloco.wires import FP32
 from diloco.wires.wire import BLOCK_ELEMENTS, decoded
 for capability in ("default", "avx2", "avx512"):
@@ -290,8 +291,8 @@ outer = NesterovSGD(Fragment(0, (), n, n), anchor, Schedule(0.7, 0.9, 3, 1, None
 for entry in range(5):
     sent = [rng.normal(size=n).astype(np.float32).data.cast("B") for _ in range(3)]
     mean = np.empty(n, np.float32).data.cast("B")
-    inputs = [Input(r, 1.0 + r, s, digests_of(s, 4 * BLOCK_ELEMENTS)) for r, s in enumerate(sent)]
-    weighted_mean(inputs, mean, Blocks(n, BLOCK_ELEMENTS, FP32, FP32))
+    inputs = [Input(r, 1.0 + r, s, digests_of(s, 4 * BLOCK_ELEMENTS, UNSIGNED)) for r, s in enumerate(sent)]
+    weighted_mean(inputs, mean, Blocks(n, BLOCK_ELEMENTS, FP32, FP32, UNSIGNED))
     outer.step(entry, decoded(FP32, [mean], n, BLOCK_ELEMENTS))
 print(torch.backends.cpu.get_cpu_capability(), outer.digest())
 """

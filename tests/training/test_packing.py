@@ -20,6 +20,7 @@ from diloco.fragments import Fragment, plan_fragments
 from diloco.pseudo_gradient import pack
 from diloco.rendezvous.frames import digests_of
 from diloco.rendezvous.patient_store import THREADS, ParallelMap
+from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Layout, Limits
 from diloco.testing import run_replicas
 from diloco.wires import FP32
@@ -58,11 +59,11 @@ def test_streamed_pieces_are_the_payload_and_what_is_kept_is_its_part(
     kept, written = memoryview(bytearray(b"7" * (end - first))), bytearray()
     with torch.no_grad():
         packed = pack(
-            model, fragment, anchor, kept, wire=FP32, start=first, write=written.extend, who="I",
+            model, fragment, anchor, kept, wire=FP32, proof=UNSIGNED, start=first, write=written.extend, who="I",
             block_elements=block_elements,
         )  # fmt: skip
     assert bytes(written) == expected
-    assert packed.blocks == digests_of(expected, 4 * block_elements)
+    assert packed.blocks == digests_of(expected, 4 * block_elements, UNSIGNED)
     assert len(packed.norms) == len(packed.blocks)
     squares = np.frombuffer(expected, np.float32).astype(np.float64) ** 2
     assert sum(norm**2 for norm in packed.norms) == pytest.approx(squares.sum(), rel=1e-5)
@@ -76,9 +77,9 @@ def test_pieces_of_a_large_block_are_digested_as_one() -> None:
     model, fragment, anchor = model_of([PIECE - 5, 3 * PIECE, 11])
     kept = memoryview(bytearray(4 * fragment.n_elements))
     with torch.no_grad():
-        packed = pack(model, fragment, anchor, kept, wire=FP32, who="I", block_elements=2 * PIECE + 10)
+        packed = pack(model, fragment, anchor, kept, wire=FP32, proof=UNSIGNED, who="I", block_elements=2 * PIECE + 10)
     assert bytes(packed.kept) == expected_of(model, fragment, anchor)
-    assert packed.blocks == digests_of(packed.kept, 8 * PIECE + 40)
+    assert packed.blocks == digests_of(packed.kept, 8 * PIECE + 40, UNSIGNED)
 
 
 def test_a_value_that_is_not_finite_is_named_also_when_it_is_streamed() -> None:
@@ -86,7 +87,17 @@ def test_a_value_that_is_not_finite_is_named_also_when_it_is_streamed() -> None:
     with torch.no_grad():
         model.get_parameter("tensors.1")[7] = float("nan")
         with pytest.raises(ContributionError, match=r"Rank 3: 'tensors.1' is not finite in 1 of 60 values"):
-            pack(model, fragment, anchor, memoryview(b""), wire=FP32, write=len, who="Rank 3", block_elements=16)
+            pack(
+                model,
+                fragment,
+                anchor,
+                memoryview(b""),
+                wire=FP32,
+                proof=UNSIGNED,
+                write=len,
+                who="Rank 3",
+                block_elements=16,
+            )
 
 
 class FarStore:
