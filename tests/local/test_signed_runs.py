@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from support.cli import Folder
 from support.third_party import PopenExecutor
+from torch import nn
 
-from executors import LocalProcessExecutor, Run, attach, launch
+from diloco import DiLoCo
+from diloco.rendezvous.frames import Contribution, Seal
+from diloco.rendezvous.proof import UNSIGNED, proof_of
+from executors import LocalProcessExecutor, Run, attach, current_replica, launch
+from executors.replica import Replica, run_key
 from executors.resume import resume
 from executors.run_index import key_file
 from executors.run_key import RUN_KEY
@@ -114,3 +122,60 @@ def test_a_key_is_neither_shown_by_a_dry_run_nor_taken_where_it_would_be_seen(tm
         launch(PopenExecutor(), key_here, 1, signed=True)
     with pytest.raises(ValueError, match="A resumed run keeps the signed it was launched with"):
         launch(PLAIN, key_here, 1, run_id="otter", resume=True, signed=True)
+
+
+# -- training under forgeries ------------------------------------------------------------------------------------------
+
+KEYS = ("{run}/diloco/main/r{n}/contribution/0",) * 2 + (
+    "{run}/diloco/main/r0/contribution/0",
+    "{run}/diloco/main/r{n}/contribution/1",
+    "another-run/diloco/main/r{n}/contribution/0",
+)
+"""Under which keys the forgeries were proven: without a key, with a stranger's, and genuinely, but elsewhere."""
+FIRST = 2
+"""The step before which rank 0 finds its place taken for the first time."""
+
+
+def train(steps: int) -> list[float]:
+    """Train a model whose anchor is the sum of the means; before some rounds rank 0 finds its place taken."""
+    replica, model = current_replica(), nn.Linear(2, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    settings: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "total_steps": steps}
+    with DiLoCo(model, inner_steps=1, **settings) as diloco:
+        for step in range(steps):
+            if replica.rank == 0 and FIRST <= step < FIRST + len(KEYS) and diloco.rounds < steps:
+                take_the_place(replica, step - FIRST, diloco)
+            time.sleep(0.02)  # a step: who was left out is back before the others are through
+            with torch.no_grad():
+                model.weight += replica.rank + step % 7
+            diloco.step()
+        return [float(value) for value in diloco.anchor()["weight"].flatten()]
+
+
+def take_the_place(replica: Replica, number: int, diloco: DiLoCo) -> None:
+    """Put a forgery into the place of rank 0's contribution, as whoever can write there can."""
+    key = KEYS[0].format(run=replica.run_id, n=diloco.rounds)
+    proof = [UNSIGNED, proof_of(b"of a stranger"), *[proof_of(run_key())] * 3][number]
+    payload, anchor = np.full(4, 1e6, np.float32).tobytes(), diloco._model_state.digest(0)
+    forged = Contribution(0, 0, replica.nonce, 1.0, anchor, len(payload), (proof.digest(payload),), (2e6,), steps=1)
+    head = forged.head(KEYS[number].format(run=replica.run_id, n=diloco.rounds), proof)
+    replica.store.put(key, head + payload)
+
+
+def test_forged_replayed_and_swapped_objects_never_steer_a_signed_run(tmp_path: Path) -> None:
+    run = launch("local", train, 2, args={"steps": 20}, signed=True, run_id="otter", rendezvous=tmp_path)
+    first, second = run.results()
+    proof, states = proof_of(bytes.fromhex(key_file("otter").read_text())), [np.zeros(4, np.float32)]
+    for entry in range(20):
+        key = f"otter/diloco/main/seal/{entry}"
+        seal = Seal.parse(run.store.get(key), key, proof)
+        assert entry != FIRST or set(seal.members) == {1}
+        states.append(states[-1] - np.frombuffer(seal.mean, np.float32))
+    assert second == states[-1].tolist()
+    assert first in [state.tolist() for state in states], "it may have left while the others went on"
+    assert max(map(np.max, states)) < 20 * 8
+
+
+def test_the_same_forgery_steers_a_run_that_is_not_signed(tmp_path: Path) -> None:
+    run = launch("local", train, 2, args={"steps": FIRST + 1}, rendezvous=tmp_path)
+    assert max(run.results()[0]) < -1e5
