@@ -98,7 +98,7 @@ class ModelState:
             self.model,
             fragment,
             anchor,
-            self._room(end - first),
+            np.empty(end, np.uint8).data if keep is None and end > self._memory.nbytes else self._room(end - first),
             wire=self.wire,
             proof=self._proof,
             start=first,
@@ -120,7 +120,11 @@ class ModelState:
             if part is not None:
                 subtract_part(rest, part, self._block_elements)
             self.replay(entry, mean)
-            set_live(self.model, fragment, torch.sub(anchor, rest, out=rest))
+            torch.sub(anchor, rest, out=rest)
+            if self._mix and verdict is Verdict.COUNTED and part is not None and not part.wire.is_exact:
+                mix_live(self.model, fragment, rest, self._mix, torch.empty_like(rest))
+            else:
+                set_live(self.model, fragment, rest)
         else:
             self.replay(entry, mean)
             if self._mix and verdict is not Verdict.DROPPED:

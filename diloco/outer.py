@@ -74,8 +74,9 @@ class DiLoCo:
         fragments: how many parts, or lists of modules or names; one has its round every inner_steps / fragments.
         overlap_steps: steps between sending a fragment and applying its mean. May differ between replicas.
         mix: share of the live value that is kept when a mean is applied. May differ between replicas.
-        wire: how contributions travel: "fp32".
-        mean_wire: how means travel; None: as suits the wire.
+        wire: how contributions travel: "fp32", "bf16", or whole numbers with a scale for each group of them: "int8" in
+            a quarter of fp32's bytes, "int4" in an eighth. What a wire leaves out goes with the next contribution.
+        mean_wire: how means travel; None: as contributions do, but "int8" where those are "int4".
         late: what becomes of work that came too late for its round: "carry" it to the next, or "drop" it. Out of
             phase, "drop" also drops steps made after something was sent, unless that is counted.
         min_quorum: contributions without which no round is decided, as far as so many replicas are left.
@@ -174,9 +175,7 @@ class DiLoCo:
         context = Context(
             store=patient, keys=keys, me=me, training=self._model_state, plan=settings.plan,
             proof=proof_of(settings.key), origin=place.origin, limits=limits, min_quorum=min_quorum or 1, weight=weight,
-            snapshot_every=settings.entries_per_snapshot,
-            wait=self._watch.wait,
-            background=self._background,
+            snapshot_every=settings.entries_per_snapshot, wait=self._watch.wait, background=self._background,
             map=map if near else self._reads,
             ask=at_once if near else self._reads.ask,
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """Sending one's contribution: packed and written in one pass where the store can, else packed into memory and sent.
 
-Streamed, only the shard stays in memory that this replica will probably reduce, as far as it can know before the
-sealing; every other byte goes from the processor's cache to the store. Should another shard become due, its own input
-is read like everybody's.
+Streamed in fp32, only the shard stays in memory that this replica will probably reduce, as far as it can know before
+the sealing; every other byte goes from the processor's cache to the store. Should another shard become due, its own
+input is read like everybody's.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ from contextlib import suppress
 from typing import Any
 
 from diloco.errors import ContributionError
-from diloco.rendezvous.envelope import BadRecordError
-from diloco.rendezvous.frames import MAX_WEIGHT, READ_TRIES, Contribution, digests_of
+from diloco.rendezvous.envelope import unframe
+from diloco.rendezvous.frames import MAX_WEIGHT, Contribution
 from diloco.rendezvous.round import Context, EntryState, shards_of
 from diloco.rendezvous.training_state import Packed
 from executors.store import Buffer
 
 
-def send(context: Context, entry: EntryState, weight: float, waited_s: float) -> None:
-    """Send the contribution to an entry, perhaps: read the store to know.
-
-    Args:
-        weight: 0: a head alone, from a replica that has nothing to send.
+def send(context: Context, entry: EntryState, waited_s: float) -> None:
+    """Send the contribution to an entry, perhaps: read the store to know. Without weight it is a head alone.
 
     Raises: ContributionError: it is not finite, or a parameter has changed its shape.
     """
@@ -32,11 +29,11 @@ def send(context: Context, entry: EntryState, weight: float, waited_s: float) ->
     key = context.keys.contribution(entry.index, me.rank)
 
     def head(packed: Packed | None) -> bytes:
-        return Contribution(
+        head = Contribution(
             rank=me.rank,
             attempt=me.attempt,
             nonce=me.nonce,
-            weight=weight,
+            weight=entry.weight,
             anchor=training.digest(entry.fragment),
             size_bytes=layout.size_bytes if packed else 0,
             blocks=packed.blocks if packed else (),
@@ -48,23 +45,30 @@ def send(context: Context, entry: EntryState, weight: float, waited_s: float) ->
             wire=layout.wire.name,
             steps=entry.sent_steps,
         ).head(key, context.proof, layout.n_blocks)
+        entry.sent.add(unframe(head, key, context.proof)[1])
+        return head
 
     def produce(write: Callable[[Buffer], None]) -> bytes:
         entry.packed = None  # until it is whole
-        entry.packed = packed = training.pack(entry.index, write, _range_of_own_shard(context, entry))
+        entry.packed = packed = training.pack(entry.index, write, _range_to_keep(context, entry))
         return head(packed)
 
-    if not weight:
+    if not entry.weight:
         store.create(key, head(None))
-    elif layout.is_small or not store.streams:
+    elif layout.is_small or not store.streams or (entry.packed and len(entry.packed.kept) == layout.size_bytes):
         entry.packed = packed = entry.packed or training.pack(entry.index)
         store.create(key, [head(packed), packed.kept])
     else:
         store.create_streamed(key, layout.head_bytes, layout.head_bytes + layout.size_bytes, produce)
 
 
-def _range_of_own_shard(context: Context, entry: EntryState) -> tuple[int, int]:
-    """Return the bytes of the shard that this replica will reduce if all expected ranks are sealed."""
+def _range_to_keep(context: Context, entry: EntryState) -> tuple[int, int] | None:
+    """Return which bytes stay in memory: all where a part of the work will stay, which what is counted is taken from.
+
+    Else those of the shard that this replica will reduce if all expected ranks are sealed.
+    """
+    if entry.is_early or not entry.layout.wire.is_exact:
+        return None
     rank = context.me.rank
     ranks = {*context.members.expected, rank}
     n_shards = entry.layout.n_shards(len(ranks))
@@ -72,30 +76,6 @@ def _range_of_own_shard(context: Context, entry: EntryState) -> tuple[int, int]:
         part = entry.layout.shard(shard, n_shards)
         return part.start, part.start + part.size_bytes
     return 0, 0
-
-
-def read_back(context: Context, entry: EntryState, digest: str) -> memoryview | None:
-    """Return the payload of this process's own contribution as stored; None when it cannot be had.
-
-    Args:
-        digest: of its head, by the seal that counts it.
-    """
-    layout, key = entry.layout, context.keys.contribution(entry.index, context.me.rank)
-    for _ in range(READ_TRIES):
-        data = context.store.peek(key)
-        if data is None:
-            continue  # gone, or no answer just now
-        with suppress(BadRecordError):
-            head, found = Contribution.parse(data, key, context.proof)
-            payload = data[layout.head_bytes :]
-            if found != digest:
-                return None
-            if (
-                len(payload) == layout.size_bytes
-                and digests_of(payload, layout.block_bytes, context.proof) == head.blocks
-            ):
-                return payload
-    return None
 
 
 def check_weight(weight: float | Callable[[], float], rank: int, entry: int, *, may_be_zero: bool = False) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import hypot
 from typing import Literal
 
-from diloco.rendezvous.contribution import check_weight, read_back, send
+from diloco.rendezvous.contribution import check_weight, send
 from diloco.rendezvous.frames import Seal
 from diloco.rendezvous.keys import folder_of
 from diloco.rendezvous.mean import Reducer
@@ -59,18 +59,12 @@ class Rendezvous:
         if entry.published or self.seals.is_sealed(entry.index):
             return
         began = self._context.clock()
-        if early:
-            weight = self._early_weight(entry)
-        else:
-            weight = check_weight(self._context.weight, self._me.rank, entry.index)
-        entry.is_early, entry.sent_steps = early, self._phase.made[entry.fragment] if weight else 0
-        entry.work = entry.sent_steps
-        if callable(self._context.weight) and entry.sent_steps:
-            entry.work, self._work_per_step = weight, weight / entry.sent_steps
+        if entry.packed is None:  # else what could not be sent before is sent again
+            self._weigh(entry, early=early)
         pauses = self._context.pauses()
         is_there = early and self._is_there(entry)  # of an earlier attempt, perhaps
         while not is_there:
-            send(self._context, entry, weight, self._waited_s)
+            send(self._context, entry, self._waited_s)
             is_there = self._is_there(entry)
             if is_there or self.seals.is_sealed(entry.index):
                 break
@@ -79,6 +73,18 @@ class Rendezvous:
         if is_there or not early:  # else the seal may only seem to exist: look again after the next step
             entry.published, entry.published_s = True, self._context.clock()
         entry.move_s += self._context.clock() - began
+
+    def _weigh(self, entry: EntryState, *, early: bool) -> None:
+        """Note what the work that is to be sent weighs, and of how many steps it is made."""
+        if early:
+            weight = self._early_weight(entry)
+        else:
+            weight = check_weight(self._context.weight, self._me.rank, entry.index)
+        entry.weight, entry.is_early = weight, early
+        entry.sent_steps = self._phase.made[entry.fragment] if weight else 0
+        entry.work = entry.sent_steps
+        if callable(self._context.weight) and entry.sent_steps:
+            entry.work, self._work_per_step = weight, weight / entry.sent_steps
 
     def _early_weight(self, entry: EntryState) -> float:
         """Weigh work of fewer steps than a phase has; 0 where there is none, or its number of steps is not known."""
@@ -212,8 +218,8 @@ class Rendezvous:
     def _verdict(self, entry: EntryState, seal: Seal) -> tuple[Verdict, Part | None]:
         """Return what became of the live work, and of which part of it; None: of all.
 
-        What was sent early is read back: steps were made since, and are still this replica's own. Where that cannot
-        be read, all of it is dropped: nothing may count twice.
+        After something was sent early, steps were made that are still this replica's own; and so is what the wire has
+        left out. Where it is not known what was counted, all is dropped: nothing may count twice.
         """
         member = seal.members.get(self._me.rank)
         verdict = self.seals.verdict(seal)
@@ -221,10 +227,11 @@ class Rendezvous:
             return verdict, entry.foreign
         if member is not None and not member.weight:
             return Verdict.COUNTED, Part(entry.layout.wire)
-        if member is not None and entry.is_early:
-            sent = read_back(self._context, entry, member.digest)
-            return (Verdict.DROPPED, None) if sent is None else (verdict, Part(entry.layout.wire, [sent]))
-        return verdict, None
+        if member is None or (entry.layout.wire.is_exact and not entry.is_early):
+            return verdict, None
+        if entry.packed is None or member.digest not in entry.sent:
+            return Verdict.DROPPED, None
+        return verdict, Part(entry.layout.wire, [entry.packed.kept])
 
     def _count_steps(self, entry: EntryState, verdict: Verdict, part: Part | None) -> None:
         """Keep account of how many steps the live work is made of."""

@@ -233,6 +233,6 @@ class Reducer:
     def _kept(self, entry: EntryState, seal: Seal, part: Range) -> memoryview | None:
         """Return the memory of a range of the payload that this process sent, if it was sealed and is in memory."""
         member = seal.members.get(self._me.rank)
-        if entry.packed is None or member is None or member.nonce != self._me.nonce:
+        if entry.packed is None or member is None or member.digest not in entry.sent:
             return None
         return entry.packed.part(part.start, part.size_bytes)

@@ -215,6 +215,10 @@ class EntryState:
     """Whether it was sent out of phase, before steps that it does not contain."""
     sent_steps: int = 0
     """How many steps an early contribution is made of."""
+    weight: float = 0.0
+    """Of what was sent."""
+    sent: set[str] = field(default_factory=set)
+    """Digests of the heads that this process sent with `packed`; any of them may be the one that is stored."""
     work: float = 0.0
     """How much work was sent: what a callable weight said, else steps."""
     foreign: Part | None = None

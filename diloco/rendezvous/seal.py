@@ -209,9 +209,18 @@ class Sealer:
         return sorted({*range(self._members.frontier), *self._members.expected, self._me.rank})
 
     def look_at_contribution(self, entry: EntryState, rank: int) -> bool:
-        """Read a contribution's head, of a small one everything; return whether it exists."""
-        layout = entry.layout
+        """Read a contribution's head, of a small one of another process everything; return whether it exists."""
+        layout, packed = entry.layout, entry.packed
         key = self._context.keys.contribution(entry.index, rank)
+        if rank == self._me.rank and packed is not None:
+            data = self._store.peek(key, size=layout.head_bytes)
+            if data is None:
+                return False
+            with suppress(BadRecordError):
+                head, digest = Contribution.parse(data, key, self._context.proof)
+                if digest in entry.sent:
+                    entry.seen[rank], entry.payloads[rank] = (head, digest), packed.kept
+                    return True
         data = self._store.peek(key, size=None if layout.is_small else layout.head_bytes)
         if data is None:
             return False

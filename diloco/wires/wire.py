@@ -63,6 +63,9 @@ class Wire(Protocol):
     def encode(self, values: Floats, block: memoryview, n: int, start: int) -> float:
         """Write values from `start` on into a block; return the sum of the squares of what is decoded from it.
 
+        Args:
+            values: memory that is used to work in.
+
         Raises: NotFiniteError.
         """
 
@@ -156,3 +159,14 @@ def square_of(values: Floats) -> float | None:
     if math.isfinite(square):
         return square
     return float(np.dot(values, values.astype(np.float64))) if np.isfinite(values).all() else None
+
+
+def square_by_pieces(wire: Wire, block: memoryview, n: int) -> float | None:
+    """Return the sum of the squares of a block's values; None when one is not finite."""
+    square, room = 0.0, np.empty(min(n, PIECE), np.float32)
+    for start in range(0, n, PIECE):
+        one = square_of(wire.decode(block, n, start, room[: min(PIECE, n - start)]))
+        if one is None:
+            return None
+        square += one
+    return square

@@ -8,7 +8,21 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import exactness, far, launch, looking, metrics, noticing, outer_step, pages, restarts, rounds, trainer, watching
+from . import (
+    exactness,
+    far,
+    launch,
+    looking,
+    metrics,
+    noticing,
+    outer_step,
+    pages,
+    restarts,
+    rounds,
+    trainer,
+    watching,
+    wires,
+)
 from .harness import Comparison, Options, report
 
 Benchmark = Callable[[Options], list[Comparison]]
@@ -23,6 +37,7 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("S6",): noticing.noticing,
     ("S9", "S10"): far.far,
     ("O1", "O2"): outer_step.outer_step,
+    ("W3", "W4", "W5"): wires.wires,
     ("Q1", "Q2", "Q3", "Q4"): looking.looking,
     ("M1", "M3"): metrics.metrics,
     ("M2",): pages.pages,

@@ -35,6 +35,9 @@ PEERS = {
     "R5": None,
     "R6": None,
     "C1": None,
+    "W3": "fp32",
+    "W4": "fp32",
+    "W5": "fp32",
 }
 Found = dict[str, list[dict[str, Any]]]
 pytestmark = pytest.mark.timeout(300)

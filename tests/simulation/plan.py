@@ -57,6 +57,8 @@ class Plan:
     """How long the store takes to answer."""
     upload_s: float = 0.0
     """How long a contribution takes to be written."""
+    is_lossy: bool = False
+    """Whether contributions leave something out, and means are rounded."""
     is_planned: bool = False
     """Whether the replicas know how many steps there are."""
     is_phased: bool = False
@@ -110,6 +112,7 @@ class Plan:
             grace_s=rng.choice([GRACE_S, 10 * GRACE_S]),
             weights=rng.choice([[1.0], [1.0, 2.0, 3.0]]),
             is_planned=rng.random() < 0.3,
+            is_lossy=is_lossy(seed),
         )
         if plan.is_planned:
             plan.entries = [entries] * world_size
@@ -166,9 +169,14 @@ class Plan:
             upload_s=rng.choice([0.0, 0.0, phase_s / 10]),
             weights=rng.choice([[1.0], [1.0, 2.0, 3.0]]),
             is_planned=rng.random() < 0.3,
+            is_lossy=is_lossy(seed),
             is_phased=True,
             absences=absences,
         )
+
+
+def is_lossy(seed: int) -> bool:
+    return random.Random(f"lossy {seed}").random() < 0.4
 
 
 CALM = Plan(

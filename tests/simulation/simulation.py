@@ -79,7 +79,7 @@ class Simulation(Invariants):
         if slot >= SLOTS and self.plan.until_s is None:
             return  # with an end in time, work is counted, and not whose it is
         name = f"{'joiner' if rank is None else f'rank {rank}'}.{slot}"
-        process = Process(name, rank, slot, Toy(self.plan.n_fragments, slot % SLOTS, slot))
+        process = Process(name, rank, slot, Toy(self.plan.n_fragments, slot % SLOTS, slot, is_lossy=self.plan.is_lossy))
         process.toy.is_final, process.toy.proof = self.steps.is_final, self.proof
         process.toy.loses_steps = bool(self.steps.overlap_steps)
         self.processes.append(process)

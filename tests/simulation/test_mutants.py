@@ -131,6 +131,19 @@ def apply_the_own_seal(patch: pytest.MonkeyPatch) -> None:
     wrapped(SealLog, "seal", read_own)(patch)
 
 
+def forget_what_the_wire_left_out(verdict_of: Any, self: Rendezvous, entry: Any, seal: Seal) -> Any:
+    verdict, part = verdict_of(self, entry, seal)
+    return (verdict, None) if verdict is Verdict.COUNTED and not entry.is_early else (verdict, part)
+
+
+def write_the_mean_over_what_was_sent_early(compute: Any, self: Reducer, entry: Any, seal: Seal, shard: int) -> Any:
+    was_early, entry.is_early = entry.is_early, False
+    try:
+        return compute(self, entry, seal, shard)
+    finally:
+        entry.is_early = was_early
+
+
 def take_zeros_for_a_missing_mean(collect: Any, self: Reducer, entry: Any, seal: Seal) -> Any:
     mean = collect(self, entry, seal)
     return mean if mean is not None else [np.zeros(entry.layout.mean_bytes, np.uint8).data]
@@ -163,6 +176,8 @@ MUTANTS: dict[str, Patch] = {
     "entries jumped over have no verdict": replaced(
         SealLog, "verdicts", lambda self, first, end: [None] * len(self._context.layouts)
     ),
+    "what a wire leaves out is lost": wrapped(Rendezvous, "_verdict", forget_what_the_wire_left_out),
+    "a mean is written over what was sent early": wrapped(Reducer, "_compute", write_the_mean_over_what_was_sent_early),
     "all parts are collected": collecting(lambda store, keys, end: store.found(keys.parts())),
 }
 

@@ -54,13 +54,6 @@ def forget_the_head_start(caught_up: Any, self: Phase, n_entries: int) -> None:
     self.head_start_s = 0.0
 
 
-def count_what_cannot_be_read_back_as_nothing(verdict_of: Any, self: Rendezvous, entry: Any, seal: Seal) -> Any:
-    verdict, part = verdict_of(self, entry, seal)
-    is_lost = entry.is_early and verdict is Verdict.DROPPED and self._context.members.seal is not None
-    counted = self.seals.verdict(seal) is Verdict.COUNTED
-    return (Verdict.COUNTED, Part(FP32)) if is_lost and counted else (verdict, part)
-
-
 names_me = Membership.names_me.fget  # type: ignore[attr-defined]
 
 
@@ -168,10 +161,6 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
         schedule(1),
     ),
     "nobody has a head start": (wrapped(Phase, "caught_up", forget_the_head_start), schedule(1)),
-    "work that cannot be read back was nothing": (
-        wrapped(Rendezvous, "_verdict", count_what_cannot_be_read_back_as_nothing),
-        scenes.counted_work_that_cannot_be_read_back_is_dropped,
-    ),
     "ranks seal and not processes": (
         replaced(Membership, "names", lambda self, rank, attempt, nonce: rank in self.expected),
         in_model("a kill every 60 s, phase 100"),

@@ -7,14 +7,59 @@ from copy import deepcopy
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_128_hexdigest
 
 from diloco.rendezvous.frames import digests_of
 from diloco.rendezvous.proof import UNSIGNED, Proof
 from diloco.rendezvous.training_state import Packed, Part, Verdict
 from diloco.wires import FP32
-from diloco.wires.wire import Floats, Wire, decoded
+from diloco.wires.wire import Floats, Wire, blocks_of, decoded
 
+
+class Multiples:
+    """A wire of multiples of a unit: whole ones, and the rest is left out, or the nearest ones."""
+
+    is_exact = False
+
+    def __init__(self, unit: float, dtype: npt.DTypeLike, to_whole: Callable[[Floats], Floats]) -> None:
+        self.name = f"multiples of {unit}"
+        self._unit, self._dtype, self._to_whole = np.float32(unit), np.dtype(dtype), to_whole
+
+    def size(self, n: int) -> int:
+        return self._dtype.itemsize * n
+
+    def span(self, n: int, start: int, end: int) -> slice:
+        return slice(self.size(start), self.size(end))
+
+    def place(self, block: memoryview, n: int, start: int, room: Floats) -> Floats:
+        return room
+
+    def encode(self, values: Floats, block: memoryview, n: int, start: int) -> float:
+        np.frombuffer(block, self._dtype)[:] = self._to_whole(values / self._unit)
+        return self.square(block, n)
+
+    def decode(self, block: memoryview, n: int, start: int, room: Floats) -> Floats:
+        room[:] = np.frombuffer(block, self._dtype) * self._unit
+        return room
+
+    def accumulate(
+        self, block: memoryview, n: int, start: int, weight: np.float32, acc: Floats, product: Floats, *, first: bool
+    ) -> None:
+        product[:] = self.decode(block, n, start, product) * weight
+        acc[:] = product if first else acc + product
+
+    def square(self, block: memoryview, n: int) -> float:
+        return float(np.square(np.frombuffer(block, self._dtype) * self._unit).sum())
+
+
+WIRES: dict[bool, tuple[Wire, Wire]] = {
+    False: (FP32, FP32),
+    True: (Multiples(4, np.int16, np.trunc), Multiples(1 / 1024, np.int32, np.rint)),
+}
+"""Of contributions and of means, by whether they lose something."""
+MOST_LEFT = {False: 0, True: 3}
+"""How many units of work stay at most, for each process, when all is sent."""
 SLOTS = 12  # processes whose work is told apart: one float each, so a fragment has three blocks
 BLOCK_ELEMENTS = 4
 ZEROS = np.zeros(SLOTS, np.float32)
@@ -24,11 +69,10 @@ class Toy:
     """Work of whole numbers: each process counts what it did in a slot of its own."""
 
     carries = True
-    wire: Wire = FP32
-    mean_wire: Wire = FP32
     proof: Proof = UNSIGNED
 
-    def __init__(self, n_fragments: int, slot: int, seed: int) -> None:
+    def __init__(self, n_fragments: int, slot: int, seed: int, *, is_lossy: bool = False) -> None:
+        self.wire, self.mean_wire = WIRES[is_lossy]
         rng = np.random.default_rng(seed)
         self.anchor = [rng.integers(-9, 9, SLOTS).astype(np.float32) for _ in range(n_fragments)]
         self.momentum = [np.zeros(SLOTS, np.float32) for _ in range(n_fragments)]
@@ -39,7 +83,7 @@ class Toy:
         self.is_final: Callable[[int], bool] = lambda entry: False
         self.excused_until = 0
         """A flipped bit shows at the latest when the entry before this one is applied."""
-        self._payload = np.zeros(SLOTS, np.float32)
+        self._payload = memoryview(bytearray(self.wire.size(SLOTS)))
         self._sent = np.zeros(SLOTS, np.float32)
 
     def labour(self) -> None:
@@ -73,10 +117,13 @@ class Toy:
     def pack(
         self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
     ) -> Packed:
-        self._payload[:] = self._sent[:] = self.undone[entry % len(self.anchor)]
-        payload = self._payload.data.cast("B")
+        payload, undone = self._payload, self.undone[entry % len(self.anchor)].copy()
+        for number, block in enumerate(blocks_of(self.wire, SLOTS, BLOCK_ELEMENTS)):
+            values = undone[number * BLOCK_ELEMENTS :][: block.n]
+            self.wire.encode(values, payload[block.start : block.end], block.n, 0)
+        self._sent = values_of(self.wire, [payload])
         digests = digests_of(payload, self.wire.size(BLOCK_ELEMENTS), self.proof)
-        norms = (float(np.abs(self._payload).max()),) * len(digests)
+        norms = (float(np.abs(self._sent).max()),) * len(digests)
         first, end = keep or (0, len(payload))
         if write is not None:
             write(payload)

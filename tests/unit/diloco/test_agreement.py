@@ -35,6 +35,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "momentum_warmup": ({}, {"momentum_warmup": 8}, "momentum_warmup is 9 there and 8 here"),
     "last_entry": ({}, {"total_steps": 402}, "last_entry is 199 there and 200 here"),
     "final_average": ({}, {"final_average": False}, "final_average is True there and False here"),
+    "wire": ({"mean_wire": "bf16"}, {"wire": "int8", "mean_wire": "bf16"}, "wire is 'fp32' there and 'int8' here"),
+    "mean_wire": ({"wire": "int4"}, {"wire": "int4", "mean_wire": "fp32"}, "mean_wire is 'int8' there and 'fp32' here"),
     "outer_lr": ({}, {"outer_lr": 0.5}, "outer_lr is 0.7 there and 0.5 here"),
     "outer_momentum": ({}, {"outer_momentum": 0.8}, "outer_momentum is 0.9 there and 0.8 here"),
     "outer_optimizer": (
@@ -91,7 +93,7 @@ def test_no_setting_that_replicas_must_share_is_left_out_of_the_comparison(outer
         contract = dict(diloco._model_state.agreement())
     outer = {"outer_lr", "outer_momentum"} if outer_optimizer is None else {"outer_optimizer"}
     optional = {"outer_lr", "outer_momentum", "outer_optimizer", "a given outer_optimizer", "no outer_optimizer"}
-    assert set(contract) == (set(SETTINGS) - optional) | outer | {"tensors", "fragments", "wire", "mean_wire"}
+    assert set(contract) == (set(SETTINGS) - optional) | outer | {"tensors", "fragments"}
     for setting in set(contract) - {"tensors"}:
         for other in ({**contract, setting: "another"}, {k: v for k, v in contract.items() if k != setting}):
             if other.get(setting) == contract[setting]:

@@ -1,0 +1,32 @@
+"""Wires: what encoding costs a sender (W3), what decoding costs who reduces (W4), and the bytes of a round (W5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .harness import Comparison, Options
+from .launch import state_of_its_own
+
+LOSSY = ("bf16", "int8", "int4")
+
+
+def wires(options: Options) -> list[Comparison]:
+    """W3 to W5: one thread, against fp32."""
+    n = 3 << 16 if options.quick else 32 << 20
+    times = _in_a_process("time_wires", n_elements=n, repetitions=options.repetitions(15))
+    goals = {"W3": {"int8": 1 / 0.4}, "W4": {"int8": 1 / 0.6, "int4": 1 / 0.45}}
+    titles = {"W3": "subtract, encode, digest", "W4": "digest, decode, weigh, add"}
+    where = f"{n / 1e6:.1f}M values, one thread"
+    found = [Comparison(name, f"{titles[name]}, {where}", "s", times[name], "fp32", goals[name]) for name in titles]
+    rounds, shards = (2, 2) if options.quick else (3, 8)
+    size = _in_a_process("bytes_of_a_round", n_elements=shards << 20, rounds=rounds)
+    goal = {"int8, means too": 0.256, "int4, means int8": 0.2}
+    return [*found, Comparison("W5", "bytes of a round, up and down", "bytes", size, "fp32", goal)]
+
+
+def _in_a_process(task: str, **arguments: Any) -> Any:
+    from executors import launch
+
+    with state_of_its_own():
+        env = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        return launch("local", f"{__package__}.wires_replica:{task}", 1, args=arguments, env=env).results()[0]
