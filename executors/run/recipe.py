@@ -12,7 +12,7 @@ from executors.native import KeepsOptions, NativeExecutor, RunSpec
 from executors.registry import is_given
 from executors.run.launch_hands import Recipe
 from executors.run.run import Run
-from executors.run_index import find_key, key_file
+from executors.run_index import KEYS, find_key
 from executors.run_key import RUN_KEY
 from executors.store.records import SHA256
 from executors.task.record import LaunchedWith
@@ -119,7 +119,8 @@ def _key_of(run: Run, launched: LaunchedWith) -> str | None:
     if key is None:
         raise ValueError(
             f"Run {run.run_id!r} is signed (key {launched.key_id}), and this machine does not have its key. Set "
-            f"{RUN_KEY} to what {key_file(run.run_id)} holds on the machine that launched the run."
+            f"{RUN_KEY} to what {KEYS}/{run.run_id} holds on the machine that launched the run, by default in "
+            "~/.local/state/replicas."
         )
     return key
 
