@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from diloco.rendezvous.envelope import BadRecordError, frame, reading, unframe
+from diloco.rendezvous.envelope import BadRecordError, frame, reading, typed, unframe
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.phase import Plan
 from diloco.rendezvous.proof import Proof
+from diloco.rendezvous.restore import Restored
 from diloco.rendezvous.round import Background
 from diloco.rendezvous.snapshot import DTYPES, decode_part, digest_of, encode_part
 from diloco.rendezvous.training_state import Array, Arrays
@@ -44,6 +45,13 @@ class Kept:
 
     position: int
     arrays: Arrays
+    uncounted_since: Sequence[int]
+    """By fragment, the entry at which its live work began; may be of another number of fragments."""
+
+    def restored(self, sizes: Sequence[int]) -> Restored:
+        """Return where it was, and the live work it had."""
+        since = [*self.uncounted_since, *[self.position] * len(sizes)][: len(sizes)]
+        return Restored(self.position, self.progress(sizes), since)
 
     def progress(self, sizes: Sequence[int]) -> list[Tensor]:
         """Return the live work it had, as distances from the anchor, by fragment."""
@@ -132,19 +140,21 @@ class AttachedState:
             own = step - self._missed
             log.warning("rank %s: went on at step %s; what is attached is from step %s", self._me.rank, step, own)
 
-    def keep(self, position: int, progress: Sequence[Tensor]) -> None:
+    def keep(self, position: int, progress: Sequence[Tensor], uncounted_since: Sequence[int]) -> None:
         """Copy all states as they are now, and store the copy in the background."""
         arrays = {f"progress/{index}": part.numpy() for index, part in enumerate(progress) if part.count_nonzero()}
         for name, thing in self._attached.items():
             state = to_arrays(_state_calls(name, thing)[0](), f"attached/{name}")
             arrays |= {key: np.array(value) for key, value in state.items()}
-        self._background(lambda: self._put(position, arrays))
+        since = list(uncounted_since)
+        self._background(lambda: self._put(position, arrays, since))
 
-    def _put(self, position: int, arrays: Arrays) -> None:
+    def _put(self, position: int, arrays: Arrays, since: Sequence[int]) -> None:
         store, me = self._store.for_thread(), self._me
         tensors = encode_part(arrays)
         digest, key = digest_of(tensors, self._proof), self._keys.own_record(me.rank, position, me.attempt)
-        record = {"rank": me.rank, "attempt": me.attempt, "position": position, "digest": digest}
+        about = {"rank": me.rank, "attempt": me.attempt, "position": position, "uncounted_since": since}
+        record = {**about, "digest": digest}
         if store.write(self._keys.own_tensors(me.rank, position, me.attempt), tensors):
             store.write(key, frame(record, key, self._proof))
 
@@ -163,18 +173,23 @@ class AttachedState:
         found = [(int(match[1]), int(match[2])) for match in matches if match]
         for position, attempt in sorted((at for at in found if at[0] <= most), reverse=True):
             for _ in range(READ_TRIES):
-                if (arrays := self._read(keys, position, attempt)) is not None:
-                    return Kept(position, arrays)
+                if (kept := self._read(keys, position, attempt)) is not None:
+                    return kept
         return None
 
-    def _read(self, keys: Keys, position: int, attempt: int) -> Arrays | None:
+    def _read(self, keys: Keys, position: int, attempt: int) -> Kept | None:
         key = keys.own_record(self._me.rank, position, attempt)
         record = self._store.peek(key)
         tensors = self._store.peek(keys.own_tensors(self._me.rank, position, attempt))
         with contextlib.suppress(BadRecordError):
             if record and tensors:
-                digest = unframe(record, key, self._proof)[0].get("digest")
-                return decode_part(tensors) if digest == self._proof.digest(tensors) else None
+                fields = unframe(record, key, self._proof)[0]
+                with reading("record of an attached state"):
+                    since = [
+                        min(position, typed(int, entry)) for entry in typed(list, fields.get("uncounted_since", []))
+                    ]
+                    if fields["digest"] == self._proof.digest(tensors):
+                        return Kept(position, decode_part(tensors), since)
         return None
 
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from diloco.fragments import Fragment
 from diloco.outer_optimizer import CHUNK, GivenOptimizer, NesterovSGD, OuterOptimizer
-from diloco.pseudo_gradient import difference, live_tensors, mix_live, pack, set_live, subtract_part
+from diloco.pseudo_gradient import difference, live_tensors, pack, set_live
 from diloco.rendezvous.proof import proof_of
-from diloco.rendezvous.training_state import Agreement, Array, Arrays, Packed, Part, Verdict
+from diloco.rendezvous.training_state import Agreement, Array, Arrays, Packed, Verdict
 from diloco.settings import Settings
-from diloco.wires import FP32, wire_named
+from diloco.shadow import Shadow
+from diloco.wires import wire_named
 from diloco.wires.wire import BLOCK_ELEMENTS, blocks_of, decoded
 
 
@@ -38,6 +39,7 @@ class ModelState:
         self.anchors = [torch.empty(fragment.n_elements) for fragment in fragments]
         self.rank = settings.rank
         self.carries = settings.late == "carry"
+        self.keeps_later_work = settings.merge == "carry"
         self._settings = settings
         self._is_final = settings.plan.is_final
         self._mix = settings.mix
@@ -49,6 +51,11 @@ class ModelState:
         for fragment, anchor in zip(self.fragments, self.anchors, strict=True):
             for slot, live in live_tensors(model, fragment):
                 anchor[slot.start : slot.end].copy_(live.reshape(-1))
+        self._trains_on = settings.plan.overlaps or settings.is_beside
+        self._shadows = [
+            Shadow(model, fragment, anchor, keeps=self._trains_on)
+            for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
+        ]
         self.outer: list[OuterOptimizer] = [
             NesterovSGD(fragment, anchor, settings.schedule)
             if settings.outer_optimizer is None
@@ -65,7 +72,8 @@ class ModelState:
             for fragment in self.fragments
             for slot in fragment.slots
         }
-        return {"tensors": tensors, **self._settings.agreed()}
+        stepped = [fragment.n_stepped for fragment in self.fragments]  # before the buffers
+        return {"tensors": tensors, "stepped": stepped, **self._settings.agreed()}
 
     def arrays(self) -> Arrays:
         arrays: dict[str, Array] = {f"anchor/{name}": values.numpy() for name, values in self.anchor_views().items()}
@@ -87,16 +95,29 @@ class ModelState:
     def digest(self, fragment: int) -> str:
         return self.outer[fragment].digest()
 
+    # -- the training's side -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def hold(self, fragment: int, *, is_early: bool) -> None:
+        if self._trains_on or is_early or not self.wire.is_exact:
+            self._shadows[fragment].hold(f"Contribution of rank {self.rank}")
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        for shadow in self._shadows:
+            shadow.merge()
+
+    # -- the rounds' side --------------------------------------------------------------------------------------------
+
     @torch.no_grad()
     def pack(
         self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
     ) -> Packed:
-        fragment, anchor = self._of(entry)
+        fragment, anchor, shadow = self._of(entry)
         *_, last = blocks_of(self.wire, fragment.n_elements, self._block_elements)
         first, end = (0, last.end) if keep is None else keep
         return pack(
-            self.model,
-            fragment,
+            shadow.values(),
             anchor,
             np.empty(end, np.uint8).data if keep is None and end > self._memory.nbytes else self._room(end - first),
             wire=self.wire,
@@ -108,36 +129,51 @@ class ModelState:
         )
 
     @torch.no_grad()
-    def apply(self, entry: int, mean: Sequence[memoryview], verdict: Verdict, part: Part | None = None) -> None:
-        fragment, anchor = self._of(entry)
-        if self._is_final(entry):  # a planned run ends with one model
-            self.replay(entry, mean)
-            set_live(self.model, fragment, anchor)
-        elif part is not None or (verdict is Verdict.KEPT and self.carries):
-            # Where a part stays, the mean may be in the memory that is used again and again.
-            rest = self._floats(fragment.n_elements) if part is None else torch.empty(fragment.n_elements)
-            difference(self.model, fragment, anchor, rest)
-            if part is not None:
-                subtract_part(rest, part, self._block_elements)
-            self.replay(entry, mean)
-            torch.sub(anchor, rest, out=rest)
-            if self._mix and verdict is Verdict.COUNTED and part is not None and not part.wire.is_exact:
-                mix_live(self.model, fragment, rest, self._mix, torch.empty_like(rest))
-            else:
-                set_live(self.model, fragment, rest)
+    def apply(
+        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: Packed | None, *, partly: bool
+    ) -> float | None:
+        fragment, _, shadow = self._of(entry)
+        lost, keeps = None, self._keeps(verdict) or (partly and verdict is Verdict.KEPT)
+        if self._is_final(entry) or not (partly or keeps or verdict is Verdict.COUNTED):
+            shadow.take_anchor()  # a planned run ends with one model
+        elif keeps:
+            shadow.keep_work()
+        elif verdict is Verdict.COUNTED and packed is not None and not self.wire.is_exact:
+            sent = decoded(self.wire, [packed.kept], fragment.n_elements, self._block_elements)
+            lost = shadow.take_away(sent, keeps_later=partly or self.keeps_later_work, mix=self._mix)
+        elif partly or self.keeps_later_work:
+            shadow.take_away_held()
         else:
-            self.replay(entry, mean)
-            if self._mix and verdict is not Verdict.DROPPED:
-                mix_live(self.model, fragment, anchor, self._mix, self._floats(fragment.n_elements))
-            else:
-                set_live(self.model, fragment, anchor)
+            shadow.take_anchor(self._mix)
+        self.replay(entry, mean)
+        shadow.after_step()
+        return lost
+
+    def _keeps(self, verdict: Verdict | None) -> bool:
+        return verdict is None or (verdict is Verdict.KEPT and self.carries)
 
     @torch.no_grad()
     def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
         if mean:
-            fragment, _ = self._of(entry)
+            fragment, _, _ = self._of(entry)
             pieces = decoded(self.mean_wire, mean, fragment.n_elements, self._block_elements, CHUNK)
             self.outer[fragment.index].step(entry, pieces)
+
+    def anchors_now(self) -> list[Tensor]:
+        return [anchor.clone() for anchor in self.anchors]
+
+    @torch.no_grad()
+    def follow(self, anchors: list[Tensor], verdicts: Sequence[Verdict | None], *, partly: int | None) -> None:
+        for index, (before, verdict, shadow) in enumerate(zip(anchors, verdicts, self._shadows, strict=True)):
+            if self._keeps(verdict):
+                shadow.follow(torch.sub(self.anchors[index], before, out=before))
+            elif index == partly:
+                shadow.take_away_held()
+                shadow.after_step()
+            else:
+                shadow.take_anchor(self._mix if verdict is Verdict.COUNTED else 0.0)
+
+    # -- while nothing goes on beside the other ----------------------------------------------------------------------
 
     @torch.no_grad()
     def progress(self) -> list[Tensor]:
@@ -147,19 +183,12 @@ class ModelState:
         return progress
 
     @torch.no_grad()
-    def work(self, entry: int) -> Part:
-        fragment, anchor = self._of(entry)
-        progress = torch.empty_like(anchor)
-        difference(self.model, fragment, anchor, progress)
-        return Part(FP32, [progress.numpy().data.cast("B")])
-
-    @torch.no_grad()
-    def restore(self, progress: list[Tensor] | None, verdicts: Sequence[Verdict | None] = ()) -> None:
+    def resume(self, progress: list[Tensor] | None, verdicts: Sequence[Verdict | None] = ()) -> None:
         for index, (fragment, anchor) in enumerate(zip(self.fragments, self.anchors, strict=True)):
             verdict = verdicts[index] if verdicts else None
             if progress is None or verdict is Verdict.DROPPED:
                 set_live(self.model, fragment, anchor)
-            elif verdict is None or (verdict is Verdict.KEPT and self.carries):
+            elif self._keeps(verdict):
                 set_live(self.model, fragment, anchor - progress[index])
             else:
                 set_live(self.model, fragment, anchor - self._mix * progress[index])
@@ -182,10 +211,6 @@ class ModelState:
         self.reserve(size_bytes)
         return self._memory[:size_bytes].data
 
-    def _floats(self, n_elements: int) -> Tensor:
-        """Return the same memory as numbers."""
-        return torch.frombuffer(self._room(4 * n_elements), dtype=torch.float32)
-
-    def _of(self, entry: int) -> tuple[Fragment, Tensor]:
+    def _of(self, entry: int) -> tuple[Fragment, Tensor, Shadow]:
         index = entry % len(self.fragments)
-        return self.fragments[index], self.anchors[index]
+        return self.fragments[index], self.anchors[index], self._shadows[index]

@@ -34,6 +34,8 @@ from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.patient_store import ParallelMap, PatientStore, at_once, is_near
 from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.round import Context, Limits, RoundReport
+from diloco.rendezvous.turns import InTurn, Turns
+from diloco.rounds_thread import RoundsThread
 from diloco.same_data import SameData, SameDataMode
 from diloco.settings import Settings
 from executors.errors import ReplicasError
@@ -72,13 +74,22 @@ class DiLoCo:
         total_steps: planned inner steps of the run, the same for all. Every fragment has its last round at the last
             of them, so that no step is in nobody's average and all replicas end with one model.
         fragments: how many parts, or lists of modules or names; one has its round every inner_steps / fragments.
-        overlap_steps: steps between sending a fragment and applying its mean. May differ between replicas.
-        mix: share of the live value that is kept when a mean is applied. May differ between replicas.
+        background: have rounds in a thread beside the training: True, False, or "auto": where `overlap_steps` is not 0.
+            An error in a round is then raised by the next `step()`. May differ between replicas, as the next three.
+        overlap_steps: steps between sending a fragment and applying its mean; `step()` waits for it after so many.
+            "auto": it is applied at the first `step()` after it has come, at the latest before the next is sent. Which
+            step that is depends on the store's speed, so that live parameters are then not a function of the data
+            alone; anchors are.
+        merge: how a mean is applied. "anchor": live values are set to the anchor, so that what was done since sending
+            is lost, but for `mix`. "carry": they move with the anchor and keep what was done since.
+        mix: share of the live value that is kept when a mean is applied; with merge="anchor".
         wire: how contributions travel: "fp32", "bf16", or whole numbers with a scale for each group of them: "int8" in
             a quarter of fp32's bytes, "int4" in an eighth. What a wire leaves out goes with the next contribution.
         mean_wire: how means travel; None: as contributions do, but "int8" where those are "int4".
         late: what becomes of work that came too late for its round: "carry" it to the next, or "drop" it. Out of
             phase, "drop" also drops steps made after something was sent, unless that is counted.
+        carry_rounds: uncounted work older than so many rounds of its fragment is given up, with a warning: it was made
+            from an anchor long gone. None: never.
         min_quorum: contributions without which no round is decided, as far as so many replicas are left.
         grace_s: how long to wait, at most, for a replica that took part in the last round and is not known to have
             ended: from when the first of them waits. Less, down to a quarter, when replicas use to arrive close to
@@ -116,11 +127,14 @@ class DiLoCo:
         final_average: bool = True,
         total_steps: int | None = None,
         fragments: FragmentSpec = 1,
-        overlap_steps: int = 0,
+        background: bool | Literal["auto"] = "auto",
+        overlap_steps: int | Literal["auto"] = 0,
+        merge: Literal["anchor", "carry"] = "anchor",
         mix: float = 0.0,
         wire: str = "fp32",
         mean_wire: str | None = None,
         late: Literal["carry", "drop"] = "carry",
+        carry_rounds: int | None = 4,
         min_quorum: int | None = None,
         grace_s: float = 30.0,
         round_timeout_s: float = 1800.0,
@@ -148,9 +162,11 @@ class DiLoCo:
         self._settings = settings = Settings(
             inner_steps=inner_steps, outer_optimizer=outer_optimizer, outer_lr=outer_lr,
             outer_momentum=outer_momentum, momentum_warmup=momentum_warmup, final_average=final_average,
-            total_steps=total_steps, n_fragments=len(fragments_), overlap_steps=overlap_steps, mix=mix, wire=wire,
-            mean_wire=mean_wire, late=late, min_quorum=min_quorum, grace_s=grace_s, round_timeout_s=round_timeout_s,
-            weight=weight, snapshot_every=snapshot_every, allow_no_rounds=allow_no_rounds, same_data=same_data,
+            total_steps=total_steps, n_fragments=len(fragments_), background=background,
+            overlap_steps=overlap_steps, merge=merge, mix=mix, wire=wire, mean_wire=mean_wire, late=late,
+            carry_rounds=carry_rounds,
+            min_quorum=min_quorum, grace_s=grace_s, round_timeout_s=round_timeout_s, weight=weight,
+            snapshot_every=snapshot_every, allow_no_rounds=allow_no_rounds, same_data=same_data,
             key=place.key_of_run(key), world_size=place.world_size,
             rank=place.world_size if place.rank is None else place.rank,
         )  # fmt: skip
@@ -172,10 +188,15 @@ class DiLoCo:
         self._background = BackgroundThread(f"diloco {name} of rank {me.rank}")
         self._reads = ParallelMap()
         near = is_near(place.store)
+        turns: Turns = InTurn(self._watch.wait)
+        if settings.is_beside:
+            thread = f"rounds of diloco {name} of rank {me.rank}"
+            turns = RoundsThread(thread, self._watch.wait, lambda: patient.answer_s)
         context = Context(
             store=patient, keys=keys, me=me, training=self._model_state, plan=settings.plan,
             proof=proof_of(settings.key), origin=place.origin, limits=limits, min_quorum=min_quorum or 1, weight=weight,
-            snapshot_every=settings.entries_per_snapshot, wait=self._watch.wait, background=self._background,
+            snapshot_every=settings.entries_per_snapshot, carry_rounds=carry_rounds, turns=turns,
+            background=self._background,
             map=map if near else self._reads,
             ask=at_once if near else self._reads.ask,
         )  # fmt: skip
@@ -190,7 +211,7 @@ class DiLoCo:
         self._closed = False
         kept = self._attached.kept
         with self._liaison.waiting("first anchor"):
-            self._participant.start(None if kept is None else (kept.position, kept.progress(self._model_state.sizes())))
+            self._participant.start(None if kept is None else kept.restored(self._model_state.sizes()))
         if context.origin is not None and kept is None:
             self._attached.take_over(context.origin, self.rounds)
         self._kept_period = self.rounds // settings.entries_per_snapshot
@@ -286,11 +307,8 @@ class DiLoCo:
         self._closed = True
         _open.pop(self._name, None)
         try:
-            if in_order:
-                with self._liaison.waiting("round"):
-                    self._liaison.record(self._participant.leave())
-            else:
-                self._participant.say_bye()
+            with self._liaison.waiting("round"):
+                self._liaison.record(self._participant.leave(in_order=in_order))
         finally:
             self._watch.close()
             self._reads.close()
@@ -326,10 +344,15 @@ class DiLoCo:
 
     def anchor(self) -> dict[str, Tensor]:
         """Return a float32 copy of the shared parameters, and buffers, by name."""
-        return {name: values.clone() for name, values in self._model_state.anchor_views().items()}
+        views = self._model_state.anchor_views
+        return self._participant.apart(lambda: {name: values.clone() for name, values in views().items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return anchor, outer state and position, to go with a checkpoint of the model in the same run."""
+        """Return anchor, outer state and position, to go with a checkpoint of the model in the same run.
+
+        What is on its way is waited for and merged first: save the model's own state after this.
+        """
+        self._drain()
         return {
             "rounds": self.rounds,
             "base": self._participant.phase.base,
@@ -348,6 +371,7 @@ class DiLoCo:
             ValueError: the checkpoint is not of this run and model.
         """
         self._check_open()
+        self._drain()
         views = self._model_state.anchor_views()
         if state["anchor"].keys() != views.keys():
             raise ValueError("This checkpoint is of a model with other parameters.")
@@ -366,6 +390,13 @@ class DiLoCo:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _drain(self) -> None:
+        """Wait for what is on its way, and merge it."""
+        began = monotonic()
+        with self._liaison.waiting("round"):
+            reports = self._participant.drain()
+        self._report(reports, began)
+
     def _report(self, reports: Sequence[RoundReport], began: float) -> RoundReport | None:
         """Report the last round with what all cost; keep what is attached, once between two snapshots."""
         report = None
@@ -373,7 +404,7 @@ class DiLoCo:
             period = self.rounds // self._settings.entries_per_snapshot
             if self._attached and period != self._kept_period:
                 self._kept_period = period
-                self._attached.keep(self.rounds, self._model_state.progress())
+                self._keep_attached()
             self._participant.phase.left()
             report = RoundReport.sum_of(reports)
             log.debug("rank %s: %s", self._settings.rank, report)
@@ -384,12 +415,18 @@ class DiLoCo:
         self._same_data.check(reports)
         return report
 
+    def _keep_attached(self) -> None:
+        """Keep what is attached, with this replica's live work."""
+        progress = self._participant.apart(self._model_state.progress)
+        self._attached.keep(self.rounds, progress, self._participant.uncounted_since)
+
     def _leave_if_asked(self, *, after_round: bool) -> None:
         """Keep what is attached, tell the others, and leave by `SystemExit`, where this replica is asked to end."""
         if not self._liaison.is_to_leave(after_round=after_round):
             return
         if self._attached:
-            self._attached.keep(self.rounds, self._model_state.progress())
+            self._liaison.record(self._participant.stop())
+            self._keep_attached()
         self._close(in_order=False)
         self._background.finish()
         raise SystemExit(LEAVING)

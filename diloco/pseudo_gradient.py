@@ -7,7 +7,7 @@ round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import sqrt
 from typing import NoReturn
 
@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from diloco.errors import ContributionError
 from diloco.fragments import Fragment, Slot
 from diloco.rendezvous.proof import Proof
-from diloco.rendezvous.training_state import Packed, Part, shape_difference
-from diloco.wires.wire import BLOCK_ELEMENTS, PIECE, BlockWriter, NotFiniteError, Wire, blocks_of, decoded
+from diloco.rendezvous.training_state import Packed, shape_difference
+from diloco.wires.wire import BLOCK_ELEMENTS, PIECE, BlockWriter, NotFiniteError, Wire, blocks_of
+
+Values = Sequence[tuple[Slot, Tensor]]
+"""All tensors of a fragment, in their order."""
 
 
 def live_tensors(model: nn.Module, fragment: Fragment) -> list[tuple[Slot, Tensor]]:
@@ -30,9 +33,15 @@ def live_tensors(model: nn.Module, fragment: Fragment) -> list[tuple[Slot, Tenso
     ]
 
 
+def check_shapes(live: Values, who: str) -> None:
+    """Raises: ContributionError: a tensor has changed its shape."""
+    for slot, values in live:
+        if tuple(values.shape) != slot.shape:
+            raise ContributionError(f"{who}: {shape_difference(slot.name, tuple(values.shape), slot.shape)}.")
+
+
 def pack(
-    model: nn.Module,
-    fragment: Fragment,
+    live: Values,
     anchor: Tensor,
     kept: memoryview,
     *,
@@ -46,6 +55,7 @@ def pack(
     """Encode anchor - live in pieces that stay in the cache while each is digested and checked; write it by blocks.
 
     Args:
+        live: all tensors of a fragment.
         kept: the bytes from `start` on go into this memory, as many as it holds.
         start: the first byte of a block.
         write: is handed each block, in order.
@@ -53,14 +63,13 @@ def pack(
     Raises:
         ContributionError: it is not finite, or a tensor has changed its shape.
     """
-    for slot, live in live_tensors(model, fragment):
-        if tuple(live.shape) != slot.shape:
-            raise ContributionError(f"{who}: {shape_difference(slot.name, tuple(live.shape), slot.shape)}.")
-    room = np.empty(min(PIECE, fragment.n_elements), np.float32)
-    scratch = np.empty(wire.size(min(block_elements, fragment.n_elements)), np.uint8).data
+    check_shapes(live, who)
+    n_elements = anchor.numel()
+    room = np.empty(min(PIECE, n_elements), np.float32)
+    scratch = np.empty(wire.size(min(block_elements, n_elements)), np.uint8).data
     blocks, norms = [], []
-    pieces = _pieces(model, fragment, block_elements)
-    for n, begin, end in blocks_of(wire, fragment.n_elements, block_elements):
+    pieces = _pieces(live, n_elements, block_elements)
+    for n, begin, end in blocks_of(wire, n_elements, block_elements):
         inside = start <= begin and end <= start + len(kept)
         block = kept[begin - start : end - start] if inside else scratch[: end - begin]
         writer = BlockWriter(wire, block, n, proof.hash())
@@ -68,13 +77,13 @@ def pack(
             first, parts = next(pieces)
             values = wire.place(block, n, at, room[: min(PIECE, n - at)])
             out = torch.from_numpy(values)
-            for number, live in parts:
-                to = out[number - first : number - first + live.numel()]
-                subtract_live(anchor[number : number + live.numel()], live, to)
+            for number, part in parts:
+                to = out[number - first : number - first + part.numel()]
+                subtract_live(anchor[number : number + part.numel()], part, to)
             try:
                 writer.write(values, at)
             except NotFiniteError:
-                _refuse(model, fragment, anchor, who)
+                _refuse(live, anchor, who)
         blocks.append(writer.digest())
         norms.append(sqrt(writer.square))
         if write is not None:
@@ -86,13 +95,6 @@ def difference(model: nn.Module, fragment: Fragment, anchor: Tensor, out: Tensor
     """Write anchor - live to `out`."""
     for slot, live in live_tensors(model, fragment):
         subtract_live(anchor[slot.start : slot.end], live.reshape(-1), out[slot.start : slot.end])
-
-
-def subtract_part(rest: Tensor, part: Part, block_elements: int = BLOCK_ELEMENTS) -> None:
-    """Take encoded work away from a fragment of work."""
-    flat = rest.numpy()
-    for first, values in decoded(part.wire, part.ranges, rest.numel(), block_elements):
-        flat[first : first + len(values)] -= values
 
 
 def subtract_live(anchor: Tensor, live: Tensor, out: Tensor) -> None:
@@ -108,24 +110,17 @@ def set_live(model: nn.Module, fragment: Fragment, values: Tensor) -> None:
         live.copy_(values[slot.start : slot.end].view(slot.shape))
 
 
-def mix_live(model: nn.Module, fragment: Fragment, anchor: Tensor, mix: float, scratch: Tensor) -> None:
-    """Set live to mix * live + (1 - mix) * anchor, in float32; `scratch` is of the fragment's size."""
-    for slot, live in live_tensors(model, fragment):
-        scratch[slot.start : slot.end].copy_(live.reshape(-1))
-    set_live(model, fragment, scratch.lerp_(anchor, 1 - mix))
-
-
-def _pieces(model: nn.Module, fragment: Fragment, block: int) -> Iterator[tuple[int, list[tuple[int, Tensor]]]]:
-    """Yield pieces of the fragment: the first element, and the live parts it is made of, each with its first element.
+def _pieces(live: Values, n_elements: int, block: int) -> Iterator[tuple[int, list[tuple[int, Tensor]]]]:
+    """Yield pieces of a fragment: the first element, and the parts it is made of, each with its first element.
 
     None crosses the end of a block.
     """
     first, parts = 0, []
-    for slot, live in live_tensors(model, fragment):
-        flat, at = live.reshape(-1), slot.start
+    for slot, values in live:
+        flat, at = values.reshape(-1), slot.start
         while at < slot.end:
             block_start = first // block * block
-            end_of_piece = min(first + PIECE, block_start + block, fragment.n_elements)
+            end_of_piece = min(first + PIECE, block_start + block, n_elements)
             end = min(slot.end, end_of_piece)
             parts.append((at, flat[at - slot.start : end - slot.start]))
             at = end
@@ -134,9 +129,9 @@ def _pieces(model: nn.Module, fragment: Fragment, block: int) -> Iterator[tuple[
                 first, parts = end, []
 
 
-def _refuse(model: nn.Module, fragment: Fragment, anchor: Tensor, who: str) -> NoReturn:
-    for slot, live in live_tensors(model, fragment):
-        values = anchor[slot.start : slot.end] - live.reshape(-1).to(torch.float32).cpu()
+def _refuse(live: Values, anchor: Tensor, who: str) -> NoReturn:
+    for slot, tensor in live:
+        values = anchor[slot.start : slot.end] - tensor.reshape(-1).to(torch.float32).cpu()
         bad = int((~torch.isfinite(values)).sum())
         if bad:
             raise ContributionError(

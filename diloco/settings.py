@@ -33,11 +33,14 @@ class Settings:
     final_average: bool
     total_steps: int | None
     n_fragments: int
-    overlap_steps: int
+    background: bool | Literal["auto"]
+    overlap_steps: int | Literal["auto"]
+    merge: str
     mix: float
     wire: str
     mean_wire: str | None
     late: str
+    carry_rounds: int | None
     min_quorum: int | None
     grace_s: float
     round_timeout_s: float
@@ -53,18 +56,34 @@ class Settings:
         """Raises: ValueError or TypeError: says which argument, its value, and what it may be."""
         for name in ("inner_steps", "snapshot_every", "world_size"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("overlap_steps", "rank"):
-            _at_least(name, getattr(self, name), 0)
+        _at_least("rank", self.rank, 0)
+        if self.overlap_steps != "auto":
+            _at_least("overlap_steps", self.overlap_steps, 0, also='"auto" or ')
         if self.inner_steps % self.n_fragments:
             raise ValueError(
                 f"inner_steps must be a multiple of the number of fragments, "
                 f"got inner_steps={self.inner_steps} and {self.n_fragments} fragments."
             )
-        if self.overlap_steps >= self.steps_per_entry:
+        if self.overlap_steps != "auto" and self.overlap_steps >= self.steps_per_entry:
             raise ValueError(
                 f"overlap_steps must be less than inner_steps / fragments = {self.steps_per_entry}, "
                 f"got overlap_steps={self.overlap_steps}."
             )
+        if not isinstance(self.background, bool) and self.background != "auto":
+            raise TypeError(f'background must be True, False or "auto", got background={self.background!r}.')
+        if self.background is False and self.overlap_steps == "auto":
+            raise ValueError(
+                'overlap_steps="auto" lets training go on until a mean has come, which needs the rounds beside it, got '
+                "background=False."
+            )
+        _one_of("merge", self.merge, ("anchor", "carry"))
+        if self.merge == "carry" and self.mix:
+            raise ValueError(
+                f'merge="carry" keeps later work as it is, so mix must be 0, got mix={self.mix}. '
+                'Or take merge="anchor".'
+            )
+        if self.carry_rounds is not None:
+            _at_least("carry_rounds", self.carry_rounds, 1, also="None or ")
         if self.outer_optimizer is not None and not callable(self.outer_optimizer):
             raise TypeError(
                 "outer_optimizer must be a callable from a list of parameters to a torch.optim.Optimizer, "
@@ -117,7 +136,13 @@ class Settings:
     @property
     def plan(self) -> Plan:
         """How the inner steps are divided into rounds."""
-        return Plan(self.steps_per_entry, self.n_fragments, self.overlap_steps, self.total_steps)
+        overlap = None if self.overlap_steps == "auto" else self.overlap_steps
+        return Plan(self.steps_per_entry, self.n_fragments, overlap, self.total_steps)
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether rounds go on beside the training."""
+        return self.overlap_steps != 0 if self.background == "auto" else self.background
 
     @property
     def planned_rounds(self) -> int | None:

@@ -13,7 +13,7 @@ from executors.errors import unknown_name
 from executors.protocol import REASONS
 
 DEFAULT_CAPS: Mapping[str, float] = {"preempted": math.inf, "timeout": 0, "result_not_serializable": 0, "oom": 1}
-NEVER_RESTARTED = ("cancelled", "fenced")
+NEVER_RESTARTED = ("cancelled", "stopped", "fenced")
 HOWS = ("fork", "launch")
 MAX_RESTARTS = 1000
 LEAST_S, MAX_S = 0.001, 1e8

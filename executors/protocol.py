@@ -25,6 +25,7 @@ Reason = Literal[
     "no_result",  # the process ended by itself before the entrypoint returned
     "result_not_serializable",  # it returned something that is not a JSON value
     "cancelled",
+    "stopped",  # left in its own time, when somebody asked the run to stop
     "start_failed",  # the backend could not start it
 ]
 REASONS: tuple[str, ...] = get_args(Reason)

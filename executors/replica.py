@@ -173,7 +173,7 @@ class Replica:
                 that took this attempt's work itself. Restarts are given up after some attempts that left nothing.
         """
         if self.page is not None:
-            self.page.progress(int(kept))
+            self.page.progress(kept)
 
     def section(self, name: str, limit_s: float | None = None) -> AbstractContextManager[None]:
         """Return a context in which another limit counts: `with replica.section("evaluate", limit_s=600): …`.

@@ -32,6 +32,7 @@ LONGEST, COUNT = 6, 7
 NAME_BYTES = LONGEST * 8
 DIAGNOSIS = (ROWS + N_ROWS * ROW_SIZE) * 8  # the rest of the head
 FIRST_ROW = ROWS + LONGEST
+NAN = math.nan
 
 
 class _Number:
@@ -94,8 +95,8 @@ class SharedPage:
             self._memory[rows] = after._memory[rows]
             self._rows = {name: row for name, row in after._read_rows() if name}
         self._row_of(STEPS)
-        self._open = list[tuple[float, float, float, float]]()
-        """The sections around the innermost one: row, limit and since, and when the one in it was entered."""
+        self._open = list[tuple[int, float, float]]()
+        """The sections around the innermost one: row and limit, and since, from when the one in it was entered on."""
         self._row = FIRST_ROW
         self._written = self.n_atomic = 0
         # Of the rank's process alone.
@@ -145,23 +146,25 @@ class SharedPage:
             limit_s: how long it may go on without progress. None: learned.
         """
         numbers, now = self._numbers, monotonic()
-        self._open.append((numbers[ROW], numbers[LIMIT], numbers[SINCE], now))
-        row = self._rows.get(name)
-        self._row = row = self._row_of(name) if row is None else row
-        numbers[LIMIT], numbers[SINCE] = math.nan if limit_s is None else limit_s, now
+        self._open.append((self._row, numbers[LIMIT], numbers[SINCE] - now))
+        self._row = row = self._rows.get(name) or self._row_of(name)
+        numbers[LIMIT] = NAN if limit_s is None else limit_s
+        numbers[SINCE] = now
         numbers[ROW] = row
 
     def leave(self, *, learns: bool = True) -> None:
         """End the innermost section: how long it took tells how long it may take."""
         numbers, now, row = self._numbers, monotonic(), self._row
         if learns:
-            numbers[row] = max(numbers[row], now - numbers[SINCE])
+            gap = now - numbers[SINCE]
+            if gap > numbers[row]:
+                numbers[row] = gap
             numbers[row + 1] += 1
-        outer, limit, since, entered = self._open.pop()
-        numbers[SINCE] = max(since + now - entered, numbers[MARK])
+        self._row, limit, since = self._open.pop()
+        since, mark = since + now, numbers[MARK]
+        numbers[SINCE] = since if since > mark else mark
         numbers[LIMIT] = limit
-        self._row = int(outer)
-        numbers[ROW] = outer
+        numbers[ROW] = self._row
 
     def write_tail(self, data: Any) -> None:
         """Keep the end of what is printed."""

@@ -131,6 +131,8 @@ class ReplicaState:
         if self.restart.note:
             return self.restart.note
         if self.outcome is not None and self.outcome.reason is not None:
+            if self.outcome.reason == "stopped":
+                return self.outcome.reason
             if self.outcome.reason == "cancelled":
                 error = self.outcome.error or ""
                 return "" if BY_USER in error else error.partition(": ")[2]

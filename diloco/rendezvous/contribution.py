@@ -14,13 +14,13 @@ from typing import Any
 from diloco.errors import ContributionError
 from diloco.rendezvous.envelope import unframe
 from diloco.rendezvous.frames import MAX_WEIGHT, Contribution
-from diloco.rendezvous.round import Context, EntryState, shards_of
+from diloco.rendezvous.round import Context, EntryState, Send, shards_of
 from diloco.rendezvous.training_state import Packed
 from executors.store import Buffer
 
 
-def send(context: Context, entry: EntryState, waited_s: float) -> None:
-    """Send the contribution to an entry, perhaps: read the store to know. Without weight it is a head alone.
+def send_contribution(context: Context, entry: EntryState, send: Send, waited_s: float) -> None:
+    """Send the contribution to an entry, perhaps: read the store to know. Without a weight it is a head alone.
 
     Raises: ContributionError: it is not finite, or a parameter has changed its shape.
     """
@@ -33,17 +33,17 @@ def send(context: Context, entry: EntryState, waited_s: float) -> None:
             rank=me.rank,
             attempt=me.attempt,
             nonce=me.nonce,
-            weight=entry.weight,
+            weight=send.weight,
             anchor=training.digest(entry.fragment),
             size_bytes=layout.size_bytes if packed else 0,
             blocks=packed.blocks if packed else (),
             norms=packed.norms if packed else (),
             waited_s=waited_s,
             phase_s=phase.seconds or (members.seal.phase_s if members.seal else 0.0),
-            head_start_s=0.0 if entry.is_early else phase.head_start_s,
-            in_phase=not entry.is_early,
+            head_start_s=0.0 if send.is_early else phase.head_start_s,
+            in_phase=not send.is_early,
             wire=layout.wire.name,
-            steps=entry.sent_steps,
+            steps=send.steps,
         ).head(key, context.proof, layout.n_blocks)
         entry.sent.add(unframe(head, key, context.proof)[1])
         return head
@@ -53,7 +53,7 @@ def send(context: Context, entry: EntryState, waited_s: float) -> None:
         entry.packed = packed = training.pack(entry.index, write, _range_to_keep(context, entry))
         return head(packed)
 
-    if not entry.weight:
+    if not send.weight:
         store.create(key, head(None))
     elif layout.is_small or not store.streams or (entry.packed and len(entry.packed.kept) == layout.size_bytes):
         entry.packed = packed = entry.packed or training.pack(entry.index)
@@ -63,11 +63,11 @@ def send(context: Context, entry: EntryState, waited_s: float) -> None:
 
 
 def _range_to_keep(context: Context, entry: EntryState) -> tuple[int, int] | None:
-    """Return which bytes stay in memory: all where a part of the work will stay, which what is counted is taken from.
+    """Return which bytes stay in memory: all where the wire loses something, to know what the others decode.
 
     Else those of the shard that this replica will reduce if all expected ranks are sealed.
     """
-    if entry.is_early or not entry.layout.wire.is_exact:
+    if not entry.layout.wire.is_exact:
         return None
     rank = context.me.rank
     ranks = {*context.members.expected, rank}

@@ -7,19 +7,22 @@ business; what to do when this replica's state is not the log's, `restore.py`'s.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from math import hypot
 from typing import Literal
 
-from diloco.rendezvous.contribution import check_weight, send
+from diloco.rendezvous.contribution import send_contribution
 from diloco.rendezvous.frames import Seal
 from diloco.rendezvous.keys import folder_of
 from diloco.rendezvous.mean import Reducer
 from diloco.rendezvous.restore import Cursor
-from diloco.rendezvous.round import MOST_PAUSE_S, Context, EntryState, RoundReport
+from diloco.rendezvous.round import MOST_PAUSE_S, Context, EntryState, RoundReport, Send, Settlement
 from diloco.rendezvous.seal import Sealer, SealLog
 from diloco.rendezvous.snapshot import SnapshotWriter
-from diloco.rendezvous.training_state import Part, Verdict
+from diloco.rendezvous.training_state import Verdict
+
+log = logging.getLogger(__name__)
 
 
 class Rendezvous:
@@ -41,75 +44,50 @@ class Rendezvous:
         """What is known of the open entry; may be of an earlier one."""
         self._waited_s = 0.0
         """How long this replica waited for others in its last round."""
-        self._work_per_step = 1.0
-        """By the last answer of a callable weight."""
 
     # -- the pseudo-gradient: anchor - live --------------------------------------------------------------------------
 
-    def publish(self, *, early: bool = False) -> None:
-        """Send the pseudo-gradient of the fragment whose turn it is, unless its entry is decided already.
-
-        Args:
-            early: in the midst of a phase, weighed by the steps it is made of.
+    def publish(self, send: Send) -> None:
+        """Send the pseudo-gradient that is held of the open entry's fragment, unless the entry is decided already.
 
         Raises:
             ContributionError: it is not finite, or a parameter has changed its shape.
         """
         entry = self.current()
-        if entry.published or self.seals.is_sealed(entry.index):
+        if entry.published or send.entry != entry.index:
             return
         began = self._context.clock()
-        if entry.packed is None:  # else what could not be sent before is sent again
-            self._weigh(entry, early=early)
+        entry.send = self.cursor.handed = send
+        entry.busy_from_s = began if entry.busy_from_s is None else entry.busy_from_s
+        if self.seals.is_sealed(entry.index):
+            return
         pauses = self._context.pauses()
-        is_there = early and self._is_there(entry)  # of an earlier attempt, perhaps
+        is_there = send.is_early and self._is_there(entry)  # of an earlier attempt, perhaps
         while not is_there:
-            send(self._context, entry, self._waited_s)
+            send_contribution(self._context, entry, send, self._waited_s)
             is_there = self._is_there(entry)
             if is_there or self.seals.is_sealed(entry.index):
                 break
             self.sealer.check_time(entry)
             self._context.wait(next(pauses), ())
-        if is_there or not early:  # else the seal may only seem to exist: look again after the next step
+        if is_there or not send.is_early:  # else the seal may only seem to exist: look again after the next step
             entry.published, entry.published_s = True, self._context.clock()
         entry.move_s += self._context.clock() - began
 
-    def _weigh(self, entry: EntryState, *, early: bool) -> None:
-        """Note what the work that is to be sent weighs, and of how many steps it is made."""
-        if early:
-            weight = self._early_weight(entry)
-        else:
-            weight = check_weight(self._context.weight, self._me.rank, entry.index)
-        entry.weight, entry.is_early = weight, early
-        entry.sent_steps = self._phase.made[entry.fragment] if weight else 0
-        entry.work = entry.sent_steps
-        if callable(self._context.weight) and entry.sent_steps:
-            entry.work, self._work_per_step = weight, weight / entry.sent_steps
-
-    def _early_weight(self, entry: EntryState) -> float:
-        """Weigh work of fewer steps than a phase has; 0 where there is none, or its number of steps is not known."""
-        steps, weight = self._phase.made[entry.fragment], self._context.weight
-        if not steps or self._phase.is_restored[entry.fragment]:
-            return 0.0
-        if callable(weight):
-            return check_weight(weight, self._me.rank, entry.index, may_be_zero=True)
-        return check_weight(weight, self._me.rank, entry.index) * min(1.0, steps / self._context.plan.inner_steps)
-
     def _is_there(self, entry: EntryState) -> bool:
-        """Return whether this rank's contribution exists; keep what there is of work when another process's does."""
+        """Return whether this rank's contribution exists, this process's or another's."""
         if not self.sealer.look_at_contribution(entry, self._me.rank):
             return False
         seen = entry.seen.get(self._me.rank)
-        if seen is not None and seen[0].nonce != self._me.nonce and entry.foreign is None:
-            entry.foreign = self._training.work(entry.index)
-            entry.foreign_steps = self._phase.made[entry.fragment]
+        entry.is_foreign = seen is not None and seen[0].nonce != self._me.nonce
         return True
 
-    def note_predecessor(self) -> None:
-        """Where an earlier attempt's contribution to the open entry exists, it is this rank's: keep later work."""
+    def has_predecessor(self) -> bool:
+        """Return whether an earlier attempt's contribution to the open entry exists: it is this rank's then."""
         entry = self.current()
-        if self._is_there(entry) and entry.foreign is not None:
+        if self._is_there(entry) and entry.is_foreign:
             entry.published, entry.published_s = True, self._context.clock()
+        return entry.published
 
     # -- the agreement on whose counts, and their mean ---------------------------------------------------------------
 
@@ -154,28 +132,25 @@ class Rendezvous:
             self._context.wait(pause_s, [folder_of(key) for key in awaited])
             entry.wait_s += clock() - paused
 
-    def adopt_sealed(self) -> list[RoundReport]:
-        """Adopt every entry that is sealed already."""
-        reports = []
+    def adopt_sealed(self, reports: list[RoundReport]) -> None:
+        """Adopt every entry that is sealed already, and add what each was."""
         while self.cursor.unsealed != self.position and self.seals.is_sealed(self.position):
             if (report := self.adopt()) is not None:
                 reports.append(report)
         self.cursor.unsealed = -1
-        return reports
 
     # -- the outer step ----------------------------------------------------------------------------------------------
 
     def _apply(self, entry: EntryState, seal: Seal, mean: Sequence[memoryview]) -> RoundReport:
-        verdict, part = self._verdict(entry, seal)
+        verdict, is_partly = self._verdict(entry, seal)
         began = self._context.clock()
         mean_norm = self.reducer.norm(entry, mean)  # before the step: the mean may be in memory that it uses
         self._writer.before_step(entry.index, seal)
-        self._training.apply(entry.index, mean, verdict, part)
+        lost = self._training.apply(entry.index, mean, verdict, entry.packed, partly=is_partly)
         ended = self._context.clock()
-        fate, work = self._fate(entry, seal)
-        self._count_steps(entry, verdict, part)
+        self._settle(entry, verdict, is_partly=is_partly)
         self._context.members.seal = seal
-        self.cursor.position = entry.index + 1
+        self.cursor.position, self.cursor.handed = entry.index + 1, None
         self.entry = None
         if entry.published:
             self._store.remove(self._keys.contribution(entry.index, self._me.rank))
@@ -185,6 +160,7 @@ class Rendezvous:
         if not self._phase.is_out:
             self.sealer.learn(entry, self._waited_s)
         is_counted = self.seals.verdict(seal) is Verdict.COUNTED
+        fate, work = self._fate(entry, seal, verdict)
         return RoundReport(
             round=entry.index + 1,
             fragment=entry.fragment,
@@ -199,50 +175,62 @@ class Rendezvous:
             move_s=entry.move_s,
             reduce_s=entry.reduce_s,
             step_s=ended - began,
-            train_s=self._phase.tell_trained_s(),
+            train_s=0.0,
             norm=None if entry.packed is None else hypot(*entry.packed.norms),
             mean_norm=mean_norm,
             ended=ended,
+            busy_s=ended - (entry.started_s if entry.busy_from_s is None else entry.busy_from_s),
+            wire_error=lost,
         )
 
-    def _fate(self, entry: EntryState, seal: Seal) -> tuple[Literal["counted", "carried", "dropped"], float]:
+    def _fate(
+        self, entry: EntryState, seal: Seal, verdict: Verdict
+    ) -> tuple[Literal["counted", "carried", "dropped"], float]:
         """Return what became of this replica's work, and how much that is."""
-        verdict, work = self.seals.verdict(seal), entry.work
-        if verdict is Verdict.COUNTED:
+        send = entry.send
+        work = 0.0 if send is None else send.work
+        if self.seals.verdict(seal) is Verdict.COUNTED:
             return "dropped" if self._me.rank in entry.left_out else "counted", work
         if not callable(self._context.weight):
-            work = self._phase.made[entry.fragment] if entry.foreign is None else entry.foreign_steps
+            work = self._phase.made[entry.fragment] if send is None or not entry.is_foreign else send.steps
         is_kept = verdict is Verdict.KEPT and self._training.carries and not self._context.plan.is_final(entry.index)
         return "carried" if is_kept else "dropped", work
 
-    def _verdict(self, entry: EntryState, seal: Seal) -> tuple[Verdict, Part | None]:
-        """Return what became of the live work, and of which part of it; None: of all.
-
-        After something was sent early, steps were made that are still this replica's own; and so is what the wire has
-        left out. Where it is not known what was counted, all is dropped: nothing may count twice.
-        """
-        member = seal.members.get(self._me.rank)
-        verdict = self.seals.verdict(seal)
+    def _verdict(self, entry: EntryState, seal: Seal) -> tuple[Verdict, bool]:
+        """Return what became of the live work, and whether only of what was held of it: steps were made since."""
+        member, verdict = seal.members.get(self._me.rank), self.seals.verdict(seal)
         if verdict is Verdict.DROPPED:
-            return verdict, entry.foreign
-        if member is not None and not member.weight:
-            return Verdict.COUNTED, Part(entry.layout.wire)
-        if member is None or (entry.layout.wire.is_exact and not entry.is_early):
-            return verdict, None
-        if entry.packed is None or member.digest not in entry.sent:
-            return Verdict.DROPPED, None
-        return verdict, Part(entry.layout.wire, [entry.packed.kept])
+            return verdict, entry.is_foreign
+        if verdict is Verdict.KEPT and self._is_to_give_up(entry, seal):
+            return Verdict.DROPPED, False
+        is_early = entry.send is not None and entry.send.is_early
+        return verdict, member is not None and is_early
 
-    def _count_steps(self, entry: EntryState, verdict: Verdict, part: Part | None) -> None:
-        """Keep account of how many steps the live work is made of."""
-        f, made, is_restored = entry.fragment, self._phase.made, self._phase.is_restored
-        is_kept = verdict is Verdict.KEPT and self._training.carries
-        if self._context.plan.is_final(entry.index) or (part is None and not is_kept):
-            made[f], is_restored[f] = 0, False
-        elif part is not None and verdict is Verdict.COUNTED:
-            made[f] -= entry.sent_steps
-        elif part is not None:
-            made[f], is_restored[f] = made[f] - entry.foreign_steps, False
+    def _settle(self, entry: EntryState, verdict: Verdict, *, is_partly: bool) -> None:
+        """Note what this entry means for the account of steps, and since when there is uncounted work."""
+        is_kept = verdict is Verdict.KEPT and (is_partly or self._training.carries)
+        if is_kept and not self._context.plan.is_final(entry.index):
+            return
+        is_partly = is_partly or (verdict is Verdict.COUNTED and self._training.keeps_later_work)
+        steps = entry.send.steps if is_partly and entry.send is not None else None
+        if self._context.plan.is_final(entry.index):
+            steps = None
+        self.cursor.settlements.append(Settlement(entry.fragment, steps))
+        self.cursor.uncounted_since[entry.fragment] = entry.index + len(self._context.layouts)
+
+    def _is_to_give_up(self, entry: EntryState, seal: Seal) -> bool:
+        """Return whether work is left out once more that has waited for as many rounds as it may."""
+        most, n_fragments = self._context.carry_rounds, len(self._context.layouts)
+        waited = (entry.index - self.cursor.uncounted_since[entry.fragment]) // n_fragments
+        if most is None or waited < most or not self._phase.made[entry.fragment]:
+            return False
+        mine, theirs = self._phase.seconds, seal.phase_s
+        slower = f"; it is {mine / theirs:.1f} times slower than the round allows" if mine > theirs > 0 else ""
+        log.warning(
+            "Rank %s: work of %s rounds was not counted and is given up%s. Use round_seconds.",
+            self._me.rank, waited, slower,
+        )  # fmt: skip
+        return True
 
     # -- where it is -------------------------------------------------------------------------------------------------
 
@@ -258,15 +246,9 @@ class Rendezvous:
         return self.entry
 
     @property
-    def undecided(self) -> float:
-        """How much work no seal has decided on, in the unit of `RoundReport.work`: the mean over all fragments."""
-        made = self._phase.made
-        return sum(made) / len(made) * self._work_per_step
-
-    @property
     def in_flight(self) -> bool:
         """Whether something was sent in phase whose round was not applied yet."""
         entry = self.entry
-        if entry is None or entry.index != self.position:
+        if entry is None or entry.index != self.position or entry.send is None:
             return False
-        return entry.published and not entry.is_early and entry.foreign is None
+        return entry.published and not entry.send.is_early and not entry.is_foreign

@@ -178,7 +178,7 @@ class Reducer:
         members = seal.inputs
         # What this process sent is in the store: where the mean fits into its memory, that is free.
         fits = layout.wire.is_exact and layout.wire.name == layout.mean_wire.name
-        kept = self._kept(entry, seal, part) if fits and not entry.is_early else None
+        kept = self._kept(entry, seal, part) if fits else None
         out, is_own = (np.empty(part.mean_bytes, np.uint8).data, False) if kept is None else (kept, True)
         tries: dict[int, int] = {}
         while True:

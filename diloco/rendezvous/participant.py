@@ -2,24 +2,28 @@
 
 One log for all fragments: entry k = 0, 1, 2, … belongs to fragment k % P, and entries are applied in order, so a
 replica's whole position is one integer. In phase, a replica meets the others when its steps are made; out of phase, it
-presents itself, trains on, and looks for the seal. Plain blocking code; the clock, the waiting and the training state
-are given, and the tests run it under a simulated scheduler.
+presents itself, trains on, and looks for the seal.
+
+This is the training's side: it owns the live parameters, and no store. What is to be sent it holds, and hands over to
+the rounds (`rounds.py`); what those bring about it merges. Whether they go on beside the training is `turns.py`'s
+business. Plain blocking code: the tests run both sides under a simulated scheduler.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
-from diloco.rendezvous.loop import Rendezvous
-from diloco.rendezvous.round import Context, RoundReport
+from diloco.rendezvous.contribution import check_weight
+from diloco.rendezvous.restore import Restored
+from diloco.rendezvous.round import Context, Landing, RoundReport, Send
+from diloco.rendezvous.rounds import Rounds
 
-LOOK_S, ANSWERS_PER_LOOK = 1.0, 40
-"""Out of phase, a replica looks for the seal once a second, or as often as that costs a fortieth of its time."""
 PRESENTATIONS = 3
 """How often a replica out of phase sends something before it trains on: each time the seal may come meanwhile."""
-FENCE_S = 10.0
-"""How often a replica out of phase looks for a newer attempt of its rank."""
+T = TypeVar("T")
 
 
 class Participant:
@@ -27,40 +31,40 @@ class Participant:
 
     def __init__(self, context: Context) -> None:
         self.phase = context.phase
+        self.position = 0
+        """The next entry to merge: the number of fragment rounds so far."""
+        self.is_out = False
+        """Whether this replica is out of phase, as far as was merged."""
         self._context = context
+        self._training = context.training
+        self._turns = context.turns
         self._members = context.members
         self._plan = context.plan
-        self._rendezvous = Rendezvous(context)
-        self._cursor = self._rendezvous.cursor
         self._n_fragments = len(context.layouts)
-        self._look: tuple[float, Future[tuple[bool, bool]]] | None = None
-        """A look at the open entry that is under way: when it began; whether there is a seal; whether one is behind."""
-        self._look_steps = 0
-        """Steps since then."""
+        self._rounds = Rounds(context, self._lands)
+        self._turns.begin(self._rounds.idle)
+        self._landed: Landing | None = None
+        self._n_landed = self._n_taken = 0
+        self._sent: Send | None = None
+        """What was handed over for the open entry."""
+        self._is_awaited = False
+        """Whether the rounds go through the open entry beside the training."""
+        self._work_per_step = 1.0
+        """By the last answer of a callable weight."""
 
-    @property
-    def position(self) -> int:
-        """The next entry to apply: the number of fragment rounds so far."""
-        return self._cursor.position
+    # -- beginning and leaving ---------------------------------------------------------------------------------------
 
-    # -- beginning and leaving -------------------------------------------------------------------------------------
-
-    def start(self, restored: tuple[int, Any] | None = None) -> None:
+    def start(self, restored: Restored | None = None) -> None:
         """Take the state from the log, or agree on the first anchor, and catch up.
 
         Args:
-            restored: a position of an earlier copy of this rank and the live work it had then. What no seal has
-                counted since goes on with this one.
+            restored: what an earlier copy of this rank had. What no seal has counted since goes on with this one.
         """
-        self._cursor.begin()
-        if restored is None:
-            self._context.training.restore(None)
-        else:
-            position, progress = restored
-            self._cursor.replay(until=position)
+        self._rounds.begin(restored)
+        if restored is not None:
             self.phase.is_restored = [True] * self._n_fragments
-            self._cursor.restore(progress, position)
-        self._cursor.set_newest_seal()
+        self._training.merge()
+        self.position = self._rounds.position
         self.phase.begin(self._plan.step_before(self.position))
         self._join_the_others()
 
@@ -70,80 +74,113 @@ class Participant:
         Args:
             base, since: the run's step at that position, and the steps that were made since.
         """
-        self._cursor.position = position
-        self._rendezvous.entry = None
+        self.apart(lambda: self._rounds.go_back(position))
+        self.position, self._sent = position, None
         self.phase.made = [0] * self._n_fragments
         self.phase.is_restored = [True] * self._n_fragments
-        self._cursor.set_newest_seal()
         self.phase.begin(base, since)
         self._join_the_others()
 
     def _join_the_others(self) -> None:
         """Catch up, and go on in phase, or out of it where the others are in the midst of theirs."""
-        before, since = self.position, self.phase.since
-        self._rendezvous.adopt_sealed()
-        self.phase.met(self.position - before)
+        since = self.phase.since
+        self.apart(self._rounds.join)
+        self._take()
         self.phase.since = since
-        self._fall_in()
-        if not self.phase.is_out and self._context.me.attempt and not self._plan.is_over(self.position):
-            self._rendezvous.note_predecessor()
+        may_be_sent = not self.is_out and bool(self._context.me.attempt) and not self._plan.is_over(self.position)
+        if may_be_sent and self.apart(self._rounds.rendezvous.has_predecessor):
+            self._rounds.rendezvous.current().send = self._hold(is_early=True)  # the rounds do nothing until then
         self.phase.left()
 
     @property
     def undecided(self) -> float:
-        """How much work no seal has decided on."""
-        return self._rendezvous.undecided
+        """How much work no seal has decided on, in the unit of `RoundReport.work`: the mean over all fragments."""
+        made = self.phase.made
+        return sum(made) / len(made) * self._work_per_step
 
-    def leave(self) -> list[RoundReport]:
-        """Adopt what is in flight, and say that this replica sends nothing more.
+    @property
+    def uncounted_since(self) -> list[int]:
+        """By fragment, the entry at which the work began that no seal has counted."""
+        return self._rounds.rendezvous.cursor.uncounted_since
 
-        Out of phase nothing is waited for: what was sent may be counted after this replica has left.
+    def leave(self, *, in_order: bool = True) -> list[RoundReport]:
+        """Merge what has landed, and say that this replica sends nothing more.
+
+        Args:
+            in_order: wait for what is in flight; but not out of phase: what was sent may be counted after this replica
+                has left.
         """
         try:
-            if self.phase.is_out:
-                return self._rendezvous.adopt_sealed()
-            report = self._rendezvous.adopt() if self._rendezvous.in_flight else None
-            return [] if report is None else [report]
+            if in_order:
+                self._finish()
+            return self.stop()
         finally:
             self.say_bye()
 
+    def _finish(self) -> None:
+        """Let land what is in flight."""
+        self._turns.check()
+        if self.is_out:
+            self.apart(self._unless_landed(self._rounds.catch_up))
+        elif self._is_awaited:
+            self._turns.until(self._has_landed)
+        elif not self._has_landed() and self._rounds.rendezvous.in_flight:
+            self.apart(partial(self._rounds.meet, None))
+
     def say_bye(self) -> None:
-        """Say that this replica sends nothing more, and adopt nothing; nowhere if the run was deleted."""
+        """Say that this replica sends nothing more; nowhere if the run was deleted."""
         context, pauses = self._context, self._context.pauses()
+        self._turns.leave()
         while not self._members.is_deleted and not context.store.write(
             context.keys.bye(context.me.rank, context.me.attempt), b""
         ):
-            context.wait(next(pauses), ())
+            self._turns.wait(next(pauses), ())
 
-    # -- steps and rounds ------------------------------------------------------------------------------------------
+    # -- steps and rounds --------------------------------------------------------------------------------------------
 
     def step(self) -> list[RoundReport]:
-        """Count an inner step, do what is due after it, and report the entries that were adopted.
+        """Count an inner step, do what is due after it, and report the entries that were merged.
 
         Raises:
             QuorumTimeoutError, ContributionError, DivergenceError, FencedError, AbortedError: see `DiLoCo.step`.
         """
-        self.phase.step_made()
-        if self._members.missing_looks:
-            self._members.check_run()
+        phase, plan = self.phase, self._plan
+        phase.step_made()
+        self._turns.check()
         reports: list[RoundReport] = []
-        if self._plan.is_over(self.position):
+        if (landed := self._landed) is not None and (landed.is_urgent or plan.overlap_steps is None):
+            reports += self._take()
+        if not self._turns.is_beside and self._members.missing_looks:
+            self._members.check_run()
+        if plan.is_over(self.position):
             return reports
-        if self.phase.is_out and not self.phase.is_at_the_end:
-            reports = self._look_around()
-        if self.phase.is_out:
-            pass
-        elif self.phase.is_due:
-            reports += self._meet()
-        elif self.phase.is_time_to_publish(self.position):
-            self._rendezvous.publish()
-        while self.phase.is_at_the_end and not self._plan.is_over(self.position):
+        if self.is_out and not phase.is_at_the_end and not self._turns.is_beside and self._rounds.look():
+            reports += self._take()
+        if not self.is_out:
+            reports += self._do_what_is_due()
+        while phase.is_at_the_end and not plan.is_over(self.position):
             reports += self._meet()  # all planned steps are made: the rest of the plan is gone through at once
-        self.phase.left()
+        phase.left()
+        return reports
+
+    def _do_what_is_due(self) -> list[RoundReport]:
+        """Send and meet, in phase."""
+        phase, reports = self.phase, list[RoundReport]()
+        if self._plan.overlap_steps is None:
+            if self._is_awaited and phase.is_next_due:
+                reports += self._meet()
+            if not self._is_awaited and not self.is_out and phase.is_time_to_send(self.position):
+                self._send()
+                reports += [] if self._is_awaited else self._take()
+        elif phase.is_due:
+            reports += self._meet()
+        elif self._sent is None and phase.is_time_to_send(self.position):
+            self._send()
         return reports
 
     def sync(self) -> list[RoundReport]:
         """Have a round of every fragment now."""
+        self._turns.check()
         self.phase.called()
         reports: list[RoundReport] = []
         step, before = self.phase.inner_step, self.position
@@ -154,81 +191,144 @@ class Participant:
         self.phase.left()
         return reports
 
+    def apart(self, act: Callable[[], T]) -> T:
+        """Have something done in the rounds' turn, while the training waits; what is in flight comes first."""
+        answers: list[T] = []
+
+        def answer() -> None:
+            answers.append(act())
+            self._turns.landed()
+
+        self._turns.submit(answer)
+        self._turns.until(lambda: bool(answers))
+        return answers[0]
+
+    def drain(self) -> list[RoundReport]:
+        """Wait for what is on its way, and merge it."""
+        if self._is_awaited:
+            self._turns.until(self._has_landed)
+        return self._take()
+
+    def stop(self) -> list[RoundReport]:
+        """End the rounds where they stand, and merge what they have brought about."""
+        self._turns.leave()
+        return self._merge_landed()
+
     def _meet(self) -> list[RoundReport]:
         """Go through the due entry, and all that others went through without this replica."""
-        self._members.check_fence()
-        if self._plan.is_over(self.position):
-            return []
-        before = self.position
-        self._rendezvous.publish()
-        first = self._rendezvous.adopt()
-        reports = [*([] if first is None else [first]), *self._rendezvous.adopt_sealed()]
-        self.phase.met(self.position - before)
-        return reports + self._fall_in()
-
-    # -- out of phase ----------------------------------------------------------------------------------------------
-
-    def _look_around(self) -> list[RoundReport]:
-        """Look for the seal of the open entry, now and then, and adopt what is sealed."""
-        context, rendezvous = self._context, self._rendezvous
-        entry = rendezvous.current()
-        now = context.clock()
-        if self._look is None:
-            if now - self.phase.looked_s < min(LOOK_S, ANSWERS_PER_LOOK * context.store.answer_s):
-                return []
-            self._look_steps = 0
-            self._look = now, context.ask(lambda: (rendezvous.seals.is_sealed(entry.index), self._is_behind()))
-        began_s, answer = self._look
-        if not answer.done():
-            self._look_steps += 1
-            return []
-        self._look = None
-        is_sealed, is_behind = answer.result()
-        if is_sealed:
-            return self._catch_up()
-        self.phase.looked(began_s, self._look_steps)
-        self.phase.is_out = is_behind
-        context.members.check_abort()
-        if not entry.published:
-            self._present()  # a seal seemed to exist
-        elif entry.published_s is not None and now - entry.published_s >= rendezvous.sealer.lone_s:
-            if rendezvous.sealer.try_seal(entry, rendezvous.reducer.takeover_after_s):
-                return self._catch_up()
-            rendezvous.sealer.check_time(entry)
-        return []
-
-    def _catch_up(self) -> list[RoundReport]:
-        """Adopt every entry that is sealed already, in the midst of a phase."""
-        before = self.position
-        reports = self._rendezvous.adopt_sealed()
-        self.phase.caught_up(self.position - before)
-        return reports + self._fall_in()
-
-    def _is_behind(self) -> bool:
-        """Return whether this replica is out of phase: not named by the newest seal, while a named process lives."""
-        if self._context.clock() - self._members.fence_checked_s >= FENCE_S:
-            self._members.check_fence()
-        return not self._members.names_me and self._members.someone_lives()
-
-    def _fall_in(self) -> list[RoundReport]:
-        """After entries were adopted: go on in phase, or present oneself.
-
-        Returns: what was adopted besides, because its seal came while something was sent for it.
-        """
         reports: list[RoundReport] = []
-        for _ in range(PRESENTATIONS):
-            self.phase.is_out = not self._plan.is_over(self.position) and self._is_behind()
-            if not self.phase.is_out:
-                break
-            self._present()
-            before = self.position
-            reports += self._rendezvous.adopt_sealed()
-            if self.position == before:
-                break
-            self.phase.caught_up(self.position - before)
+        before = self.position
+        while self.position == before and not self._plan.is_over(before):
+            began = self._context.clock()
+            if not self._is_awaited and not self._has_landed():
+                self._go_through(self._sent or self._hold(is_early=False))
+            self._turns.until(self._has_landed)
+            reports += self._take(late_s=self._context.clock() - began)
         return reports
 
-    def _present(self) -> None:
-        """Send the work there is for the open entry, at once, and train on."""
-        self.phase.looked(self._context.clock())
-        self._rendezvous.publish(early=True)
+    def _send(self) -> None:
+        """Send what there is, before its round is due."""
+        send = self._sent or self._hold(is_early=False)
+        if self._turns.is_beside or self._plan.overlap_steps is None:
+            self._go_through(send)
+        else:
+            self._turns.submit(partial(self._rounds.publish, send))
+
+    def _go_through(self, send: Send) -> None:
+        self._is_awaited = self._turns.is_beside
+        self._turns.submit(self._unless_landed(partial(self._rounds.meet, send)))
+
+    def _has_landed(self) -> bool:
+        return self._landed is not None
+
+    def _unless_landed(self, job: Callable[[], object]) -> Callable[[], None]:
+        """Return a job that is done unless, out of phase, something was found just before: that is merged first."""
+        n_taken = self._n_taken
+
+        def do() -> None:
+            if self._n_landed == n_taken:
+                job()
+
+        return do
+
+    # -- what passes between the training and the rounds -------------------------------------------------------------
+
+    def _hold(self, *, is_early: bool) -> Send:
+        """Hold the live work of the fragment whose turn it is, so that it can be sent while training goes on.
+
+        Args:
+            is_early: in the midst of a phase, weighed by the steps it is made of.
+        """
+        fragment = self.position % self._n_fragments
+        weight = self._early_weight(fragment) if is_early else self._weight()
+        steps = self.phase.made[fragment] if weight else 0
+        work = float(steps)
+        if callable(self._context.weight) and steps:
+            work, self._work_per_step = weight, weight / steps
+        self._training.hold(fragment, is_early=is_early)
+        self._sent = Send(self.position, weight, steps, work, self.phase.n_steps, is_early)
+        return self._sent
+
+    def _weight(self, *, may_be_zero: bool = False) -> float:
+        return check_weight(self._context.weight, self._context.me.rank, self.position, may_be_zero=may_be_zero)
+
+    def _early_weight(self, fragment: int) -> float:
+        """Weigh work of fewer steps than a phase has; 0 where there is none, or its number of steps is not known."""
+        steps = self.phase.made[fragment]
+        if not steps or self.phase.is_restored[fragment]:
+            return 0.0
+        if callable(self._context.weight):
+            return self._weight(may_be_zero=True)
+        return self._weight() * min(1.0, steps / self._plan.inner_steps)
+
+    def _lands(self, landing: Landing) -> None:
+        """Called by the rounds, which wait from then on."""
+        assert self._landed is None
+        self._n_landed += 1
+        self._landed = landing
+        self._turns.landed()
+
+    def _take(self, late_s: float = 0.0) -> list[RoundReport]:
+        """Merge what has landed; out of phase, present oneself, and merge what came meanwhile."""
+        reports: list[RoundReport] = []
+        for presented in range(PRESENTATIONS + 1):
+            if self._landed is None:
+                break
+            reports += self._merge_landed(0.0 if presented else late_s)
+            if self._plan.is_over(self.position) or not self.is_out or presented == PRESENTATIONS:
+                break
+            self._turns.submit(partial(self._rounds.present, self._sent or self._hold(is_early=True)))
+            if self._turns.is_beside:
+                break
+        return reports
+
+    def _merge_landed(self, late_s: float = 0.0) -> list[RoundReport]:
+        """Take what has landed into the live parameters and the account of steps."""
+        landing, self._landed = self._landed, None
+        if landing is None:
+            return []
+        self._n_taken += 1
+        self._is_awaited = False
+        self._training.merge()
+        phase, sent = self.phase, self._sent
+        made, is_restored = list(phase.made), list(phase.is_restored)
+        for settled in landing.settlements:
+            f, steps = settled.fragment, settled.steps
+            made[f], is_restored[f] = 0 if steps is None else made[f] - steps, False
+        phase.made, phase.is_restored = made, is_restored
+        if landing.n_entries:
+            self.position += landing.n_entries
+            self._sent = None
+            if landing.has_met:
+                phase.met(landing.n_entries)
+            else:
+                phase.caught_up(landing.n_entries, landing.looked_step)
+        self.is_out = landing.is_out
+        trained_s = phase.tell_trained_s() if landing.reports else 0.0
+        reports = []
+        for report in landing.reports:
+            is_mine = sent is not None and report.round == sent.entry + 1
+            stale = phase.n_steps - sent.at_step if sent is not None and is_mine else 0
+            reports.append(replace(report, train_s=trained_s, late_s=late_s, stale_steps=stale))
+            trained_s = late_s = 0.0
+        return reports

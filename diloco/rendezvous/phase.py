@@ -22,9 +22,14 @@ class Plan:
     steps_per_entry: int = 1
     """Inner steps from one fragment's round to the next fragment's."""
     n_fragments: int = 1
-    overlap_steps: int = 0
-    """Inner steps between sending a fragment and applying its mean."""
+    overlap_steps: int | None = 0
+    """Inner steps between sending a fragment and applying its mean; None: as few as the mean needs to arrive."""
     total_steps: int | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether training goes on while a contribution travels."""
+        return self.overlap_steps != 0
 
     @property
     def inner_steps(self) -> int:
@@ -60,40 +65,52 @@ class Plan:
 
 
 class Phase:
-    """Counts the steps of one replica, as it made them and as the run counts them."""
+    """Counts the steps of one replica, as it made them and as the run counts them.
+
+    The training counts; the rounds, which may go on beside it, only read what it counted, one value at a time.
+    """
 
     def __init__(self, plan: Plan, clock: Callable[[], float]) -> None:
-        self.is_out = False
-        """Whether this replica is out of phase."""
         self.base = 0
         """The run's step when the newest entry was adopted."""
         self.since = 0
-        """Steps that the run counts since then."""
-        self.head_start_s = 0.0
-        """How much earlier than the others, at most, this replica will be at the end of this phase."""
-        self.looked_s = 0.0
-        """When the open entry was last seen to have no seal."""
+        """Steps that the run counts since then; negative where an entry was adopted before its round was due."""
+        self.n_steps = 0
+        """Steps of this process."""
         self.made = [0] * plan.n_fragments
         """By fragment, how many steps of this process its uncounted work is made of."""
         self.is_restored = [False] * plan.n_fragments
         """By fragment, whether that work contains work of an earlier attempt, whose steps nobody knows."""
+        self.seconds = 0.0
+        """How long an entry's steps take, from those made so far; 0: not known yet."""
+        self.has_trained = False
+        """Whether this process has made a step, so that it knows how long a phase takes."""
+        # What the rounds know.
+        self.is_out = False
+        """Whether this replica is out of phase."""
+        self.head_start_s = 0.0
+        """How much earlier than the others, at most, this replica will be at the end of this phase."""
+        self.looked_s = 0.0
+        """When the open entry was last seen to have no seal."""
+        self.looked_step = 0
+        """How many steps this process had made then."""
         self._plan = plan
         self._clock = clock
-        self._since_look = 0
         self._steps = 0
         self._trained_s = 0.0
         self._untold_s = 0.0
         self._left_s = clock()
-        self._known_s = 0.0
+
+    # -- what the training counts --------------------------------------------------------------------------------------
 
     @property
     def inner_step(self) -> int:
-        """The run's step: that of its newest entry, and at most one entry's steps beyond."""
-        total = self._plan.total_steps
+        """The run's step: that of its newest entry, and at most the steps beyond of what is open or on its way."""
+        total, plan = self._plan.total_steps, self._plan
         if total is not None and self.base >= total:
             return self.base + self.since  # beyond what was planned
-        step = self.base + min(self.since, self._plan.steps_per_entry)
-        return step if total is None else min(step, total)
+        most = plan.steps_per_entry * (2 if plan.overlap_steps is None else 1)
+        return plan.capped(self.base + min(self.since, most))
 
     @property
     def is_at_the_end(self) -> bool:
@@ -105,19 +122,26 @@ class Phase:
         """Whether the open entry's round is due."""
         return self.since >= self._plan.steps_per_entry or self.is_at_the_end
 
-    def is_time_to_publish(self, position: int) -> bool:
-        """Return whether an overlapped contribution is to leave now."""
+    @property
+    def is_next_due(self) -> bool:
+        """Whether the round after the open one is due."""
+        return self.since >= 2 * self._plan.steps_per_entry or self.is_at_the_end
+
+    def is_time_to_send(self, position: int) -> bool:
+        """Return whether a contribution to this entry is to leave before its mean is applied."""
         plan = self._plan
-        is_time = bool(plan.overlap_steps) and self.since >= plan.steps_per_entry - plan.overlap_steps
-        return is_time and not plan.is_final(position)
+        ahead = 0 if plan.overlap_steps is None else plan.overlap_steps
+        return plan.overlaps and self.since >= plan.steps_per_entry - ahead and not plan.is_final(position)
 
     def step_made(self) -> None:
         """Count a step; called when the training calls the rendezvous."""
         self._trained_s += self.called()
         self._steps += 1
         self.since += 1
-        self._since_look += 1
+        self.n_steps += 1
         self.made = [steps + 1 for steps in self.made]
+        self.seconds = self._trained_s / self._steps * self._plan.steps_per_entry
+        self.has_trained = True
 
     def called(self) -> float:
         """Note that the training calls the rendezvous; return how long it has gone on since the last call."""
@@ -134,49 +158,40 @@ class Phase:
         """Note that training goes on from here: the time of the rendezvous is not part of it."""
         self._left_s = self._clock()
 
-    def looked(self, at_s: float, steps_ago: int = 0) -> None:
-        """Note that the open entry had no seal then."""
-        self.looked_s, self._since_look = at_s, steps_ago
-
     def begin(self, base: int, since: int = 0) -> None:
         """Continue from the step that others, or a checkpoint, have reached."""
         self.base, self.since = self._plan.capped(base), since
 
     def met(self, n_entries: int) -> None:
         """Go on after the rounds of a boundary, from which all go on together."""
+        spe = self._plan.steps_per_entry
+        step = self._plan.capped(self.inner_step + (n_entries - 1) * spe)
         self._advance(n_entries)
-        self.since, self.head_start_s = 0, 0.0
+        self.since = step - self.base
 
-    def caught_up(self, n_entries: int) -> None:
+    def caught_up(self, n_entries: int, looked_step: int) -> None:
         """Go on after seals that were seen in the midst of a phase, which began after the last look without them."""
         self._advance(n_entries)
-        self.since = max(0, self._since_look - self._plan.overlap_steps)
-        self.head_start_s = max(0.0, self._clock() - self.looked_s)
+        self.since = max(0, self.n_steps - looked_step - (self._plan.overlap_steps or 0))
 
     def synchronised(self, step: int) -> None:
         """Go on after rounds outside the plan: they are worth the steps that were made, not an entry's."""
         self.base, self.since = self._plan.capped(step), 0
 
-    @property
-    def seconds(self) -> float:
-        """How long an entry's steps take, from those made so far; 0: not known yet."""
-        if self._steps:
-            return self._trained_s / self._steps * self._plan.steps_per_entry
-        return self._known_s
+    def _advance(self, n_entries: int) -> None:
+        self.base = self._plan.capped(self.base + n_entries * self._plan.steps_per_entry)
+        self._steps, self._trained_s = 0, 0.0
+
+    # -- what the rounds know ------------------------------------------------------------------------------------------
+
+    def looked(self, at_s: float, at_step: int) -> None:
+        """Note that the open entry had no seal then."""
+        self.looked_s, self.looked_step = at_s, at_step
 
     def slack_s(self, entry: int) -> float:
         """Return how far apart the overlap may hold replicas that are in phase, where an entry is not overlapped."""
-        steps = self._plan.overlap_steps if self._plan.is_final(entry) else 0
-        return steps * self.seconds / self._plan.steps_per_entry
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether this process has made a step, so that it knows how long a phase takes."""
-        return self.seconds > 0 or self._steps > 0
-
-    def _advance(self, n_entries: int) -> None:
-        self.base = self._plan.capped(self.base + n_entries * self._plan.steps_per_entry)
-        self._begin_measuring()
-
-    def _begin_measuring(self) -> None:
-        self._known_s, self._steps, self._trained_s = self.seconds, 0, 0.0
+        plan = self._plan
+        if not plan.is_final(entry):
+            return 0.0
+        steps = plan.steps_per_entry if plan.overlap_steps is None else plan.overlap_steps
+        return steps * self.seconds / plan.steps_per_entry

@@ -7,8 +7,9 @@ without a listing, because seals are dense and never deleted; pointers exist at 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco.errors import DivergenceError, QuorumTimeoutError
@@ -18,7 +19,7 @@ from diloco.rendezvous.keys import folder_of
 from diloco.rendezvous.mean import Reducer
 from diloco.rendezvous.patient_store import backoff
 from diloco.rendezvous.proof import check_signed
-from diloco.rendezvous.round import Context, EntryState
+from diloco.rendezvous.round import Context, EntryState, Send, Settlement
 from diloco.rendezvous.seal import Sealer, SealLog
 from diloco.rendezvous.snapshot import Pointer, get_parts, put_parts
 from diloco.rendezvous.training_state import Agreement, Arrays, Verdict, check_agreement
@@ -27,6 +28,17 @@ log = logging.getLogger(__name__)
 
 AGREEMENT_TRIES = 3 * READ_TRIES
 """How often the agreement is read before a replica goes without: longer than for what has another copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What an earlier copy of this rank had."""
+
+    position: int
+    progress: Any
+    """Its live work, as distances from the anchor."""
+    uncounted_since: Sequence[int]
+    """By fragment, the entry at which that work began."""
 
 
 class SnapshotReader:
@@ -189,12 +201,26 @@ class Cursor:
         self._reader = SnapshotReader(context)
         self._diverged = 0
         """Number of entries in a row at which the anchor was not the seal's, also after reloading."""
+        self.settlements: list[Settlement] = []
+        """Of entries that were passed and have not landed yet."""
+        self.uncounted_since = [0] * len(context.layouts)
+        """By fragment, the entry at which its uncounted work began."""
+        self.handed: Send | None = None
+        """What was handed over for the open entry."""
+        self.is_reloaded = False
+        """Whether the state was taken from the log since something landed last."""
 
     def begin(self) -> None:
         """Load the newest snapshot, or agree on the first anchor."""
         entry = self._reader.load(-1)
         assert entry is not None  # it waits for one
         self.position = entry
+        self.settle_all()
+
+    def settle_all(self) -> None:
+        """Let uncounted work begin here."""
+        n = len(self._context.layouts)
+        self.uncounted_since = [self.position + (f - self.position) % n for f in range(n)]
 
     def reload(self, above: int = -1) -> bool:
         """Take the state from the log, at least up to this position, and keep the live work that no mean contains.
@@ -204,14 +230,17 @@ class Cursor:
 
         Returns: whether that was done. The position may be a later one then.
         """
-        before, progress = self.position, self._training.progress()
+        before, anchors = self.position, self._training.anchors_now()
         entry = self._reader.load(above)
         if entry is None:
             return False
         self.position = entry
         self.replay(until=before)
-        self.restore(progress, before)
+        verdicts = self.settle(before)
+        self._training.follow(anchors, verdicts, partly=self._counted_in_flight(verdicts))
+        self.is_reloaded = True
         if self.position != before:
+            self.handed = None
             self.set_newest_seal()
         return True
 
@@ -235,13 +264,24 @@ class Cursor:
                 context.members.check_abort()
                 context.wait(next(pauses), ())
 
-    def restore(self, progress: Any, position: int) -> None:
-        """Take up live work from before an entry, except what entries since then have counted or dropped."""
-        phase, verdicts = self._context.phase, self._seals.verdicts(position, self.position)
-        self._training.restore(progress, verdicts)
+    def settle(self, position: int) -> list[Verdict | None]:
+        """Return by fragment what became of live work from before an entry, in the entries passed since."""
+        verdicts = self._seals.verdicts(position, self.position)
+        n_fragments = len(verdicts)
         for fragment, verdict in enumerate(verdicts):
             if verdict is not None and not (verdict is Verdict.KEPT and self._training.carries):
-                phase.made[fragment], phase.is_restored[fragment] = 0, False
+                is_part = fragment == self._counted_in_flight(verdicts)
+                steps = self.handed.steps if is_part and self.handed is not None else None
+                self.settlements.append(Settlement(fragment, steps))
+                self.uncounted_since[fragment] = self.position + (fragment - self.position) % n_fragments
+        return verdicts
+
+    def _counted_in_flight(self, verdicts: Sequence[Verdict | None]) -> int | None:
+        """Return the fragment of which what is in flight was counted, and what was done since is to be kept."""
+        if self.handed is None or not (self.handed.is_early or self._training.keeps_later_work):
+            return None
+        fragment = self.handed.entry % len(verdicts)
+        return fragment if verdicts[fragment] is Verdict.COUNTED else None
 
     def set_newest_seal(self) -> None:
         """Read the seal before this position: it says who is expected."""

@@ -16,11 +16,10 @@ from diloco.rendezvous.patient_store import Ask, Map, PatientStore, at_once, bac
 from diloco.rendezvous.phase import Phase, Plan
 from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.reduction import Reduce, weighted_mean
-from diloco.rendezvous.training_state import Packed, Part, TrainingState
+from diloco.rendezvous.training_state import Packed, TrainingState
+from diloco.rendezvous.turns import Turns
 from diloco.wires.wire import BLOCK_ELEMENTS, Wire, blocks_of
 
-Wait = Callable[[float, Sequence[str]], None]
-"""Returns after some seconds, or earlier when something changes below one of the key prefixes."""
 Background = Callable[[Callable[[], None]], None]
 """Runs something beside the training; returns at once."""
 MOST_PAUSE_S = 1.0
@@ -154,7 +153,7 @@ class Context:
     keys: Keys
     me: Identity
     training: TrainingState
-    wait: Wait
+    turns: Turns
     plan: Plan
     proof: Proof
     origin: str | None = None
@@ -162,6 +161,8 @@ class Context:
     limits: Limits = field(default_factory=Limits)
     min_quorum: int = 1
     weight: float | Callable[[], float] = 1.0
+    carry_rounds: int | None = None
+    """Uncounted work older than so many rounds of its fragment is given up; None: never."""
     snapshot_every: int = 10
     """Entries from one snapshot to the next."""
     clock: Callable[[], float] = monotonic
@@ -187,6 +188,10 @@ class Context:
         training = self.training
         return tuple(Layout(n, self.limits, training.wire, training.mean_wire) for n in training.sizes())
 
+    def wait(self, seconds: float, prefixes: Sequence[str]) -> None:
+        """Wait between two looks."""
+        self.turns.pause(seconds, prefixes)
+
     @property
     def ask_again_s(self) -> float:
         """How long to wait before asking again who is gone; longer at a far store."""
@@ -195,6 +200,50 @@ class Context:
     def pauses(self) -> Iterator[float]:
         """Yield the pauses between looks at what others do."""
         return backoff(self.rng, most_s=min(MOST_PAUSE_S, max(0.02, self.limits.grace_s / 4)))
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """What the training hands over for an entry, beside the work that is held."""
+
+    entry: int
+    weight: float
+    """0: no work, or work of which nobody knows how much it is."""
+    steps: int
+    """How many inner steps the work is made of."""
+    work: float
+    """How much work it is: what a callable weight said, else steps."""
+    at_step: int
+    """How many steps this process had made."""
+    is_early: bool
+    """Whether training goes on out of phase: what is counted is a part of the work by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """What an entry means for this replica's account of its steps."""
+
+    fragment: int
+    steps: int | None
+    """So many of the steps in its live work are settled; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """What the rounds have brought about, and is to go into the live parameters."""
+
+    reports: tuple[RoundReport, ...]
+    settlements: tuple[Settlement, ...]
+    n_entries: int
+    """How many entries were passed."""
+    is_out: bool
+    """Whether this replica is out of phase from here on."""
+    has_met: bool
+    """Whether it waited for the others at the end of its phase."""
+    looked_step: int
+    """Else: the count of its steps at the last look without a seal."""
+    is_urgent: bool
+    """Whether it is to be merged as soon as possible, also where the step is known at which a mean is applied."""
 
 
 @dataclass(slots=True)
@@ -211,19 +260,14 @@ class EntryState:
     published: bool = False
     published_s: float | None = None
     """When this replica's contribution was in the store."""
-    is_early: bool = False
-    """Whether it was sent out of phase, before steps that it does not contain."""
-    sent_steps: int = 0
-    """How many steps an early contribution is made of."""
-    weight: float = 0.0
-    """Of what was sent."""
+    send: Send | None = None
+    """What the training has handed over for it."""
+    is_foreign: bool = False
+    """Whether a contribution of another process was found in place of that."""
     sent: set[str] = field(default_factory=set)
     """Digests of the heads that this process sent with `packed`; any of them may be the one that is stored."""
-    work: float = 0.0
-    """How much work was sent: what a callable weight said, else steps."""
-    foreign: Part | None = None
-    """This process's work at the time when a contribution of another process was found in its place."""
-    foreign_steps: int = 0
+    busy_from_s: float | None = None
+    """When something was done for it first."""
     began_s: float | None = None
     """When this replica began to wait for the seal."""
     grace_from_s: float | None = None
@@ -304,6 +348,14 @@ class RoundReport:
     """Of the mean; None: nobody sent any work."""
     ended: float
     """When the outer step was made, by `time.monotonic`."""
+    late_s: float = 0.0
+    """How long the training was held up."""
+    busy_s: float = 0.0
+    """What the round took, beside the training where that went on."""
+    stale_steps: int = 0
+    """Inner steps between sending and applying."""
+    wire_error: float | None = None
+    """How much of what was to be sent the wire lost: |delta - sent| / |delta|."""
 
     def line(self) -> dict[str, Any]:
         """Return what is kept of it with the run: see `executors.metrics.rows.Round`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy.typing as npt
 
@@ -31,13 +31,6 @@ class Verdict(StrEnum):
     """The seal does not name this rank: its work goes with its next contribution."""
     DROPPED = "dropped"
     """The seal names another copy of this rank: counting this one's work too would count it twice."""
-
-
-class Part(NamedTuple):
-    """Work of a fragment that leaves the live parameters: whole blocks from the first one on, or none."""
-
-    wire: Wire
-    ranges: Sequence[memoryview] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +58,8 @@ class TrainingState(Protocol):
     wire: Wire
     """How contributions travel."""
     mean_wire: Wire
+    keeps_later_work: bool
+    """Whether what was done while counted work travelled is kept."""
 
     def sizes(self) -> Sequence[int]:
         """Return the number of elements of each fragment."""
@@ -87,10 +82,26 @@ class TrainingState(Protocol):
         Raises: TypeError: the outer optimizer's state is more than tensors and JSON.
         """
 
+    # -- the training's side: it owns the live parameters ------------------------------------------------------------
+
+    def hold(self, fragment: int, *, is_early: bool) -> None:
+        """Hold the live work of a fragment as it is now, until that is settled.
+
+        Args:
+            is_early: training goes on in any case.
+
+        Raises: ContributionError: a parameter has changed its shape.
+        """
+
+    def merge(self) -> None:
+        """Take what `apply` and `follow` have left into the live parameters."""
+
+    # -- the rounds' side: they own the anchor, and what is held ------------------------------------------------------
+
     def pack(
         self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
     ) -> Packed:
-        """Encode the pseudo-gradient of the entry's fragment, anchor - live: the work that is not yet in any mean.
+        """Encode the pseudo-gradient of the entry's fragment, anchor - held: work that is not yet in any mean.
 
         Args:
             write: is handed the payload block by block; a block is valid during the call only.
@@ -99,31 +110,41 @@ class TrainingState(Protocol):
         Raises: ContributionError: it is not finite, or a parameter has changed its shape.
         """
 
-    def apply(self, entry: int, mean: Sequence[memoryview], verdict: Verdict, part: Part | None = None) -> None:
-        """Step the anchor by a mean, and merge it into the live parameters.
+    def apply(
+        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: Packed | None, *, partly: bool
+    ) -> float | None:
+        """Step the anchor by a mean, and leave what that means for the live parameters to `merge`.
 
         Args:
             mean: encoded, in consecutive ranges of whole blocks; empty: there is none, and the anchor stays.
-            part: the part of the live work that was counted or is to be dropped, where the rest is to stay: what was
-                left out when it was encoded, or done since. None: all of it.
+            packed: what was sent of what is held.
+            partly: the verdict is about what is held alone, and what was done since stays.
+
+        Returns: the share of what was held that the wire lost; None: not known, or nothing was counted.
         """
 
     def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
         """Step the anchor by a mean, unless that is empty, and leave the live parameters alone."""
 
+    def anchors_now(self) -> Any:
+        """Return a copy of the anchors."""
+
+    def follow(self, anchors: Any, verdicts: Sequence[Verdict | None], *, partly: int | None) -> None:
+        """Let live work, and what is held, follow the anchors from those to what they are now.
+
+        Args:
+            verdicts: by fragment, what became of that work in entries which the anchor has jumped over; None: there
+                were none.
+            partly: the fragment of which that is about what is held alone.
+        """
+
+    # -- while nothing goes on beside the other ----------------------------------------------------------------------
+
     def progress(self) -> Any:
         """Return a copy of all live work, as distances from the anchor."""
 
-    def work(self, entry: int) -> Part:
-        """Return an exact copy of what would be packed now."""
-
-    def restore(self, progress: Any, verdicts: Sequence[Verdict | None] = ()) -> None:
-        """Set the live parameters to the anchor less `progress`; None: to the anchor.
-
-        Args:
-            verdicts: by fragment, what became of that work in the entries which the anchor has jumped over; None:
-                there were none. Merges accordingly, as `apply` does.
-        """
+    def resume(self, progress: Any, verdicts: Sequence[Verdict | None] = ()) -> None:
+        """Set the live parameters to the anchor less `progress`, as far as verdicts leave it; None: to the anchor."""
 
 
 def check_agreement(mine: Agreement, agreed: Agreement, *, run_id: str, author: int) -> None:

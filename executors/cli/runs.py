@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import BadParameter, Option
 
+from executors.attempt import Attempt
 from executors.cli.options import (
     BackendOptions,
     ColumnsOption,
@@ -32,7 +33,7 @@ from executors.cli.output import (
     usage_errors,
 )
 from executors.entrypoint import shown
-from executors.errors import ReplicasError, RunNotFoundError
+from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError
 from executors.native import page_of_job
 from executors.protocol import ReplicaStatus
 from executors.run_index import find_preparation
@@ -41,6 +42,7 @@ from executors.status import MAX_DECIDED, MAX_LINE
 if TYPE_CHECKING:
     from executors.run.run import Run
 
+SILENT_S = 60.0  # a spare beats every 10 s
 CHECK = "Say only which ranks may hang, wait for a keeper or were given up; exit code 1 if any does."
 
 
@@ -125,6 +127,9 @@ def status(
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]
     summary = Summary(found, outcomes, code_of(found, outcomes) if now.is_terminal else None)
     pages = list(map(page_of_job, found.handles)) if as_json or verbose else []
+    spares = [
+        _words_of_spare(Attempt(found.store, found.run_id, number, is_spare=True)) for number in range(record.spares)
+    ]
     attention = wants_attention(now, found.inventory, found.newest_attempt) if as_json or check else {}
     if check and not as_json:
         for rank, why in attention.items():
@@ -134,6 +139,7 @@ def status(
         up = uptime_document(now, record.created_at, found.newest_attempt)
         document = {**summary.document(), **now.to_json(), "availability": up["availability"]}
         document |= {"flakiness": up["flakiness"], "attention": {str(rank): why for rank, why in attention.items()}}
+        document["spares"] = spares
         pairs = zip(document["replicas"], up["replicas"], pages, strict=True)
         output.document({**document, "replicas": [{**row, **more, "page": page} for row, more, page in pairs]})
         return FAILED if check and attention else 0
@@ -147,6 +153,8 @@ def status(
     if bar := bars(now):
         output.say(bar)
     output.say(replica_table(now, width=output.console.width, more=columns, brief=True))
+    for number, words in enumerate(spares):
+        output.say(f"spare {number} {one_line(words)}", "dim")
     for each in now.decided[-MAX_DECIDED:]:
         output.say(f"[{name_duration(each.at - record.created_at):>6}] {one_line(each.line, MAX_LINE)}", "yellow")
     note_unknown_columns(columns or (), now)
@@ -155,6 +163,21 @@ def status(
             output.say(f"rank {rank}: {page}", "dim")
     summary.print_failures(output)
     return 0
+
+
+def _words_of_spare(spare: Attempt) -> str:
+    """Say what a spare does, or what became of it."""
+    try:
+        end, beat = spare.outcome(), spare.beat()
+    except CorruptObjectError as error:
+        return f"cannot be read: {error}"
+    if end is not None:
+        is_used = end.status is ReplicaStatus.SUCCEEDED
+        return f"became {end.result}" if is_used else (end.error or end.status).removeprefix("The spare ")
+    if beat is None:
+        return "starts"
+    age_s = time.time() - beat.at
+    return "stands by" if age_s < SILENT_S else f"stood by; its last heartbeat was {name_age(age_s)} ago"
 
 
 def wait(

@@ -12,6 +12,7 @@ from executors.errors import (
     ReplicaLostError,
     ReplicaTimeoutError,
 )
+from executors.policy import NEVER_RESTARTED
 from executors.protocol import Outcome, ReplicaStatus
 from executors.status import name_ranks
 
@@ -22,7 +23,7 @@ INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen ")
 _ERRORS: dict[str | None, type[ReplicaError]] = {
     **dict.fromkeys(("signal", "oom", "lost", "preempted"), ReplicaLostError),
     "timeout": ReplicaTimeoutError,
-    "cancelled": ReplicaCancelledError,
+    **dict.fromkeys(("cancelled", "stopped"), ReplicaCancelledError),
 }
 
 
@@ -64,7 +65,7 @@ def raise_root_cause(outcomes: Sequence[Outcome]) -> None:
     bad = [outcome for outcome in outcomes if outcome.status is not ReplicaStatus.SUCCEEDED]
     if not bad:
         return
-    cause, *others = sorted(bad, key=lambda outcome: (outcome.reason in ("cancelled", "fenced"), outcome.finished_at))
+    cause, *others = sorted(bad, key=lambda outcome: (outcome.reason in NEVER_RESTARTED, outcome.finished_at))
     text = cause.error or f"Replica {cause.rank} is {cause.status}."
     if cause.error_line is not None:
         text = f"{headline(cause, [cause.rank], len(outcomes))}\n\n{text}"

@@ -15,7 +15,7 @@ from executors.run.launch_hands import LaunchHands
 from executors.run.observer import Observer
 from executors.status import ReplicaState
 from executors.supervision.decisions import Decision, DecisionLog, answer_to
-from executors.supervision.keeper import LEAVE_S, Keeper, Sight, hands_of_spare
+from executors.supervision.keeper import LEAVE_S, Keeper, Sight, Terms, hands_of_spare
 from executors.supervision.orders import ASKED, order_cancel, words_of_bar
 from executors.supervision.rules import is_own
 from executors.task.record import RunRecord
@@ -44,15 +44,8 @@ class OutsideKeeper:
         self._record = record
         self._observer = observer
         self._end = end
-        self._keeper = Keeper(
-            log,
-            Restarts.of(record.restarts),
-            world_size=record.world_size,
-            launched_at=record.created_at,
-            min_replicas=record.min_replicas,
-            hands=hands,
-            spare=self._spare,
-        )
+        terms = Terms(Restarts.of(record.restarts), record.world_size, record.created_at, record.min_replicas)
+        self._keeper = Keeper(log, terms, hands=hands, spare=self._spare)
         self._gone: dict[tuple[int, int], Parent] = {}
         self._seen_at: dict[tuple[int, int], float] = {}
         self._problem = ""

@@ -173,6 +173,8 @@ class Answers:
 
 def was_stopped(log: Sequence[Decision], outcome: Outcome) -> bool:
     """Return whether a replica was cancelled because the run was stopped, and by nobody's cancel."""
+    if outcome.reason == "stopped":
+        return True
     if _stop_of(log) is None:
         return False
     for entry in reversed(log):

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from executors.attempt import Attempt
+from executors.native import RunSpec
 from executors.policy import Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
 from executors.store.inventory import Inventory
 from executors.supervision.decisions import MAX_ATTEMPT, Decision, DecisionLog, answer_to, barred_by, policy_of
 from executors.supervision.rules import LAST_CALL_S, RunFacts, decide, is_own, too_few_left
+from executors.task.record import find_run_record
 
 LEAVE_S = 15.0  # how long an end is left to a supervisor that lives
 CARRY_S = 60.0  # what another keeper decided, and has not begun for so long, is carried out
@@ -61,40 +63,54 @@ class Sight:
         return cls(newest, ends, has_progress)
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What a launch asked of those who keep its run."""
+
+    policy: Restarts | None
+    """None: nothing is answered unless a `policy` in the log says so."""
+    world_size: int
+    launched_at: float
+    min_replicas: int | None = None
+
+    @classmethod
+    def of(cls, spec: RunSpec, store: Store) -> Terms:
+        """Return the terms of the run that a worker is part of.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        record = find_run_record(store, spec.run_id)
+        least = None if record is None else record.min_replicas
+        return cls(Restarts.of(spec.restarts), spec.world_size, spec.launched_at, least)
+
+
 class Keeper:
     """Answers the ends of a run and carries the answers out.
 
     Args:
-        launched: the policy of the launch. None: nothing is answered unless a `policy` in the log says so.
         hands: None: it only looks.
         has_wider: whether another keeper, which can start a container anew, watches the run.
         spare: names the hands of a spare that can begin what follows an end, given the log; None: there is none.
-        tell: gets each entry that this keeper added.
     """
 
     def __init__(
         self,
         log: DecisionLog,
-        launched: Restarts | None,
+        terms: Terms,
         *,
-        world_size: int,
-        launched_at: float,
-        min_replicas: int | None = None,
         hands: Hands | None = None,
         has_wider: bool = False,
         spare: Callable[[Sequence[Decision]], str | None] = lambda entries: None,
-        tell: Callable[[Decision], None] = lambda entry: None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.log = log
         self.hands = hands
-        self._policy = launched
-        self._facts = RunFacts(run_id=log.run_id, world_size=world_size, launched_at=launched_at)
-        self._min_replicas = min_replicas
+        self._terms = terms
+        self._policy = terms.policy
         self._has_wider = has_wider
         self._spare = spare
-        self._tell = tell
         self._clock = clock
         self._monotonic = monotonic
         self._answered: dict[int, int] = {}
@@ -156,7 +172,13 @@ class Keeper:
             restarts: whether that may be a restart.
         """
         hands = self.hands
-        facts = replace(self._facts, newest=sight.newest, has_progress=sight.has_progress)
+        facts = RunFacts(
+            run_id=self.log.run_id,
+            world_size=self._terms.world_size,
+            launched_at=self._terms.launched_at,
+            newest=sight.newest,
+            has_progress=sight.has_progress,
+        )
         others = [other for other in sight.ends.values() if other.rank != end.rank]
 
         def compute(entries: Sequence[Decision]) -> Decision | None:
@@ -190,17 +212,14 @@ class Keeper:
         """Stop the run when fewer ranks than `min_replicas` can still succeed."""
 
         def compute(entries: Sequence[Decision]) -> Decision | None:
-            is_so = too_few_left(entries, sight.ends.values(), self._facts.world_size, self._min_replicas)
+            is_so = too_few_left(entries, sight.ends.values(), self._terms.world_size, self._terms.min_replicas)
             return Decision(kind="stop", why="min_replicas") if is_so else None
 
         return None if self.hands is None or self.policy is None else self._append(compute)
 
     def _append(self, compute: Callable[[Sequence[Decision]], Decision | None]) -> Decision | None:
         """Add what follows from the log, if anything follows from what was read of it already."""
-        entry = None if compute(self.log.entries) is None else self.log.append(compute)
-        if entry is not None:
-            self._tell(entry)
-        return entry
+        return None if compute(self.log.entries) is None else self.log.append(compute)
 
     def _answer(self, end: Outcome, sight: Sight) -> float | None:
         """Answer an end, unless it is too early: then return how long to wait."""

@@ -16,8 +16,7 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
 from executors.store.records import RETRY_S
 from executors.supervision.decisions import Decision, DecisionLog, hang_of, policy_of
-from executors.supervision.keeper import Keeper, Sight
-from executors.task.record import find_run_record
+from executors.supervision.keeper import Keeper, Sight, Terms
 from executors.worker.ends import record_end
 
 LOG_LOOK_S = 10.0
@@ -55,13 +54,9 @@ class Answers:
 
     @functools.cached_property
     def _keeper(self) -> Keeper:
-        record = find_run_record(self._store, self._spec.run_id)
         return Keeper(
             self._log,
-            Restarts.of(self._spec.restarts),
-            world_size=self._spec.world_size,
-            launched_at=self._spec.launched_at,
-            min_replicas=None if record is None else record.min_replicas,
+            Terms.of(self._spec, self._store),
             hands=self,
             has_wider=self._spec.lease_s is not None,  # its launcher watches, and can start a container anew
         )

@@ -239,7 +239,7 @@ class _Worker:
         """Return the outcome of a replica that left because it was asked to, in its own time."""
         if page.is_stopping:
             text = self._sentence("stopped")
-            return self._ended(ReplicaStatus.CANCELLED, "cancelled", error=text, exit_code=TERMINATED, result=result)
+            return self._ended(ReplicaStatus.CANCELLED, "stopped", error=text, exit_code=TERMINATED, result=result)
         text = self._sentence("announced", name=page.notice)
         return self._failed("signal", text, TERMINATED, signal=page.notice, result=result)
 

@@ -15,15 +15,13 @@ from dataclasses import replace
 from executors.attempt import Attempt, Beat, parse_handle
 from executors.errors import StoreError
 from executors.native import RunSpec
-from executors.policy import Restarts
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.store import Store
 from executors.store.records import is_gone, to_bytes
 from executors.store.url import impatient_store
 from executors.supervision.decisions import DecisionLog, answer_to, barred_by
-from executors.supervision.keeper import CARRY_S, LEAVE_S, Keeper, Sight, hands_of_spare
+from executors.supervision.keeper import CARRY_S, LEAVE_S, Keeper, Sight, Terms, hands_of_spare
 from executors.supervision.lease import LeaseWatch
-from executors.task.record import find_run_record
 from executors.worker.claim import claim_alone
 from executors.worker.container import NOTICES, STORE_LIMIT_S, preload
 from executors.worker.ranks import read_task_ahead
@@ -177,15 +175,7 @@ class Spare:
 
     def _keeper_of_run(self) -> Keeper:
         if self._keeper is None:
-            spec, record = self._spec, find_run_record(self._store, self._spec.run_id)
-            self._keeper = Keeper(
-                self._log,
-                Restarts.of(spec.restarts),
-                world_size=spec.world_size,
-                launched_at=spec.launched_at,
-                min_replicas=None if record is None else record.min_replicas,
-                hands=self,
-            )
+            self._keeper = Keeper(self._log, Terms.of(self._spec, self._store), hands=self)
         return self._keeper
 
     def _is_over(self, rank: int, end: Outcome | None) -> bool:

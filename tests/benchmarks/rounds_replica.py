@@ -97,10 +97,10 @@ def _note_when_the_mean_is_there() -> list[Moment]:
     arrivals: list[Moment] = []
     apply = ModelState.apply
 
-    def applying(self: ModelState, *arguments: Any) -> None:
+    def applying(self: ModelState, *arguments: Any, **options: Any) -> float | None:
         arrivals.append(Moment.now())
         dist.barrier()
-        apply(self, *arguments)
+        return apply(self, *arguments, **options)
 
     ModelState.apply = applying  # type: ignore[method-assign,assignment]
     return arrivals

@@ -13,7 +13,7 @@ from torch import nn
 
 from diloco import DiLoCo
 from diloco.fragments import plan_fragments
-from diloco.pseudo_gradient import pack
+from diloco.pseudo_gradient import live_tensors, pack
 from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
@@ -45,7 +45,7 @@ def _tasks(wire: Wire, n_elements: int) -> tuple[Callable[[], object], Callable[
     acc, product = np.zeros(PIECE, np.float32), np.empty(PIECE, np.float32)
 
     def packed(write: Callable[[memoryview], object]) -> None:
-        pack(model, fragment, anchor, memoryview(b""), wire=wire, proof=UNSIGNED, write=write, who="I")
+        pack(live_tensors(model, fragment), anchor, memoryview(b""), wire=wire, proof=UNSIGNED, write=write, who="I")
 
     def added() -> None:
         for block in blocks_of(wire, n_elements, BLOCK_ELEMENTS):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from servers.modal.server import ModalServer
+from support.cli import Folder, HereInstead
 from support.fake_jobs import FakeExecutor, Machines, attached, start
 
 from executors import Run, launch
@@ -96,15 +97,24 @@ def test_who_watches_a_run_names_the_spare_and_starts_nothing(machines: Machines
     assert len(machines.jobs) == 2
 
 
-def test_what_a_spare_has_become_can_be_followed_and_cancelled(machines: Machines) -> None:
+def test_what_a_spare_has_become_can_be_seen_followed_and_cancelled(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = HereInstead(Folder(Path.cwd()), monkeypatch, capsys)
+    status = ("status", "otter", "--backend", "support.fake_jobs:FakeExecutor")
     run = starts(detach=True, env=SOON)
+    assert "\nspare 0 stands by\n" in command.replicas(*status).stdout
     machines.end(machines.job_of(run, 0))
     eventually(lambda: Attempt(run.store, run.run_id, 0, 1).has("heartbeat.json"), "the spare is rank 0")
+    outcome_of_spare(run)
+    assert command.replicas(*status, "--json").json["spares"] == ["became rank 0, attempt 1"]
     found = attached()
     assert "spare 0 becomes rank 0, attempt 1" in found.logs(rank=0)
     found.cancel()
     assert [str(outcome.status) for outcome in found.outcomes()] == ["cancelled"]
     assert machines.living() == []
+    run.store.put(key := spare_of(run).key("outcome.json"), b"{")
+    assert f"spare 0 cannot be read: '{key}'" in command.replicas(*status).stdout
 
 
 @pytest.mark.parametrize("ending", ["cancel", "success"])

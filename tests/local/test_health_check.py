@@ -15,7 +15,7 @@ from executors.policy import Restarts
 from executors.protocol import ReplicaStatus
 from executors.store import MemoryStore
 from executors.supervision.decisions import DecisionLog
-from executors.supervision.keeper import Keeper, Sight
+from executors.supervision.keeper import Keeper, Sight, Terms
 from executors.worker.health_check import UnhealthyError, check_health
 
 CHECKS = """
@@ -94,7 +94,7 @@ def test_a_process_that_is_unwell_twice_running_is_left_to_who_can_start_elsewhe
     has_wider: bool, expected: list[str | None]
 ) -> None:
     log = DecisionLog(MemoryStore(), "run")
-    keeper = Keeper(log, Restarts(), world_size=1, launched_at=0.0, hands=Hands(), has_wider=has_wider)
+    keeper = Keeper(log, Terms(Restarts(), 1, 0.0), hands=Hands(), has_wider=has_wider)
 
     def way(number: int, pid: int | None) -> str | None:
         attempt = Attempt(log.store, "run", 0, number)

@@ -20,6 +20,7 @@ from support.restart_tasks import (
     end_always,
     end_first,
     hang_first,
+    leave_when_asked,
     let_another_run_out_of_memory,
     save_slowly,
 )
@@ -27,6 +28,8 @@ from support.runs import all_gone, launcher, said
 
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Attempt
+from executors.cli.summary import code_of
+from executors.errors import ReplicaCancelledError
 from executors.process import killed_for_memory
 from executors.protocol import Outcome
 from executors.resume import resume
@@ -156,6 +159,21 @@ def test_what_bars_the_run_ends_what_lives_and_what_was_to_be_started(
     assert [told(run, rank) for rank in range(2)] == [["signal SIGKILL", "cancelled"], ["cancelled"]]
     assert why in str(ends(run, 1)[0].error)
     assert not Attempt(run.store, run.run_id, 0, 1).has("started.json")
+
+
+def test_what_leaves_when_it_is_asked_to_is_stopped_whatever_is_ordered_after_it(
+    local: LocalProcessExecutor,
+) -> None:
+    run = started(local, leave_when_asked, 1, "3")
+    eventually(lambda: Attempt(run.store, run.run_id, 0).has("started.json"), "it runs")
+    added(run, kind="stop", why="asked", within_s=60.0)
+    (end,) = ends(over(run), 0)
+    assert (end.status, end.reason, end.result) == ("cancelled", "stopped", "saved")
+    run.cancel()
+    assert run.status().replicas[0].note == "stopped"
+    assert code_of(run, run.outcomes()) == 0
+    with pytest.raises(ReplicaCancelledError, match=r"Replica 0 of 1 was stopped, as asked\."):
+        run.results()
 
 
 def test_a_run_that_is_cancelled_between_two_attempts_is_over_at_once(

@@ -34,7 +34,8 @@ class Plan:
     n_fragments: int
     entries: list[int]
     sharded: bool
-    overlap: bool
+    overlap: bool | None
+    """Whether a step is made while a contribution travels; None: as many as it takes."""
     min_quorum: int
     all_leave_outcomes: bool
     copies: float
@@ -43,6 +44,13 @@ class Plan:
     joiners: int = 0
     streams: bool = False
     """Whether the store takes contributions while they are being made."""
+    is_beside: bool = False
+    """Whether rounds go on beside the training."""
+    keeps_later_work: bool = False
+    """Whether steps made while counted work travelled are kept."""
+    overlap_by: int = 1
+    """How many steps an overlap has."""
+    carry_rounds: int | None = None
     flip: tuple[int, int, int] | None = None
     """A bit of this rank's state flips before this entry, in this fragment."""
     steps_per_entry: int = 1
@@ -72,8 +80,10 @@ class Plan:
         return self.steps_per_entry * sum(self.step_s) / 2
 
     @property
-    def overlap_steps(self) -> int:
-        return 1 if self.overlap and self.steps_per_entry > 1 else 0
+    def overlap_steps(self) -> int | None:
+        if self.overlap is None:
+            return None
+        return self.overlap_by if self.overlap and self.steps_per_entry > 1 else 0
 
     @classmethod
     def from_seed(cls, seed: int) -> Plan:

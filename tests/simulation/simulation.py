@@ -23,8 +23,11 @@ from diloco.rendezvous.membership import Identity, claim
 from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
-from diloco.rendezvous.round import Context, Limits
+from diloco.rendezvous.restore import Restored
+from diloco.rendezvous.round import Context, Landing, Limits
+from diloco.rendezvous.turns import InTurn, Turns
 from executors.errors import CorruptObjectError
+from simulation.beside import Beside
 from simulation.invariants import Invariants, Process, Violation
 from simulation.plan import CALM, Absence, Plan
 from simulation.work import BLOCK_ELEMENTS, SLOTS, Toy
@@ -74,14 +77,16 @@ class Simulation(Invariants):
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
-    def _spawn(self, rank: int | None, delay_s: float, checkpoint: tuple[int, Any] | None = None) -> None:
+    def _spawn(self, rank: int | None, delay_s: float, checkpoint: Restored | None = None) -> None:
         slot = len(self.processes)
         if slot >= SLOTS and self.plan.until_s is None:
             return  # with an end in time, work is counted, and not whose it is
         name = f"{'joiner' if rank is None else f'rank {rank}'}.{slot}"
-        process = Process(name, rank, slot, Toy(self.plan.n_fragments, slot % SLOTS, slot, is_lossy=self.plan.is_lossy))
-        process.toy.is_final, process.toy.proof = self.steps.is_final, self.proof
-        process.toy.loses_steps = bool(self.steps.overlap_steps)
+        plan = self.plan
+        toy = Toy(plan.n_fragments, slot % SLOTS, slot, is_lossy=plan.is_lossy, keeps_later_work=plan.keeps_later_work)
+        toy.is_final, toy.trains_on = self.steps.is_final, self.steps.overlaps or plan.is_beside
+        toy.proof = self.proof
+        process = Process(name, rank, slot, toy)
         self.processes.append(process)
         self.world.spawn(name, lambda: self._process(process, checkpoint), delay_s)
 
@@ -100,7 +105,7 @@ class Simulation(Invariants):
         if absence.leaves_outcome:
             self._record_end(absence.rank, process.slot)
 
-    def _process(self, process: Process, checkpoint: tuple[int, Any] | None) -> None:
+    def _process(self, process: Process, checkpoint: Restored | None) -> None:
         self.live.add(process.name)
         try:
             self._train(process, checkpoint)
@@ -136,12 +141,13 @@ class Simulation(Invariants):
         is_sealed = f"{RUN}/diloco/main/seal/{entry}" in self.store.objects  # then a rotten input is left out
         return not is_sealed and any(f"/r{entry}/contribution/" in key for key in rotten)
 
-    def _train(self, process: Process, checkpoint: tuple[int, Any] | None) -> None:
+    def _train(self, process: Process, checkpoint: Restored | None) -> None:
         world, plan, toy = self.world, self.plan, process.toy
         store = PatientStore(self.store, clock=world.clock, error_patience_s=1e6)
         nonce = f"nonce{process.slot}"
         me = claim(store, self.keys, process.rank, plan.world_size, nonce, lambda: world.sleep(0.1))
         process.me = me
+        turns: Turns = Beside(world) if plan.is_beside else InTurn(world.wait)
         context = Context(
             store=store,
             keys=self.keys,
@@ -160,15 +166,16 @@ class Simulation(Invariants):
             ),
             reduce=_reduce_of_host(process.slot),
             clock=world.clock,
-            wait=world.wait,
+            turns=turns,
+            carry_rounds=plan.carry_rounds,
             rng=world.rng,
             background=lambda job: world.spawn(f"{world.who()} keeps", lambda: _until_death(job)),
         )
         participant = Participant(context)
         process.phase = participant.phase
+        self._check_what_lands(participant, toy)
         participant.start(checkpoint)
         process.here_s = world.now
-        self._check_state(toy, participant.position)
         slower = plan.speeds[me.rank] if me.rank < len(plan.speeds) else 1.0
         entries = plan.entries[me.rank] if me.rank < plan.world_size else max(plan.entries)
         while not self._has_finished(participant, entries):
@@ -181,14 +188,23 @@ class Simulation(Invariants):
             if adopted:
                 world.note(f"has adopted {adopted[-1].round}{', and is out of phase' * participant.phase.is_out}")
                 process.adopted_s.append(world.now)
-                self._check_state(toy, participant.position)
-            if checkpoint is None and not self.steps.overlap_steps:
+            if checkpoint is None:
                 self._check_ledger(process, participant.phase)
             if plan.is_phased:
                 self._check_waits(process, adopted, began_s, was_out, was_named)
             process.is_new = was_out or (process.is_new and not adopted)
         process.left_out_of_phase = participant.phase.is_out  # what it presented may be counted after it has left
         participant.leave()
+
+    def _check_what_lands(self, participant: Participant, toy: Toy) -> None:
+        """Check the state whenever something lands: the rounds then wait for the training."""
+        rounds, land = participant._rounds, participant._rounds._land
+
+        def check_and_land(landing: Landing) -> None:
+            self._check_state(toy, rounds.position)
+            land(landing)
+
+        rounds._land = check_and_land
 
     def _has_finished(self, participant: Participant, entries: int) -> bool:
         if self.steps.total_steps is None:
@@ -205,7 +221,7 @@ class Simulation(Invariants):
             else:
                 world.note(f"a copy from this state of rank {me.rank} starts in {delay_s:.0f} s")
                 toy.dropped = True
-                self._spawn(me.rank, delay_s, (participant.position, toy.progress()))
+                self._spawn(me.rank, delay_s, restored_from(participant, toy))
 
     def _perhaps_flip(self, me: Identity, position: int, toy: Toy) -> None:
         if self.plan.flip is None or self.plan.flip[:2] != (me.rank, position) or toy.excused_until:
@@ -242,6 +258,10 @@ class Simulation(Invariants):
         attempt = own[-1] if own else 0
         key = self.keys.outcome(rank, attempt)
         self.world.note(f"{key}: {self.store._create(key, b'{}')}")
+
+
+def restored_from(participant: Participant, toy: Toy) -> Restored:
+    return Restored(participant.position, toy.progress(), list(participant.uncounted_since))
 
 
 def _until_death(job: Callable[[], None]) -> None:

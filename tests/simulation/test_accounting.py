@@ -16,11 +16,11 @@ from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import UNSIGNED, Proof
 from diloco.rendezvous.reduction import weighted_mean
-from diloco.rendezvous.restore import Cursor
+from diloco.rendezvous.restore import Cursor, Restored
 from diloco.rendezvous.round import owners
 from diloco.rendezvous.snapshot import Pointer, collect_garbage, get_parts
 from simulation.invariants import Process
-from simulation.simulation import Simulation
+from simulation.simulation import Simulation, restored_from
 from simulation.simulation import calm as calm_
 from simulation.work import SLOTS, Toy
 from simulation.world import Died
@@ -86,13 +86,13 @@ def test_work_that_was_made_from_another_anchor_is_not_counted(
 
 def test_work_counted_since_a_checkpoint_is_not_counted_again_by_a_copy_that_starts_from_it() -> None:
     simulation = calm(world_size=2, entries=[30, 30], steps_per_entry=2, snapshot_every=2)
-    checkpoints: list[tuple[int, Any]] = []
+    checkpoints: list[Restored] = []
 
     def training(me: Identity, participant: Participant, toy: Toy) -> None:
         if (me.rank, me.attempt) != (0, 0):
             return
         if participant.position == 3 and participant.phase.since == 1:
-            checkpoints.append((participant.position, toy.progress()))
+            checkpoints.append(restored_from(participant, toy))
         if participant.position == 4:
             raise Died  # when the work in the checkpoint was counted
 
@@ -103,7 +103,7 @@ def test_work_counted_since_a_checkpoint_is_not_counted_again_by_a_copy_that_sta
     simulation._bury = come_back  # type: ignore[method-assign]
     simulation.run()
     first, _, second = simulation.toys
-    assert checkpoints[0][1][0][0] == 1.0
+    assert checkpoints[0].progress[0][0] == 1.0
     assert second.done > 0
     assert {0, 1} == set(simulation.seals()[3].members)
     assert counted_units(simulation, 0) == first.done
@@ -235,8 +235,8 @@ def each_fragment_is_compared_with_its_own_next_seal(
             reloaded.append(self.position)
         return reload(self, above)
 
-    def applying(self: Toy, entry: int, *arguments: Any) -> None:
-        apply(self, entry, *arguments)
+    def applying(self: Toy, entry: int, *arguments: Any, **options: Any) -> None:
+        apply(self, entry, *arguments, **options)
         if self is simulation.toys[2] and entry == flipped:
             self.flip(entry % n_fragments)
 

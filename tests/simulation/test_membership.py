@@ -21,8 +21,10 @@ from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.phase import Phase
 from diloco.rendezvous.phase import Plan as StepPlan
 from diloco.rendezvous.proof import UNSIGNED
-from diloco.rendezvous.round import Context, EntryState, Limits
+from diloco.rendezvous.round import Context, EntryState, Limits, Send
+from diloco.rendezvous.rounds import Rounds
 from diloco.rendezvous.seal import Sealer
+from diloco.rendezvous.turns import InTurn
 from executors.errors import RunNotFoundError
 from executors.store import Data, MemoryStore, Store
 from executors.store.faulty import FaultyStore
@@ -177,31 +179,32 @@ def stepped(phase: Phase, n: int) -> Phase:
 
 def test_steps_count_from_the_last_look_that_saw_no_seal_less_the_overlap() -> None:
     phase = stepped(Phase(StepPlan(steps_per_entry=10, overlap_steps=2), lambda: 0.0), 3)
-    phase.looked(0.0)
+    looked_step = phase.n_steps
     stepped(phase, 5)
-    phase.caught_up(1)
+    phase.caught_up(1, looked_step)
     assert (phase.base, phase.since) == (10, 3)
-    phase.looked(0.0)
+    looked_step = phase.n_steps
     stepped(phase, 1)
-    phase.caught_up(2)
+    phase.caught_up(2, looked_step)
     assert (phase.base, phase.since) == (30, 0)
 
 
 def test_a_head_start_counts_for_one_round() -> None:
     now = [0.0]
-    phase = Phase(StepPlan(steps_per_entry=10), lambda: now[0])
-    phase.looked(0.0)
+    here = context(Identity(0, 2, 0, "me"), now)
+    rounds = Rounds(here, lambda landing: None)
+    here.phase.looked(0.0, 0)
     now[0] = 7.0
-    phase.caught_up(1)
-    assert phase.head_start_s == 7.0
-    phase.met(1)
-    assert phase.head_start_s == 0.0
+    rounds._bring([], 1, is_out=False)
+    assert here.phase.head_start_s == 7.0
+    rounds._bring([], 1, is_out=False, has_met=True)
+    assert here.phase.head_start_s == 0.0
 
 
 def test_the_runs_step_is_that_of_its_newest_entry_and_at_most_a_phase_more() -> None:
     phase = stepped(Phase(StepPlan(steps_per_entry=10, total_steps=25), lambda: 0.0), 14)
     assert phase.inner_step == 10, "others may be in the midst of their phase still"
-    phase.caught_up(1)
+    phase.caught_up(1, 0)
     assert 10 <= phase.inner_step <= 20
     phase.met(1)
     assert stepped(phase, 9).inner_step == 25
@@ -215,7 +218,7 @@ def test_a_last_round_does_not_overlap_with_training() -> None:
     plan = StepPlan(steps_per_entry=10, n_fragments=2, overlap_steps=3, total_steps=40)
     phase = stepped(Phase(plan, lambda: 0.0), 7)
     assert plan.last_entry == 4
-    assert [phase.is_time_to_publish(entry) for entry in range(5)] == [True, True, True, False, False]
+    assert [phase.is_time_to_send(entry) for entry in range(5)] == [True, True, True, False, False]
 
 
 # -- the grace ---------------------------------------------------------------------------------------------------------
@@ -224,7 +227,7 @@ def test_a_last_round_does_not_overlap_with_training() -> None:
 def context(me: Identity, now: list[float], store: Store | None = None) -> Context:
     return Context(
         store=patient_store(store or MemoryStore()), keys=KEYS, me=me, training=Toy(1, 0, 0), plan=StepPlan(),
-        wait=lambda seconds, prefixes: None, clock=lambda: now[0], proof=UNSIGNED,
+        turns=InTurn(lambda seconds, prefixes: None), clock=lambda: now[0], proof=UNSIGNED,
     )  # fmt: skip
 
 
@@ -268,10 +271,13 @@ def test_a_replica_without_a_step_decides_nothing_alone_before_the_first_seal() 
 
 
 def test_nothing_is_in_flight_that_was_sent_out_of_phase() -> None:
-    cases: list[dict[str, Any]] = [{}, {"is_early": True}, {"foreign": memoryview(b"")}, {"published": False}]
+    sent = Send(0, 1.0, 1, 1.0, 1, is_early=False)
+    cases: list[dict[str, Any]] = [
+        {}, {"send": replace(sent, is_early=True)}, {"is_foreign": True}, {"published": False}, {"send": None},
+    ]  # fmt: skip
     for changes in cases:
         rendezvous = Rendezvous(context(Identity(0, 2, 0, "me"), [0.0]))
-        for name, value in {"published": True, **changes}.items():
+        for name, value in {"published": True, "send": sent, **changes}.items():
             setattr(rendezvous.current(), name, value)
         assert rendezvous.in_flight is (not changes), changes
 
@@ -335,7 +341,7 @@ def test_who_finds_its_run_deleted_ends_and_writes_nothing_more() -> None:
         now[0] += seconds
 
     here = context(Identity(0, 1, 0, "me"), now, store)
-    participant = Participant(replace(here, wait=wait, limits=Limits(block_elements=BLOCK_ELEMENTS)))
+    participant = Participant(replace(here, turns=InTurn(wait), limits=Limits(block_elements=BLOCK_ELEMENTS)))
     store.put(KEYS.claim(0, 0), b'{"nonce": "me"}')
     participant.start()
     while participant.position < 3:

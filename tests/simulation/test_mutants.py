@@ -22,6 +22,7 @@ from diloco.rendezvous.snapshot import SnapshotWriter, collect_garbage
 from diloco.rendezvous.training_state import Verdict
 from simulation.invariants import Violation
 from simulation.simulation import run_schedule
+from simulation.work import Toy
 from simulation.world import Faults
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -131,17 +132,10 @@ def apply_the_own_seal(patch: pytest.MonkeyPatch) -> None:
     wrapped(SealLog, "seal", read_own)(patch)
 
 
-def forget_what_the_wire_left_out(verdict_of: Any, self: Rendezvous, entry: Any, seal: Seal) -> Any:
-    verdict, part = verdict_of(self, entry, seal)
-    return (verdict, None) if verdict is Verdict.COUNTED and not entry.is_early else (verdict, part)
-
-
-def write_the_mean_over_what_was_sent_early(compute: Any, self: Reducer, entry: Any, seal: Seal, shard: int) -> Any:
-    was_early, entry.is_early = entry.is_early, False
-    try:
-        return compute(self, entry, seal, shard)
-    finally:
-        entry.is_early = was_early
+def take_all_that_was_held_for_what_was_sent(
+    apply: Any, self: Toy, entry: int, mean: Any, verdict: Any, packed: Any, **options: Any
+) -> Any:
+    return apply(self, entry, mean, verdict, None, **options)
 
 
 def take_zeros_for_a_missing_mean(collect: Any, self: Reducer, entry: Any, seal: Seal) -> Any:
@@ -151,7 +145,7 @@ def take_zeros_for_a_missing_mean(collect: Any, self: Reducer, entry: Any, seal:
 
 NEVER_LEFT_OUT, AT_ONCE = "rotten inputs are never left out", "pointers do not wait for seals that agree with them"
 SHOWN_BY = {
-    "another nonce changes nothing": 96,
+    "another nonce changes nothing": 337,
     "gone is corrupt": 68,
     "rotten inputs are averaged": 96,
     "nobody says bye": 21,
@@ -176,8 +170,7 @@ MUTANTS: dict[str, Patch] = {
     "entries jumped over have no verdict": replaced(
         SealLog, "verdicts", lambda self, first, end: [None] * len(self._context.layouts)
     ),
-    "what a wire leaves out is lost": wrapped(Rendezvous, "_verdict", forget_what_the_wire_left_out),
-    "a mean is written over what was sent early": wrapped(Reducer, "_compute", write_the_mean_over_what_was_sent_early),
+    "what a wire leaves out is lost": wrapped(Toy, "apply", take_all_that_was_held_for_what_was_sent),
     "all parts are collected": collecting(lambda store, keys, end: store.found(keys.parts())),
 }
 

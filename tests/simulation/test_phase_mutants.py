@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from diloco.rendezvous.loop import Rendezvous
 from diloco.rendezvous.membership import Membership
 from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.phase import Phase
+from diloco.rendezvous.round import Landing, Send
+from diloco.rendezvous.rounds import Rounds
 from diloco.rendezvous.seal import Sealer
-from diloco.rendezvous.training_state import Part, Verdict
-from diloco.wires import FP32
+from diloco.rendezvous.training_state import Verdict
 from simulation import test_phases as scenes
 from simulation.plan import Plan
 from simulation.simulation import Simulation
@@ -28,30 +30,37 @@ def count_the_own_waiting(is_over: Any, self: Sealer, entry: Any, *rest: Any, **
     return is_over(self, entry, *rest, **options)
 
 
-def wait_for_the_next_round(self: Participant) -> list[Any]:
+def wait_for_the_next_round(take: Any, self: Participant, late_s: float = 0.0) -> list[Any]:
     """The first rule: publish the work there is and wait, while the others are in the midst of their phase."""
-    reports = []
-    while not self._plan.is_over(self.position) and self._is_behind():
-        self._rendezvous.publish()
-        if (report := self._rendezvous.adopt()) is not None:
-            reports.append(report)
-        reports += self._rendezvous.adopt_sealed()
+    reports = self._merge_landed(late_s)
+    while self.is_out and not self._plan.is_over(self.position):
+        self._turns.submit(partial(self._rounds.meet, self._sent or self._hold(is_early=False)))
+        self._turns.until(self._has_landed)
+        reports += self._merge_landed()
     return reports
 
 
-def present_when_an_expected_contribution_is_seen(present: Any, self: Participant) -> None:
-    entry = self._rendezvous.current()
+def present_when_an_expected_contribution_is_seen(present: Any, self: Rounds, send: Send) -> None:
+    entry = self.rendezvous.current()
     for rank in self._members.expected:
-        self._rendezvous.sealer.look_at_contribution(entry, rank)
+        self.rendezvous.sealer.look_at_contribution(entry, rank)
     if any(self._members.names(rank, head.attempt, head.nonce) for rank, (head, _) in entry.seen.items()):
-        present(self)
+        present(self, send)
     else:
-        self.phase.looked(self._context.clock())
+        self._phase.looked(self._context.clock(), self._phase.n_steps)
+        self._is_looking = True
 
 
-def forget_the_head_start(caught_up: Any, self: Phase, n_entries: int) -> None:
-    caught_up(self, n_entries)
-    self.head_start_s = 0.0
+def forget_the_head_start(bring: Any, self: Rounds, *arguments: Any, **options: Any) -> None:
+    land = self._land
+
+    def landing(landed: Landing) -> None:
+        self._phase.head_start_s = 0.0
+        land(landed)
+
+    self._land = landing
+    bring(self, *arguments, **options)
+    self._land = land
 
 
 names_me = Membership.names_me.fget  # type: ignore[attr-defined]
@@ -67,13 +76,13 @@ def begin_the_grace_for_an_older_attempt(
 
 
 def count_presented_work_again(verdict_of: Any, self: Rendezvous, entry: Any, seal: Seal) -> Any:
-    verdict, part = verdict_of(self, entry, seal)
-    return (Verdict.COUNTED, Part(FP32)) if part and part.ranges else (verdict, part)
+    verdict, is_partly = verdict_of(self, entry, seal)
+    return (Verdict.KEPT, True) if is_partly else (verdict, is_partly)
 
 
 def lose_steps_made_since(verdict_of: Any, self: Rendezvous, entry: Any, seal: Seal) -> Any:
-    verdict, part = verdict_of(self, entry, seal)
-    return (verdict, None) if verdict is Verdict.COUNTED else (verdict, part)
+    verdict, is_partly = verdict_of(self, entry, seal)
+    return verdict, is_partly and verdict is not Verdict.COUNTED
 
 
 def begin_the_grace_with_the_first_look(
@@ -101,22 +110,28 @@ def learn_a_short_grace(patch: pytest.MonkeyPatch) -> None:
 
 
 def wait_before_leaving(self: Participant) -> None:
-    if self._rendezvous.entry is not None and self._rendezvous.entry.published:
-        self._rendezvous.adopt()
+    entry = self._rounds.rendezvous.entry
+    if entry is not None and entry.published:
+        self._rounds.rendezvous.adopt()
     self.say_bye()
 
 
 def count_the_steps_that_were_made(self: Phase, n_entries: int) -> None:
     self.base += self.since
-    self._begin_measuring()
+    self._steps, self._trained_s = 0, 0.0
+
+
+def take_what_was_trained_for_a_phase(step_made: Any, self: Phase) -> None:
+    step_made(self)
+    self.seconds = self._trained_s
 
 
 def adopt_one_entry_at_a_look(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: Rendezvous) -> list[Any]:
+    def mutant(self: Rendezvous, reports: list[Any]) -> None:
         if self.cursor.unsealed == self.position or self.seals.seal(self.position) is None:
-            return []
-        report = self.adopt()
-        return [] if report is None else [report]
+            return
+        if (report := self.adopt()) is not None:
+            reports.append(report)
 
     patch.setattr(Rendezvous, "adopt_sealed", mutant)
     patch.setattr("diloco.rendezvous.participant.PRESENTATIONS", 1)
@@ -149,7 +164,7 @@ def resumed() -> None:
 MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
     "an unexpected replica counts its own waiting": (wrapped(Sealer, "_is_over", count_the_own_waiting), schedule(1)),
     "a late replica waits for the next round": (
-        replaced(Participant, "_fall_in", wait_for_the_next_round),
+        wrapped(Participant, "_take", wait_for_the_next_round),
         schedule(26),
     ),
     "nothing bounds the wait for expected replicas": (
@@ -157,10 +172,10 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
         scenes.a_replica_whose_peers_vanished_goes_on_alone,
     ),
     "one presents oneself when an expected contribution is seen": (
-        wrapped(Participant, "_present", present_when_an_expected_contribution_is_seen),
+        wrapped(Rounds, "present", present_when_an_expected_contribution_is_seen),
         schedule(1),
     ),
-    "nobody has a head start": (wrapped(Phase, "caught_up", forget_the_head_start), schedule(1)),
+    "nobody has a head start": (wrapped(Rounds, "_bring", forget_the_head_start), schedule(1)),
     "ranks seal and not processes": (
         replaced(Membership, "names", lambda self, rank, attempt, nonce: rank in self.expected),
         in_model("a kill every 60 s, phase 100"),
@@ -180,19 +195,22 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
     ),
     "presented work counts again": (wrapped(Rendezvous, "_verdict", count_presented_work_again), schedule(8)),
     "steps made since are lost at the adoption": (wrapped(Rendezvous, "_verdict", lose_steps_made_since), schedule(1)),
-    "a presence weighs as much as work": (replaced(Rendezvous, "_early_weight", lambda self, entry: 1.0), schedule(1)),
+    "a presence weighs as much as work": (
+        replaced(Participant, "_early_weight", lambda self, fragment: 1.0),
+        schedule(1),
+    ),
     "the bound knows no phase": (replaced(Sealer, "lone_s", property(lambda self: self._most_grace_s)), schedule(11)),
     "the grace begins with the first look": (
         wrapped(Sealer, "_is_over", begin_the_grace_with_the_first_look),
         scenes.a_dead_replica_costs_the_others_one_grace_from_when_they_waited,
     ),
-    "nobody looks": (replaced(Participant, "_look_around", lambda self: []), schedule(1)),
+    "nobody looks": (replaced(Rounds, "look", lambda self: False), schedule(1)),
     "a replica that presents itself says nothing of its phase": (
         wrapped(Seal, "data", seal_no_phase_where_nobody_waits),
         schedule(5),
     ),
     "a phase lasts as long as was trained so far": (
-        replaced(Phase, "seconds", property(lambda self: self._trained_s if self._steps else self._known_s)),
+        wrapped(Phase, "step_made", take_what_was_trained_for_a_phase),
         scenes.three_of_ten_steps_tell_how_long_ten_take,
     ),
     "a learned grace is short": (learn_a_short_grace, schedule(565)),

@@ -36,8 +36,8 @@ def heal_a_flipped_bit(when: str, rank: int, n_fragments: int, *, sharded: bool)
             flipped.append(when)
         return packed
 
-    def applying(self: Toy, entry: int, *arguments: Any) -> None:
-        apply(self, entry, *arguments)
+    def applying(self: Toy, entry: int, *arguments: Any, **options: Any) -> None:
+        apply(self, entry, *arguments, **options)
         if self is simulation.toys[rank] and entry == 1 and when == "after applying":
             self.flip(entry % n_fragments)
             self.excused_until = entry + n_fragments + 1

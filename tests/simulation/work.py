@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from xxhash import xxh3_128_hexdigest
 
 from diloco.rendezvous.frames import digests_of
 from diloco.rendezvous.proof import UNSIGNED, Proof
-from diloco.rendezvous.training_state import Packed, Part, Verdict
+from diloco.rendezvous.training_state import Packed, Verdict
 from diloco.wires import FP32
 from diloco.wires.wire import Floats, Wire, blocks_of, decoded
 
@@ -65,26 +66,45 @@ BLOCK_ELEMENTS = 4
 ZEROS = np.zeros(SLOTS, np.float32)
 
 
+@dataclass
+class Held:
+    """What passes between the training and the rounds for one fragment."""
+
+    owner: str = "the training"
+    values: Floats | None = None
+    """What was held; None: live work is as it was when it was handed over."""
+    ops: list[tuple[str, Floats]] = field(default_factory=list)
+    """What is to become of live work: "take" so much of it away, or let "only" so much of it be left."""
+
+    def of(self, owner: str) -> Held:
+        assert self.owner == owner, f"V7: this belongs to {self.owner}, and {owner} uses it"
+        return self
+
+
 class Toy:
     """Work of whole numbers: each process counts what it did in a slot of its own."""
 
     carries = True
     proof: Proof = UNSIGNED
 
-    def __init__(self, n_fragments: int, slot: int, seed: int, *, is_lossy: bool = False) -> None:
-        self.wire, self.mean_wire = WIRES[is_lossy]
+    def __init__(
+        self, n_fragments: int, slot: int, seed: int, *, is_lossy: bool = False, keeps_later_work: bool = False
+    ) -> None:
         rng = np.random.default_rng(seed)
         self.anchor = [rng.integers(-9, 9, SLOTS).astype(np.float32) for _ in range(n_fragments)]
         self.momentum = [np.zeros(SLOTS, np.float32) for _ in range(n_fragments)]
         self.undone = [np.zeros(SLOTS, np.float32) for _ in range(n_fragments)]
+        """The training's: live work, as distances from the anchor."""
+        self.held = [Held() for _ in range(n_fragments)]
         self.slot, self.done, self.dropped = slot, 0, False
-        self.loses_steps = False
-        """Whether steps made after something was sent may be lost when that is counted: with an overlap they are."""
+        self.wire, self.mean_wire = WIRES[is_lossy]
+        self.keeps_later_work = keeps_later_work
+        self.trains_on = False
+        """Whether steps are made between sending and merging."""
         self.is_final: Callable[[int], bool] = lambda entry: False
         self.excused_until = 0
         """A flipped bit shows at the latest when the entry before this one is applied."""
         self._payload = memoryview(bytearray(self.wire.size(SLOTS)))
-        self._sent = np.zeros(SLOTS, np.float32)
 
     def labour(self) -> None:
         self.done += 1
@@ -114,16 +134,38 @@ class Toy:
     def digest(self, fragment: int) -> str:
         return xxh3_128_hexdigest(self.anchor[fragment].tobytes() + self.momentum[fragment].tobytes())
 
+    # -- the training's side -----------------------------------------------------------------------------------------
+
+    def hold(self, fragment: int, *, is_early: bool) -> None:
+        held = self.held[fragment].of("the training")
+        assert held.values is None, "V7: what is in flight is held a second time"
+        if self.trains_on or is_early or not self.wire.is_exact:
+            held.values = self.undone[fragment].copy()
+        held.owner = "the rounds"
+
+    def merge(self) -> None:
+        for undone, held in zip(self.undone, self.held, strict=True):
+            for op, values in held.ops:
+                if op == "take":
+                    undone -= values
+                else:
+                    self.dropped = self.dropped or bool((undone != values).any())
+                    undone[:] = values
+            held.ops = []
+
+    # -- the rounds' side --------------------------------------------------------------------------------------------
+
     def pack(
         self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
     ) -> Packed:
-        payload, undone = self._payload, self.undone[entry % len(self.anchor)].copy()
+        held = self.held[entry % len(self.anchor)].of("the rounds")
+        work = self.undone[entry % len(self.anchor)] if held.values is None else held.values
+        payload, work = self._payload, work.copy()
         for number, block in enumerate(blocks_of(self.wire, SLOTS, BLOCK_ELEMENTS)):
-            values = undone[number * BLOCK_ELEMENTS :][: block.n]
+            values = work[number * BLOCK_ELEMENTS :][: block.n]
             self.wire.encode(values, payload[block.start : block.end], block.n, 0)
-        self._sent = values_of(self.wire, [payload])
         digests = digests_of(payload, self.wire.size(BLOCK_ELEMENTS), self.proof)
-        norms = (float(np.abs(self._sent).max()),) * len(digests)
+        norms = (float(np.abs(values_of(self.wire, [payload])).max()),) * len(digests)
         first, end = keep or (0, len(payload))
         if write is not None:
             write(payload)
@@ -131,43 +173,61 @@ class Toy:
                 payload[at] = 0xFF  # what is not to be kept is no longer there
         return Packed(digests, norms, payload[first:end], first)
 
-    def apply(self, entry: int, mean: Sequence[memoryview], verdict: Verdict, part: Part | None = None) -> None:
-        self.replay(entry, mean)
-        undone = self.undone[entry % len(self.anchor)]
-        if part is not None:
-            taken = values_of(*part)
-            undone -= taken
-            self.dropped = self.dropped or (verdict is Verdict.DROPPED and bool(taken.any()))
+    def apply(
+        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: Packed | None, *, partly: bool
+    ) -> float | None:
+        f = entry % len(self.anchor)
+        held = self.held[f]
+        work = self.undone[f].copy() if held.values is None else held.values
+        if self._keeps(verdict) or (partly and verdict is Verdict.KEPT):
+            pass
+        elif verdict is Verdict.COUNTED:
+            counted = work if self.wire.is_exact or packed is None else values_of(self.wire, [packed.kept])
+            held.ops.append(("take", counted))
+            if not (partly or self.keeps_later_work):
+                held.ops.append(("only", work - counted))
+        elif partly:
+            held.ops.append(("take", work))
+            self.dropped = self.dropped or bool(work.any())
         else:
-            self._merge(undone, verdict)
+            held.ops.append(("only", ZEROS))
         if self.is_final(entry):
-            self.dropped = self.dropped or bool(undone.any())
-            undone[:] = 0.0
+            held.ops.append(("only", ZEROS))
+        self.replay(entry, mean)
+        held.owner, held.values = "the training", None
+        return None
+
+    def _keeps(self, verdict: Verdict | None) -> bool:
+        return verdict is None or (verdict is Verdict.KEPT and self.carries)
 
     def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
         if mean:
             step(self.anchor, self.momentum, entry, values_of(self.mean_wire, mean))
 
-    def work(self, entry: int) -> Part:
-        return Part(FP32, [self.undone[entry % len(self.anchor)].copy().data.cast("B")])
+    def anchors_now(self) -> Any:
+        return None
+
+    def follow(self, anchors: Any, verdicts: Sequence[Verdict | None], *, partly: int | None) -> None:
+        self.dropped = self.dropped or Verdict.COUNTED in verdicts  # what was jumped over cannot be read back
+        for f, (held, verdict) in enumerate(zip(self.held, verdicts, strict=True)):
+            if not self._keeps(verdict):
+                is_part = f == partly and held.values is not None
+                held.ops.append(("take", held.values) if is_part and held.values is not None else ("only", ZEROS))
+                held.owner, held.values = "the training", None
+
+    # -- while nothing goes on beside the other ----------------------------------------------------------------------
 
     def progress(self) -> Any:
         return deepcopy(self.undone)
 
-    def restore(self, progress: Any, verdicts: Sequence[Verdict | None] = ()) -> None:
+    def resume(self, progress: Any, verdicts: Sequence[Verdict | None] = ()) -> None:
         verdicts = verdicts or [None] * len(self.undone)
-        self.dropped = self.dropped or Verdict.COUNTED in verdicts  # what was jumped over cannot be read back
+        self.dropped = self.dropped or Verdict.COUNTED in verdicts
         for undone, value, verdict in zip(self.undone, progress or [ZEROS] * len(self.undone), verdicts, strict=True):
             undone[:] = value
-            self._merge(undone, verdict)
-
-    def _merge(self, undone: Floats, verdict: Verdict | None) -> None:
-        if verdict is Verdict.COUNTED:
-            self.dropped = self.dropped or (self.loses_steps and bool((undone != self._sent).any()))
-            undone[:] = 0.0
-        elif verdict is Verdict.DROPPED or (verdict is Verdict.KEPT and not self.carries):
-            self.dropped = self.dropped or bool(undone.any())
-            undone[:] = 0.0
+            if not self._keeps(verdict):
+                self.dropped = self.dropped or bool(undone.any())
+                undone[:] = 0.0
 
 
 def values_of(wire: Wire, ranges: Sequence[memoryview]) -> Floats:

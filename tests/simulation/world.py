@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 
@@ -66,6 +67,7 @@ class World:
         self._number = 0
         self._names: dict[greenlet, str] = {}
         self._held: dict[str, float] = {}
+        self._suspended: dict[int, list[greenlet]] = {}
         self._until_s = math.inf
         self._main = getcurrent()
 
@@ -94,6 +96,16 @@ class World:
 
     def wait(self, timeout_s: float, prefixes: Sequence[str]) -> None:
         self.sleep(timeout_s)
+
+    def suspend(self, what: object) -> None:
+        """Let others run until somebody wakes those that wait for this."""
+        self._suspended.setdefault(id(what), []).append(getcurrent())
+        self._main.switch()
+
+    def wake(self, what: object) -> None:
+        """Let those run on that wait for this, in an order that follows from the seed."""
+        for task in self._suspended.pop(id(what), []):
+            self.at(0.0, partial(self._run, task))
 
     def run(self, until_s: float | None = None) -> None:
         """Run until nothing is left to do, or until a time."""

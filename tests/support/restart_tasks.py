@@ -58,6 +58,11 @@ def die_and_hang(folder: str, fails: int = 0) -> None:
     tasks.hang()
 
 
+def leave_when_asked() -> str:
+    eventually(lambda: current_replica().ending_s is not None, "it is asked to leave")
+    return "saved"
+
+
 def bomb(folder: str) -> int:
     """Start 200 processes below, in many sessions, which all ignore SIGTERM; then die."""
     me = current_replica()

@@ -19,9 +19,8 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import _claimed
 from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Limits
-from diloco.rendezvous.training_state import Part, Verdict
+from diloco.rendezvous.training_state import Verdict
 from diloco.testing import run_replicas
-from diloco.wires import FP32
 from executors.store import MemoryStore
 from executors.store.faulty import FaultyStore
 
@@ -74,10 +73,13 @@ def payload(value: float) -> memoryview:
 def test_of_work_that_is_to_be_dropped_in_part_the_rest_stays() -> None:
     model = zeros()
     diloco = DiLoCo(model, inner_steps=1, **PLAIN, **place())
-    nudge(model, 5.0)
-    diloco._model_state.apply(0, [payload(-3.0)], Verdict.DROPPED, Part(FP32, [payload(-4.0)]))
+    nudge(model, 4.0)
+    diloco._model_state.hold(0, is_early=True)
+    nudge(model, 1.0)
+    diloco._model_state.apply(0, [payload(-3.0)], Verdict.DROPPED, None, partly=True)
+    diloco._model_state.merge()
     assert values_in(diloco.anchor()["weight"]) == [3.0]
-    assert values_in(model.weight) == [3.0 + 5.0 - 4.0]
+    assert values_in(model.weight) == [3.0 + 1.0]
     leave(diloco)
 
 
@@ -89,7 +91,7 @@ def test_of_restored_work_that_part_stays_which_no_mean_contains() -> None:
         model = zeros()
         diloco = DiLoCo(model, inner_steps=1, mix=mix, **PLAIN, **place())
         nudge(model, 2.0)
-        diloco._model_state.restore(diloco._model_state.progress(), [verdict])
+        diloco._model_state.resume(diloco._model_state.progress(), [verdict])
         assert values_in(model.weight) == [2.0 * (mix if stays is None else stays)], (verdict, mix)
         leave(diloco)
 

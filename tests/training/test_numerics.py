@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -253,7 +254,8 @@ def test_work_that_no_seal_counted_stays_in_the_live_parameters_unless_it_is_dro
             start = diloco.anchor()["weight"]
             nudge(model, 1.0)
             mean = torch.full((2,), -0.25).numpy().data.cast("B")
-            diloco._model_state.apply(0, [mean], Verdict.KEPT)
+            diloco._model_state.apply(0, [mean], Verdict.KEPT, None, partly=False)
+            diloco._model_state.merge()
             torch.testing.assert_close(diloco.anchor()["weight"], start + 0.25)
             torch.testing.assert_close(model.weight.detach(), start + 0.25 + kept)
 
@@ -267,16 +269,17 @@ def test_the_ramp_and_the_final_average_follow_the_plan() -> None:
     assert schedule.at(20) == (0.7, 0.8)
 
 
-STEP_DIGESTS = """
-import os, numpy as np, torch
-from diloco.fragments import Fragment
+ROUND_DIGESTS = """
+import os, sys, numpy as np, torch
+from torch import nn
+from diloco.fragments import plan_fragments
 from diloco.outer_optimizer import NesterovSGD, Schedule
+from diloco.pseudo_gradient import pack
 from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
-from diloco.rendezvous.frames import digests_of
 from diloco.rendezvous.proof import UNSIGNED
-from diloco.wires import FP32
-from diloco.wires.wire import BLOCK_ELEMENTS, decoded
-for capability in ("default", "avx2", "avx512"):
+from diloco.wires import DEFAULT_MEAN_WIRE, WIRES
+from diloco.wires.wire import blocks_of, decoded
+for capability in sys.argv[1:]:
     if os.fork() == 0:
         os.environ["ATEN_CPU_CAPABILITY"] = capability  # which torch looks at in its first operation
         break
@@ -284,26 +287,49 @@ for capability in ("default", "avx2", "avx512"):
 else:
     os._exit(0)
 torch.set_num_threads(1)
+n, block = 70_003, 66_000
 rng = np.random.default_rng(0)
-n = 100_003
-anchor = torch.from_numpy(rng.normal(size=n).astype(np.float32))
-outer = NesterovSGD(Fragment(0, (), n, n), anchor, Schedule(0.7, 0.9, 3, 1, None))
-for entry in range(5):
-    sent = [rng.normal(size=n).astype(np.float32).data.cast("B") for _ in range(3)]
-    mean = np.empty(n, np.float32).data.cast("B")
-    inputs = [Input(r, 1.0 + r, s, digests_of(s, 4 * BLOCK_ELEMENTS, UNSIGNED)) for r, s in enumerate(sent)]
-    weighted_mean(inputs, mean, Blocks(n, BLOCK_ELEMENTS, FP32, FP32, UNSIGNED))
-    outer.step(entry, decoded(FP32, [mean], n, BLOCK_ELEMENTS))
-print(torch.backends.cpu.get_cpu_capability(), outer.digest())
+def values():
+    return np.ldexp(rng.integers(-(1 << 23), 1 << 23, n), rng.integers(-40, -20, n)).astype(np.float32)
+print(torch.backends.cpu.get_cpu_capability())
+for name, mean_name in DEFAULT_MEAN_WIRE.items():
+    wire, mean_wire = WIRES[name], WIRES[mean_name]
+    model = nn.Module()
+    model.flat = nn.Parameter(torch.from_numpy(values()))
+    (fragment,) = plan_fragments(model, 1, sync_buffers=False)
+    anchor = torch.from_numpy(values())
+    outer = NesterovSGD(fragment, anchor, Schedule(0.7, 0.9, 3, 1, None))
+    for entry in range(3):
+        inputs = []
+        for rank in range(3):
+            model.flat.data.copy_(torch.from_numpy(values()))
+            *_, last = blocks_of(wire, n, block)
+            sent = memoryview(bytearray(last.end))
+            with torch.no_grad():
+                packed = pack(model, fragment, anchor, sent, wire=wire, proof=UNSIGNED, who="I", block_elements=block)
+            inputs.append(Input(rank, 1.0 + rank, sent, packed.blocks))
+        *_, last = blocks_of(mean_wire, n, block)
+        mean = memoryview(bytearray(last.end))
+        digests = weighted_mean(inputs, mean, Blocks(n, block, wire, mean_wire, UNSIGNED))
+        outer.step(entry, decoded(mean_wire, [mean], n, block))
+    print(name, [i.digests for i in inputs], digests, outer.digest())
 """
 
 
 def test_all_processors_come_to_the_same_bits() -> None:
-    ran = subprocess.run([sys.executable, "-c", STEP_DIGESTS], env=environment(), capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    digests = dict(line.split() for line in ran.stdout.splitlines())
-    assert digests.keys() == {"DEFAULT", "AVX2", "AVX512"}, "torch.backends.cpu does not look again after a fork"
-    assert len(set(digests.values())) == 1
+    """Torch and numpy choose other code for each processor; here they are told to do without what this one can."""
+    numpy = import_module("numpy._core._multiarray_umath")
+    every = " ".join(name for name in numpy.__cpu_dispatch__ if numpy.__cpu_features__[name])
+    tried: dict[tuple[str, str], list[str]] = {}
+    for without, capabilities in (("", ["default", "avx2", "avx512"]), (every, ["avx2"])):
+        env = {**environment(), "NPY_DISABLE_CPU_FEATURES": without}
+        command = [sys.executable, "-c", ROUND_DIGESTS, *capabilities]
+        ran = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        lines = ran.stdout.splitlines()
+        tried |= {(lines[at], without): lines[at + 1 : at + 5] for at in range(0, len(lines), 5)}
+    assert tried.keys() == {("DEFAULT", ""), ("AVX2", ""), ("AVX512", ""), ("AVX2", every)}, "torch does not look again"
+    assert len(set(map(tuple, tried.values()))) == 1
 
 
 def test_the_digest_of_a_step_is_that_of_its_result() -> None:

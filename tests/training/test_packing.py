@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from diloco import DiLoCo
 from diloco.errors import ContributionError
 from diloco.fragments import Fragment, plan_fragments
-from diloco.pseudo_gradient import pack
+from diloco.pseudo_gradient import live_tensors, pack
 from diloco.rendezvous.frames import digests_of
 from diloco.rendezvous.patient_store import THREADS, ParallelMap
 from diloco.rendezvous.proof import UNSIGNED
@@ -59,8 +59,8 @@ def test_streamed_pieces_are_the_payload_and_what_is_kept_is_its_part(
     kept, written = memoryview(bytearray(b"7" * (end - first))), bytearray()
     with torch.no_grad():
         packed = pack(
-            model, fragment, anchor, kept, wire=FP32, proof=UNSIGNED, start=first, write=written.extend, who="I",
-            block_elements=block_elements,
+            live_tensors(model, fragment), anchor, kept, wire=FP32, proof=UNSIGNED, start=first,
+            write=written.extend, who="I", block_elements=block_elements,
         )  # fmt: skip
     assert bytes(written) == expected
     assert packed.blocks == digests_of(expected, 4 * block_elements, UNSIGNED)
@@ -77,7 +77,8 @@ def test_pieces_of_a_large_block_are_digested_as_one() -> None:
     model, fragment, anchor = model_of([PIECE - 5, 3 * PIECE, 11])
     kept = memoryview(bytearray(4 * fragment.n_elements))
     with torch.no_grad():
-        packed = pack(model, fragment, anchor, kept, wire=FP32, proof=UNSIGNED, who="I", block_elements=2 * PIECE + 10)
+        live = live_tensors(model, fragment)
+        packed = pack(live, anchor, kept, wire=FP32, proof=UNSIGNED, who="I", block_elements=2 * PIECE + 10)
     assert bytes(packed.kept) == expected_of(model, fragment, anchor)
     assert packed.blocks == digests_of(packed.kept, 8 * PIECE + 40, UNSIGNED)
 
@@ -86,18 +87,9 @@ def test_a_value_that_is_not_finite_is_named_also_when_it_is_streamed() -> None:
     model, fragment, anchor = model_of([50, 60])
     with torch.no_grad():
         model.get_parameter("tensors.1")[7] = float("nan")
+        live = live_tensors(model, fragment)
         with pytest.raises(ContributionError, match=r"Rank 3: 'tensors.1' is not finite in 1 of 60 values"):
-            pack(
-                model,
-                fragment,
-                anchor,
-                memoryview(b""),
-                wire=FP32,
-                proof=UNSIGNED,
-                write=len,
-                who="Rank 3",
-                block_elements=16,
-            )
+            pack(live, anchor, memoryview(b""), wire=FP32, proof=UNSIGNED, write=len, who="Rank 3", block_elements=16)
 
 
 class FarStore:

@@ -184,8 +184,8 @@ def _check_ends(simulation: Simulation) -> None:
         if end is not None and end.status is ReplicaStatus.CANCELLED:
             gone |= {rank} & {entry.rank for entry in since if entry.kind == "cancel"}
     n_done = sum(end.status is ReplicaStatus.SUCCEEDED for end in store.ends.values())
-    has_policy = plan.policy is not None or any(entry.kind == "policy" for entry in entries)
-    if not has_policy or plan.min_replicas is None:
+    had_policy = any(keeper.policy is not None for keeper in simulation.keepers)  # one may come when nobody keeps it
+    if not had_policy or plan.min_replicas is None:
         return
     if n_done >= plan.min_replicas or plan.n_ranks - len(gone) >= plan.min_replicas:
         return

@@ -17,7 +17,7 @@ from executors.errors import StoreError
 from executors.protocol import ReplicaStatus
 from executors.supervision import decisions, orders
 from executors.supervision.decisions import Decision, DecisionLog, is_barred
-from executors.supervision.keeper import Keeper, Sight
+from executors.supervision.keeper import Keeper, Sight, Terms
 from simulation.invariants import Violation
 from simulation.supervision.invariants import check
 from simulation.supervision.plan import Act, Plan, parse
@@ -48,6 +48,7 @@ class Simulation:
         """The log as it stands."""
         self.landed_s: list[float] = []
         self.logs: list[DecisionLog] = []
+        self.keepers: list[Keeper] = []
         self.containers: list[Container] = []
         self.workers: list[Worker] = []
         self.preempted: set[tuple[int, int]] = set()
@@ -103,17 +104,16 @@ class Simulation:
         def clock() -> float:
             return world.now + ahead_s
 
-        return Keeper(
+        keeper = Keeper(
             self.log(clock),
-            launched,
-            world_size=plan.n_ranks,
-            launched_at=0.0,
-            min_replicas=plan.min_replicas,
+            Terms(launched, plan.n_ranks, 0.0, plan.min_replicas),
             hands=hands,
             has_wider=plan.has_wider,
             clock=clock,
             monotonic=world.clock,
         )
+        self.keepers.append(keeper)
+        return keeper
 
     def sight(self, who: str) -> Sight:
         """List the run's records."""

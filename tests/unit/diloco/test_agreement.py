@@ -93,7 +93,7 @@ def test_no_setting_that_replicas_must_share_is_left_out_of_the_comparison(outer
         contract = dict(diloco._model_state.agreement())
     outer = {"outer_lr", "outer_momentum"} if outer_optimizer is None else {"outer_optimizer"}
     optional = {"outer_lr", "outer_momentum", "outer_optimizer", "a given outer_optimizer", "no outer_optimizer"}
-    assert set(contract) == (set(SETTINGS) - optional) | outer | {"tensors", "fragments"}
+    assert set(contract) == (set(SETTINGS) - optional) | outer | {"tensors", "fragments", "stepped"}
     for setting in set(contract) - {"tensors"}:
         for other in ({**contract, setting: "another"}, {k: v for k, v in contract.items() if k != setting}):
             if other.get(setting) == contract[setting]:

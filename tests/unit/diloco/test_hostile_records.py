@@ -27,6 +27,7 @@ from diloco.rendezvous.phase import Plan
 from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Context, EntryState, Limits
 from diloco.rendezvous.snapshot import Pointer, decode_part, encode_part, get_parts
+from diloco.rendezvous.turns import InTurn
 from diloco.testing import run_replicas
 from diloco.wires import FP32
 from executors.errors import CorruptObjectError
@@ -332,7 +333,7 @@ def test_an_input_whose_head_is_of_another_payload_is_left_out(n_blocks: int, we
     state: Any = SimpleNamespace(sizes=lambda: [8], wire=FP32, mean_wire=FP32)
     context = Context(
         store=patient, keys=KEYS, me=me, training=state, plan=Plan(), limits=limits, clock=lambda: 0.0,
-        wait=lambda *_: None, proof=UNSIGNED,
+        turns=InTurn(lambda *_: None), proof=UNSIGNED,
     )  # fmt: skip
     proofs = [unframe(data, "", UNSIGNED)[1] for data in (head, good)]
     members = {rank: Member("ab"[rank], 0, 1.0, proof) for rank, proof in enumerate(proofs)}

@@ -15,7 +15,7 @@ from executors.policy import Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store.memory import MemoryStore
 from executors.supervision.decisions import Decision, DecisionLog
-from executors.supervision.keeper import CARRY_S, Keeper, Sight
+from executors.supervision.keeper import CARRY_S, Keeper, Sight, Terms
 
 POLICY = Restarts.parse("3,backoff=4s:8s")
 
@@ -40,18 +40,32 @@ class Scene:
     def __init__(self) -> None:
         self.store = MemoryStore()
         self.now = 100.0
-        self.told: list[Decision] = []
+        self._added: set[str] = set()
 
-    def keeper(self, hands: FakeHands | None, policy: Restarts | None = POLICY, **more: Any) -> Keeper:
+    def keeper(
+        self,
+        hands: FakeHands | None,
+        policy: Restarts | None = POLICY,
+        *,
+        min_replicas: int | None = None,
+        has_wider: bool = False,
+    ) -> Keeper:
         def clock() -> float:
             return self.now
 
         log = DecisionLog(self.store, "run", clock)
-        arguments: dict[str, Any] = {"world_size": 4, "launched_at": 0.0, "tell": self.told.append, **more}
-        return Keeper(log, policy, hands=hands, clock=clock, monotonic=clock, **arguments)
+        terms = Terms(policy, 4, 0.0, min_replicas)
+        return Keeper(log, terms, hands=hands, has_wider=has_wider, clock=clock, monotonic=clock)
+
+    @property
+    def told(self) -> list[Decision]:
+        """What keepers added to the log."""
+        return [entry for entry in DecisionLog(self.store, "run").read() if entry.nonce not in self._added]
 
     def add(self, entry: Decision, ahead_s: float = 0.0) -> None:
-        DecisionLog(self.store, "run", lambda: self.now + ahead_s).append(lambda _: entry)
+        added = DecisionLog(self.store, "run", lambda: self.now + ahead_s).append(lambda _: entry)
+        assert added is not None
+        self._added.add(added.nonce)
 
 
 @pytest.fixture

@@ -1,0 +1,171 @@
+"""What passes between the training and the rounds for one fragment: work that is held, and what becomes of it.
+
+The training holds a copy of its live parameters, B, and trains on. The rounds send anchor - B, step the anchor from A
+to A', and turn the same memory into what is to be merged. With S what the others decoded of it, work that was counted
+leaves the live parameters by adding A' - A + S: what is left of them is what was done since, and what the wire lost
+(error feedback as of 1-bit SGD, Seide et al. 2014, whose memory here is the live parameters). So the memory belongs to
+the training until it is handed over, then to the rounds until it has landed, and then to the training again; no lock
+guards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import sqrt
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from diloco.fragments import Fragment
+from diloco.pseudo_gradient import Values, check_shapes, live_tensors
+from diloco.wires.wire import Floats
+
+
+class Shadow:
+    """One fragment's memory between the training and the rounds.
+
+    Args:
+        anchor: (n_elements,) float32; the rounds step it.
+        keeps: take the memory now, and keep it: the first use of a page costs several times a copy.
+    """
+
+    def __init__(self, model: nn.Module, fragment: Fragment, anchor: Tensor, *, keeps: bool) -> None:
+        self.is_held = False
+        """Whether the memory holds live work; else the live parameters are as they were when that was sent."""
+        self._model = model
+        self._fragment = fragment
+        self._anchor = anchor
+        self._keeps = keeps
+        self._memory: Tensor | None = torch.zeros(fragment.n_elements) if keeps else None
+        self._kind: Literal["add", "set", "anchor"] | None = None
+        """What to merge: the memory is to be added, or to take the place of the live parameters, or the anchor is."""
+        self._mix = 0.0
+        self._shift: Tensor | None = None
+        """What is to be added besides."""
+
+    # -- the training's side -----------------------------------------------------------------------------------------
+
+    def hold(self, who: str) -> None:
+        """Copy the live parameters.
+
+        Raises: ContributionError: one has changed its shape.
+        """
+        live = live_tensors(self._model, self._fragment)
+        check_shapes(live, who)
+        for slot, values in live:
+            self.memory[slot.start : slot.end].copy_(values.reshape(-1))
+        self.is_held = True
+
+    def merge(self) -> None:
+        """Take what has landed into the live parameters, in float32 on their device."""
+        kind, shift = self._kind, self._shift
+        if kind is None and shift is None:
+            return
+        source = self._anchor if kind == "anchor" else self._memory
+        for slot, live in live_tensors(self._model, self._fragment):
+            at = slice(slot.start, slot.end)
+            if shift is not None:
+                _add(live, shift[at].view(slot.shape))
+            if kind is None or source is None:
+                continue
+            values = source[at].view(slot.shape)
+            if kind == "add":
+                _add(live, values)
+            elif self._mix:
+                live.copy_(live.to(torch.float32).lerp(values.to(live.device), 1 - self._mix))
+            else:
+                live.copy_(values)
+        self._shift = None
+        if kind is not None:
+            self.forget()
+
+    # -- the rounds' side --------------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> Tensor:
+        """(n_elements,) float32."""
+        if self._memory is None:
+            self._memory = torch.empty(self._fragment.n_elements)
+        return self._memory
+
+    def values(self) -> Values:
+        """Return what is held, or the live parameters."""
+        if not self.is_held:
+            return live_tensors(self._model, self._fragment)
+        return [(slot, self.memory[slot.start : slot.end].view(slot.shape)) for slot in self._fragment.slots]
+
+    def take_anchor(self, mix: float = 0.0) -> None:
+        """Let the anchor take the place of the live parameters, as it is when they are merged."""
+        self.forget()
+        self._kind, self._mix, self._shift = "anchor", mix, None
+
+    def take_away_held(self) -> None:
+        """Let what is held leave the live parameters: anchor - B."""
+        if not self.is_held:
+            self.take_anchor()
+            return
+        self._turn_into("add").neg_()
+
+    def take_away(self, sent: Iterable[tuple[int, Floats]], *, keeps_later: bool, mix: float) -> float | None:
+        """Let what others have decoded leave the live parameters.
+
+        Args:
+            sent: in pieces: the number of the first value, and the values.
+            keeps_later: keep what was done since; else only what the wire has lost.
+
+        Returns: the share of what was held that the wire lost.
+        """
+        anchor, memory = self._anchor.numpy(), self._turn_into("add" if keeps_later else "set", mix).numpy()
+        lost_square = square = 0.0
+        for first, values in sent:
+            a, b = anchor[first : first + len(values)], memory[first : first + len(values)]
+            np.subtract(a, b, out=b)  # what was to be sent
+            square += float(np.dot(b, b))
+            np.subtract(values, b, out=b)
+            lost_square += float(np.dot(b, b))
+            if keeps_later:
+                np.subtract(values, a, out=b)
+        return sqrt(lost_square / square) if square else None
+
+    def _turn_into(self, kind: Literal["add", "set"], mix: float = 0.0) -> Tensor:
+        self._kind, self._mix, self.is_held = kind, mix, False
+        return self.memory
+
+    def keep_work(self) -> None:
+        """Let the live parameters follow the anchor from where it is now."""
+        if self._kind is None:
+            torch.neg(self._anchor, out=self._turn_into("add"))
+        elif self._kind != "anchor":
+            self.memory.sub_(self._anchor)
+
+    def after_step(self) -> None:
+        """Add the anchor, as it is now."""
+        if self._kind in ("add", "set"):
+            self.memory.add_(self._anchor)
+
+    def follow(self, shift: Tensor) -> None:
+        """Move everything by as much as the anchor has moved, apart from any step."""
+        if self._kind == "anchor":
+            return
+        if self._kind is None and not self.is_held:
+            self._turn_into("add").copy_(shift)
+            return
+        self.memory.add_(shift)
+        if self._kind is None:  # what is held moves along, so that what was sent of it stays what it was
+            self._shift = shift if self._shift is None else self._shift.add_(shift)
+
+    def forget(self) -> None:
+        """Return the memory to the training."""
+        self._kind, self._mix, self.is_held = None, 0.0, False
+        if not self._keeps:
+            self._memory = None
+
+
+def _add(live: Tensor, values: Tensor) -> None:
+    """Add float32 values to a tensor of any dtype and device, rounded once."""
+    if live.dtype == torch.float32:
+        live.add_(values.to(live.device))
+    else:
+        live.copy_(live.to(torch.float32).add_(values.to(live.device)))

@@ -1,0 +1,97 @@
+"""The rounds of a simulated process beside its training: a greenlet of their own, and the scheduler between both."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from diloco.rendezvous.turns import Job, Wait
+from simulation.world import World
+
+LONGEST_PAUSE_S = 0.05
+
+
+class LeftError(BaseException):
+    """The training has left."""
+
+
+class Beside:
+    """What `diloco.rounds_thread.RoundsThread` is in a simulated world."""
+
+    is_beside = True
+
+    def __init__(self, world: World) -> None:
+        self.wait: Wait = world.wait
+        self._world = world
+        self._jobs: deque[Job] = deque()
+        self._idle: Callable[[], bool] = lambda: False
+        self._error: BaseException | None = None
+        self._is_told = self._is_leaving = self._is_started = self._has_ended = False
+
+    # -- the training's side -----------------------------------------------------------------------------------------
+
+    def begin(self, idle: Callable[[], bool]) -> None:
+        self._idle = idle
+
+    def submit(self, job: Job) -> None:
+        if self._is_leaving:
+            job()
+            return
+        self.check()
+        if self._error is not None:
+            raise self._error
+        self._jobs.append(job)
+        if not self._is_started:
+            self._is_started = True
+            self._world.spawn(self._world.who(), self._work)
+        self._world.wake(self)
+
+    def check(self) -> None:
+        if self._error is not None and not self._is_told:
+            self._is_told = True
+            raise self._error
+
+    def until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            if self._error is not None:
+                self._is_told = True
+                raise self._error
+            self._world.suspend(self)
+
+    def leave(self) -> None:
+        self._is_leaving = True
+        self._world.wake(self)
+        while self._is_started and not self._has_ended:
+            self._world.suspend(self)
+
+    # -- the rounds' side --------------------------------------------------------------------------------------------
+
+    def landed(self) -> None:
+        self._world.wake(self)
+
+    def pause(self, seconds: float, prefixes: Sequence[str]) -> None:
+        if self._is_leaving:
+            raise LeftError
+        self.wait(min(seconds, LONGEST_PAUSE_S), prefixes)
+        if self._is_leaving:
+            raise LeftError
+
+    def _work(self) -> None:
+        try:
+            while True:
+                self._next()()
+        except LeftError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - also a death, which is the training's too
+            self._error = error
+        self._has_ended = True
+        self._world.wake(self)
+
+    def _next(self) -> Job:
+        while True:
+            if self._is_leaving:
+                raise LeftError
+            if self._jobs:
+                return self._jobs.popleft()
+            if not self._idle():
+                self._world.suspend(self)

@@ -1,0 +1,291 @@
+"""Reads the log of a run of DiLoCo from its objects alone, written from ADR 0034 and with nothing of ours imported.
+
+Each mean is computed again from the contributions that its seal names, each anchor from the mean that is stored.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_128
+
+Floats = npt.NDArray[np.float32]
+Objects = Mapping[str, bytes]
+"""By key, without the `<run>/diloco/<name>/` that all have in common."""
+F32 = np.float32
+
+
+class Frame(NamedTuple):
+    head: dict[str, Any]
+    digest: str
+    end: int
+    """Where the padded head ends, if nothing says otherwise."""
+
+
+def frame(data: bytes) -> Frame:
+    magic, length = struct.unpack_from("<4sI", data)
+    text = data[24 : 24 + length]
+    assert magic == b"RPL1"
+    assert xxh3_128(text).digest() == data[8:24]
+    return Frame(json.loads(text), data[8:24].hex(), -(-(24 + length) // 64) * 64)
+
+
+def head_bytes(n_blocks: int) -> int:
+    return -(-(1024 + 52 * n_blocks) // 64) * 64
+
+
+# -- wires -------------------------------------------------------------------------------------------------------------
+
+GROUP, MOST = {"int8": 256, "int4": 128}, {"int8": 127, "int4": 7}
+
+
+def size(wire: str, n: int) -> int:
+    return {
+        "fp32": 4 * n,
+        "bf16": 2 * n,
+        "int8": 4 * -(-n // 256) + n,
+        "int4": -(-4 * -(-n // 128) // 8) * 8 + -(-n // 2),
+    }[wire]
+
+
+def parts(wire: str, block: bytes, n: int) -> tuple[Floats, Floats]:
+    """Return the numbers of a block, and the scale of each; exact values have the scale 1."""
+    if wire == "fp32":
+        return np.frombuffer(block, "<f4"), np.ones(n, F32)
+    if wire == "bf16":
+        return (np.frombuffer(block, "<u2").astype(np.uint32) << 16).view(F32), np.ones(n, F32)
+    groups = -(-n // GROUP[wire])
+    scales = np.repeat(np.frombuffer(block, "<f4", groups), GROUP[wire])[:n]
+    if wire == "int8":
+        return np.frombuffer(block, np.int8, n, 4 * groups).astype(F32), scales
+    whole, rest = [], block[size(wire, n) - -(-n // 2) :]
+    for first in range(0, n, 8192):
+        half = -(-min(8192, n - first) // 2)
+        page, rest = np.frombuffer(rest[:half], np.uint8), rest[half:]
+        whole += [page & 15, page >> 4]
+    return (np.concatenate(whole).astype(F32) - F32(8))[:n], scales
+
+
+def decoded(wire: str, block: bytes, n: int) -> Floats:
+    numbers, scales = parts(wire, block, n)
+    return numbers * scales if wire in GROUP else numbers
+
+
+def encoded(wire: str, values: Floats) -> bytes:
+    if wire == "fp32":
+        return values.tobytes()
+    if wire == "bf16":
+        bits = values.view(np.uint32)
+        return bytes(((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").tobytes())
+    group, most = GROUP[wire], MOST[wire]
+    n = len(values)
+    rows = np.zeros((-(-n // group), group), F32)
+    rows.reshape(-1)[:n] = values
+    top = np.abs(rows).max(axis=1)
+    tiny = top < F32(2.0**-100)
+    scales = np.where(tiny, F32(0), top * F32(1 / most))
+    inverse = F32(most) / np.where(tiny, F32(np.inf), top)
+    whole = np.clip(np.rint(rows * inverse[:, None]), -most, most).astype(np.int8).reshape(-1)[:n]
+    if wire == "int8":
+        return bytes(scales.tobytes() + whole.tobytes())
+    data = scales.tobytes()
+    data += bytes(-len(data) % 8)
+    codes = np.append(whole + 8, [8] * (n % 2)).astype(np.uint8)
+    for first in range(0, len(codes), 8192):
+        low, high = np.split(codes[first : first + 8192], 2)
+        data += (low | high << 4).tobytes()
+    return bytes(data)
+
+
+# -- the log -----------------------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """Whole blocks of a payload."""
+
+    first: int
+    """Number of its first element."""
+    sizes: list[int]
+    """Elements of each block."""
+    blocks: list[bytes]
+
+
+class Run:
+    """The log of one run, read from its first state on."""
+
+    def __init__(self, objects: Objects, block_elements: int = 1 << 20) -> None:
+        self._objects = objects
+        self._block = block_elements
+        self.read: set[str] = set()
+        """Keys of what was read so far."""
+        start = self._frame("snapshot/0").head
+        self.contract = contract = start["contract"]
+        self.position = start["first"]
+        """The next entry."""
+        self.names = [
+            [name for name, (_, _, fragment) in contract["tensors"].items() if fragment == index]
+            for index in range(contract["fragments"])
+        ]
+        tensors = self._tensors(0, start)
+        self.anchors = [self._flat(tensors, "anchor", names) for names in self.names]
+        has_momentum = contract["outer_momentum"] != 0
+        self.momenta = [np.zeros(n if has_momentum else 0, F32) for n in contract["stepped"]]
+        assert start["state"] == [self.state(index) for index in range(contract["fragments"])]
+
+    def _get(self, key: str) -> bytes:
+        self.read.add(key)
+        return self._objects[key]
+
+    def _frame(self, key: str) -> Frame:
+        return frame(self._get(key))
+
+    def _tensors(self, entry: int, pointer: Mapping[str, Any]) -> dict[str, Floats]:
+        found: dict[str, Floats] = {}
+        for index, digest in enumerate(pointer["parts"]):
+            data = self._get(f"part/{entry}/{pointer['nonce']}/{index}")
+            assert xxh3_128(data).hexdigest() == digest
+            found |= safetensors(data)
+        return found
+
+    @staticmethod
+    def _flat(tensors: Mapping[str, Floats], kind: str, names: list[str]) -> Floats:
+        return np.concatenate([tensors[f"{kind}/{name}"].reshape(-1) for name in names])
+
+    def state(self, fragment: int) -> str:
+        """Return the digest of a fragment's anchor and momentum."""
+        both = (self.anchors[fragment], self.momenta[fragment])
+        return xxh3_128(b"".join(xxh3_128(each.tobytes()).digest() for each in both)).hexdigest()
+
+    def anchor(self, fragment: int) -> dict[str, Floats]:
+        """Return a fragment's anchor by name."""
+        sizes = [int(np.prod(self.contract["tensors"][name][0])) for name in self.names[fragment]]
+        parts = np.split(self.anchors[fragment], np.cumsum(sizes)[:-1])
+        return dict(zip(self.names[fragment], parts, strict=True))
+
+    def __iter__(self) -> Iterator[int]:
+        """Go through the log; yield each entry when it was applied."""
+        while f"seal/{self.position}" in self._objects:
+            self._check_snapshot()
+            self._apply(self.position)
+            self.position += 1
+            yield self.position - 1
+        self._check_snapshot()
+
+    def _check_snapshot(self) -> None:
+        key = f"snapshot/{self.position}"
+        if self.position == 0 or key not in self._objects:
+            return
+        pointer = self._frame(key).head
+        assert pointer["state"] == [self.state(index) for index in range(len(self.names))]
+        tensors = self._tensors(self.position, pointer)
+        for names, anchor, momentum in zip(self.names, self.anchors, self.momenta, strict=True):
+            assert self._flat(tensors, "anchor", names).tobytes() == anchor.tobytes()
+            stepped = [name for name in names if f"momentum/{name}" in tensors]
+            if stepped:
+                assert self._flat(tensors, "momentum", stepped).tobytes() == momentum.tobytes()
+            else:
+                assert not momentum.any()
+
+    def _apply(self, entry: int) -> None:
+        fragment = entry % len(self.names)
+        data = self._get(f"seal/{entry}")
+        seal = frame(data)
+        assert seal.head["anchor"] == self.state(fragment)
+        # [nonce, attempt, weight, digest of the contribution's head, in phase]
+        weights = {int(rank): member[2] for rank, member in seal.head["members"].items() if member[2] > 0}
+        if not weights:
+            return  # nobody brought any work
+        n = len(self.anchors[fragment])
+        n_blocks, n_shards = -(-n // self._block), seal.head["shards"]
+        mean = []
+        for shard in range(max(1, n_shards)):
+            first, end = shard * n_blocks // max(1, n_shards), (shard + 1) * n_blocks // max(1, n_shards)
+            used = weights
+            if n_shards:
+                stored = self._get(f"r{entry}/mean/{shard}")
+                head = frame(stored).head
+                payload = stored[head_bytes(end - first) :]
+                used = {rank: weight for rank, weight in weights.items() if rank not in head["left_out"]}
+            else:
+                head, payload = seal.head, data[seal.end :]
+                assert xxh3_128(payload).hexdigest() == head["mean"]
+            wire = head.get("wire", "fp32")
+            assert wire == self.contract["mean_wire"]
+            part = self._cut(payload, wire, n, first, end)
+            if n_shards:
+                assert head["blocks"] == "".join(xxh3_128(block).hexdigest() for block in part.blocks)
+            assert part.blocks == [encoded(wire, values) for values in self._means(entry, seal.head, used, first, end)]
+            mean += [decoded(wire, block, n) for block, n in zip(part.blocks, part.sizes, strict=True)]
+        self._step(entry, fragment, np.concatenate(mean))
+
+    def _cut(self, payload: bytes, wire: str, n_elements: int, first: int, end: int) -> Part:
+        """Cut whole blocks of a payload, of which the first is given."""
+        sizes = [min(self._block, n_elements - block * self._block) for block in range(first, end)]
+        blocks, at = [], 0
+        for n in sizes:
+            blocks.append(payload[at : at + size(wire, n)])
+            at += size(wire, n)
+        assert at == len(payload)
+        return Part(first * self._block, sizes, blocks)
+
+    def _means(
+        self, entry: int, seal: Mapping[str, Any], weights: Mapping[int, float], first: int, end: int
+    ) -> Iterator[Floats]:
+        """Yield the mean of each of some blocks, computed from what was sent."""
+        n = len(self.anchors[entry % len(self.names)])
+        total = sum(weight for _, weight in sorted(weights.items()))
+        sent = {rank: self._contribution(entry, rank, seal["members"][str(rank)], n) for rank in sorted(weights)}
+        for block in range(first, end):
+            acc: Floats | None = None
+            for rank, part in sent.items():
+                weight = F32(weights[rank] / total)
+                numbers, scales = parts(self.contract["wire"], part.blocks[block], part.sizes[block])
+                product = numbers * (scales * weight)
+                acc = product if acc is None else acc + product
+            yield np.zeros(min(self._block, n - block * self._block), F32) if acc is None else acc
+
+    def _contribution(self, entry: int, rank: int, member: list[Any], n: int) -> Part:
+        data = self._get(f"r{entry}/contribution/{rank}")
+        head, digest, _ = frame(data)
+        assert digest == member[3]
+        assert (head["rank"], head["nonce"], head["attempt"], head["weight"]) == (rank, *member[:3])
+        assert head.get("wire", "fp32") == self.contract["wire"]
+        payload = data[head_bytes(-(-n // self._block)) :]
+        assert len(payload) == head["bytes"]
+        part = self._cut(payload, self.contract["wire"], n, 0, -(-n // self._block))
+        assert head["blocks"] == "".join(xxh3_128(block).hexdigest() for block in part.blocks)
+        assert len(head["norms"]) == len(part.blocks)
+        return part
+
+    def _step(self, entry: int, fragment: int, g: Floats) -> None:
+        """Take the outer step; each operation is rounded to float32."""
+        c, n_fragments, n = self.contract, len(self.names), self.contract["stepped"][fragment]
+        last = c["last_entry"] if c["final_average"] else None
+        lr, mu = c["outer_lr"], c["outer_momentum"]
+        if last is not None and last - n_fragments < entry <= last:
+            lr, mu = 1.0, 0.0
+        elif c["momentum_warmup"]:
+            mu *= min(1.0, (entry // n_fragments) / c["momentum_warmup"])
+        anchor, b = self.anchors[fragment], self.momenta[fragment]
+        d = g[:n]
+        if len(b):
+            b[:] = b * F32(mu) + g[:n]
+            d = b * F32(mu) + g[:n]
+        anchor[:n] -= d * F32(lr)
+        anchor[n:] -= g[n:]
+
+
+def safetensors(data: bytes) -> dict[str, Any]:
+    """Return the arrays of a file."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    kinds = {"F32": "<f4", "U8": "u1", "I64": "<i8", "I16": "<i2"}
+    found: dict[str, Any] = {}
+    for name, about in json.loads(data[8:end]).items():
+        start, stop = about["data_offsets"]
+        found[name] = np.frombuffer(data[end + start : end + stop], kinds[about["dtype"]]).reshape(about["shape"])
+    return found

@@ -1,0 +1,103 @@
+"""What a run leaves in its store can be read, and every anchor computed again, by code that knows ADR 0034 alone."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import decoder
+from torch import nn
+from xxhash import xxh3_128_hexdigest
+
+from diloco import DiLoCo
+from diloco.rendezvous.round import Limits
+from diloco.testing import run_replicas
+from executors.store.file import FileStore
+
+SHARDED = Limits(small_bytes=0, block_elements=600)
+RUNS: dict[str, dict[str, Any]] = {
+    "fp32": {"_limits": SHARDED},
+    "bf16": {"wire": "bf16", "_limits": SHARDED, "outer_momentum": 0.0},
+    "int8, means int8": {"wire": "int8", "_limits": SHARDED},
+    "int4, means int8": {"wire": "int4", "_limits": SHARDED, "fragments": 2},
+    "int8, means fp32": {"wire": "int8", "mean_wire": "fp32", "_limits": SHARDED},
+    "int8 in the seal": {"wire": "int8", "fragments": 2, "total_steps": 12},
+    "int4 in the seal": {"wire": "int4", "mean_wire": "int4", "_limits": Limits(block_elements=600)},
+}
+
+
+class Keeping(FileStore):
+    """Deletes nothing."""
+
+    def delete(self, key: str) -> None:
+        pass
+
+
+def model_of(rank: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(37, 31), nn.BatchNorm1d(31), nn.Linear(31, 29))
+    generator = torch.Generator().manual_seed(rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(generator=generator)
+    return model
+
+
+def train(options: Mapping[str, Any], where: Mapping[str, Any]) -> dict[int, bytes]:
+    """Return the anchor after so many rounds."""
+    model = model_of(where["rank"])
+    rng = np.random.default_rng(where["rank"])
+    buffers = dict(model.named_buffers())
+    found = {}
+    with DiLoCo(model, weight=1.0 + where["rank"], **options, **where) as diloco:
+        diloco.attach_state("generator", torch.Generator())
+        for _ in range(12):
+            with torch.no_grad():
+                for tensor in (*model.parameters(), buffers["1.running_mean"]):
+                    tensor.add_(torch.from_numpy(0.1 * rng.normal(size=tensor.shape).astype(np.float32)))
+            if diloco.step() is not None:
+                anchor = diloco.anchor()
+                found[diloco.rounds] = b"".join(anchor[name].numpy().tobytes() for name in sorted(anchor))
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.filterwarnings("ignore:.* in nobody.s average", "ignore:Only .* rounds are planned")
+def test_every_object_of_a_run_is_read_and_every_mean_and_anchor_computed_again(name: str, tmp_path: Path) -> None:
+    options = {"inner_steps": 2, "momentum_warmup": 3, "snapshot_every": 2, **RUNS[name]}
+    anchors = run_replicas(3, lambda where: train(options, where), store=Keeping(tmp_path))
+    root = tmp_path / "test" / "diloco" / "main"
+    objects = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    limits = options.get("_limits", Limits())
+    run = decoder.Run(objects, limits.block_elements)
+    found = {}
+    for entry in run:
+        values = {name: part for fragment in range(len(run.names)) for name, part in run.anchor(fragment).items()}
+        found[entry + 1] = b"".join(values[name].tobytes() for name in sorted(values))
+    assert len(found) >= 6
+    for of_replica in anchors:
+        assert max(of_replica) == max(found)
+        assert {rounds: found[rounds] for rounds in of_replica} == of_replica
+    records = {key for key in objects if key.startswith("own/")}
+    assert records
+    for key in records:
+        if key.endswith("/record"):
+            record = decoder.frame(objects[key]).head
+            tensors = objects[key.replace("/record", "/tensors.safetensors")]
+            assert xxh3_128_hexdigest(tensors) == record["digest"]
+            assert all(name.startswith(("progress/", "attached/")) for name in decoder.safetensors(tensors))
+    others = {key for key in objects.keys() - run.read - records if not key.startswith("bye/")}
+    assert all(key.startswith("part/0/") for key in others), "only first states that were not chosen are not read"
+
+
+def test_the_decoder_knows_nothing_of_ours() -> None:
+    tree = ast.parse(Path(decoder.__file__).read_text())
+    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in names} <= {*sys.stdlib_module_names, "numpy", "xxhash"}
