@@ -332,6 +332,11 @@ class RoundReport:
     """How much work that is: what a callable `weight` said, else inner steps."""
     same: tuple[int, ...]
     """The ranks, this one included, that sent the same work, bit for bit: they train on the same data."""
+    elements: int
+    """Values in the fragment."""
+    wire: str
+    """How contributions travelled."""
+    mean_wire: str
     bytes_up: int
     bytes_down: int
     wait_s: float
@@ -360,7 +365,8 @@ class RoundReport:
     def line(self) -> dict[str, Any]:
         """Return what is kept of it with the run: see `executors.metrics.rows.Round`."""
         seconds = {
-            name: round(getattr(self, name), 6) for name in ("train_s", "wait_s", "move_s", "reduce_s", "step_s")
+            name: round(getattr(self, name), 6)
+            for name in ("train_s", "wait_s", "move_s", "reduce_s", "step_s", "late_s", "busy_s")
         }
         return {
             "entry": self.round - 1,
@@ -368,16 +374,21 @@ class RoundReport:
             "ranks": self.ranks,
             "verdict": self.verdict,
             "weight": self.work,
+            "elements": self.elements,
+            "wire": self.wire,
+            "mean_wire": self.mean_wire,
             "up": self.bytes_up,
             "down": self.bytes_down,
             **seconds,
             "norm": self.norm,
             "mean_norm": self.mean_norm,
+            "stale_steps": self.stale_steps,
+            "wire_error": self.wire_error,
             **({"same": self.same} if self.same else {}),
         }
 
     @classmethod
     def sum_of(cls, reports: Sequence[RoundReport]) -> RoundReport:
         """Return the last of some rounds that were gone through together, with what all of them cost."""
-        costs = ("bytes_up", "bytes_down", "wait_s", "move_s", "reduce_s", "step_s", "train_s")
+        costs = ("bytes_up", "bytes_down", "wait_s", "move_s", "reduce_s", "step_s", "train_s", "late_s", "busy_s")
         return replace(reports[-1], **{cost: sum(getattr(report, cost) for report in reports) for cost in costs})

@@ -25,6 +25,7 @@ from executors.cli.keep import stop, watch
 from executors.cli.launch import launch, resume
 from executors.cli.logs import logs
 from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, inert
+from executors.cli.plan import plan
 from executors.cli.report import report
 from executors.cli.runs import cancel, ls, rm, status, wait
 from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
@@ -36,6 +37,7 @@ SYNONYMS = {
     **dict.fromkeys(("tail", "log", "follow"), "logs"),
     **dict.fromkeys(("history", "happened", "audit"), "events"),
     **dict.fromkeys(("show", "info", "inspect", "top"), "status"),
+    **dict.fromkeys(("estimate", "budget"), "plan"),
     "attach": "wait",
     "keep": "watch",
     **dict.fromkeys(("results", "fetch", "get"), "collect"),
@@ -91,8 +93,8 @@ app = typer.Typer(
     "\n\nreplicas logs RUN -f    replicas status RUN    replicas collect RUN --out results",
 )
 VERBS = (
-    launch, ls, status, logs, events, wait, watch, collect, report, export, stop, cancel, resume, rm, doctor,
-    backends, config,
+    launch, ls, status, logs, events, wait, watch, collect, report, export, stop, cancel, resume, rm, plan,
+    doctor, backends, config,
 )  # fmt: skip
 for verb in VERBS:
     app.command(cls=_Verb, epilog=getattr(verb, "epilog", None))(verb)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from executors.run.run import Run
 
 SILENT_S = 60.0  # a spare beats every 10 s
+SLOW = 1.5  # times the plan
 CHECK = "Say only which ranks may hang, wait for a keeper or were given up; exit code 1 if any does."
 
 
@@ -109,6 +110,7 @@ def status(
 ) -> int:
     """Show the status of each replica of a run."""
     from executors.cli.live import note_unknown_columns
+    from executors.cli.planned import compare
     from executors.cli.summary import Summary, code_of, heading
     from executors.cli.table import replica_table, title
     from executors.run.progress import bars
@@ -135,11 +137,13 @@ def status(
         for rank, why in attention.items():
             output.say(f"rank {rank} {one_line(why)}", "red")
         return FAILED if attention else 0
+    compared = None if now.is_terminal else compare(found)
     if as_json:
         up = uptime_document(now, record.created_at, found.newest_attempt)
         document = {**summary.document(), **now.to_json(), "availability": up["availability"]}
         document |= {"flakiness": up["flakiness"], "attention": {str(rank): why for rank, why in attention.items()}}
         document["spares"] = spares
+        document["plan"] = None if compared is None else compared.to_json()
         pairs = zip(document["replicas"], up["replicas"], pages, strict=True)
         output.document({**document, "replicas": [{**row, **more, "page": page} for row, more, page in pairs]})
         return FAILED if check and attention else 0
@@ -155,6 +159,8 @@ def status(
     output.say(replica_table(now, width=output.console.width, more=columns, brief=True))
     for number, words in enumerate(spares):
         output.say(f"spare {number} {one_line(words)}", "dim")
+    if compared is not None:
+        output.say(compared.describe(), "yellow" if compared.ratio >= SLOW else "dim")
     for each in now.decided[-MAX_DECIDED:]:
         output.say(f"[{name_duration(each.at - record.created_at):>6}] {one_line(each.line, MAX_LINE)}", "yellow")
     note_unknown_columns(columns or (), now)

@@ -108,13 +108,26 @@ class Round(Record):
     """Of this replica's pseudo-gradient; None: it sent none."""
     mean_norm: float | None = checked(NORM, None)
     """Of the mean; None: there was none."""
+    late_s: float | None = checked(nullable(SECONDS), None)
+    """How long the training was held up; None: nobody said, and all of the round was."""
+    busy_s: float | None = checked(nullable(SECONDS), None)
+    """What the round took, beside the training where that went on."""
+    elements: int | None = checked(nullable(integer(0, MAX_ENTRY)), None)
+    """Values in the fragment."""
+    wire: str | None = checked(nullable(text(MAX_NAME)), None)
+    """How contributions travel; None: nobody said."""
+    mean_wire: str | None = checked(nullable(text(MAX_NAME)), None)
+    stale_steps: int = checked(integer(0, MAX_ENTRY), 0)
+    """Inner steps between sending and applying."""
+    wire_error: float | None = checked(NORM, None)
+    """The share of what was to be sent that the wire lost."""
     same: tuple[int, ...] = checked(list_of(RANK), ())
     """The ranks, its own included, that sent the same work: they train on the same data."""
 
     @property
     def round_s(self) -> float:
         """How long the replica did not train."""
-        return self.wait_s + self.move_s + self.reduce_s + self.step_s
+        return self.wait_s + self.move_s + self.reduce_s + self.step_s if self.late_s is None else self.late_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from executors.errors import CorruptObjectError, StoreError
-from executors.metrics.rows import KEY, LARGEST, MAX_NAME, MAX_SECONDS, Left, LeftOut, Numbers, Row, parse_line
+from executors.metrics.rows import KEY, LARGEST, MAX_NAME, MAX_SECONDS, Left, LeftOut, Numbers, Round, Row, parse_line
 from executors.store import Entry, Store
 from executors.store.parallel import in_parallel
 from executors.store.records import get_at_most
@@ -22,6 +22,7 @@ MAX_NAMES = 1000  # of reported numbers, in an attempt
 MAX_SHOWN = 200  # characters of a key
 NUMBERS = frozenset((float, int))
 READ_AT_ONCE = 256
+MAX_LOOKED_BACK = 8  # segments, for a round
 
 AttemptKey = tuple[int, int]
 """Rank and attempt."""
@@ -149,6 +150,27 @@ def read_segments(
             else:
                 lines.add(entry.key, bytes(body))
     return {key: lines.finish(numbers[key]) for key, lines in found.items()}, problems
+
+
+def newest_rounds(store: Store, run_id: str, most_ranks: int, most_rounds: int) -> list[Round]:
+    """Return the last rounds of the first ranks: those in the newest segment of each that has any.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
+    chosen, _ = _choose(store, run_id)
+    by_rank = dict[int, list[tuple[int, Entry]]]()
+    for (rank, attempt), _, entry in sorted(chosen, key=lambda each: each[:2]):
+        by_rank.setdefault(rank, []).append((attempt, entry))
+    found: list[Round] = []
+    for rank, entries in [*by_rank.items()][:most_ranks]:
+        for attempt, entry in entries[: -1 - MAX_LOOKED_BACK : -1]:
+            lines = Lines(rank, attempt)
+            lines.add(entry.key, bytes(get_at_most(store, entry.key, MAX_SEGMENT_BYTES)))
+            if rounds := [row for row in lines.finish(()).rows if isinstance(row, Round)]:
+                found += rounds[-most_rounds:]
+                break
+    return found
 
 
 def _choose(store: Store, run_id: str) -> tuple[list[tuple[AttemptKey, int, Entry]], list[str]]:

@@ -102,7 +102,7 @@ def _note_when_the_mean_is_there() -> list[Moment]:
         dist.barrier()
         return apply(self, *arguments, **options)
 
-    ModelState.apply = applying  # type: ignore[method-assign,assignment]
+    ModelState.apply = applying  # type: ignore[method-assign]
     return arrivals
 
 

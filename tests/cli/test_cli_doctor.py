@@ -14,7 +14,7 @@ from support.cli import Folder, HereInstead
 from executors.errors import StoreError
 from executors.store.file import FileStore
 
-VERBS = ("launch", "ls", "status", "logs", "wait", "collect", "cancel", "resume", "rm", "doctor", "backends")
+VERBS = ("launch", "ls", "status", "logs", "wait", "collect", "cancel", "resume", "rm", "plan", "doctor", "backends")
 
 
 def test_doctor_shows_facts_and_finds_this_machine_well(here: HereInstead, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_the_verbs_of_other_tools_name_ours(
     [
         (("launch", "-n", "4"), "No such option: -n. How many replicas is --n; -n is how many lines."),
         (("launch", "-o", "a=1"), "No such option: -o. An option of the backend is --option; -o is the folder of "),
-        (("launh",), "No such command 'launh'. Did you mean 'launch'?"),
+        (("launh",), "No such command 'launh'. Did you mean 'launch'"),
     ],
 )
 def test_an_option_or_verb_that_does_not_exist_is_explained(

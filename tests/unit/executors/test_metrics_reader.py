@@ -67,6 +67,16 @@ def test_lines_become_rows_in_the_order_of_rank_attempt_and_time() -> None:
     assert (found.numbers[0], found.rounds, found.usage) == (numbers, [a_round], [usage])
 
 
+def test_the_newest_rounds_are_in_the_newest_segment_that_has_any() -> None:
+    def at(entry: int) -> dict[str, Any]:
+        return {**ROUND, "entry": entry}
+
+    scene = Scene().segment(at(0), at(1), attempt=0, number=7).segment(at(2), NUMBERS, at(3), attempt=1)
+    scene.segment(NUMBERS, attempt=1, number=1).segment(NUMBERS, rank=1).segment(at(2), rank=2).segment(at(2), rank=3)
+    found = segments_module.newest_rounds(scene.store, "run", most_ranks=3, most_rounds=1)
+    assert [(row.rank, row.attempt, row.entry) for row in found] == [(0, 1, 3), (2, 0, 2)]
+
+
 def test_columns_have_one_value_for_each_row() -> None:
     columns = Scene().segment({**NUMBERS, "lr": 0.1}, ROUND, USAGE).claim(T0).read().to_dict()
     assert {len(column) for column in columns.values()} == {3}

@@ -1,0 +1,64 @@
+"""How fast this processor does what a round asks of it, measured on one block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from diloco.fragments import Fragment, Slot
+from diloco.outer_optimizer import NesterovSGD, Schedule
+from diloco.rendezvous.proof import UNSIGNED
+from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
+from diloco.wires import WIRES
+from diloco.wires.wire import BLOCK_ELEMENTS, PIECE, BlockWriter, decoded
+
+TRIES = 5
+MEMBERS = 4  # of a mean
+
+
+def measure(wire_name: str = "int8") -> dict[str, float]:
+    """Return the bytes of float32 a second that one thread works through, by what it does, for `planner.Processor`."""
+    wire, n = WIRES[wire_name], BLOCK_ELEMENTS
+    anchor, live = (np.random.default_rng(seed).standard_normal(n, np.float32) for seed in (0, 1))
+    block, mean, room = memoryview(bytearray(wire.size(n))), memoryview(bytearray(wire.size(n))), np.empty_like(anchor)
+
+    def encode() -> str:
+        writer = BlockWriter(wire, block, n, UNSIGNED.hash())
+        for start in range(0, n, PIECE):
+            piece = slice(start, start + PIECE)
+            writer.write(np.subtract(anchor[piece], live[piece], out=room[piece]), start)
+        return writer.digest()
+
+    digest, blocks = encode(), Blocks(n, n, wire, wire, UNSIGNED)
+    inputs = [Input(rank, 1.0, block, (digest,)) for rank in range(MEMBERS)]
+
+    def decode() -> None:
+        for start, values in decoded(wire, [block], n, n):
+            np.add(live[start : start + len(values)], values, out=room[start : start + len(values)])
+
+    return {
+        "encode": _rate(encode, n),
+        "accumulate": _rate(lambda: weighted_mean(inputs, mean, blocks), MEMBERS * n),
+        "decode": _rate(decode, n),
+        "step": _rate(_outer_step(n), n),
+    }
+
+
+def _outer_step(n: int) -> Callable[[], None]:
+    fragment = Fragment(0, (Slot("w", "parameter", (n,), "float32", 0, n),), n, n)
+    optimizer, mean = NesterovSGD(fragment, torch.zeros(n), Schedule(0.7, 0.9, 0, 1, None)), np.ones(n, np.float32)
+    pieces = [(start, mean[start : start + PIECE]) for start in range(0, n, PIECE)]
+    return lambda: optimizer.step(0, pieces)
+
+
+def _rate(act: Callable[[], object], elements: int) -> float:
+    """Return the bytes of float32 a second of the quickest try."""
+    took_s = []
+    for _ in range(TRIES):
+        began = time.perf_counter()
+        act()
+        took_s.append(time.perf_counter() - began)
+    return 4 * elements / min(took_s)

@@ -1,0 +1,156 @@
+"""`replicas plan`, and what `replicas status` makes of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from servers.s3.server import S3Server
+from support.cli import Folder, HereInstead
+
+from executors import LocalProcessExecutor, launch
+from executors.cli.planned import MeasuredLink, link_key, note_link
+from executors.run_index import state_dir
+from executors.testing import eventually
+
+EXAMPLE = ("--params", "1.3e9", "--n", "8", "--step", "0.9", "--gpu", "H100", "--steps", "20_000")
+BY_HAND = ("--up", "210MB", "--down", "2.08Gbit/s", "--latency", "48ms")
+BUCKET = "s3://bucket/runs?region=eu-west-1"
+SMALL = ("--params", "100k", "--n", "2", "--step", "40ms")
+
+
+def test_a_plan_says_what_to_pass_on_and_what_it_costs(here: HereInstead) -> None:
+    result = here.replicas("plan", *EXAMPLE, *BY_HAND, "--store", BUCKET)
+    assert result.stdout.splitlines() == [
+        f"1.3 B parameters, 8 replicas, 0.9 s a step, {BUCKET} (given: 48 ms, 210 MB/s up, 260 MB/s down)",
+        'inner_steps=50, fragments=2, overlap_steps=20, merge="carry", wire="int8"',
+        "a round of a fragment: 14.3 s (link 8.0, requests 0.8, processor 4.5, noticing 1.0), "
+        "hidden behind 18.0 s; 0.1 % of the time lost",
+        "per replica and 50 steps: 1.49 GB up, 2.32 GB down; 400 rounds: 12.2 TB in all, $0.64 of requests, "
+        "$667 of egress unless the replicas run in eu-west-1",
+        'pass it on:  DiLoCo(model, inner_steps=50, fragments=2, overlap_steps=20, merge="carry", wire="int8")',
+    ], result
+    found = here.replicas(
+        "plan", *EXAMPLE, *BY_HAND, "--store", BUCKET, "--price", "put=0,get=0,egress=0.01", "--json"
+    ).json
+    assert found["settings"]["inner_steps"] == 50
+    assert found["round"]["seconds"] == pytest.approx(14.3, abs=0.05)
+    assert found["sums"]["requests_usd"] == 0
+    assert found["sums"]["egress_usd"] == pytest.approx(74.1, abs=0.1)
+    assert found["link"] == {"up": 210e6, "down": 260e6, "latency_s": 0.048, "source": "given"}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--inner-steps", "10", "--steps", "200"), "Only 20 rounds of each fragment: below 30 the outer momentum"),
+        (("--inner-steps", "10", "--steps", "200"), 'wire="int8", outer_lr=1.0, outer_momentum=0.0)'),
+        (("--inner-steps", "10", "--steps", "300"), 'wire="int8", outer_momentum=0.8)'),
+        (("--inner-steps", "20", "--params", "20M"), "A round misses the last 19 of 20 steps"),
+        (("--store", "s3://bucket/runs"), "The link is assumed: --probe measures it"),
+        (("--store", "s3://b/?endpoint_url=https://s3.example.com"), "what s3.example.com costs is not known here"),
+        (("--up", "20kB", "--down", "20kB", "--params", "1B"), "Nothing hides the rounds at this link"),
+        (("--up", "2MB", "--down", "2MB", "--params", "10M", "--overlap-steps", "0"), "would be lost with: "),
+    ],
+)  # fmt: skip
+def test_a_plan_says_what_speaks_against_it(here: HereInstead, more: tuple[str, ...], said: str) -> None:
+    given = () if "--store" in more else (*BY_HAND,)
+    assert said in here.replicas("plan", *SMALL, *given, *more).stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ((), "Where do the replicas meet? Give --store URL"),
+        (("--probe", *BY_HAND), "--probe measures the way to a rendezvous: give --store URL, too."),
+        (("--params", "many", *BY_HAND), "--params 'many' is not a number of parameters. Give one such as 1300000"),
+        (("--up", "3Mb"), "--up '3Mb' may mean bits or bytes. Give 3Mbit or 3MB."),
+        (("--down", "fast"), "--down 'fast' is not a speed. Give bytes or bits a second, such as 20MB"),
+        (("--latency", "soon"), "--latency 'soon' is not a duration."),
+        (("--price", "put=5,got=1"), "--price 'got=1' is not a price. The form is put=5,get=0.4,egress=0.09."),
+        ((*BY_HAND, "--n", "0"), "--n must be at least 1, got 0."),
+        ((*BY_HAND, "--step", "0"), "step_s must be more than 0, got step_s=0.0."),
+        ((*BY_HAND, "--wire", "int2"), "wire must be one of fp32, bf16, int8, int4, got wire='int2'."),
+        ((*BY_HAND, "--inner-steps", "50", "--fragments", "3"), "got inner_steps=50 and fragments=3."),
+        ((*BY_HAND, "--inner-steps", "50", "--steps", "20"), "steps must be at least inner_steps"),
+        (("--store", "gs://bucket"), "No store serves 'gs'"),
+        (("--store", "memory://x", "--probe"), "is in one process's memory"),
+        (("--store", "/proc/nothing", "--probe"), "Cannot create this directory for file:///proc/nothing"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_refused_in_a_sentence(
+    here: HereInstead, given: tuple[str, ...], problem: str
+) -> None:
+    result = here.replicas("plan", *SMALL, *given)
+    assert (result.code, problem in result.stderr, result.stdout) == (2, True, ""), result
+
+
+def test_a_probe_leaves_a_measurement_here_and_nothing_there(here: HereInstead, tmp_path: Path) -> None:
+    there = tmp_path / "not" / "made"
+    first = here.replicas("plan", *SMALL, "--store", there, "--probe", "--json").json
+    assert first["link"]["source"] == "measured"
+    assert not there.parent.exists()
+    second = here.replicas("plan", *SMALL, "--store", there, "--json").json
+    assert second["link"].pop("source").startswith("measured 0 s ago")
+    assert second["link"].items() <= first["link"].items()
+    assert first["processor"].keys() == {"encode", "accumulate", "decode", "step", "copy"}
+    assert first["processor"]["encode"] != 1.5e9
+    twice_as_many = here.replicas("plan", *SMALL, "--n", "4", "--store", there, "--json").json
+    assert twice_as_many["processor"]["encode"] <= first["processor"]["encode"]
+    assert twice_as_many["link"]["up"] == pytest.approx(first["link"]["up"] / 2)  # they share the disk
+
+
+def test_a_probe_measures_a_bucket_and_leaves_nothing_there(here: HereInstead, s3: S3Server) -> None:
+    s3.misbehave(latency_s=0.01)
+    found = here.replicas("plan", *SMALL, "--store", s3.url("runs"), "--probe", "--json").json["link"]
+    assert 0.01 <= found["latency_s"] < 1
+    written = {row["path"] for row in s3.requests("PUT", "/plan-")}
+    assert len(written) == 23
+    assert written == {row["path"] for row in s3.requests("DELETE", "/plan-")}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_probe_leaves_nothing(folder: Folder, tmp_path: Path, number: int) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    with folder.started("plan", *SMALL, "--n", "4", "--store", there, "--probe") as command:
+        eventually(lambda: [*there.glob("plan-*/*")], "something is written")
+        command.interrupt(number)
+        assert command.ends() in (130, -signal.SIGKILL)
+    eventually(lambda: not [*there.iterdir()], "nothing is left")
+
+
+def test_a_bucket_whose_probe_is_interrupted_is_left_as_it_was(folder: Folder, s3: S3Server) -> None:
+    s3.misbehave(latency_s=0.02)
+    with folder.started("plan", *SMALL, "--store", s3.url("runs"), "--probe") as command:
+        eventually(lambda: s3.requests("PUT", "large-"), "a large object is on its way")
+        command.interrupt()
+        assert command.ends() == 130
+    written = {row["path"] for row in s3.requests("PUT", "/plan-")}
+    assert written == {row["path"] for row in s3.requests("DELETE", "/plan-")} & written
+
+
+ROUND = {
+    "t": 4.0, "entry": 0, "fragment": 0, "ranks": [0], "verdict": "counted", "weight": 10, "up": 5, "down": 7,
+    "train_s": 3.0, "wait_s": 0.5, "move_s": 0.25, "reduce_s": 0.125, "step_s": 0.125,
+    "busy_s": 26.5, "elements": 650_000_000, "wire": "int8", "mean_wire": "int8",
+}  # fmt: skip
+
+
+def test_status_compares_the_rounds_of_a_run_with_the_plan(here: HereInstead, local: LocalProcessExecutor) -> None:
+    with launch(local, "job.py:hang", 1, run_id="mine") as run:
+        for changed, said in (
+            ({"busy_s": None}, ""),  # by a version that did not measure it
+            ({"wire": "int2"}, ""),  # by one that knows more
+            ({"elements": 2**53}, ""),
+            ({}, "rounds take 2.1x the plan: 26.5 s, planned 12.6 s (48 ms, 210 MB/s up, 260 MB/s down, measured 2026"),
+        ):
+            run.store.put("mine/metrics/0000/0/000000.jsonl", json.dumps({**ROUND, **changed}).encode())
+            assert "the plan" not in here.replicas("status", "mine").stdout
+            note_link(MeasuredLink(url=run.store.url, n=1, at=1.795e9, up=210e6, down=260e6, latency_s=0.048))
+            shown = here.replicas("status", "mine").stdout
+            assert (said in shown, "the plan" in shown) == (True, bool(said))
+            assert (here.replicas("status", "mine", "--json").json["plan"] is not None) == bool(said)
+            (state_dir() / link_key(run.store.url)).unlink()
