@@ -36,6 +36,12 @@ def key_here() -> str | None:
     return digest_of(os.environ[RUN_KEY]) if RUN_KEY in os.environ else None
 
 
+def fail_at_first() -> str | None:
+    if os.environ["REPLICA_ATTEMPT"] == "0":
+        raise RuntimeError("not yet")
+    return key_here()
+
+
 def fail_once(folder: str) -> str | None:
     if not Path(folder, "again").exists():
         raise RuntimeError("not yet")
@@ -81,6 +87,11 @@ def test_each_signed_run_has_a_key_of_its_own_and_others_have_none(monkeypatch: 
         assert (run.record.signed, run.record.key_id, key_file(run.run_id).exists()) == (False, None, False)
     assert launch("inline", key_here, 1, signed=True).results() != [None]
     assert os.environ[RUN_KEY] == "ab" * 32
+
+
+def test_a_restarted_replica_has_the_key() -> None:
+    run = launch(PLAIN, fail_at_first, 1, signed=True, restarts=1)
+    assert run.results() == [digest_of(key_file(run.run_id).read_text())]
 
 
 def test_another_machine_resumes_a_signed_run_with_the_key_alone(
