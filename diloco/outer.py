@@ -17,14 +17,13 @@ from dataclasses import replace
 from time import monotonic
 from types import TracebackType
 from typing import Any, Literal, Self
-from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
 from diloco.attached_state import AttachedState
 from diloco.errors import DiLoCoError
 from diloco.fragments import FragmentSpec, plan_fragments
-from diloco.liaison import LEAVING, Liaison
+from diloco.liaison import LEAVING, Liaison, check_is_free, is_open
 from diloco.model_state import ModelState
 from diloco.outer_optimizer import OptimizerFactory
 from diloco.rendezvous.keys import Keys
@@ -35,14 +34,12 @@ from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.round import Context, Limits, RoundReport
 from diloco.same_data import SameData, SameDataMode
 from diloco.settings import Settings
+from diloco.workers import Workers
 from executors.errors import ReplicasError
 from executors.store import Store
 from executors.store.watch import open_watch
 
 log = logging.getLogger(__name__)
-
-_open: WeakValueDictionary[tuple[str, str], DiLoCo] = WeakValueDictionary()
-"""What is open in this process: two of one name would be taken for one model."""
 
 
 class DiLoCo:
@@ -61,8 +58,7 @@ class DiLoCo:
     its work at once, waits for nobody, and is in phase again after the next round; its work is not lost.
 
     Args:
-        model: any module. Its trainable parameters are shared, keyed by name; the anchor is float32 on the CPU
-            whatever the model is.
+        model: any module. Its trainable parameters are shared, by name; the anchor is float32 on the CPU.
         inner_steps: calls of `step()` from one round of a fragment to the next; a multiple of the fragments.
         outer_optimizer: from a list of parameters to a `torch.optim.Optimizer`, taken as it is. The default is
             Nesterov SGD with `outer_lr`, `outer_momentum`, the ramp and the final average.
@@ -173,11 +169,7 @@ class DiLoCo:
         keys = Keys(place.run_id, name)
         me = place.identify(patient, keys, watch)
         self._name = (me.nonce, name)
-        if self._name in _open:
-            raise DiLoCoError(
-                f"A DiLoCo named {name!r} is open in this replica already. Close it first, or give this one another "
-                "name: DiLoCo(model, name=…)."
-            )
+        check_is_free(self._name)
         self._model_state.rank = me.rank
         who = f"diloco {name} of rank {me.rank}"
         self._workers = workers = Workers(patient, watch, who, is_beside=settings.is_beside)
@@ -192,17 +184,14 @@ class DiLoCo:
         self._attached = AttachedState(patient, keys, me, workers.uploads, settings.plan, context.proof)
         self._same_data = SameData(same_data, me.rank, place.replica)
         self._participant = Participant(context)
-        self._steps = 0
-        """Steps of this process."""
-        self._round_s = 0.0
-        self._closed = False
+        self._steps, self._round_s, self._closed = 0, 0.0, False
         kept = self._attached.kept
         with self._liaison.waiting("first anchor"):
             self._participant.start(None if kept is None else kept.restored(self._model_state.sizes()))
         if context.origin is not None and kept is None:
             self._attached.take_over(context.origin, self.rounds)
         self._kept_period = self.rounds // settings.entries_per_snapshot
-        _open[self._name] = self
+        is_open[self._name] = self
         self._liaison.plan(total_steps)
         self._liaison.show(self.rounds, self._round_s)
 
@@ -222,18 +211,15 @@ class DiLoCo:
             ContributionError: this replica's parameters are not finite.
             DivergenceError: this replica's anchor is not the others', also after reloading it.
             FencedError: a newer attempt of this rank has begun; this one is to end.
-            AbortedError: a peer aborted the run.
+            AbortedError, RunNotFoundError: a peer aborted the run, or it was deleted.
             DuplicateWorkError: other replicas train on the same data.
-            RunNotFoundError: the run was deleted.
             SystemExit: this replica is asked to end (`Replica.ending_s`). What is attached was kept.
         """
         self._check_open()
         self._liaison.progress()
         self._steps += 1
         self._leave_if_asked(after_round=False)
-        began = monotonic()
-        with self._liaison.waiting("round"):
-            reports = self._participant.step()
+        reports, began = self._in_round(self._participant.step)
         self._attached.follow(self.inner_step, made=1)
         report = self._report(reports, began)
         self._leave_if_asked(after_round=report is not None)
@@ -242,13 +228,11 @@ class DiLoCo:
     def sync(self) -> list[RoundReport]:
         """Have a round of every fragment now; all replicas must call it at the same step. Inner steps count from here.
 
-        A fragment that is on its way is waited for first, and has this as its round.
+        A fragment that is on its way has this as its round.
         """
         self._check_open()
         self._liaison.progress()
-        began = monotonic()
-        with self._liaison.waiting("round"):
-            reports = self._participant.sync()
+        reports, began = self._in_round(self._participant.sync)
         self._attached.follow(self.inner_step)
         self._report(reports, began)
         return reports
@@ -279,12 +263,9 @@ class DiLoCo:
         self._attached.attach(name, thing, self.inner_step, follow=follow)
 
     def close(self) -> None:
-        """Apply what is in flight and leave; does not average. Safe to call again.
+        """Apply what is in flight and leave; does not average. Warns of steps in nobody's average. Safe to call again.
 
-        Warns of steps that are in nobody's average.
-
-        Raises:
-            DiLoCoError: this replica has trained, and there was no round at all.
+        Raises: DiLoCoError: this replica has trained, and there was no round at all.
         """
         self._close(in_order=True)
 
@@ -292,7 +273,7 @@ class DiLoCo:
         if self._closed:
             return
         self._closed = True
-        _open.pop(self._name, None)
+        is_open.pop(self._name, None)
         try:
             with self._liaison.waiting("round"):
                 self._liaison.record(self._participant.leave(in_order=in_order))
@@ -352,15 +333,14 @@ class DiLoCo:
         Load the model's own state first: what it holds beyond the anchor is work that goes with the next contribution,
         unless a round has counted it since.
 
-        Raises:
-            ValueError: the checkpoint is not of this run and model.
+        Raises: ValueError: the checkpoint is not of this run and model.
         """
         self._check_open()
         self._drain()
         if state["rounds"] > self.rounds:
             raise ValueError(
-                f"This checkpoint was made after round {state['rounds']}, the run is at {self.rounds}: it is of "
-                "another run. To begin a new run from a checkpoint, load the model's own state before making a DiLoCo."
+                f"This checkpoint is of round {state['rounds']}, the run is at {self.rounds}: it is of another run. To "
+                "begin a new run from a checkpoint, load the model's own state before making a DiLoCo."
             )
         self._model_state.load_checkpoint(state)
         self._attached.step = state["base"] + state["since"]
@@ -371,10 +351,13 @@ class DiLoCo:
 
     def _drain(self) -> None:
         """Wait for what is on its way, and merge it."""
+        self._report(*self._in_round(self._participant.drain))
+
+    def _in_round(self, act: Callable[[], list[RoundReport]]) -> tuple[list[RoundReport], float]:
+        """Return what was reported, and when that began."""
         began = monotonic()
         with self._liaison.waiting("round"):
-            reports = self._participant.drain()
-        self._report(reports, began)
+            return act(), began
 
     def _report(self, reports: Sequence[RoundReport], began: float) -> RoundReport | None:
         """Report the last round with what all cost; keep what is attached, once between two snapshots."""
