@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import sqrt
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -81,7 +80,8 @@ def pack(
             try:
                 writer.write(values, at)
             except NotFiniteError:
-                _refuse(live, anchor, who)
+                _refuse_what_is_not_finite(live, anchor, who)
+                raise ContributionError(f"{who}: a value is too large for wire={wire.name!r}.") from None
         blocks.append(writer.digest())
         norms.append(sqrt(writer.square))
         if write is not None:
@@ -127,7 +127,7 @@ def _pieces(live: Values, n_elements: int, block: int) -> Iterator[tuple[int, li
                 first, parts = end, []
 
 
-def _refuse(live: Values, anchor: Tensor, who: str) -> NoReturn:
+def _refuse_what_is_not_finite(live: Values, anchor: Tensor, who: str) -> None:
     for slot, tensor in live:
         values = anchor[slot.start : slot.end] - tensor.reshape(-1).to(torch.float32).cpu()
         bad = int((~torch.isfinite(values)).sum())
@@ -136,4 +136,3 @@ def _refuse(live: Values, anchor: Tensor, who: str) -> NoReturn:
                 f"{who}: {slot.name!r} is not finite in {bad} of {values.numel()} values. "
                 "The loss has probably diverged: lower the learning rate or clip gradients."
             )
-    raise ContributionError(f"{who}: a value is too large for what contributions travel as.")

@@ -57,10 +57,11 @@ class RoundsThread:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
 
-    def check(self) -> None:
+    def check(self) -> bool:
         if self._error is not None and not self._is_told:
             self._is_told = True
             raise self._error
+        return self._error is None
 
     def until(self, done: Callable[[], bool]) -> None:
         with self._changed:

@@ -39,7 +39,7 @@ def send_contribution(context: Context, entry: EntryState, send: Send, waited_s:
             norms=packed.norms if packed else (),
             waited_s=waited_s,
             phase_s=phase.seconds or (members.seal.phase_s if members.seal else 0.0),
-            head_start_s=0.0 if send.is_early else phase.head_start_s,
+            head_start_s=0.0 if send.is_early else phase.head_start_s + phase.ahead_s(entry.index),
             in_phase=not send.is_early,
             wire=layout.wire.name,
             steps=send.steps,

@@ -242,12 +242,21 @@ class MeanHead:
         return _padded(head, head_bytes(len(self.blocks)))
 
     @classmethod
-    def parse(cls, data: Buffer) -> MeanHead:
-        """Raises: BadRecordError: these bytes are not a mean."""
+    def parse(cls, data: Buffer, *, wire: str | None = None) -> MeanHead:
+        """Read the head of a mean.
+
+        Args:
+            wire: of the run's means; None: not known here.
+
+        Raises: BadRecordError: these bytes are not such a mean.
+        """
         fields, _, _ = unframe(data)
         with reading("mean"):
             left_out = tuple(_whole(rank, MAX_RANK) for rank in typed(list, fields["left_out"]))
-            return cls(_split_digests(fields["blocks"]), left_out, _wire_of(fields))
+            head = cls(_split_digests(fields["blocks"]), left_out, _wire_of(fields))
+        if wire is not None and head.wire != wire:
+            raise BadRecordError(f"This mean is {head.wire} and not {wire}.")
+        return head
 
 
 def head_bytes(n_blocks: int) -> int:
@@ -336,7 +345,7 @@ def _wire_field(wire: str) -> dict[str, str]:
 
 
 def _wire_of(fields: Mapping[str, Any]) -> str:
-    return typed(str, fields.get("wire", FP32))
+    return matching(_WIRE, "wire", fields.get("wire", FP32))
 
 
 def _groups(value: Any, ranks: Set[int]) -> tuple[tuple[int, ...], ...]:
@@ -380,6 +389,7 @@ def matching(pattern: re.Pattern[str], what: str, value: Any) -> str:
     return value
 
 
+_WIRE = re.compile(r"[\w. ]{1,32}", re.ASCII)
 _digest = partial(matching, re.compile(r"[0-9a-f]{32}"), "digest")
 _nonce = partial(matching, re.compile(r".{1,64}", re.DOTALL), "nonce")
 _rank = partial(matching, re.compile(r"[0-9]{1,7}"), "rank")

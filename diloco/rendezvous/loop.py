@@ -225,13 +225,13 @@ class Rendezvous:
         """Return whether work is left out once more that has waited for as many rounds as it may."""
         most, n_fragments = self._context.carry_rounds, len(self._context.layouts)
         waited = (entry.index - self.cursor.uncounted_since[entry.fragment]) // n_fragments
-        if most is None or waited < most or not self._phase.made[entry.fragment]:
+        if most is None or waited < most or not self.cursor.steps_left(entry.fragment):
             return False
         mine, theirs = self._phase.seconds, seal.phase_s
         slower = f"; it is {mine / theirs:.1f} times slower than the round allows" if mine > theirs > 0 else ""
         log.warning(
-            "Rank %s: work of %s rounds was not counted and is given up%s. Use round_seconds.",
-            self._me.rank, waited, slower,
+            "Rank %s: work of %s round%s was not counted and is given up%s. Use round_seconds.",
+            self._me.rank, waited, "s" * (waited > 1), slower,
         )  # fmt: skip
         return True
 

@@ -135,9 +135,8 @@ class Reducer:
                 return None
             payload = data[head_bytes_of(part.end_block - part.first_block) :]
             with suppress(BadRecordError):
-                head = MeanHead.parse(data)
-                fits = len(payload) == part.mean_bytes and head.wire == layout.mean_wire.name
-                fits = fits and digests_of(payload, layout.mean_block_bytes) == head.blocks
+                head = MeanHead.parse(data, wire=layout.mean_wire.name)
+                fits = len(payload) == part.mean_bytes and digests_of(payload, layout.mean_block_bytes) == head.blocks
                 if fits and (square := layout.square(payload, part.n_elements)) is not None:
                     entry.left_out.update(head.left_out)
                     entry.squares[shard] = square

@@ -66,7 +66,11 @@ class Participant:
         self._training.merge()
         self.position = self._rounds.position
         self.phase.begin(self._plan.step_before(self.position))
-        self._join_the_others()
+        try:
+            self._join_the_others()
+        except BaseException:
+            self._turns.leave()
+            raise
 
     def go_back(self, position: int, base: int, since: int) -> None:
         """Continue from an earlier position, whose training state was loaded, and then on to where the run is now.
@@ -119,7 +123,8 @@ class Participant:
 
     def _finish(self) -> None:
         """Let land what is in flight."""
-        self._turns.check()
+        if not self._turns.check():
+            return
         if self.is_out:
             self.apart(self._unless_landed(self._rounds.catch_up))
         elif self._is_awaited:
@@ -298,8 +303,9 @@ class Participant:
             if self._plan.is_over(self.position) or not self.is_out or presented == PRESENTATIONS:
                 break
             self._turns.submit(partial(self._rounds.present, self._sent or self._hold(is_early=True)))
-            if self._turns.is_beside:
+            if self._turns.is_beside and self._plan.steps_per_entry > 1:
                 break
+            self.apart(lambda: None)  # a step later the next seal would have come without this replica
         return reports
 
     def _merge_landed(self, late_s: float = 0.0) -> list[RoundReport]:

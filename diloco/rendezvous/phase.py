@@ -94,6 +94,8 @@ class Phase:
         """When the open entry was last seen to have no seal."""
         self.looked_step = 0
         """How many steps this process had made then."""
+        self.ahead_from_s = 0.0
+        """When the last of these ended."""
         self._plan = plan
         self._clock = clock
         self._steps = 0
@@ -184,14 +186,25 @@ class Phase:
 
     # -- what the rounds know ------------------------------------------------------------------------------------------
 
-    def looked(self, at_s: float, at_step: int) -> None:
-        """Note that the open entry had no seal then."""
+    def looked(self, at_s: float, at_step: int, *, is_beside: bool = False) -> None:
+        """Note that the open entry had no seal then.
+
+        Args:
+            is_beside: in the midst of a step, which counts from its beginning.
+        """
         self.looked_s, self.looked_step = at_s, at_step
+        self.ahead_from_s = min(at_s, self._left_s) if is_beside else at_s
 
     def slack_s(self, entry: int) -> float:
         """Return how far apart the overlap may hold replicas that are in phase, where an entry is not overlapped."""
+        return self._overlap_s if self._plan.is_final(entry) else 0.0
+
+    def ahead_s(self, entry: int) -> float:
+        """Return how long training goes on after a contribution to an entry was sent, before it waits for the mean."""
+        return 0.0 if self._plan.is_final(entry) else self._overlap_s
+
+    @property
+    def _overlap_s(self) -> float:
         plan = self._plan
-        if not plan.is_final(entry):
-            return 0.0
         steps = plan.steps_per_entry if plan.overlap_steps is None else plan.overlap_steps
         return steps * self.seconds / plan.steps_per_entry

@@ -62,7 +62,7 @@ def weighted_mean(inputs: Sequence[Input], out: memoryview, blocks: Blocks) -> t
         BadInputError: an input must be left out; `out`, and an input in the same memory, is then overwritten.
     """
     wire, mean_wire, sizes = blocks.wire, blocks.mean_wire, (blocks.n_elements, blocks.block_elements)
-    total = sum(source.weight for source in inputs)
+    total = math.fsum(source.weight for source in inputs)  # Python's own sum has other bits since 3.12
     weights = [np.float32(source.weight / total) for source in inputs]
     acc, product = np.empty(PIECE, np.float32), np.empty(PIECE, np.float32)
     digests = []

@@ -263,6 +263,14 @@ class Cursor:
                 self.uncounted_since[fragment] = self.position + (fragment - self.position) % n_fragments
         return verdicts
 
+    def steps_left(self, fragment: int) -> int:
+        """Return how many steps of the live work are not settled yet."""
+        steps = self._context.phase.made[fragment]
+        for settled in self.settlements:
+            if settled.fragment == fragment:
+                steps = 0 if settled.steps is None else steps - settled.steps
+        return steps
+
     def _counted_in_flight(self, verdicts: Sequence[Verdict | None]) -> int | None:
         """Return the fragment of which what is in flight was counted, and what was done since is to be kept."""
         if self.handed is None or not (self.handed.is_early or self._training.keeps_later_work):

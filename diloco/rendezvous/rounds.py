@@ -99,7 +99,7 @@ class Rounds:
 
     def present(self, send: Send) -> None:
         """Send the work there is for the open entry, at once, and look for its seal from then on."""
-        self._phase.looked(self._context.clock(), self._phase.n_steps)
+        self._note_look(self._context.clock(), self._phase.n_steps)
         self._is_looking = True
         self.rendezvous.publish(send)
         self.catch_up()
@@ -128,7 +128,7 @@ class Rounds:
         is_sealed, is_behind = answer.result()
         if is_sealed:
             return self.catch_up()
-        self._phase.looked(began_s, at_step)
+        self._note_look(began_s, at_step)
         context.members.check_abort()
         if not is_behind or not entry.published:  # it is in phase again, or a seal only seemed to exist
             self._bring([], 0, is_out=is_behind)
@@ -150,6 +150,9 @@ class Rounds:
     @property
     def _look_pause_s(self) -> float:
         return min(LOOK_S, ANSWERS_PER_LOOK * self._context.store.answer_s)
+
+    def _note_look(self, at_s: float, at_step: int) -> None:
+        self._phase.looked(at_s, at_step, is_beside=self._context.turns.is_beside)
 
     def _is_behind(self) -> bool:
         """Return whether this replica is out of phase: not named by the newest seal, while a named process lives."""
@@ -179,7 +182,7 @@ class Rounds:
         if has_met:
             phase.head_start_s = 0.0
         elif n_entries:
-            phase.head_start_s = max(0.0, self._context.clock() - phase.looked_s)
+            phase.head_start_s = max(0.0, self._context.clock() - phase.ahead_from_s)
         phase.is_out = is_out
         is_plain = has_met and n_entries == 1 and len(cursor.settlements) == 1
         landing = Landing(

@@ -164,7 +164,8 @@ class Sealer:
         """
         starts = [] if entry.grace_from_s is None else [entry.grace_from_s]
         if self._members.names_me and entry.began_s is not None:
-            starts.append(entry.began_s + self._phase.head_start_s)
+            ahead_s = self._phase.ahead_s(entry.index) if self._context.turns.is_beside else 0.0
+            starts.append(entry.began_s + self._phase.head_start_s + ahead_s)
         starts += [
             now + head.head_start_s
             for rank, head in good.items()

@@ -29,8 +29,8 @@ class Turns(Protocol):
     def submit(self, job: Job) -> None:
         """Have a job done when those before it are. Raises what one of them raised."""
 
-    def check(self) -> None:
-        """Raise what a job has raised, once."""
+    def check(self) -> bool:
+        """Raise what a job has raised, once; from then on return False."""
 
     def until(self, done: Callable[[], bool]) -> None:
         """Return when something is so that the rounds bring about. Raises what a job raised."""
@@ -59,8 +59,8 @@ class InTurn:
     def submit(self, job: Job) -> None:
         job()
 
-    def check(self) -> None:
-        pass
+    def check(self) -> bool:
+        return True
 
     def until(self, done: Callable[[], bool]) -> None:
         assert done()

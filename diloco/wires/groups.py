@@ -1,64 +1,127 @@
-"""Groups of values that share a scale: what the wires of whole numbers have in common."""
+"""What the wires of whole numbers have in common: values in groups, each group with a scale of its own."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
-from diloco.wires.wire import Floats, NotFiniteError
+from diloco.wires.wire import PIECE, Floats, NotFiniteError
 
 LEAST = np.float32(2.0**-100)
 """Groups of smaller values are zero: no product becomes so small that processors round it in different ways."""
 
 
-def scales_of(block: memoryview, n: int, group: int, start: int, end: int) -> Floats:
-    """Return the scales in a block of `n` values of the groups of some of them."""
-    scales: Floats = np.frombuffer(block, np.float32, -(-n // group))
-    return scales[start // group : -(-end // group)]
+class Grouped(ABC):
+    """A block is the float32 scales of its groups, zeros up to a multiple of `align` bytes, and the whole numbers."""
+
+    name: ClassVar[str]
+    group: ClassVar[int]
+    most: ClassVar[int]
+    """The largest whole number; the smallest is less by all of it."""
+    align: ClassVar[int] = 4
+    is_exact: ClassVar[bool] = False
+
+    @abstractmethod
+    def _bytes(self, n: int) -> int:
+        """Return how many bytes so many whole numbers are; a piece's are a multiple of what stands alone."""
+
+    @abstractmethod
+    def _write(self, whole: Floats, to: memoryview) -> None: ...
+
+    @abstractmethod
+    def _read(self, data: memoryview, to: Floats) -> None: ...
+
+    def size(self, n: int) -> int:
+        return self._scale_bytes(n) + self._bytes(n)
+
+    def span(self, n: int, start: int, end: int) -> slice:
+        first = self._scale_bytes(n)
+        return slice(first + self._bytes(start), first + self._bytes(end))
+
+    def place(self, block: memoryview, n: int, start: int, room: Floats) -> Floats:
+        return room
+
+    def encode(self, values: Floats, block: memoryview, n: int, start: int) -> float:
+        end = start + len(values)
+        pad = slice(4 * -(-n // self.group), self._scale_bytes(n))
+        block[pad] = bytes(pad.stop - pad.start)
+        square = self._to_whole(values, self._scales(block, n, start, end))
+        self._write(values, block[self.span(n, start, end)])
+        return square
+
+    def decode(self, block: memoryview, n: int, start: int, room: Floats) -> Floats:
+        end = start + len(room)
+        self._read(block[self.span(n, start, end)], room)
+        return self._times(room, self._scales(block, n, start, end))
+
+    def accumulate(
+        self, block: memoryview, n: int, start: int, weight: np.float32, acc: Floats, product: Floats, *, first: bool
+    ) -> None:
+        end, to = start + len(acc), acc if first else product
+        self._read(block[self.span(n, start, end)], to)
+        self._times(to, self._scales(block, n, start, end) * weight)
+        if not first:
+            np.add(acc, product, out=acc)
+
+    def square(self, block: memoryview, n: int) -> float | None:
+        if not self._are_finite(self._scales(block, n, 0, n)):
+            return None
+        square, room = 0.0, np.empty(min(n, PIECE), np.float32)
+        for start in range(0, n, PIECE):
+            end = min(start + PIECE, n)
+            self._read(block[self.span(n, start, end)], room[: end - start])
+            scales = self._scales(block, n, start, end)
+            square += sum(_square(rows, scales[of]) for rows, of in self._rows(room[: end - start]))
+        return square
+
+    def _to_whole(self, values: Floats, scales: Floats) -> float:
+        """Replace values by whole numbers, and set their scales; return the sum of the squares of their products."""
+        square = 0.0
+        for rows, of in self._rows(values):
+            # As whole numbers, the bits of positive floats are in the order of the floats; numpy finds those sooner.
+            top = np.maximum.reduce(rows.view(np.int32) & 0x7FFFFFFF, axis=1).view(np.float32)
+            scale = top * np.float32(1 / self.most)
+            scale[top < LEAST] = 0.0
+            if not self._are_finite(scale):
+                raise NotFiniteError
+            inverse = np.divide(np.float32(self.most), top, out=np.zeros_like(top), where=scale > 0)
+            np.multiply(rows, inverse[:, None], out=rows)
+            np.rint(rows, out=rows)  # top * inverse is never half a unit more than most
+            scales[of] = scale
+            square += _square(rows, scale)
+        return square
+
+    def _times(self, whole: Floats, scales: Floats) -> Floats:
+        """Multiply whole numbers by their scales, in place; each product is rounded once."""
+        for rows, of in self._rows(whole):
+            np.multiply(rows, scales[of, None], out=rows)
+        return whole
+
+    def _are_finite(self, scales: Floats) -> bool:
+        """Return whether every value of groups with these scales is finite, also the one below -most."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return bool(np.isfinite(scales * np.float32(self.most + 1)).all())
+
+    def _scale_bytes(self, n: int) -> int:
+        return -(-4 * -(-n // self.group) // self.align) * self.align
+
+    def _scales(self, block: memoryview, n: int, start: int, end: int) -> Floats:
+        """Return the scales in a block of `n` values of the groups of some of them."""
+        scales: Floats = np.frombuffer(block, np.float32, -(-n // self.group))
+        return scales[start // self.group : -(-end // self.group)]
+
+    def _rows(self, values: Floats) -> Iterator[tuple[Floats, slice]]:
+        """Yield the whole groups as rows, and the rest as one more, each with the slice of its scales."""
+        n_whole = len(values) // self.group
+        if n_whole:
+            yield values[: n_whole * self.group].reshape(n_whole, self.group), slice(n_whole)
+        if len(values) > n_whole * self.group:
+            yield values[n_whole * self.group :].reshape(1, -1), slice(n_whole, n_whole + 1)
 
 
-def to_whole(values: Floats, group: int, most: int, scales: Floats) -> float:
-    """Replace values by whole numbers from -most to most, and set their scales.
-
-    Returns: the sum of the squares of the products of both.
-
-    Raises: NotFiniteError: a value is not finite, or so large that a product might not be.
-    """
-    square = 0.0
-    for rows, of in _rows(values, group):
-        # As whole numbers, the bits of positive floats are in the order of the floats; numpy finds those sooner.
-        top = np.maximum.reduce(rows.view(np.int32) & 0x7FFFFFFF, axis=1).view(np.float32)
-        scale = top * np.float32(1 / most)
-        scale[top < LEAST] = 0.0
-        if not are_finite(scale, most):
-            raise NotFiniteError
-        inverse = np.divide(np.float32(most), top, out=np.zeros_like(top), where=scale > 0)
-        np.multiply(rows, inverse[:, None], out=rows)
-        np.rint(rows, out=rows)  # top * inverse is never half a unit more than most
-        scales[of] = scale
-        wholes = np.einsum("ij,ij->i", rows, rows)  # exact: less than 2**24
-        square += float(np.dot(wholes.astype(np.float64), np.square(scale, dtype=np.float64)))
-    return square
-
-
-def times_scales(whole: Floats, group: int, scales: Floats) -> None:
-    """Multiply whole numbers by their scales, in place; each product is rounded once."""
-    for rows, of in _rows(whole, group):
-        np.multiply(rows, scales[of, None], out=rows)
-
-
-def are_finite(scales: Floats, most: int) -> bool:
-    """Return whether every value of groups with these scales is finite, also the one below -most."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.isfinite(scales * np.float32(most + 1)).all())
-
-
-def _rows(values: Floats, group: int) -> Iterator[tuple[npt.NDArray[np.float32], slice]]:
-    """Yield the whole groups as rows, and the rest as one more, each with the slice of its scales."""
-    n_whole = len(values) // group
-    if n_whole:
-        yield values[: n_whole * group].reshape(n_whole, group), slice(n_whole)
-    if len(values) > n_whole * group:
-        yield values[n_whole * group :].reshape(1, -1), slice(n_whole, n_whole + 1)
+def _square(rows: Floats, scales: Floats) -> float:
+    whole = np.einsum("ij,ij->i", rows, rows)  # exact: less than 2**24
+    return float(np.dot(whole.astype(np.float64), np.square(scales, dtype=np.float64)))

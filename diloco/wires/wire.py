@@ -151,14 +151,3 @@ def square_of(values: Floats) -> float | None:
     if math.isfinite(square):
         return square
     return float(np.dot(values, values.astype(np.float64))) if np.isfinite(values).all() else None
-
-
-def square_by_pieces(wire: Wire, block: memoryview, n: int) -> float | None:
-    """Return the sum of the squares of a block's values; None when one is not finite."""
-    square, room = 0.0, np.empty(min(n, PIECE), np.float32)
-    for start in range(0, n, PIECE):
-        one = square_of(wire.decode(block, n, start, room[: min(PIECE, n - start)]))
-        if one is None:
-            return None
-        square += one
-    return square

@@ -18,8 +18,8 @@ def wires(options: Options) -> list[Comparison]:
     titles = {"W3": "subtract, encode, digest", "W4": "digest, decode, weigh, add"}
     where = f"{n / 1e6:.1f}M values, one thread"
     found = [Comparison(name, f"{titles[name]}, {where}", "s", times[name], "fp32", goals[name]) for name in titles]
-    rounds, shards = (2, 2) if options.quick else (3, 8)
-    size = _in_a_process("bytes_of_a_round", n_elements=shards << 20, rounds=rounds)
+    block, rounds = (1 << 14, 1) if options.quick else (1 << 20, 3)
+    size = _in_a_process("bytes_of_a_round", n_elements=8 * block, block_elements=block, rounds=rounds)
     goal = {"int8, means too": 0.256, "int4, means int8": 0.2}
     return [*found, Comparison("W5", "bytes of a round, up and down", "bytes", size, "fp32", goal)]
 

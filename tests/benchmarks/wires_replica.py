@@ -63,9 +63,9 @@ def _tasks(wire: Wire, n_elements: int) -> tuple[Callable[[], object], Callable[
     return lambda: packed(len), added
 
 
-def bytes_of_a_round(n_elements: int, rounds: int) -> dict[str, list[float]]:
+def bytes_of_a_round(n_elements: int, block_elements: int, rounds: int) -> dict[str, list[float]]:
     """Return what all of 4 replicas move in a round, by wires."""
-    limits = Limits(small_bytes=0)
+    limits = Limits(small_bytes=0, block_elements=block_elements)
     wires: dict[str, dict[str, Any]] = {
         "fp32": {},
         "bf16, means too": {"wire": "bf16"},

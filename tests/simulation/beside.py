@@ -46,10 +46,11 @@ class Beside:
             self._world.spawn(self._world.who(), self._work)
         self._world.wake(self)
 
-    def check(self) -> None:
+    def check(self) -> bool:
         if self._error is not None and not self._is_told:
             self._is_told = True
             raise self._error
+        return self._error is None
 
     def until(self, done: Callable[[], bool]) -> None:
         while not done():

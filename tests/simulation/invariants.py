@@ -111,8 +111,9 @@ class Invariants:
         for entry in adopted:
             early_s = 1.05 * plan.step_s[1] + 1.0 if was_out or process.is_new else 0.0  # a step and a look
             most_s = grace_s + early_s if was_named else 2 * plan.phase_s + 2 * grace_s
-            if entry.wait_s > most_s + calls_s:
-                raise Violation(f"I12: {process.name} waited {entry.wait_s:.3f} s for round {entry.round}")
+            waited_s = entry.late_s if plan.is_beside else entry.wait_s
+            if waited_s > most_s + calls_s:
+                raise Violation(f"I12: {process.name} waited {waited_s:.3f} s for round {entry.round}")
 
     def _check_everybody_is_named(self) -> None:
         """I11: from the third seal on after the last fault, once a replica that waits has had its next look."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from simulation.world import Faults
 
@@ -87,7 +87,23 @@ class Plan:
 
     @classmethod
     def from_seed(cls, seed: int) -> Plan:
-        return cls.phased(seed) if seed % PHASED_SHARE == 0 else cls.random(seed)
+        plan = cls.phased(seed) if seed % PHASED_SHARE == 0 else cls.random(seed)
+        return plan.beside(random.Random(f"sides {seed}"))
+
+    def beside(self, rng: random.Random) -> Plan:
+        """Return the same plan, perhaps with rounds beside the training, and with other merges."""
+        if rng.random() < 0.5:
+            return self
+        most = self.steps_per_entry - 1
+        overlap = rng.choice([False, True, None])
+        return replace(
+            self,
+            is_beside=overlap is None or rng.random() < 0.8,
+            overlap=overlap,
+            overlap_by=max(1, rng.choice([1, most])),
+            keeps_later_work=rng.random() < 0.6,
+            carry_rounds=rng.choice([None, None, 1, 2]),
+        )
 
     @classmethod
     def random(cls, seed: int) -> Plan:

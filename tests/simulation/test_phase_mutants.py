@@ -47,7 +47,7 @@ def present_when_an_expected_contribution_is_seen(present: Any, self: Rounds, se
     if any(self._members.names(rank, head.attempt, head.nonce) for rank, (head, _) in entry.seen.items()):
         present(self, send)
     else:
-        self._phase.looked(self._context.clock(), self._phase.n_steps)
+        self._note_look(self._context.clock(), self._phase.n_steps)
         self._is_looking = True
 
 

@@ -73,7 +73,7 @@ class Held:
     values: Floats | None = None
     """What was held; None: live work is as it was when it was handed over."""
     ops: list[tuple[str, Floats]] = field(default_factory=list)
-    """What is to become of live work: "take" so much of it away, or let "only" so much of it be left."""
+    """What is to become of live work: "take" so much away, or let "only" so much be left, which should be "all"."""
 
     def of(self, owner: str) -> Held:
         assert self.owner == owner, f"V7: this belongs to {self.owner}, and {owner} uses it"
@@ -146,8 +146,8 @@ class Toy:
             for op, values in held.ops:
                 if op == "take":
                     undone -= values
-                else:
-                    self.dropped = self.dropped or bool((undone != values).any())
+                else:  # what was done since is lost on purpose, or nothing was
+                    self.dropped = self.dropped or (op == "only" and bool((undone != values).any()))
                     undone[:] = values
             held.ops = []
 
@@ -183,7 +183,7 @@ class Toy:
             counted = work if self.wire.is_exact or packed is None else values_of(self.wire, [packed.kept])
             held.ops.append(("take", counted))
             if not (partly or self.keeps_later_work):
-                held.ops.append(("only", work - counted))
+                held.ops.append(("only" if self.trains_on else "all", work - counted))
         elif partly:
             held.ops.append(("take", work))
             self.dropped = self.dropped or bool(work.any())

@@ -6,6 +6,7 @@ Each mean is computed again from the contributions that its seal names, each anc
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -238,7 +239,7 @@ class Run:
     ) -> Iterator[Floats]:
         """Yield the mean of each of some blocks, computed from what was sent."""
         n = len(self.anchors[entry % len(self.names)])
-        total = sum(weight for _, weight in sorted(weights.items()))
+        total = math.fsum(weights.values())
         sent = {rank: self._contribution(entry, rank, seal["members"][str(rank)], n) for rank in sorted(weights)}
         for block in range(first, end):
             acc: Floats | None = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -23,18 +25,18 @@ def _no_replica_is_left() -> Iterator[None]:
 
 
 class Training:
-    """An attempt of the one replica of a run, with an optimizer that rides along, and rounds of four steps."""
+    """An attempt of the first replica of a run, with an optimizer that rides along, and rounds of four steps."""
 
-    def __init__(self, store: MemoryStore, attempt: int = 0) -> None:
+    def __init__(self, store: MemoryStore, attempt: int = 0, world_size: int = 1, **options: Any) -> None:
         self.page = SharedPage.create()
-        replica = Replica(0, 1, "run", attempt, store.url, page=self.page, claimed_nonce=f"nonce-{attempt}")
+        replica = Replica(0, world_size, "run", attempt, store.url, page=self.page, claimed_nonce=f"nonce-{attempt}")
         replica.store = store
         store.put(replica.key("started.json"), f'{{"nonce": "{replica.nonce}"}}'.encode())
         set_current_replica(replica)
         self.replica = replica
         self.model = nn.Linear(3, 1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.1)
-        self.diloco = DiLoCo(self.model, inner_steps=4, snapshot_every=100)
+        self.diloco = DiLoCo(self.model, inner_steps=4, snapshot_every=100, **options)
         self.diloco.attach_state("optimizer", self.optimizer)
 
     def step(self) -> None:
@@ -81,9 +83,32 @@ def test_a_notice_keeps_what_is_attached_and_the_work_since_the_last_round() -> 
     following.diloco._close(in_order=False)
 
 
-def test_a_stop_lets_a_replica_have_its_next_round() -> None:
-    store = MemoryStore("stop")
-    training = Training(store)
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+@pytest.mark.parametrize("merge", ["anchor", "carry"])
+def test_a_notice_while_work_is_in_flight_keeps_all_of_it(merge: str, wire: str) -> None:
+    """The other replica never comes."""
+    store = MemoryStore(f"in flight {merge} {wire}")
+    options: dict[str, Any] = {"world_size": 2, "overlap_steps": 2, "merge": merge, "wire": wire}
+    training = Training(store, **options)
+    for _ in range(3):
+        training.step()
+    training.page.announce(time.monotonic() + 25, 15)
+    with pytest.raises(SystemExit):
+        training.step()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rounds of")]
+    assert [entry.key for entry in store.list("run/diloco/main/") if "/bye/" in entry.key]
+
+    following = Training(store, attempt=1, **options)
+    assert following.diloco.rounds == 0
+    assert following.inner_moment == training.inner_moment
+    assert torch.allclose(following.model.weight, training.model.weight, atol=1e-6)
+    following.diloco._close(in_order=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_steps": 2}, {"background": True}], ids=str)
+def test_a_stop_lets_a_replica_have_its_next_round(options: dict[str, Any]) -> None:
+    store = MemoryStore(f"stop {options}")
+    training = Training(store, **options)
     for _ in range(2):
         training.step()
     training.page.announce(time.monotonic() + 600)
@@ -92,7 +117,7 @@ def test_a_stop_lets_a_replica_have_its_next_round() -> None:
         training.step()
     assert training.diloco.rounds == 1
     anchor = training.diloco.anchor()
-    following = Training(store, attempt=1)
+    following = Training(store, attempt=1, **options)
     assert following.inner_moment == training.inner_moment
     assert all(torch.equal(values, anchor[name]) for name, values in following.diloco.anchor().items())
     following.diloco._close(in_order=False)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,8 +21,8 @@ from diloco.rendezvous.frames import digests_of
 from diloco.rendezvous.patient_store import THREADS, ParallelMap
 from diloco.rendezvous.round import Layout, Limits
 from diloco.testing import run_replicas
-from diloco.wires import FP32
-from diloco.wires.wire import PIECE
+from diloco.wires import FP32, WIRES
+from diloco.wires.wire import PIECE, Floats, Wire, decoded
 from executors.store import MemoryStore, Store
 from executors.store.file import FileStore
 
@@ -37,9 +36,21 @@ def model_of(sizes: list[int], dtype: torch.dtype = torch.float32) -> tuple[nn.M
     return model, fragment, torch.randn(fragment.n_elements, generator=generator)
 
 
-def expected_of(model: nn.Module, fragment: Fragment, anchor: Tensor) -> bytes:
+def difference(model: nn.Module, fragment: Fragment, anchor: Tensor) -> Floats:
     live = torch.cat([model.get_parameter(slot.name).detach().float().reshape(-1) for slot in fragment.slots])
-    return (anchor - live).numpy().tobytes()
+    values: Floats = (anchor - live).numpy()
+    return values
+
+
+def encoded(wire: Wire, values: Floats, block_elements: int) -> list[bytes]:
+    """Return the blocks of a payload."""
+    blocks = []
+    for first in range(0, len(values), block_elements):
+        of_block = values[first : first + block_elements].copy()
+        block = memoryview(bytearray(wire.size(len(of_block))))
+        wire.encode(of_block, block, len(of_block), 0)
+        blocks.append(bytes(block))
+    return blocks
 
 
 @settings(deadline=None)  # a loaded machine is not slow code
@@ -48,24 +59,25 @@ def expected_of(model: nn.Module, fragment: Fragment, anchor: Tensor) -> bytes:
     st.sampled_from([1, 3, 16, 25, 250]),
     st.tuples(st.integers(0, 20), st.integers(0, 20)),
     st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from(list(WIRES.values())),
 )
 def test_streamed_pieces_are_the_payload_and_what_is_kept_is_its_part(
-    sizes: list[int], block_elements: int, keep: tuple[int, int], dtype: torch.dtype
+    sizes: list[int], block_elements: int, keep: tuple[int, int], dtype: torch.dtype, wire: Wire
 ) -> None:
     model, fragment, anchor = model_of(sizes, dtype)
-    expected = expected_of(model, fragment, anchor)
-    first, end = (min(at * 4 * block_elements, len(expected)) for at in sorted(keep))
+    expected = b"".join(encoded(wire, difference(model, fragment, anchor), block_elements))
+    first, end = (min(at * wire.size(block_elements), len(expected)) for at in sorted(keep))
     kept, written = memoryview(bytearray(b"7" * (end - first))), bytearray()
     with torch.no_grad():
         packed = pack(
-            live_tensors(model, fragment), anchor, kept, wire=FP32, start=first, write=written.extend, who="I",
+            live_tensors(model, fragment), anchor, kept, wire=wire, start=first, write=written.extend, who="I",
             block_elements=block_elements,
         )  # fmt: skip
     assert bytes(written) == expected
-    assert packed.blocks == digests_of(expected, 4 * block_elements)
+    assert packed.blocks == digests_of(expected, wire.size(block_elements))
     assert len(packed.norms) == len(packed.blocks)
-    squares = np.frombuffer(expected, np.float32).astype(np.float64) ** 2
-    assert sum(norm**2 for norm in packed.norms) == pytest.approx(squares.sum(), rel=1e-5)
+    squares = [values @ values for _, values in decoded(wire, [memoryview(expected)], sum(sizes), block_elements)]
+    assert sum(norm**2 for norm in packed.norms) == pytest.approx(sum(squares), rel=1e-4)
     assert bytes(packed.kept) == expected[first:end]
     assert packed.part(first, end - first) is not None
     assert packed.part(first, end - first + 4) is None
@@ -76,9 +88,8 @@ def test_pieces_of_a_large_block_are_digested_as_one() -> None:
     model, fragment, anchor = model_of([PIECE - 5, 3 * PIECE, 11])
     kept = memoryview(bytearray(4 * fragment.n_elements))
     with torch.no_grad():
-        live = live_tensors(model, fragment)
-        packed = pack(live, anchor, kept, wire=FP32, who="I", block_elements=2 * PIECE + 10)
-    assert bytes(packed.kept) == expected_of(model, fragment, anchor)
+        packed = pack(live_tensors(model, fragment), anchor, kept, wire=FP32, who="I", block_elements=2 * PIECE + 10)
+    assert bytes(packed.kept) == difference(model, fragment, anchor).tobytes()
     assert packed.blocks == digests_of(packed.kept, 8 * PIECE + 40)
 
 
@@ -91,6 +102,16 @@ def test_a_value_that_is_not_finite_is_named_also_when_it_is_streamed() -> None:
             pack(live, anchor, memoryview(b""), wire=FP32, write=len, who="Rank 3", block_elements=16)
 
 
+def test_a_value_that_is_too_large_for_the_wire_is_refused() -> None:
+    model, fragment, anchor = model_of([50])
+    with torch.no_grad():
+        model.get_parameter("tensors.0")[7] = 3.4e38
+        live = live_tensors(model, fragment)
+        pack(live, anchor, memoryview(b""), wire=FP32, write=len, who="Rank 3")
+        with pytest.raises(ContributionError, match=r"Rank 3: a value is too large for wire='int8'"):
+            pack(live, anchor, memoryview(b""), wire=WIRES["int8"], write=len, who="Rank 3")
+
+
 class FarStore:
     """A store that streams nothing, and of which nobody knows how soon it answers."""
 
@@ -100,14 +121,16 @@ class FarStore:
         self.list, self.delete = store.list, store.delete
 
 
-def anchors_after(store: Store, n: int, rounds: int) -> list[bytes]:
+def anchors_after(store: Store, n: int, rounds: int, wire: str) -> list[bytes]:
     """Let replicas, one thread each, go through sharded rounds; return their anchors."""
 
     def body(where: Mapping[str, Any]) -> bytes:
         model = nn.Linear(300, 7)
         torch.nn.init.constant_(model.weight, 0.5)
         torch.nn.init.zeros_(model.bias)
-        with DiLoCo(model, inner_steps=1, _limits=Limits(small_bytes=0, block_elements=250), **where) as diloco:
+        with DiLoCo(
+            model, inner_steps=1, wire=wire, _limits=Limits(small_bytes=0, block_elements=250), **where
+        ) as diloco:
             for number in range(rounds):
                 with torch.no_grad():
                     model.weight += 0.1 * (where["rank"] + 1) * (number + 1)
@@ -119,10 +142,11 @@ def anchors_after(store: Store, n: int, rounds: int) -> list[bytes]:
     return run_replicas(n, body, store=store)
 
 
-def test_streaming_reading_at_once_and_neither_lead_to_the_same_anchor(tmp_path: Path) -> None:
-    streamed = anchors_after(FileStore(tmp_path / "near"), 3, 4)
-    at_once = anchors_after(FarStore(FileStore(tmp_path / "far")), 3, 4)
-    in_memory = anchors_after(MemoryStore(), 3, 4)
+@pytest.mark.parametrize("wire", ["fp32", "int4"])
+def test_streaming_reading_at_once_and_neither_lead_to_the_same_anchor(wire: str, tmp_path: Path) -> None:
+    streamed = anchors_after(FileStore(tmp_path / "near"), 3, 4, wire)
+    at_once = anchors_after(FarStore(FileStore(tmp_path / "far")), 3, 4, wire)
+    in_memory = anchors_after(MemoryStore(), 3, 4, wire)
     assert len({*streamed, *at_once, *in_memory}) == 1
 
 

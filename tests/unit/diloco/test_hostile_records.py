@@ -78,7 +78,7 @@ POINTER: dict[str, Any] = {
 
 
 def parse_seal(data: bytes) -> Seal:
-    return Seal.parse(data, size_bytes=len(MEAN))
+    return Seal.parse(data, size_bytes=len(MEAN), wire="fp32")
 
 
 def test_the_records_that_are_spoilt_below_are_fine_as_they_are() -> None:
@@ -119,18 +119,18 @@ HOSTILE_SEALS: list[dict[str, Any]] = [
     *(member((3, value)) for value in DIGESTS),
     *(member((4, value)) for value in FLAGS),
     *({"anchor": value} for value in DIGESTS),
+    *({"wire": value} for value in [*TEXTS, "int8"]),
     *({"shards": value} for value in [*WHOLE, 65, 10**9]),
     *({"mean": value} for value in [*DIGESTS, "e" * 32]),
     *({"phase_s": value} for value in ("1", None, True, [1.0], 10**400)),
     *({"same": value} for value in (*LISTS, [[]], [[0]], [[0, 0]], [[0, 1]], [[0], [0]], [[0, None]], [{"0": 0}])),
 ]
 HOSTILE_CONTRIBUTIONS: list[dict[str, Any]] = [
-    *({"rank": value} for value in [*WHOLE, 10**7]),
-    *({"attempt": value} for value in [*WHOLE, 10**7]),
-    *({"nonce": value} for value in TEXTS),
+    *({name: value} for name in ("rank", "attempt") for value in [*WHOLE, 10**7]),
+    *({name: value} for name in ("nonce", "wire") for value in TEXTS),
     *({"weight": value} for value in WEIGHTS),
     *({"anchor": value} for value in DIGESTS),
-    *({"bytes": value} for value in WHOLE),
+    *({name: value} for name in ("bytes", "steps") for value in WHOLE),
     *({"blocks": value} for value in (7, True, None, [D], {"a": D}, "d" * 31, "d" * 33)),
     *({"norms": value} for value in LISTS if value not in ([NAN], [-1])),
     *({name: value} for name in ("waited_s", "phase_s", "head_start_s") for value in ("1", None, True, [1], 10**400)),
@@ -139,6 +139,7 @@ HOSTILE_CONTRIBUTIONS: list[dict[str, Any]] = [
 HOSTILE_MEANS: list[dict[str, Any]] = [
     *({"blocks": value} for value in (7, True, None, [D], "d" * 31)),
     *({"left_out": value} for value in [*LISTS, [10**7]]),
+    *({"wire": value} for value in TEXTS),
 ]
 HOSTILE_POINTERS: list[dict[str, Any]] = [
     *({"nonce": value} for value in [*TEXTS, "..", ".", "a/b", "../../other", "a\0", "é", "a\n", "-"]),

@@ -1,0 +1,178 @@
+"""Rounds over wires that leave something out: nothing of it is lost, and nobody reads what another wire wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.training import PLAIN, next_process, nudge, place
+from torch import nn
+
+from diloco import DiLoCo
+from diloco.rendezvous.frames import Contribution, MeanHead, Seal, digests_of, head_bytes, unframe
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.round import Limits
+from diloco.testing import run_replicas
+from diloco.wires import WIRES
+from executors.store import MemoryStore
+from executors.store.faulty import FaultyStore
+
+LOSSY = [wire.name for wire in WIRES.values() if not wire.is_exact]
+KEYS = Keys("test", "main")
+SHARDED = Limits(small_bytes=0, block_elements=300)
+pytestmark = pytest.mark.filterwarnings("ignore:Only .* rounds are planned")
+
+
+@pytest.fixture(autouse=True)
+def _processes_are_forgotten() -> None:
+    next_process()
+
+
+def zeros(n: int = 1000, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    model = nn.Linear(n, 1, bias=False, dtype=dtype)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def uneven(scale: float = 1.0, n: int = 1000) -> torch.Tensor:
+    """Return steps of which most are far too small for a wire to tell them from nothing beside the largest."""
+    steps = torch.full((1, n), 1e-3 * scale)
+    steps[0, ::100] = scale
+    return steps
+
+
+@pytest.mark.parametrize("limits", [Limits(), SHARDED], ids=["in the seal", "in shards"])
+@pytest.mark.parametrize("wire", LOSSY)
+def test_what_a_wire_leaves_out_goes_with_a_later_contribution(wire: str, limits: Limits) -> None:
+    rounds = 40
+
+    def body(where: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        model = zeros()
+        with DiLoCo(model, inner_steps=1, wire=wire, mean_wire="fp32", **PLAIN, **where, _limits=limits) as diloco:
+            for _ in range(rounds):
+                nudge(model, uneven(1.0 + where["rank"]))
+                report = diloco.step()
+                assert report is not None
+                assert (report.verdict, report.work) == ("counted", 1)
+        return diloco.anchor()["weight"], model.weight.detach()
+
+    results = run_replicas(2, body)
+    anchor = results[0][0]
+    assert torch.equal(anchor, results[1][0])
+    left = torch.stack([live - anchor for _, live in results]).mean(0)
+    # Of what both did, each unit is in the anchor or still in the live parameters.
+    torch.testing.assert_close(anchor + left, rounds * uneven(1.5), rtol=1e-4, atol=1e-4)
+    assert float((anchor / (rounds * uneven(1.5)) - 1).abs().max()) < {"bf16": 1e-4, "int8": 0.2, "int4": 4.0}[wire]
+    assert float(left.abs().max()) < {"bf16": 2e-2, "int8": 2e-2, "int4": 0.3}[wire]
+
+
+@pytest.mark.parametrize("wire", LOSSY)
+def test_a_planned_run_ends_with_one_model(wire: str) -> None:
+    def body(where: Mapping[str, Any]) -> bytes:
+        model = zeros()
+        with DiLoCo(model, inner_steps=2, total_steps=4, wire=wire, **where) as diloco:
+            for _ in range(4):
+                nudge(model, uneven(1.0 + where["rank"]))
+                diloco.step()
+        assert torch.equal(model.weight, diloco.anchor()["weight"])
+        return model.weight.detach().numpy().tobytes()
+
+    assert len(set(run_replicas(2, body))) == 1
+
+
+def test_of_the_rest_as_much_is_kept_as_is_to_be_kept_of_the_live_value() -> None:
+    model = zeros()
+    with DiLoCo(model, inner_steps=1, wire="int8", mean_wire="fp32", mix=0.5, **PLAIN, **place()) as diloco:
+        nudge(model, uneven())
+        live = model.weight.detach().clone()
+        diloco.step()
+        anchor = diloco.anchor()["weight"]
+        torch.testing.assert_close(model.weight, 0.5 * live + 0.5 * live, rtol=1e-6, atol=1e-6)
+        assert not torch.equal(anchor, live)
+
+
+def test_a_model_of_bf16_keeps_what_it_can_of_the_rest() -> None:
+    model = zeros(dtype=torch.bfloat16)
+    with DiLoCo(model, inner_steps=1, wire="int8", mean_wire="fp32", **PLAIN, **place()) as diloco:
+        for _ in range(30):
+            nudge(model, uneven().bfloat16())
+            diloco.step()
+        anchor = diloco.anchor()["weight"]
+    small = uneven() < 1
+    assert float((model.weight.detach().float() - 30 * uneven())[small].abs().max()) < 1e-3
+    assert float((anchor - 30 * uneven())[small].abs().max()) < 1 / 127
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_contribution_of_another_wire_is_unreadable(sharded: bool) -> None:
+    """It is fp32's payload under another name: as many bytes, and the digests are right."""
+    store = MemoryStore()
+    limits = Limits(small_bytes=0 if sharded else 1 << 20, block_elements=300, grace_s=0.05, takeover_after_s=0.01)
+    model = zeros()
+    with DiLoCo(model, inner_steps=1, **PLAIN, **place(store, 0, 2), _limits=limits) as diloco:
+        payload = np.ones(1000, np.float32).tobytes()
+        store.put(KEYS.claim(1, 0), b'{"nonce": "other"}')
+        anchor = diloco._model_state.digest(0)
+        fields: dict[str, Any] = {"size_bytes": 4000, "blocks": digests_of(payload, 1200), "norms": (1.0,) * 4}
+        head = Contribution(1, 0, "other", 1.0, anchor, wire="bf16", **fields).head()
+        store.put(KEYS.contribution(0, 1), head + payload)
+        nudge(model, 1.0)
+        report = diloco.step()
+    assert report is not None
+    assert report.ranks == (0,)
+
+
+def test_a_mean_of_another_wire_is_not_stepped_with() -> None:
+    store = FaultyStore(MemoryStore(), seed=0)
+    limits = Limits(small_bytes=0, block_elements=2000)
+    model = zeros()
+
+    def forge() -> None:
+        payload = bytes(WIRES["bf16"].size(1000)) * 2
+        head = MeanHead(digests_of(payload, 8000), (), "bf16").head()
+        assert store.put_if_absent(KEYS.mean(0, 0), head + payload)
+
+    store.fail_at("put_if_absent", key="*/r0/mean/0", before=forge)
+    with DiLoCo(model, inner_steps=1, **PLAIN, **place(store), _limits=limits) as diloco:
+        nudge(model, 1.0)
+        report = diloco.step()
+        assert report is not None
+        assert torch.equal(diloco.anchor()["weight"], torch.ones(1, 1000))
+
+
+def test_heads_name_the_wire_and_the_steps() -> None:
+    kept: dict[str, bytes] = {}
+
+    class Keeping(MemoryStore):
+        def delete(self, key: str) -> None:
+            pass
+
+    store = Keeping()
+    for wire in ("fp32", "int4"):
+        next_process()
+        where = {**place(store), "run_id": wire}
+        model = zeros()
+        with DiLoCo(model, inner_steps=3, wire=wire, **PLAIN, **where, _limits=SHARDED) as diloco:
+            for _ in range(3):
+                nudge(model, uneven())
+                diloco.step()
+            layout = diloco._participant._context.layouts[0]
+        keys = Keys(wire, "main")
+        data = bytes(store.get(keys.contribution(0, 0)))
+        assert len(data) == head_bytes(4) + layout.size_bytes
+        head = unframe(data)[0]
+        assert (head.get("wire", "fp32"), head["steps"], head["bytes"]) == (wire, 3, layout.size_bytes)
+        mean, mean_wire = unframe(store.get(keys.mean(0, 0)))[0], {"fp32": "fp32", "int4": "int8"}[wire]
+        assert mean.get("wire", "fp32") == mean_wire
+        kept[wire] = data
+    assert len(kept["int4"]) < len(kept["fp32"])
+    assert Seal.parse(b"".join(Seal({0: member()}, "d" * 32, 0, b"1", wire="int8").data())).wire == "int8"
+
+
+def member() -> Any:
+    from diloco.rendezvous.frames import Member
+
+    return Member("n", 0, 1.0, "d" * 32)

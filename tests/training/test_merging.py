@@ -1,0 +1,182 @@
+"""What becomes of the live parameters when a mean is applied beside the training: by the formulas, and bit for bit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from support.training import PLAIN, leave, next_process, nudge, place
+from torch import nn
+
+from diloco import DiLoCo
+from diloco.rendezvous.frames import Member, Seal
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.round import Limits
+from diloco.testing import run_replicas
+from executors.store import MemoryStore
+
+Floats = NDArray[np.float32]
+N, REPLICAS = 600, 3
+LIMITS = Limits(grace_s=1e6, block_elements=512)
+
+
+@pytest.fixture(autouse=True)
+def _processes_are_forgotten() -> None:
+    next_process()
+
+
+def steps_of(rank: int, n: int, size: int = N) -> Floats:
+    """Return inner steps, which depend on nothing."""
+    return np.random.default_rng(rank).normal(size=(n, size), scale=0.1).astype(np.float32)
+
+
+def as_decoded(values: Floats, wire: str) -> Floats:
+    """Return what others read of these values: the nearest of so many steps up to the largest of a group."""
+    if wire == "fp32":
+        return values
+    size, most = {"int8": (256, np.float32(127)), "int4": (128, np.float32(7))}[wire]
+    groups = np.split(values, range(size, len(values), size))
+    tops = [np.abs(group).max() for group in groups]
+    steps = [np.rint(group * (most / top)) * (top * (1 / most)) for group, top in zip(groups, tops, strict=True)]
+    return np.concatenate(steps)
+
+
+def expected(
+    n_steps: int, every: int, overlap: int, *, wire: str, merge: str, mix: float
+) -> tuple[list[Floats], Floats]:
+    """Return the live parameters of each replica, and the anchor, by the formulas; means travel as fp32."""
+    anchor = np.zeros(N, np.float32)
+    moves = [steps_of(rank, n_steps) for rank in range(REPLICAS)]
+    live = [np.zeros(N, np.float32) for _ in range(REPLICAS)]
+    held: list[Floats] = []
+    for step in range(1, n_steps + 1):
+        live = [values + move[step - 1] for values, move in zip(live, moves, strict=True)]
+        if step % every == (every - overlap) % every:
+            held = [values.copy() for values in live]
+        if step % every == 0:
+            sent = [as_decoded(anchor - values, wire) for values in held]
+            after = anchor - np.mean(sent, axis=0)
+            left = [anchor - values - part for values, part in zip(held, sent, strict=True)]
+            if merge == "carry":
+                live = [values + after - anchor + part for values, part in zip(live, sent, strict=True)]
+            else:
+                live = [mix * values + (1 - mix) * (after - lost) for values, lost in zip(live, left, strict=True)]
+            anchor = after
+    return live, anchor
+
+
+@pytest.mark.parametrize("overlap", [0, 2, 4])
+@pytest.mark.parametrize(
+    ("merge", "mix"), [("carry", 0.0), ("anchor", 0.0), ("anchor", 0.25)], ids=["carry", "anchor", "mix"]
+)
+@pytest.mark.parametrize("wire", ["fp32", "int8", "int4"])
+def test_live_parameters_are_what_the_formula_says(wire: str, merge: str, mix: float, overlap: int) -> None:
+    def body(where: Mapping[str, Any]) -> tuple[Floats, Floats]:
+        model = nn.Linear(N, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        options: dict[str, Any] = {"merge": merge, "mix": mix, "wire": wire, "mean_wire": "fp32", **PLAIN}
+        diloco = DiLoCo(model, inner_steps=5, overlap_steps=overlap, **options, **where, _limits=LIMITS)
+        for move in steps_of(where["rank"], 20):
+            nudge(model, torch.from_numpy(move))
+            report = diloco.step()
+            if report is not None:
+                assert report.stale_steps == overlap
+                assert (report.wire_error is None) == (wire == "fp32")
+                if report.wire_error is not None:
+                    low, high = {"int8": (0.001, 0.02), "int4": (0.02, 0.3)}[wire]
+                    assert low < report.wire_error < high
+        assert diloco.rounds == 4
+        leave(diloco)
+        return model.weight.detach().numpy().copy()[0], diloco.anchor()["weight"].numpy()[0]
+
+    live, anchor = expected(20, 5, overlap, wire=wire, merge=merge, mix=mix)
+    for rank, (mine, mine_anchor) in enumerate(run_replicas(REPLICAS, body)):
+        np.testing.assert_allclose(mine_anchor, anchor, rtol=0, atol=3e-6)
+        np.testing.assert_allclose(mine, live[rank], rtol=0, atol=3e-6, err_msg=f"rank {rank}")
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "without overlap": {},
+    "without overlap, mixed": {"mix": 0.25},
+    "without overlap, int8": {"wire": "int8", "fragments": 2},
+    "overlap": {"overlap_steps": 3},
+    "overlap, carry, int4": {"overlap_steps": 2, "merge": "carry", "wire": "int4"},
+    "fragments, always under way": {"fragments": 2, "overlap_steps": 1, "merge": "carry", "wire": "int8"},
+    "to the end of a plan": {"total_steps": 19, "overlap_steps": 2, "mix": 0.5},
+    "bf16": {"overlap_steps": 2, "merge": "carry", "dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:.* in nobody.s average", "ignore:Only .* rounds are planned")
+def test_the_thread_changes_no_bit(case: str) -> None:
+    """Of anchors and live parameters, at no step, however fast it is."""
+    options = dict(CASES[case])
+    dtype = options.pop("dtype", torch.float32)
+
+    def trained(*, background: bool) -> list[list[bytes]]:
+        def body(where: Mapping[str, Any]) -> list[bytes]:
+            model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10)).to(dtype)
+            for parameter in model.parameters():
+                nn.init.constant_(parameter, 0.5)
+            seen = []
+            options_ = {"inner_steps": 4, **options}
+            diloco = DiLoCo(model, background=background, weight=1.0 + where["rank"], **options_, **where)
+            for move in steps_of(where["rank"], 20, 1):
+                nudge(model, torch.from_numpy(move).to(dtype))
+                diloco.step()
+                seen += [parameter.detach().float().numpy().tobytes() for parameter in model.parameters()]
+            diloco.close()
+            seen += [parameter.detach().float().numpy().tobytes() for parameter in model.parameters()]
+            return [*seen, *[values.numpy().tobytes() for values in diloco.anchor().values()]]
+
+        return run_replicas(2, body)
+
+    first = trained(background=True)
+    assert first[0][-1] == first[1][-1]
+    assert trained(background=True) == first
+    assert trained(background=False) == first
+
+
+# -- work that is never counted ----------------------------------------------------------------------------------------
+
+
+def leave_out(store: MemoryStore, diloco: DiLoCo, entries: Sequence[int]) -> None:
+    """Seal entries with another rank's work, which is none: the anchor stays."""
+    mean = np.zeros(4, np.float32).tobytes()
+    seal = Seal({1: Member("another", 0, 1.0, "d" * 32)}, diloco._model_state.digest(0), 0, mean)
+    for entry in entries:
+        store.put_if_absent(Keys("test", "main").seal(entry), seal.data())
+
+
+@pytest.mark.parametrize("carry_rounds", [1, 4, None])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_work_that_waits_too_long_is_given_up_once_and_with_a_warning(
+    carry_rounds: int | None, at_once: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    store, model = MemoryStore(), nn.Linear(4, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    options: dict[str, Any] = {"inner_steps": 1, "carry_rounds": carry_rounds, "late": "carry", **PLAIN}
+    diloco = DiLoCo(model, **options, **place(store, world_size=2), _limits=Limits(grace_s=1e6))
+    nudge(model, 1.0)
+    if at_once:
+        leave_out(store, diloco, range(12))
+        diloco.step()
+    else:
+        for entry in range(1 + (carry_rounds or 12)):
+            leave_out(store, diloco, [entry])
+            while diloco.rounds == entry:
+                diloco.step()
+    assert diloco.rounds > (carry_rounds or 11)
+    warnings = [record.message for record in caplog.records if "given up" in record.message]
+    assert model.weight.unique().tolist() == [1.0 if carry_rounds is None else 0.0]
+    assert len(warnings) == (carry_rounds is not None), warnings
+    if carry_rounds is not None:
+        assert warnings[0].startswith(f"Rank 0: work of {carry_rounds} round{'s' * (carry_rounds > 1)} was not counted")
+    leave(diloco)
