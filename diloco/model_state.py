@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from diloco.fragments import Fragment
 from diloco.outer_optimizer import CHUNK, GivenOptimizer, NesterovSGD, OuterOptimizer
 from diloco.pseudo_gradient import difference, live_tensors, pack, set_live
+from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.training_state import Agreement, Array, Arrays, Packed, Verdict
 from diloco.settings import Settings
 from diloco.shadow import Shadow
@@ -44,6 +45,7 @@ class ModelState:
         self._mix = settings.mix
         self.wire = wire_named(settings.wire)
         self.mean_wire = wire_named(settings.wire_of_means)
+        self._proof = proof_of(settings.key)
         self._block_elements = block_elements
         self._memory = np.empty(0, np.uint8)
         for fragment, anchor in zip(self.fragments, self.anchors, strict=True):
@@ -119,6 +121,7 @@ class ModelState:
             anchor,
             np.empty(end, np.uint8).data if keep is None and end > self._memory.nbytes else self._room(end - first),
             wire=self.wire,
+            proof=self._proof,
             start=first,
             write=write,
             who=f"Contribution of rank {self.rank} for round {entry + 1}",

@@ -32,6 +32,7 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import find_place
 from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.patient_store import ParallelMap, PatientStore, at_once, is_near
+from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.round import Context, Limits, RoundReport
 from diloco.rendezvous.turns import InTurn, Turns
 from diloco.rounds_thread import RoundsThread
@@ -107,6 +108,7 @@ class DiLoCo:
         store, run_id, rank, world_size: default to those of `current_replica()`; in a process that is no replica, as
             in `python train.py`, to a world of 1, in memory, which stderr says. rank="join": one more replica of a run
             that began with `world_size`, under the next free rank.
+        key: bytes that all replicas share: only what was made with it is believed. None: that of a `signed` launch.
 
     Raises:
         ValueError, TypeError: an argument; nothing was written.
@@ -146,6 +148,7 @@ class DiLoCo:
         run_id: str | None = None,
         rank: int | Literal["join"] | None = None,
         world_size: int | None = None,
+        key: bytes | None = None,
         _limits: Limits | None = None,
     ) -> None:
         place = find_place(store, run_id, rank, world_size)
@@ -164,13 +167,15 @@ class DiLoCo:
             carry_rounds=carry_rounds,
             min_quorum=min_quorum, grace_s=grace_s, round_timeout_s=round_timeout_s, weight=weight,
             snapshot_every=snapshot_every, allow_no_rounds=allow_no_rounds, same_data=same_data,
-            world_size=place.world_size, rank=place.world_size if place.rank is None else place.rank,
+            key=place.key_of_run(key), world_size=place.world_size,
+            rank=place.world_size if place.rank is None else place.rank,
         )  # fmt: skip
         settings.check()
         settings.warn_of_few_rounds()
         self._model_state = ModelState(model, fragments_, settings, block_elements=limits.block_elements)
         self._watch = open_watch(place.store)
-        patient = PatientStore(place.store, clock=monotonic, error_patience_s=limits.error_patience_s)
+        is_signed = settings.key is not None
+        patient = PatientStore(place.store, clock=monotonic, error_patience_s=limits.error_patience_s, copies=is_signed)
         keys = Keys(place.run_id, name)
         me = place.identify(patient, keys, self._watch)
         self._name = (me.nonce, name)
@@ -189,20 +194,15 @@ class DiLoCo:
             turns = RoundsThread(thread, self._watch.wait, lambda: patient.answer_s)
         context = Context(
             store=patient, keys=keys, me=me, training=self._model_state, plan=settings.plan,
-            origin=place.origin,
-            limits=limits,
-            min_quorum=min_quorum or 1,
-            weight=weight,
-            snapshot_every=settings.entries_per_snapshot,
-            carry_rounds=carry_rounds,
-            turns=turns,
+            proof=proof_of(settings.key), origin=place.origin, limits=limits, min_quorum=min_quorum or 1, weight=weight,
+            snapshot_every=settings.entries_per_snapshot, carry_rounds=carry_rounds, turns=turns,
             background=self._background,
             map=map if near else self._reads,
             ask=at_once if near else self._reads.ask,
         )  # fmt: skip
         for layout in context.layouts:
             self._model_state.reserve(layout.kept_bytes(place.world_size, streams=patient.streams))
-        self._attached = AttachedState(patient, keys, me, self._background, settings.plan)
+        self._attached = AttachedState(patient, keys, me, self._background, settings.plan, context.proof)
         self._same_data = SameData(same_data, me.rank, place.replica)
         self._participant = Participant(context)
         self._steps = 0
