@@ -228,7 +228,8 @@ class DiLoCo:
     def sync(self) -> list[RoundReport]:
         """Have a round of every fragment now; all replicas must call it at the same step. Inner steps count from here.
 
-        A fragment that is on its way has this as its round.
+        A fragment that is on its way has this as its round. With `total_steps` these are some of the planned rounds, so
+        that the last one comes before the last step.
         """
         self._check_open()
         self._liaison.progress()

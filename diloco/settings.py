@@ -206,10 +206,12 @@ class Settings:
                 "DiLoCo(model, allow_no_rounds=True)."
             )
         if rounds and uncounted:
+            advice = "Tell DiLoCo total_steps=…, and its last round is at the last step; or call sync()."
+            if self.plan.is_over(rounds):
+                advice = f"Each sync() took the place of one of the rounds planned for total_steps={self.total_steps}."
             warnings.warn(
                 f"{uncounted} step{'s' * (uncounted > 1)} of this replica since its last round "
-                f"{'are' if uncounted > 1 else 'is'} in nobody's average (inner_steps is {self.inner_steps}). Tell "
-                "DiLoCo total_steps=…, and its last round is at the last step; or call sync().",
+                f"{'are' if uncounted > 1 else 'is'} in nobody's average (inner_steps is {self.inner_steps}). {advice}",
                 stacklevel=5,
             )
 

@@ -158,6 +158,7 @@ class Participant:
         if not self._turns.is_beside and self._members.missing_looks:
             self._members.check_run()
         if plan.is_over(self.position):
+            phase.is_over = True
             return reports
         if self.is_out and not phase.is_at_the_end and not self._turns.is_beside and self._rounds.look():
             reports += self._take()
@@ -172,7 +173,8 @@ class Participant:
         """Send and meet, in phase."""
         phase, reports = self.phase, list[RoundReport]()
         if self._plan.overlap_steps is None:
-            if self._is_awaited and phase.is_next_due:
+            is_final = self._plan.is_final(self.position)
+            if phase.is_due if is_final else self._is_awaited and phase.is_next_due:
                 reports += self._meet()
             if not self._is_awaited and not self.is_out and phase.is_time_to_send(self.position):
                 self._send()

@@ -85,6 +85,8 @@ class Phase:
         """How long an entry's steps take, from those made so far; 0: not known yet."""
         self.has_trained = False
         """Whether this process has made a step, so that it knows how long a phase takes."""
+        self.is_over = False
+        """Whether no round is planned any more, so that nothing bounds the steps."""
         # What the rounds know.
         self.is_out = False
         """Whether this replica is out of phase."""
@@ -109,7 +111,7 @@ class Phase:
     def inner_step(self) -> int:
         """The run's step: that of its newest entry, and at most the steps beyond of what is open or on its way."""
         total, plan = self._plan.total_steps, self._plan
-        if total is not None and self.base >= total:
+        if self.is_over or (total is not None and self.base >= total):
             return self.base + self.since  # beyond what was planned
         most = plan.steps_per_entry * (2 if plan.overlap_steps is None else 1)
         return plan.capped(self.base + min(self.since, most))
@@ -162,7 +164,7 @@ class Phase:
 
     def begin(self, base: int, since: int = 0) -> None:
         """Continue from the step that others, or a checkpoint, have reached."""
-        self.base, self.since = self._plan.capped(base), since
+        self.base, self.since, self.is_over = self._plan.capped(base), since, False
 
     def met(self, n_entries: int) -> None:
         """Go on after the rounds of a boundary, from which all go on together."""

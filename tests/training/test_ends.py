@@ -178,3 +178,19 @@ def test_a_second_diloco_of_the_same_name_is_refused_while_the_first_is_open() -
             DiLoCo(nn.Linear(2, 2), **where)
         with DiLoCo(nn.Linear(3, 3), name="other", **where):
             pass
+
+
+@pytest.mark.parametrize("overlap_steps", [0, 3, "auto"])
+def test_rounds_that_were_asked_for_are_planned_ones_so_the_last_steps_of_a_plan_are_in_nobodys_average(
+    overlap_steps: Any,
+) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    with DiLoCo(model, inner_steps=8, total_steps=40, overlap_steps=overlap_steps, **PLAIN, **place()) as diloco:
+        steps = 0
+        while diloco.inner_step < 40 and steps < 100:
+            nudge(model, 1.0)
+            diloco.step()
+            steps += 1
+            if steps in (3, 4, 5):
+                diloco.sync()
+    assert (steps, diloco.inner_step, diloco.rounds) == (40, 40, 5)
