@@ -144,7 +144,7 @@ class DiLoCo:
     ) -> None:
         place = find_place(store, run_id, rank, world_size)
         self._liaison = Liaison(place.replica, name)
-        if not name or "/" in name:
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
             raise ValueError(f"name must be a word without '/', as in 'main', got name={name!r}.")
         limits = _limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
         if place.is_alone:  # its memory is not to fill up: what a mean is made of is deleted behind the last snapshot

@@ -336,6 +336,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"outer_optimizer": "sgd"}, "outer_optimizer must be a callable"),
     ({"name": "a/b"}, "name must be a word without"),
     ({"name": ""}, "name must be a word without '/'"),
+    ({"name": ".."}, "name must be a word without '/'"),
+    ({"name": 5}, "name must be a word without '/'"),
     ({"rank": -1}, "rank must be at least 0"),
     ({"rank": "joins"}, 'rank must be an integer or "join"'),
     ({"model": nn.Linear(2, 2, dtype=torch.complex64)}, "'weight' is torch.complex64; only real numbers"),
