@@ -17,6 +17,7 @@ from torch import nn
 from diloco import DiLoCo
 from diloco.rendezvous.frames import Member, Seal
 from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Limits
 from diloco.rounds_thread import RoundsThread
 from diloco.testing import run_replicas
@@ -280,7 +281,7 @@ def test_who_interrupts_a_replica_while_it_begins_leaves_no_thread(monkeypatch: 
     store, model = MemoryStore(), zeros()
     with begin(store, model) as diloco:
         seal = Seal({0: Member("gone", 7, 1.0, "d" * 32)}, diloco._model_state.digest(0), 1)
-    store.put_if_absent(KEYS.seal(0), seal.data())
+    store.put_if_absent(KEYS.seal(0), seal.data("", UNSIGNED))
     next_process()
     me = threading.get_ident()
 

@@ -16,6 +16,7 @@ from torch import nn
 from diloco import DiLoCo
 from diloco.rendezvous.frames import Member, Seal
 from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
 from executors.store import MemoryStore
@@ -151,7 +152,8 @@ def leave_out(store: MemoryStore, diloco: DiLoCo, entries: Sequence[int]) -> Non
     mean = np.zeros(4, np.float32).tobytes()
     seal = Seal({1: Member("another", 0, 1.0, "d" * 32)}, diloco._model_state.digest(0), 0, mean)
     for entry in entries:
-        store.put_if_absent(Keys("test", "main").seal(entry), seal.data())
+        key = Keys("test", "main").seal(entry)
+        store.put_if_absent(key, seal.data("", UNSIGNED))
 
 
 @pytest.mark.parametrize("carry_rounds", [1, 4, None])
