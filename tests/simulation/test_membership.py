@@ -22,7 +22,7 @@ from diloco.rendezvous.phase import Phase
 from diloco.rendezvous.phase import Plan as StepPlan
 from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Context, EntryState, Limits, Send
-from diloco.rendezvous.rounds import Rounds
+from diloco.rendezvous.rounds_apart import Rounds
 from diloco.rendezvous.seal import Sealer
 from diloco.rendezvous.turns import InTurn
 from executors.errors import RunNotFoundError

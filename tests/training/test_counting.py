@@ -112,7 +112,7 @@ def test_what_a_seal_counted_after_a_state_was_kept_is_not_there_again_in_who_st
         while diloco.rounds < position:
             nudge(model, 1.0)
             diloco.step()
-        diloco._background.finish()
+        diloco._workers.uploads.finish()
 
     def lasting(where: Mapping[str, Any]) -> None:
         model, diloco = begin(where)
@@ -202,7 +202,7 @@ def test_a_bit_that_flips_between_an_outer_step_and_the_copy_of_its_result_is_in
         if flipped == "before it is sent" and entry == 2:
             flip()
         diloco.step()
-        diloco._background.finish()  # a replica that still writes a snapshot takes no other
+        diloco._workers.uploads.finish()  # a replica that still writes a snapshot takes no other
     pointers = sorted(entry.key for entry in store.list("test/diloco/main/snapshot/"))
     assert pointers == [KEYS.snapshot(entry) for entry in range(3 if flipped is None else 2)]
     leave(diloco)

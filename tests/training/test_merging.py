@@ -152,8 +152,7 @@ def leave_out(store: MemoryStore, diloco: DiLoCo, entries: Sequence[int]) -> Non
     mean = np.zeros(4, np.float32).tobytes()
     seal = Seal({1: Member("another", 0, 1.0, "d" * 32)}, diloco._model_state.digest(0), 0, mean)
     for entry in entries:
-        key = Keys("test", "main").seal(entry)
-        store.put_if_absent(key, seal.data("", UNSIGNED))
+        store.put_if_absent(Keys("test", "main").seal(entry), seal.data("", UNSIGNED))
 
 
 @pytest.mark.parametrize("carry_rounds", [1, 4, None])

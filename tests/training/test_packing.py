@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.training import next_process, place
 from torch import Tensor, nn
 
 from diloco import DiLoCo
@@ -150,6 +151,19 @@ def test_streaming_reading_at_once_and_neither_lead_to_the_same_anchor(wire: str
     at_once = anchors_after(FarStore(FileStore(tmp_path / "far")), 3, 4, wire)
     in_memory = anchors_after(MemoryStore(), 3, 4, wire)
     assert len({*streamed, *at_once, *in_memory}) == 1
+
+
+def test_what_is_sent_early_is_kept_as_a_whole_beside_the_memory_of_a_shard(tmp_path: Path) -> None:
+    limits, written = Limits(small_bytes=0, block_elements=250), bytearray()
+    next_process()
+    diloco = DiLoCo(nn.Linear(300, 7), _limits=limits, **place(FileStore(tmp_path), world_size=3))
+    state = diloco._model_state
+    taken = state._memory.nbytes
+    packed = state.pack(0, written.extend)
+    assert len(written) == 4 * 7 * 301 > taken > 0
+    assert bytes(packed.kept) == bytes(written)
+    assert state._memory.nbytes == taken
+    diloco.close()
 
 
 def test_a_parallel_map_keeps_the_order_and_does_several_things_at_once() -> None:
