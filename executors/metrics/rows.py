@@ -136,8 +136,8 @@ class Round(Record):
 
     @property
     def late_share(self) -> float:
-        """By what `wait_s`, `move_s`, `reduce_s`, `step_s` are to be multiplied: together they are `round_s` then."""
-        return self.round_s / self._parts_s if self._parts_s else 0.0
+        """How much of `wait_s`, `move_s`, `reduce_s` and `step_s` held the training up."""
+        return min(1.0, self.round_s / self._parts_s) if self._parts_s else 0.0
 
     @property
     def _parts_s(self) -> float:

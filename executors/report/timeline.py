@@ -120,10 +120,11 @@ def _spans(
         group = rounds[at : at + merged]
         gap_s = max(0.0, metrics.at(group[-1]) - now_s)
         other_s = {
-            "moving": sum(row.late_share * row.move_s for row in group),
+            "moving": 0.0,
             "waiting": sum(row.late_share * row.wait_s for row in group),
             "reducing": sum(row.late_share * (row.reduce_s + row.step_s) for row in group),
         }
+        other_s["moving"] = max(0.0, sum(row.round_s for row in group) - sum(other_s.values()))
         scale = min(1.0, gap_s / (sum(other_s.values()) or 1.0))  # clocks are only roughly alike
         training_s = gap_s - scale * sum(other_s.values())
         names = _name(group)
