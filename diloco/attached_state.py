@@ -20,13 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from xxhash import xxh3_128_hexdigest
 
-from diloco.rendezvous.frames import READ_TRIES, BadRecordError, frame, reading, typed, unframe
+from diloco.rendezvous.envelope import BadRecordError, frame, reading, typed, unframe
+from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.phase import Plan
+from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.restore import Restored
 from diloco.rendezvous.round import Background
 from diloco.rendezvous.snapshot import DTYPES, decode_part, digest_of, encode_part
@@ -66,12 +67,15 @@ class Kept:
 class AttachedState:
     """The states that are kept for a rank's next attempt."""
 
-    def __init__(self, store: PatientStore, keys: Keys, me: Identity, background: Background, plan: Plan) -> None:
+    def __init__(
+        self, store: PatientStore, keys: Keys, me: Identity, background: Background, plan: Plan, proof: Proof
+    ) -> None:
         self._store = store
         self._keys = keys
         self._me = me
         self._background = background
         self._plan = plan
+        self._proof = proof
         self._attached: dict[str, Any] = {}
         self._followers: list[Any] = []
         self.kept = self._find(keys) if me.attempt else None
@@ -148,10 +152,11 @@ class AttachedState:
     def _put(self, position: int, arrays: Arrays, since: Sequence[int]) -> None:
         store, me = self._store.for_thread(), self._me
         tensors = encode_part(arrays)
+        digest, key = digest_of(tensors, self._proof), self._keys.own_record(me.rank, position, me.attempt)
         about = {"rank": me.rank, "attempt": me.attempt, "position": position, "uncounted_since": since}
-        record = {**about, "digest": digest_of(tensors)}
+        record = {**about, "digest": digest}
         if store.write(self._keys.own_tensors(me.rank, position, me.attempt), tensors):
-            store.write(self._keys.own_record(me.rank, position, me.attempt), frame(record))
+            store.write(key, frame(record, key, self._proof))
 
     def take_over(self, origin: str, position: int) -> None:
         """Load what is attached from what this rank kept in another run, up to this one's position."""
@@ -173,16 +178,17 @@ class AttachedState:
         return None
 
     def _read(self, keys: Keys, position: int, attempt: int) -> Kept | None:
-        record = self._store.peek(keys.own_record(self._me.rank, position, attempt))
+        key = keys.own_record(self._me.rank, position, attempt)
+        record = self._store.peek(key)
         tensors = self._store.peek(keys.own_tensors(self._me.rank, position, attempt))
         with contextlib.suppress(BadRecordError):
             if record and tensors:
-                fields = unframe(record)[0]
+                fields = unframe(record, key, self._proof)[0]
                 with reading("record of an attached state"):
                     since = [
                         min(position, typed(int, entry)) for entry in typed(list, fields.get("uncounted_since", []))
                     ]
-                    if fields["digest"] == xxh3_128_hexdigest(tensors):
+                    if fields["digest"] == self._proof.digest(tensors):
                         return Kept(position, decode_part(tensors), since)
         return None
 

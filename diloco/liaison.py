@@ -5,12 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from weakref import WeakValueDictionary
 
+from diloco.errors import DiLoCoError
 from diloco.rendezvous.round import RoundReport
 from executors.replica import Replica
 
 LEAVING = 143
 """The exit code of a replica that left because it was asked to, as after SIGTERM."""
+
+
+is_open: WeakValueDictionary[tuple[str, str], object] = WeakValueDictionary()
+"""What is open in this process, by nonce and name: two of one name would be taken for one model."""
+
+
+def check_is_free(name: tuple[str, str]) -> None:
+    """Raises: DiLoCoError: there is one of this name."""
+    if name in is_open:
+        raise DiLoCoError(
+            f"A DiLoCo named {name[1]!r} is open in this replica already. Close it first, or give this one another "
+            "name: DiLoCo(model, name=…)."
+        )
 
 
 class Liaison:

@@ -6,7 +6,8 @@ payload: all of it where the store does not stream, else one shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from diloco.fragments import Fragment
 from diloco.outer_optimizer import CHUNK, GivenOptimizer, NesterovSGD, OuterOptimizer
 from diloco.pseudo_gradient import difference, live_tensors, pack, set_live
+from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.training_state import Agreement, Array, Arrays, Packed, Verdict
 from diloco.settings import Settings
 from diloco.shadow import Shadow
@@ -44,6 +46,7 @@ class ModelState:
         self._mix = settings.mix
         self.wire = wire_named(settings.wire)
         self.mean_wire = wire_named(settings.wire_of_means)
+        self._proof = proof_of(settings.key)
         self._block_elements = block_elements
         self._memory = np.empty(0, np.uint8)
         for fragment, anchor in zip(self.fragments, self.anchors, strict=True):
@@ -119,6 +122,7 @@ class ModelState:
             anchor,
             np.empty(end, np.uint8).data if keep is None and end > self._memory.nbytes else self._room(end - first),
             wire=self.wire,
+            proof=self._proof,
             start=first,
             write=write,
             who=f"Contribution of rank {self.rank} for round {entry + 1}",
@@ -189,6 +193,25 @@ class ModelState:
                 set_live(self.model, fragment, anchor - progress[index])
             else:
                 set_live(self.model, fragment, anchor - self._mix * progress[index])
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return copies of the anchor, by name, and of the outer optimizers' states."""
+        anchor = {name: values.clone() for name, values in self.anchor_views().items()}
+        return {"anchor": anchor, "outer": [outer.state_dict() for outer in self.outer]}
+
+    @torch.no_grad()
+    def load_checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Take anchor and outer state from a checkpoint. Leaves live work alone.
+
+        Raises: ValueError: it is of another model.
+        """
+        views = self.anchor_views()
+        if state["anchor"].keys() != views.keys():
+            raise ValueError("This checkpoint is of a model with other parameters.")
+        for name, view in views.items():
+            view.copy_(state["anchor"][name])
+        for outer, outer_state in zip(self.outer, state["outer"], strict=True):
+            outer.load_state_dict(outer_state)
 
     def anchor_views(self) -> dict[str, Tensor]:
         """Return the anchor by name, as views."""

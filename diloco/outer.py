@@ -17,34 +17,29 @@ from dataclasses import replace
 from time import monotonic
 from types import TracebackType
 from typing import Any, Literal, Self
-from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
 from diloco.attached_state import AttachedState
-from diloco.background import BackgroundThread
 from diloco.errors import DiLoCoError
 from diloco.fragments import FragmentSpec, plan_fragments
-from diloco.liaison import LEAVING, Liaison
+from diloco.liaison import LEAVING, Liaison, check_is_free, is_open
 from diloco.model_state import ModelState
 from diloco.outer_optimizer import OptimizerFactory
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import find_place
 from diloco.rendezvous.participant import Participant
-from diloco.rendezvous.patient_store import ParallelMap, PatientStore, at_once, is_near
+from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.round import Context, Limits, RoundReport
-from diloco.rendezvous.turns import InTurn, Turns
-from diloco.rounds_thread import RoundsThread
 from diloco.same_data import SameData, SameDataMode
 from diloco.settings import Settings
+from diloco.workers import Workers
 from executors.errors import ReplicasError
 from executors.store import Store
 from executors.store.watch import open_watch
 
 log = logging.getLogger(__name__)
-
-_open: WeakValueDictionary[tuple[str, str], DiLoCo] = WeakValueDictionary()
-"""What is open in this process: two of one name would be taken for one model."""
 
 
 class DiLoCo:
@@ -63,8 +58,7 @@ class DiLoCo:
     its work at once, waits for nobody, and is in phase again after the next round; its work is not lost.
 
     Args:
-        model: any module. Its trainable parameters are shared, keyed by name; the anchor is float32 on the CPU
-            whatever the model is.
+        model: any module. Its trainable parameters are shared, by name; the anchor is float32 on the CPU.
         inner_steps: calls of `step()` from one round of a fragment to the next; a multiple of the fragments.
         outer_optimizer: from a list of parameters to a `torch.optim.Optimizer`, taken as it is. The default is
             Nesterov SGD with `outer_lr`, `outer_momentum`, the ramp and the final average.
@@ -73,22 +67,20 @@ class DiLoCo:
         total_steps: planned inner steps of the run, the same for all. Every fragment has its last round at the last
             of them, so that no step is in nobody's average and all replicas end with one model.
         fragments: how many parts, or lists of modules or names; one has its round every inner_steps / fragments.
-        background: have rounds in a thread beside the training: True, False, or "auto": where `overlap_steps` is not 0.
-            An error in a round is then raised by the next `step()`. May differ between replicas, as the next three.
-        overlap_steps: steps between sending a fragment and applying its mean; `step()` waits for it after so many.
-            "auto": it is applied at the first `step()` after it has come, at the latest before the next is sent. Which
-            step that is depends on the store's speed, so that live parameters are then not a function of the data
-            alone; anchors are.
-        merge: how a mean is applied. "anchor": live values are set to the anchor, so that what was done since sending
-            is lost, but for `mix`. "carry": they move with the anchor and keep what was done since.
+        background: have rounds in a thread beside the training; "auto": where `overlap_steps` is not 0. An error in one
+            is raised by the next `step()`. May differ between replicas, as the next three.
+        overlap_steps: steps between sending a fragment and applying its mean, after which `step()` waits for it.
+            "auto": it is applied at the first `step()` after it has come, before the next is sent at the latest; live
+            parameters then depend on the store's speed, too. Anchors never do.
+        merge: "anchor": a mean replaces live values, and what was done since sending is lost, but for `mix`. "carry":
+            they move with the anchor and keep it.
         mix: share of the live value that is kept when a mean is applied; with merge="anchor".
         wire: how contributions travel: "fp32", "bf16", or whole numbers with a scale for each group of them: "int8" in
             a quarter of fp32's bytes, "int4" in an eighth. What a wire leaves out goes with the next contribution.
         mean_wire: how means travel; None: as contributions do, but "int8" where those are "int4".
         late: what becomes of work that came too late for its round: "carry" it to the next, or "drop" it. Out of
             phase, "drop" also drops steps made after something was sent, unless that is counted.
-        carry_rounds: uncounted work older than so many rounds of its fragment is given up, with a warning: it was made
-            from an anchor long gone. None: never.
+        carry_rounds: uncounted work older than so many rounds of its fragment is given up, with a warning; None: never.
         min_quorum: contributions without which no round is decided, as far as so many replicas are left.
         grace_s: how long to wait, at most, for a replica that took part in the last round and is not known to have
             ended: from when the first of them waits. Less, down to a quarter, when replicas use to arrive close to
@@ -107,6 +99,7 @@ class DiLoCo:
         store, run_id, rank, world_size: default to those of `current_replica()`; in a process that is no replica, as
             in `python train.py`, to a world of 1, in memory, which stderr says. rank="join": one more replica of a run
             that began with `world_size`, under the next free rank.
+        key: bytes that all replicas share: only what was made with it is believed. None: that of a `signed` launch.
 
     Raises:
         ValueError, TypeError: an argument; nothing was written.
@@ -146,6 +139,7 @@ class DiLoCo:
         run_id: str | None = None,
         rank: int | Literal["join"] | None = None,
         world_size: int | None = None,
+        key: bytes | None = None,
         _limits: Limits | None = None,
     ) -> None:
         place = find_place(store, run_id, rank, world_size)
@@ -161,61 +155,43 @@ class DiLoCo:
             outer_momentum=outer_momentum, momentum_warmup=momentum_warmup, final_average=final_average,
             total_steps=total_steps, n_fragments=len(fragments_), background=background,
             overlap_steps=overlap_steps, merge=merge, mix=mix, wire=wire, mean_wire=mean_wire, late=late,
-            carry_rounds=carry_rounds,
-            min_quorum=min_quorum, grace_s=grace_s, round_timeout_s=round_timeout_s, weight=weight,
-            snapshot_every=snapshot_every, allow_no_rounds=allow_no_rounds, same_data=same_data,
-            world_size=place.world_size, rank=place.world_size if place.rank is None else place.rank,
+            carry_rounds=carry_rounds, min_quorum=min_quorum, grace_s=grace_s, round_timeout_s=round_timeout_s,
+            weight=weight, snapshot_every=snapshot_every, allow_no_rounds=allow_no_rounds, same_data=same_data,
+            key=place.key_of_run(key), world_size=place.world_size,
+            rank=place.world_size if place.rank is None else place.rank,
         )  # fmt: skip
         settings.check()
         settings.warn_of_few_rounds()
         self._model_state = ModelState(model, fragments_, settings, block_elements=limits.block_elements)
-        self._watch = open_watch(place.store)
-        patient = PatientStore(place.store, clock=monotonic, error_patience_s=limits.error_patience_s)
+        watch = open_watch(place.store)
+        is_signed = settings.key is not None
+        patient = PatientStore(place.store, clock=monotonic, error_patience_s=limits.error_patience_s, copies=is_signed)
         keys = Keys(place.run_id, name)
-        me = place.identify(patient, keys, self._watch)
+        me = place.identify(patient, keys, watch)
         self._name = (me.nonce, name)
-        if self._name in _open:
-            raise DiLoCoError(
-                f"A DiLoCo named {name!r} is open in this replica already. Close it first, or give this one another "
-                "name: DiLoCo(model, name=…)."
-            )
+        check_is_free(self._name)
         self._model_state.rank = me.rank
-        self._background = BackgroundThread(f"diloco {name} of rank {me.rank}")
-        self._reads = ParallelMap()
-        near = is_near(place.store)
-        turns: Turns = InTurn(self._watch.wait)
-        if settings.is_beside:
-            thread = f"rounds of diloco {name} of rank {me.rank}"
-            turns = RoundsThread(thread, self._watch.wait, lambda: patient.answer_s)
+        who = f"diloco {name} of rank {me.rank}"
+        self._workers = workers = Workers(patient, watch, who, is_beside=settings.is_beside)
         context = Context(
             store=patient, keys=keys, me=me, training=self._model_state, plan=settings.plan,
-            origin=place.origin,
-            limits=limits,
-            min_quorum=min_quorum or 1,
-            weight=weight,
-            snapshot_every=settings.entries_per_snapshot,
-            carry_rounds=carry_rounds,
-            turns=turns,
-            background=self._background,
-            map=map if near else self._reads,
-            ask=at_once if near else self._reads.ask,
+            proof=proof_of(settings.key), origin=place.origin, limits=limits, min_quorum=min_quorum or 1, weight=weight,
+            snapshot_every=settings.entries_per_snapshot, carry_rounds=carry_rounds, turns=workers.turns,
+            background=workers.uploads, map=workers.map, ask=workers.ask,
         )  # fmt: skip
         for layout in context.layouts:
             self._model_state.reserve(layout.kept_bytes(place.world_size, streams=patient.streams))
-        self._attached = AttachedState(patient, keys, me, self._background, settings.plan)
+        self._attached = AttachedState(patient, keys, me, workers.uploads, settings.plan, context.proof)
         self._same_data = SameData(same_data, me.rank, place.replica)
         self._participant = Participant(context)
-        self._steps = 0
-        """Steps of this process."""
-        self._round_s = 0.0
-        self._closed = False
+        self._steps, self._round_s, self._closed = 0, 0.0, False
         kept = self._attached.kept
         with self._liaison.waiting("first anchor"):
             self._participant.start(None if kept is None else kept.restored(self._model_state.sizes()))
         if context.origin is not None and kept is None:
             self._attached.take_over(context.origin, self.rounds)
         self._kept_period = self.rounds // settings.entries_per_snapshot
-        _open[self._name] = self
+        is_open[self._name] = self
         self._liaison.plan(total_steps)
         self._liaison.show(self.rounds, self._round_s)
 
@@ -235,18 +211,15 @@ class DiLoCo:
             ContributionError: this replica's parameters are not finite.
             DivergenceError: this replica's anchor is not the others', also after reloading it.
             FencedError: a newer attempt of this rank has begun; this one is to end.
-            AbortedError: a peer aborted the run.
+            AbortedError, RunNotFoundError: a peer aborted the run, or it was deleted.
             DuplicateWorkError: other replicas train on the same data.
-            RunNotFoundError: the run was deleted.
             SystemExit: this replica is asked to end (`Replica.ending_s`). What is attached was kept.
         """
         self._check_open()
         self._liaison.progress()
         self._steps += 1
         self._leave_if_asked(after_round=False)
-        began = monotonic()
-        with self._liaison.waiting("round"):
-            reports = self._participant.step()
+        reports, began = self._in_round(self._participant.step)
         self._attached.follow(self.inner_step, made=1)
         report = self._report(reports, began)
         self._leave_if_asked(after_round=report is not None)
@@ -255,13 +228,11 @@ class DiLoCo:
     def sync(self) -> list[RoundReport]:
         """Have a round of every fragment now; all replicas must call it at the same step. Inner steps count from here.
 
-        A fragment that is on its way is waited for first, and has this as its round.
+        A fragment that is on its way has this as its round.
         """
         self._check_open()
         self._liaison.progress()
-        began = monotonic()
-        with self._liaison.waiting("round"):
-            reports = self._participant.sync()
+        reports, began = self._in_round(self._participant.sync)
         self._attached.follow(self.inner_step)
         self._report(reports, began)
         return reports
@@ -292,12 +263,9 @@ class DiLoCo:
         self._attached.attach(name, thing, self.inner_step, follow=follow)
 
     def close(self) -> None:
-        """Apply what is in flight and leave; does not average. Safe to call again.
+        """Apply what is in flight and leave; does not average. Warns of steps in nobody's average. Safe to call again.
 
-        Warns of steps that are in nobody's average.
-
-        Raises:
-            DiLoCoError: this replica has trained, and there was no round at all.
+        Raises: DiLoCoError: this replica has trained, and there was no round at all.
         """
         self._close(in_order=True)
 
@@ -305,17 +273,16 @@ class DiLoCo:
         if self._closed:
             return
         self._closed = True
-        _open.pop(self._name, None)
+        is_open.pop(self._name, None)
         try:
             with self._liaison.waiting("round"):
                 self._liaison.record(self._participant.leave(in_order=in_order))
         finally:
-            self._watch.close()
-            self._reads.close()
+            self._workers.close()
             self._liaison.record_left(self._participant.undecided)
         self._liaison.show(self.rounds, self._round_s)
         if in_order:
-            self._background.finish()
+            self._workers.uploads.finish()
             self._settings.check_what_was_averaged(self._steps, self.rounds, max(self._participant.phase.made))
 
     def __enter__(self) -> Self:
@@ -357,8 +324,7 @@ class DiLoCo:
             "rounds": self.rounds,
             "base": self._participant.phase.base,
             "since": self._participant.phase.since,
-            "anchor": self.anchor(),
-            "outer": [outer.state_dict() for outer in self._model_state.outer],
+            **self._participant.apart(self._model_state.checkpoint),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -367,23 +333,16 @@ class DiLoCo:
         Load the model's own state first: what it holds beyond the anchor is work that goes with the next contribution,
         unless a round has counted it since.
 
-        Raises:
-            ValueError: the checkpoint is not of this run and model.
+        Raises: ValueError: the checkpoint is not of this run and model.
         """
         self._check_open()
         self._drain()
-        views = self._model_state.anchor_views()
-        if state["anchor"].keys() != views.keys():
-            raise ValueError("This checkpoint is of a model with other parameters.")
         if state["rounds"] > self.rounds:
             raise ValueError(
-                f"This checkpoint was made after round {state['rounds']}, the run is at {self.rounds}: it is of "
-                "another run. To begin a new run from a checkpoint, load the model's own state before making a DiLoCo."
+                f"This checkpoint is of round {state['rounds']}, the run is at {self.rounds}: it is of another run. To "
+                "begin a new run from a checkpoint, load the model's own state before making a DiLoCo."
             )
-        for name, view in views.items():
-            view.copy_(state["anchor"][name])
-        for outer, outer_state in zip(self._model_state.outer, state["outer"], strict=True):
-            outer.load_state_dict(outer_state)
+        self._model_state.load_checkpoint(state)
         self._attached.step = state["base"] + state["since"]
         self._participant.go_back(state["rounds"], state["base"], state["since"])
         self._attached.follow(self.inner_step)
@@ -392,10 +351,13 @@ class DiLoCo:
 
     def _drain(self) -> None:
         """Wait for what is on its way, and merge it."""
+        self._report(*self._in_round(self._participant.drain))
+
+    def _in_round(self, act: Callable[[], list[RoundReport]]) -> tuple[list[RoundReport], float]:
+        """Return what was reported, and when that began."""
         began = monotonic()
         with self._liaison.waiting("round"):
-            reports = self._participant.drain()
-        self._report(reports, began)
+            return act(), began
 
     def _report(self, reports: Sequence[RoundReport], began: float) -> RoundReport | None:
         """Report the last round with what all cost; keep what is attached, once between two snapshots."""
@@ -428,7 +390,7 @@ class DiLoCo:
             self._liaison.record(self._participant.stop())
             self._keep_attached()
         self._close(in_order=False)
-        self._background.finish()
+        self._workers.uploads.finish()
         raise SystemExit(LEAVING)
 
     def _check_open(self) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from diloco.fragments import Fragment, Slot
 from diloco.outer_optimizer import NesterovSGD, Schedule
+from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
 from diloco.wires import WIRES
 from diloco.wires.wire import BLOCK_ELEMENTS, PIECE, BlockWriter, decoded
@@ -25,13 +26,13 @@ def measure(wire_name: str = "int8") -> dict[str, float]:
     block, mean, room = memoryview(bytearray(wire.size(n))), memoryview(bytearray(wire.size(n))), np.empty_like(anchor)
 
     def encode() -> str:
-        writer = BlockWriter(wire, block, n)
+        writer = BlockWriter(wire, block, n, UNSIGNED.hash())
         for start in range(0, n, PIECE):
             piece = slice(start, start + PIECE)
             writer.write(np.subtract(anchor[piece], live[piece], out=room[piece]), start)
         return writer.digest()
 
-    digest = encode()
+    digest, blocks = encode(), Blocks(n, n, wire, wire, UNSIGNED)
     inputs = [Input(rank, 1.0, block, (digest,)) for rank in range(MEMBERS)]
 
     def decode() -> None:
@@ -40,7 +41,7 @@ def measure(wire_name: str = "int8") -> dict[str, float]:
 
     return {
         "encode": _rate(encode, n),
-        "accumulate": _rate(lambda: weighted_mean(inputs, mean, Blocks(n, n, wire, wire)), MEMBERS * n),
+        "accumulate": _rate(lambda: weighted_mean(inputs, mean, blocks), MEMBERS * n),
         "decode": _rate(decode, n),
         "step": _rate(_outer_step(n), n),
     }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from diloco.errors import ContributionError
 from diloco.fragments import Fragment, Slot
+from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.training_state import Packed, shape_difference
 from diloco.wires.wire import BLOCK_ELEMENTS, PIECE, BlockWriter, NotFiniteError, Wire, blocks_of
 
@@ -44,6 +45,7 @@ def pack(
     kept: memoryview,
     *,
     wire: Wire,
+    proof: Proof,
     start: int = 0,
     write: Callable[[memoryview], object] | None = None,
     who: str,
@@ -69,7 +71,7 @@ def pack(
     for n, begin, end in blocks_of(wire, n_elements, block_elements):
         inside = start <= begin and end <= start + len(kept)
         block = kept[begin - start : end - start] if inside else scratch[: end - begin]
-        writer = BlockWriter(wire, block, n)
+        writer = BlockWriter(wire, block, n, proof.hash())
         for at in range(0, n, PIECE):
             first, parts = next(pieces)
             values = wire.place(block, n, at, room[: min(PIECE, n - at)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from diloco.errors import DiLoCoError
@@ -14,6 +14,7 @@ from diloco.rendezvous.frames import MAX_WEIGHT
 from diloco.rendezvous.phase import Plan
 from diloco.wires import DEFAULT_MEAN_WIRE, WIRES
 from executors.errors import kind_of
+from executors.run_key import key_id
 
 MAX_WARMUP_ROUNDS = 100
 UNKNOWN_WARMUP_ROUNDS = 40
@@ -49,6 +50,7 @@ class Settings:
     same_data: str
     world_size: int
     rank: int
+    key: bytes | None = field(default=None, repr=False)
 
     def check(self) -> None:
         """Raises: ValueError or TypeError: says which argument, its value, and what it may be."""
@@ -228,6 +230,7 @@ class Settings:
             "last_entry": self.plan.last_entry,
             "final_average": self.final_average,
             **outer,
+            **({} if self.key is None else {"signed": key_id(self.key)}),
         }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from executors.protocol import Outcome, Reason, ReplicaHandle, ServerlessExecutor
+from executors.run_key import RUN_KEY
 
 GATHER_S = 600.0
 PAGE = re.compile(r"https?://[!-~]{1,500}")
@@ -32,6 +33,8 @@ class RunSpec:
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Additional environment of the replicas: reaches them and is never recorded."""
     secret_names: tuple[str, ...] = ()
+    key: str | None = field(default=None, repr=False)
+    """Of a signed run, in hexadecimal: reaches the replicas as a secret and is never recorded."""
     detach: bool = False
     chaos: tuple[str, ...] = ()
     """Faults that the replicas are to suffer; see `chaos.py`."""
@@ -53,6 +56,11 @@ class RunSpec:
     """How many jobs more are to stand by, for ranks that lose their containers."""
     is_of_spares: bool = False
     """Whether `ranks` number spares of the run."""
+
+    @property
+    def credentials(self) -> dict[str, str]:
+        """Variables that reach the replicas as a secret."""
+        return {} if self.key is None else {RUN_KEY: self.key}
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from executors.attempt import Claim, replica_key
 from executors.errors import KeyNotFoundError, ReplicasError
 from executors.metrics.recorder import Recorder
+from executors.run_key import RUN_KEY, parse_key
 from executors.shared_page import Atomic, Section, SharedPage, Unwatched
 from executors.store import Store, store_at
 from executors.store.records import read_record, retry
+
+if TYPE_CHECKING:
+    from executors.task.record import RunRecord
 
 RANK = "REPLICA_RANK"
 WORLD_SIZE = "REPLICA_WORLD_SIZE"
@@ -98,12 +102,16 @@ class Replica:
             ) from None
 
     @cached_property
-    def continues(self) -> str | None:
-        """The id of the run whose newest snapshot this run begins from, as its record says; None: it begins anew."""
+    def record(self) -> RunRecord | None:
+        """What `run.json` says of the run."""
         from executors.task.record import find_run_record
 
-        record = retry(lambda: find_run_record(self.store, self.run_id))
-        return None if record is None else record.continues
+        return retry(lambda: find_run_record(self.store, self.run_id))
+
+    @property
+    def continues(self) -> str | None:
+        """The id of the run whose newest snapshot this run begins from, as its record says; None: it begins anew."""
+        return None if self.record is None else self.record.continues
 
     @property
     def seed(self) -> int:
@@ -276,6 +284,16 @@ def find_replica() -> Replica | None:
         if _current is None and any(name in os.environ for name in CONTRACT):
             _current = replica_from(os.environ)
         return _current
+
+
+def run_key() -> bytes | None:
+    """Return the key of the signed run that this process belongs to, as its environment has it.
+
+    Raises:
+        ValueError: what it has is not a key.
+    """
+    text = os.environ.get(RUN_KEY)
+    return None if text is None else parse_key(text)
 
 
 def current_replica() -> Replica:

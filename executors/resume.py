@@ -28,7 +28,7 @@ from executors.run.handles import keep_handles
 from executors.run.launch_hands import Recipe
 from executors.run.recipe import native_executor, recipe_of, vouched_task
 from executors.run.run import Run
-from executors.run_index import new_run_id, remember, settle
+from executors.run_index import keep_key, new_run_id, remember, settle
 from executors.status import ReplicaState
 from executors.store.records import exists
 from executors.supervision.decisions import DecisionLog, hang_of, policy_of
@@ -79,7 +79,7 @@ def resume(
 
     Raises:
         ValueError: no rank can be resumed, one of `ranks` still runs (from a snapshot: any rank does), a value of the
-            environment is missing, or a secret or option that is not taken from a record.
+            environment is missing, or a secret, option or key that is not taken from a record.
         UntrustedTaskError: another machine launched the run, and nobody vouches for its task.
         BackendError: the backend cannot start single ranks.
         AlreadyResumedError: another process is resuming the same ranks. When it is some of them, the others are
@@ -175,6 +175,7 @@ def _begin_from_snapshot(run: Run, task: StoredTask, recipe: Recipe, tell: Calla
     try:
         options = executor.options_to_keep if isinstance(executor, KeepsOptions) else {}
         remember(spec.run_id, run.store.url, spec.task_digest, options, spec.secret_names)
+        keep_key(spec.run_id, spec.key)  # the old run's: what this one begins from is signed with it
         lease = hold_lease(run.store, spec)
         handles = executor.launch_replicas(spec.world_size, recipe.entrypoint, {}, **limits, run=spec, tell=tell)
     except BaseException as error:

@@ -5,6 +5,7 @@
                                       launched with; of one that was brought back here, only where it is
 <state>/<run_id>/replicas/…/output.log   what local replicas print, whatever the run's store
 <state>/<run_id>/supervisors.lock     locked by those who watch over local replicas
+<state>/.keys/<run_id>                the key of a signed run, in hexadecimal; where its folder is copied to, it is not
 <state>/.preparing/<run_id>.json      a launch that has written nothing else yet, or never did
 
 Two stores may both hold a run of one id. The folder of an id is of the one run that this machine launched: what it
@@ -25,6 +26,7 @@ from typing import Any
 
 from executors.errors import CorruptObjectError, RunExistsError, StoreError
 from executors.process import is_alive, start_time
+from executors.run_key import RUN_KEY, key_id, parse_key
 from executors.store import Store, store_at
 from executors.store.records import (
     FAR_AHEAD,
@@ -46,6 +48,7 @@ from executors.store.records import (
 from executors.store.url import address_of, check_run_id, directory_of
 
 NOTE = "launched.json"
+KEYS = ".keys"
 PREPARING = ".preparing"
 FORGOTTEN_S = 86_400  # after which a launch that came to nothing is not told of any more
 ADJECTIVES = (
@@ -183,8 +186,48 @@ def settle(run_id: str, store_url: str, task_digest: str) -> None:
         remember(run_id, store_url)
 
 
+def keep_key(run_id: str, key: str | None) -> None:
+    """Keep the key of a run that this machine launches, for this user alone; None: it has none.
+
+    Raises:
+        StoreError: it cannot be kept, so the run could not be resumed.
+    """
+    path = key_file(run_id)
+    try:
+        path.unlink(missing_ok=True)  # of a run of this id that was deleted by other means
+        if key is None:
+            return
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(key)
+    except OSError as error:
+        problem = f"Cannot keep the key of run {run_id!r} in {path}: {error.strerror}."
+        raise StoreError(problem, url=path.as_uri()) from error
+
+
+def find_key(run_id: str, wanted: str) -> str | None:
+    """Return the key of a run by its id, of the environment or as this machine keeps it; None: neither has it.
+
+    Args:
+        wanted: the key's id, for which the task's digest vouches.
+    """
+    found = [os.environ.get(RUN_KEY, "")]
+    with contextlib.suppress(OSError, ValueError):
+        found.append(key_file(run_id).read_text())
+    for key in found:
+        with contextlib.suppress(ValueError):
+            if key_id(parse_key(key)) == wanted:
+                return key
+    return None
+
+
+def key_file(run_id: str) -> Path:
+    """Return where this machine keeps the key of a signed run."""
+    return state_path() / KEYS / check_run_id(run_id)
+
+
 def forget(folder: Path | None) -> None:
-    """Delete what this machine keeps of a run: its logs and its place.
+    """Delete what this machine keeps of a run: its logs, its place and its key.
 
     Args:
         folder: as `folder_of_run` said before the run was deleted.
@@ -193,6 +236,8 @@ def forget(folder: Path | None) -> None:
 
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            key_file(folder.name).unlink(missing_ok=True)
 
 
 def _is_same_place(url: str, other: str) -> bool:

@@ -12,7 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 from diloco.errors import ContributionError
-from diloco.rendezvous.frames import MAX_WEIGHT, Contribution, unframe
+from diloco.rendezvous.envelope import unframe
+from diloco.rendezvous.frames import MAX_WEIGHT, Contribution
 from diloco.rendezvous.round import Context, EntryState, Send, shards_of
 from diloco.rendezvous.training_state import Packed
 from executors.store import Buffer
@@ -43,8 +44,8 @@ def send_contribution(context: Context, entry: EntryState, send: Send, waited_s:
             in_phase=not send.is_early,
             wire=layout.wire.name,
             steps=send.steps,
-        ).head(layout.n_blocks)
-        entry.sent.add(unframe(head)[1])
+        ).head(key, context.proof, layout.n_blocks)
+        entry.sent.add(unframe(head, key, context.proof)[1])
         return head
 
     def produce(write: Callable[[Buffer], None]) -> bytes:

@@ -1,29 +1,23 @@
 """The objects that replicas exchange, as bytes: contributions, seals and means.
 
-Each is a *frame*: `RPL1`, the length and the xxh3_128 digest of a JSON head, the head, zeros up to a multiple of 64
-bytes, and then the payload. A frame proves its head; the head carries the digest of each block of the payload, so any
-range of whole blocks can be checked as it is read. The size of the head of a contribution or a mean follows from the
-number of blocks alone, so that it can be read without knowing anything else.
+Each is a frame (`envelope.py`). Its head carries the digest of each block of the payload, so any range of whole blocks
+can be checked as it is read. The size of the head of a contribution or a mean follows from the number of blocks alone,
+so that it can be read without knowing anything else.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
-from xxhash import xxh3_64_intdigest, xxh3_128_digest, xxh3_128_hexdigest
+from xxhash import xxh3_64_intdigest
 
-from executors.errors import StoreError
-
-Buffer: TypeAlias = bytes | bytearray | memoryview
-T = TypeVar("T")
+from diloco.rendezvous.envelope import BadRecordError, aligned, frame, padded, reading, typed, unframe
+from diloco.rendezvous.proof import Buffer, Proof
 
 READ_TRIES = 3
 """How often an object is read before its bytes, rather than the reading, are held to be wrong."""
@@ -36,14 +30,6 @@ MAX_WEIGHT = 1e30
 
 FP32 = "fp32"
 """The wire of a record that names none."""
-
-_PREFIX = struct.Struct("<4sI16s")  # magic, length of the head, its digest
-_MAGIC = b"RPL1"
-_ALIGN = 64  # payloads start at a cache line, so that float32 views of mapped objects are aligned
-
-
-class BadRecordError(StoreError):
-    """Bytes that are not, or no longer, the record they should be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +60,8 @@ class Contribution:
     steps: int = 0
     """How many inner steps it is made of."""
 
-    def head(self, n_blocks: int | None = None) -> bytes:
-        """Return the head, as long as that of a payload of `n_blocks` blocks."""
+    def head(self, key: str, proof: Proof, n_blocks: int | None = None) -> bytes:
+        """Return the head of an object with this key, as long as that of a payload of `n_blocks` blocks."""
         head = frame(
             {
                 "rank": self.rank,
@@ -92,18 +78,20 @@ class Contribution:
                 "in_phase": self.in_phase,
                 "steps": self.steps,
                 **_wire_field(self.wire),
-            }
+            },
+            key,
+            proof,
         )
-        return _padded(head, head_bytes(len(self.blocks) if n_blocks is None else n_blocks))
+        return padded(head, head_bytes(len(self.blocks) if n_blocks is None else n_blocks))
 
     @classmethod
-    def parse(cls, data: Buffer) -> tuple[Contribution, str]:
-        """Return the head and its digest.
+    def parse(cls, data: Buffer, key: str, proof: Proof) -> tuple[Contribution, str]:
+        """Return the head and what proves it.
 
         Raises:
             BadRecordError: these bytes are not a contribution.
         """
-        fields, digest, _ = unframe(data)
+        fields, digest, _ = unframe(data, key, proof)
         with reading("contribution"):
             contribution = cls(
                 rank=_whole(fields["rank"], MAX_RANK),
@@ -133,7 +121,7 @@ class Member:
     weight: float
     """0: it brings no input to the mean."""
     digest: str
-    """Digest of the contribution's head, and so of its payload."""
+    """What proves the contribution's head, and so its payload."""
     in_phase: bool = True
 
     @classmethod
@@ -173,7 +161,7 @@ class Seal:
         """The ranks that reduce the mean: those that wait for it, or all members where nobody waits."""
         return [rank for rank, member in self.members.items() if member.in_phase] or list(self.members)
 
-    def data(self) -> list[Buffer]:
+    def data(self, key: str, proof: Proof) -> list[Buffer]:
         fields: dict[str, Any] = {
             "members": {
                 str(r): [m.nonce, m.attempt, m.weight, m.digest, m.in_phase] for r, m in sorted(self.members.items())
@@ -184,12 +172,21 @@ class Seal:
             "same": self.same,
         }
         if not self.shards:
-            fields |= {"mean": xxh3_128_hexdigest(self.mean), **_wire_field(self.wire)}
-        head = frame(fields)
-        return [_padded(head, _aligned(len(head))), self.mean]
+            fields |= {"mean": proof.digest(self.mean), **_wire_field(self.wire)}
+        head = frame(fields, key, proof)
+        return [padded(head, aligned(len(head))), self.mean]
 
     @classmethod
-    def parse(cls, data: Buffer, *, size_bytes: int | None = None, wire: str | None = None, whole: bool = True) -> Seal:
+    def parse(
+        cls,
+        data: Buffer,
+        key: str,
+        proof: Proof,
+        *,
+        size_bytes: int | None = None,
+        wire: str | None = None,
+        whole: bool = True,
+    ) -> Seal:
         """Read a seal.
 
         Args:
@@ -200,7 +197,7 @@ class Seal:
         Raises:
             BadRecordError: these bytes are not a seal of such an entry, or its mean is not what was sealed.
         """
-        fields, _, end = unframe(data)
+        fields, _, end = unframe(data, key, proof)
         with reading("seal"):
             members = {
                 int(_rank(rank)): Member.of(*typed(list, m)) for rank, m in typed(dict, fields["members"]).items()
@@ -215,7 +212,7 @@ class Seal:
             return cls(members, anchor, shards, phase_s=phase_s, same=same)
         if mean and wire is not None and found != wire:
             raise BadRecordError(f"The mean in this seal is {found} and not {wire}.")
-        if xxh3_128_hexdigest(mean) != digest:
+        if proof.digest(mean) != digest:
             if whole:
                 raise BadRecordError("The mean in this seal is not what was sealed.")
             return cls(members, anchor, shards, b"", digest, phase_s, same, found)
@@ -236,13 +233,13 @@ class MeanHead:
     wire: str = FP32
     """How the payload is encoded."""
 
-    def head(self) -> bytes:
+    def head(self, key: str, proof: Proof) -> bytes:
         fields = {"blocks": "".join(self.blocks), "left_out": list(self.left_out), **_wire_field(self.wire)}
-        head = frame(fields)
-        return _padded(head, head_bytes(len(self.blocks)))
+        head = frame(fields, key, proof)
+        return padded(head, head_bytes(len(self.blocks)))
 
     @classmethod
-    def parse(cls, data: Buffer, *, wire: str | None = None) -> MeanHead:
+    def parse(cls, data: Buffer, key: str, proof: Proof, *, wire: str | None = None) -> MeanHead:
         """Read the head of a mean.
 
         Args:
@@ -250,7 +247,7 @@ class MeanHead:
 
         Raises: BadRecordError: these bytes are not such a mean.
         """
-        fields, _, _ = unframe(data)
+        fields, _, _ = unframe(data, key, proof)
         with reading("mean"):
             left_out = tuple(_whole(rank, MAX_RANK) for rank in typed(list, fields["left_out"]))
             head = cls(_split_digests(fields["blocks"]), left_out, _wire_of(fields))
@@ -261,13 +258,13 @@ class MeanHead:
 
 def head_bytes(n_blocks: int) -> int:
     """Return the size of the head of a contribution or mean of `n_blocks` blocks, before which its payload starts."""
-    return _aligned(1024 + 52 * n_blocks)  # per block a digest of 32 characters and a norm of up to 14
+    return aligned(1024 + 52 * n_blocks)  # per block a digest of 32 characters and a norm of up to 14
 
 
-def digests_of(payload: Buffer, block_bytes: int) -> tuple[str, ...]:
-    """Return the xxh3_128 of each block."""
+def digests_of(payload: Buffer, block_bytes: int, proof: Proof) -> tuple[str, ...]:
+    """Return the digest of each block."""
     view = memoryview(payload).cast("B")
-    return tuple(xxh3_128_hexdigest(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes))
+    return tuple(proof.digest(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes))
 
 
 def hash_order(ranks: Iterable[int], *about: object) -> list[int]:
@@ -276,62 +273,7 @@ def hash_order(ranks: Iterable[int], *about: object) -> list[int]:
     return sorted(ranks, key=lambda rank: (xxh3_64_intdigest(f"{salt}/{rank}".encode()), rank))
 
 
-def frame(fields: Mapping[str, Any]) -> bytes:
-    """Return a JSON object as a head that proves itself."""
-    head = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
-    return _PREFIX.pack(_MAGIC, len(head), xxh3_128_digest(head)) + head
-
-
-def unframe(data: Buffer) -> tuple[dict[str, Any], str, int]:
-    """Return the head's fields, its digest, and where the payload starts.
-
-    Raises:
-        BadRecordError: these bytes are not a frame, or no longer what was written.
-    """
-    view = memoryview(data)
-    if len(view) < _PREFIX.size:
-        raise BadRecordError(f"A record has at least {_PREFIX.size} bytes, this one has {len(view)}.")
-    magic, length, digest = _PREFIX.unpack_from(view)
-    head = view[_PREFIX.size : _PREFIX.size + length]
-    if magic != _MAGIC or len(head) < length or xxh3_128_digest(head) != digest:
-        raise BadRecordError("The head of this record is not what was written.")
-    with reading("record"):
-        fields = typed(dict, json.loads(bytes(head)))
-    return fields, digest.hex(), _aligned(_PREFIX.size + length)
-
-
-def _padded(head: bytes, size: int) -> bytes:
-    if len(head) > size:
-        raise ValueError(f"A head of {len(head)} bytes does not fit into {size}.")  # a nonce of absurd length
-    return head.ljust(size, b"\0")
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
-
-
 # -- fields of a record, which another replica wrote -----------------------------------------------------------------
-
-UNREADABLE = (AttributeError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError, ValueError)
-"""What reading foreign bytes may raise; RuntimeError: nested too deeply, or torch's own."""
-
-
-@contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Turn whatever a wrong field raises into a `BadRecordError` that names the kind of record."""
-    try:
-        yield
-    except BadRecordError:
-        raise
-    except UNREADABLE as error:
-        raise BadRecordError(f"This is not a {what}: {type(error).__name__}: {str(error)[:200]}.") from error
-
-
-def typed(kind: type[T], value: Any) -> T:
-    """Return the value, which must be of that type."""
-    if not isinstance(value, kind):
-        raise TypeError(f"a {type(value).__name__} instead of a {kind.__name__}")
-    return value
 
 
 def _split_digests(text: Any) -> tuple[str, ...]:

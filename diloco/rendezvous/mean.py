@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
-from xxhash import xxh3_128_hexdigest
 
-from diloco.rendezvous.frames import READ_TRIES, BadRecordError, Contribution, MeanHead, Member, Seal, digests_of
+from diloco.rendezvous.envelope import BadRecordError
+from diloco.rendezvous.frames import READ_TRIES, Contribution, MeanHead, Member, Seal, digests_of
 from diloco.rendezvous.frames import head_bytes as head_bytes_of
 from diloco.rendezvous.reduction import BadInputError, Blocks, Input
 from diloco.rendezvous.round import Context, EntryState, Range, owners
@@ -32,6 +32,7 @@ class Reducer:
         self._store = context.store
         self._keys = context.keys
         self._me = context.me
+        self._proof = context.proof
         self._usual_s = 0.0
 
     @property
@@ -110,14 +111,16 @@ class Reducer:
             entry.blocked = self._keys.mean(entry.index, shard)
             return None
         entry.reduce_s += self._context.clock() - started
-        self._store.create(self._keys.mean(entry.index, shard), [head.head(), payload])
+        key = self._keys.mean(entry.index, shard)
+        self._store.create(key, [head.head(key, self._proof), payload])
         return self._adopt_stored(entry, seal, shard, head, payload)
 
     def _adopt_stored(
         self, entry: EntryState, seal: Seal, shard: int, head: MeanHead, payload: memoryview
     ) -> memoryview | None:
         """Return the stored shard, whose bytes need not be read when its head is the computed one's."""
-        mine, key = head.head(), self._keys.mean(entry.index, shard)
+        key = self._keys.mean(entry.index, shard)
+        mine = head.head(key, self._proof)
         stored = self._store.peek(key, size=len(mine))
         if stored is not None and stored == mine:
             entry.left_out.update(head.left_out)
@@ -135,8 +138,9 @@ class Reducer:
                 return None
             payload = data[head_bytes_of(part.end_block - part.first_block) :]
             with suppress(BadRecordError):
-                head = MeanHead.parse(data, wire=layout.mean_wire.name)
-                fits = len(payload) == part.mean_bytes and digests_of(payload, layout.mean_block_bytes) == head.blocks
+                head = MeanHead.parse(data, key, self._proof, wire=layout.mean_wire.name)
+                fits = len(payload) == part.mean_bytes
+                fits = fits and digests_of(payload, layout.mean_block_bytes, self._proof) == head.blocks
                 if fits and (square := layout.square(payload, part.n_elements)) is not None:
                     entry.left_out.update(head.left_out)
                     entry.squares[shard] = square
@@ -161,7 +165,7 @@ class Reducer:
             mean = self._compute(entry, replace(seal, shards=1), 0)[1]
         except InputGoneError:
             return None
-        return mean if xxh3_128_hexdigest(mean) == seal.lost_mean else None
+        return mean if self._proof.digest(mean) == seal.lost_mean else None
 
     def _compute(self, entry: EntryState, seal: Seal, shard: int) -> tuple[MeanHead, memoryview]:
         """Reduce a shard.
@@ -169,7 +173,8 @@ class Reducer:
         Raises: InputGoneError.
         """
         layout, part = entry.layout, entry.layout.shard(shard, seal.shards)
-        blocks = Blocks(part.n_elements, layout.limits.block_elements, layout.wire, layout.mean_wire)
+        sizes = part.n_elements, layout.limits.block_elements
+        blocks = Blocks(*sizes, layout.wire, layout.mean_wire, self._proof)
         members = seal.inputs
         # What this process sent is in the store: where the mean fits into its memory, that is free.
         fits = layout.wire.is_exact and layout.wire.name == layout.mean_wire.name
@@ -212,11 +217,12 @@ class Reducer:
     def _head(self, entry: EntryState, rank: int, member: Member) -> Contribution:
         if rank in entry.seen and entry.seen[rank][1] == member.digest:
             return entry.seen[rank][0]
-        data = self._store.peek(self._keys.contribution(entry.index, rank), size=entry.layout.head_bytes)
+        key = self._keys.contribution(entry.index, rank)
+        data = self._store.peek(key, size=entry.layout.head_bytes)
         if data is None:
             raise InputGoneError
         try:
-            contribution, digest = Contribution.parse(data)
+            contribution, digest = Contribution.parse(data, key, self._proof)
         except BadRecordError:
             raise BadInputError(rank, "has a head that is not what was written") from None
         if digest != member.digest:

@@ -17,8 +17,10 @@ from diloco.errors import AbortedError, DiLoCoError, FencedError
 from diloco.rendezvous.frames import Contribution, Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.proof import check_key, check_signed
 from executors.errors import ReplicasError, RunNotFoundError
-from executors.replica import Replica, current_replica, find_replica
+from executors.replica import Replica, current_replica, find_replica, run_key
+from executors.run_key import key_id
 from executors.store import MemoryStore, Store, store_at
 from executors.store.watch import Watch
 
@@ -256,6 +258,21 @@ class Place:
         """The run whose newest whole snapshot this one begins from."""
         replica = self.replica
         return replica.continues if replica is not None and replica.run_id == self.run_id else None
+
+    def key_of_run(self, given: bytes | None) -> bytes | None:
+        """Return the key that the run is signed with: the one given, or handed over by the launch; None: it is not.
+
+        Raises:
+            TypeError, ValueError: it is not a key.
+            ContributionError: the run's record names another key, or there is none here.
+        """
+        check_key(given)
+        is_of_run = self.replica is None or self.replica.run_id == self.run_id
+        key = run_key() if given is None and is_of_run and not self.is_alone else given
+        record = self.replica.record if self.replica is not None and is_of_run else None
+        if record is not None and record.key_id is not None:
+            check_signed(record.key_id, None if key is None else key_id(key))
+        return key
 
     def identify(self, store: PatientStore, keys: Keys, watch: Watch) -> Identity:
         """Return the claim that this process has already, or claim the next attempt, or the next rank."""

@@ -5,7 +5,7 @@ replica's whole position is one integer. In phase, a replica meets the others wh
 presents itself, trains on, and looks for the seal.
 
 This is the training's side: it owns the live parameters, and no store. What is to be sent it holds, and hands over to
-the rounds (`rounds.py`); what those bring about it merges. Whether they go on beside the training is `turns.py`'s
+the rounds (`rounds_apart.py`); what those bring about it merges. Whether they go on beside the training is `turns.py`'s
 business. Plain blocking code: the tests run both sides under a simulated scheduler.
 """
 
@@ -19,7 +19,7 @@ from typing import TypeVar
 from diloco.rendezvous.contribution import check_weight
 from diloco.rendezvous.restore import Restored
 from diloco.rendezvous.round import Context, Landing, RoundReport, Send
-from diloco.rendezvous.rounds import Rounds
+from diloco.rendezvous.rounds_apart import Rounds
 
 PRESENTATIONS = 3
 """How often a replica out of phase sends something before it trains on: each time the seal may come meanwhile."""

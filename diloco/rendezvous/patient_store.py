@@ -11,11 +11,13 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from mmap import mmap
 from typing import Protocol, TypeVar
 
 from xxhash import xxh3_128_digest
 
-from diloco.rendezvous.frames import READ_TRIES, Buffer
+from diloco.rendezvous.frames import READ_TRIES
+from diloco.rendezvous.proof import Buffer
 from executors.errors import KeyNotFoundError, StoreError
 from executors.store import Data, MemoryStore, Produce, Store, StreamingStore
 from executors.store.file import FileStore
@@ -32,9 +34,14 @@ class PatientStore:
     """Asks a store, and raises its errors only when a kind of call has failed for `error_patience_s` on end.
 
     `peek` may be called from several threads at once.
+
+    Args:
+        copies: copy what the store shows of its files: somebody may write to them after they were proven.
     """
 
-    def __init__(self, store: Store, *, clock: Callable[[], float], error_patience_s: float) -> None:
+    def __init__(
+        self, store: Store, *, clock: Callable[[], float], error_patience_s: float, copies: bool = False
+    ) -> None:
         self.store = store
         self.read_bytes = 0
         self.written_bytes = 0
@@ -42,6 +49,7 @@ class PatientStore:
         """How long the store last took to answer that a key does not exist."""
         self._clock = clock
         self._patience_s = error_patience_s
+        self._copies = copies
         self._failing_since: dict[str, float] = {}
         self._bad: dict[str, tuple[int, float, bytes]] = {}
         self._counting = threading.Lock()
@@ -60,6 +68,8 @@ class PatientStore:
             self._failed("get", error)
             return None
         self._failing_since.pop("get", None)
+        if data is not None and self._copies and isinstance(data.obj, mmap):
+            data = memoryview(bytes(data))
         if data is not None:
             with self._counting:
                 self.read_bytes += len(data)
@@ -138,7 +148,7 @@ class PatientStore:
 
     def for_thread(self) -> PatientStore:
         """Return another such view of the same store, for another thread."""
-        return PatientStore(self.store, clock=self._clock, error_patience_s=self._patience_s)
+        return PatientStore(self.store, clock=self._clock, error_patience_s=self._patience_s, copies=self._copies)
 
     def _did(self, verb: str, act: Callable[[], object]) -> bool:
         try:

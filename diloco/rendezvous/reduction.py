@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from xxhash import xxh3_128
 
+from diloco.rendezvous.proof import Proof
 from diloco.wires.wire import PIECE, BlockWriter, NotFiniteError, Wire, blocks_of
 
 
@@ -44,6 +44,7 @@ class Blocks:
     block_elements: int
     wire: Wire
     mean_wire: Wire
+    proof: Proof
 
 
 class Reduce(Protocol):
@@ -68,9 +69,11 @@ def weighted_mean(inputs: Sequence[Input], out: memoryview, blocks: Blocks) -> t
     digests = []
     for number, (block, to) in enumerate(zip(blocks_of(wire, *sizes), blocks_of(mean_wire, *sizes), strict=True)):
         n, finite = block.n, True
-        writer = BlockWriter(mean_wire, out[to.start : to.end], n)
+        writer = BlockWriter(mean_wire, out[to.start : to.end], n, blocks.proof.hash())
         sources = [source.data[block.start : block.end] for source in inputs]
-        hashes = [xxh3_128(source[: wire.span(n, 0, n).start]) for source in sources]
+        hashes = [blocks.proof.hash() for _ in sources]
+        for source, digest in zip(sources, hashes, strict=True):
+            digest.update(source[: wire.span(n, 0, n).start])
         for start in range(0, n, PIECE):
             end = min(start + PIECE, n)
             span, a, p = wire.span(n, start, end), acc[: end - start], product[: end - start]

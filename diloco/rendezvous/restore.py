@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco.errors import DivergenceError, QuorumTimeoutError
-from diloco.rendezvous.frames import READ_TRIES, BadRecordError, Seal, reading
+from diloco.rendezvous.envelope import BadRecordError, reading, typed, unproven
+from diloco.rendezvous.frames import READ_TRIES, Seal
 from diloco.rendezvous.keys import folder_of
 from diloco.rendezvous.mean import Reducer
 from diloco.rendezvous.patient_store import backoff
+from diloco.rendezvous.proof import check_signed
 from diloco.rendezvous.round import Context, EntryState, Send, Settlement
 from diloco.rendezvous.seal import Sealer, SealLog
 from diloco.rendezvous.snapshot import Pointer, get_parts, put_parts
-from diloco.rendezvous.training_state import Arrays, Verdict, check_agreement
+from diloco.rendezvous.training_state import Agreement, Arrays, Verdict, check_agreement
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ class SnapshotReader:
                 if pointer is None:
                     continue
                 number = 0 if entry == self.first else entry
-                arrays = get_parts(self._store, self._keys, number, pointer)
+                arrays = get_parts(self._store, self._keys, number, pointer, context.proof)
                 if arrays is None:
                     continue
                 self._may_offer = False
@@ -132,7 +134,7 @@ class SnapshotReader:
             if data is None:
                 return None
             with suppress(BadRecordError):
-                return Pointer.parse(data)
+                return Pointer.parse(data, key, self._context.proof)
             self._store.note_bad(key, data)
         return None
 
@@ -146,13 +148,23 @@ class SnapshotReader:
 
         An agreement that has rotted is not the end of a run whose snapshots are well: digests show misfits, too.
 
-        Raises: ContributionError: names the first difference.
+        Raises: ContributionError: names the first difference, or says that this replica has not the run's key.
         """
+        mine = self._training.agreement()
         if self._start is None and (start := self._pointer(0)) is not None:
-            mine = self._training.agreement()
             check_agreement(mine, start.agreement, run_id=self._keys.run_id, author=start.rank)
             self._start = start
+        if self._start is None and self._store.bad_readings(self._keys.snapshot(0)) >= READ_TRIES:
+            self._check_key(mine)
         return self._start is not None or self._store.bad_readings(self._keys.snapshot(0)) >= AGREEMENT_TRIES
+
+    def _check_key(self, mine: Agreement) -> None:
+        """Tell a replica without the run's key from an agreement that has rotted: what it says decides nothing else."""
+        data = self._store.peek(self._keys.snapshot(0))
+        said = mine
+        with suppress(BadRecordError), reading("agreement"):
+            said = mine if data is None else typed(dict, unproven(data)["contract"])
+        check_signed(said.get("signed"), mine.get("signed"))
 
     def _offer_first_anchor(self) -> None:
         """Put one's own initial model under one's own nonce; the pointer in the store then decides.
@@ -165,11 +177,12 @@ class SnapshotReader:
             there = replace(self._context, keys=replace(self._keys, run_id=origin), limits=limits)
             self._taken_over = SnapshotReader(there, may_offer=False).load(-1)
             log.warning("rank %s: goes on from round %s of run %s", self._me.rank, self._taken_over, origin)
-        digests = put_parts(self._store, self._keys, 0, self._me.nonce, self._training.arrays())
+        key, proof = self._keys.snapshot(0), self._context.proof
+        digests = put_parts(self._store, self._keys, 0, self._me.nonce, self._training.arrays(), proof)
         if digests is not None:
             agreement, first = self._training.agreement(), self._taken_over or 0
             pointer = Pointer(self._me.nonce, self._me.rank, digests, self._digests(), agreement, first)
-            self._store.create(self._keys.snapshot(0), pointer.data())
+            self._store.create(key, pointer.data(key, proof))
 
 
 class Cursor:

@@ -14,6 +14,7 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership
 from diloco.rendezvous.patient_store import Ask, Map, PatientStore, at_once, backoff
 from diloco.rendezvous.phase import Phase, Plan
+from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.reduction import Reduce, weighted_mean
 from diloco.rendezvous.training_state import Packed, TrainingState
 from diloco.rendezvous.turns import Turns
@@ -154,6 +155,7 @@ class Context:
     training: TrainingState
     turns: Turns
     plan: Plan
+    proof: Proof
     origin: str | None = None
     """The run whose newest whole snapshot this one begins from."""
     limits: Limits = field(default_factory=Limits)

@@ -15,8 +15,10 @@ from dataclasses import replace
 import numpy as np
 
 from diloco.errors import QuorumTimeoutError
-from diloco.rendezvous.frames import READ_TRIES, BadRecordError, Contribution, Member, Seal, digests_of, hash_order
+from diloco.rendezvous.envelope import BadRecordError
+from diloco.rendezvous.frames import READ_TRIES, Contribution, Member, Seal, digests_of, hash_order
 from diloco.rendezvous.patient_store import backoff
+from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.reduction import BadInputError, Blocks, Input
 from diloco.rendezvous.round import Context, EntryState
 from diloco.rendezvous.training_state import Verdict
@@ -53,7 +55,8 @@ class SealLog:
         with suppress(BadRecordError):
             layout = context.layouts[entry % len(context.layouts)]
             size_bytes, wire = layout.mean_bytes, layout.mean_wire.name
-            seal = Seal.parse(data, size_bytes=size_bytes, wire=wire, whole=not self.is_rotten(entry))
+            whole = not self.is_rotten(entry)
+            seal = Seal.parse(data, key, context.proof, size_bytes=size_bytes, wire=wire, whole=whole)
             if seal.mean and layout.square(memoryview(seal.mean), layout.n_elements) is None:
                 seal = None
         if seal is None or seal.lost_mean is not None:
@@ -215,7 +218,7 @@ class Sealer:
             if data is None:
                 return False
             with suppress(BadRecordError):
-                head, digest = Contribution.parse(data)
+                head, digest = Contribution.parse(data, key, self._context.proof)
                 if digest in entry.sent:
                     entry.seen[rank], entry.payloads[rank] = (head, digest), packed.kept
                     return True
@@ -223,11 +226,11 @@ class Sealer:
         if data is None:
             return False
         with suppress(BadRecordError):
-            head, digest = Contribution.parse(data)
+            head, digest = Contribution.parse(data, key, self._context.proof)
             payload = data[layout.head_bytes :]
             fits = head.rank == rank and head.size_bytes == (layout.size_bytes if head.weight else 0)
             fits = fits and head.wire == layout.wire.name
-            if fits and (not layout.is_small or _is_intact(head, payload, layout.block_bytes)):
+            if fits and (not layout.is_small or _is_intact(head, payload, layout.block_bytes, self._context.proof)):
                 entry.seen[rank], entry.payloads[rank] = (head, digest), payload
                 return True
         entry.misread[rank] = entry.misread.get(rank, 0) + 1
@@ -324,7 +327,8 @@ class Sealer:
         seal = Seal(members, anchor, 0, mean or b"", phase_s=phase_s, same=same, wire=entry.layout.mean_wire.name)
         if mean is None and seal.inputs:
             seal = replace(seal, shards=entry.layout.n_shards(len(seal.owners)))
-        self._store.create(self._context.keys.seal(entry.index), seal.data())
+        key = self._context.keys.seal(entry.index)
+        self._store.create(key, seal.data(key, self._context.proof))
         return True
 
     def _small_mean(self, entry: EntryState, good: set[int]) -> memoryview | None:
@@ -339,7 +343,8 @@ class Sealer:
             return memoryview(b"")
         layout = entry.layout
         out = np.empty(layout.mean_bytes, np.uint8).data
-        blocks = Blocks(layout.n_elements, layout.limits.block_elements, layout.wire, layout.mean_wire)
+        sizes, proof = (layout.n_elements, layout.limits.block_elements), self._context.proof
+        blocks = Blocks(*sizes, layout.wire, layout.mean_wire, proof)
         try:
             self._context.reduce(inputs, out, blocks)
         except BadInputError as bad:
@@ -364,5 +369,5 @@ def _spread_seen(entry: EntryState) -> float:
     return max((head.waited_s for head, _ in entry.seen.values()), default=0.0)
 
 
-def _is_intact(head: Contribution, payload: memoryview, block_bytes: int) -> bool:
-    return len(payload) == head.size_bytes and digests_of(payload, block_bytes) == head.blocks
+def _is_intact(head: Contribution, payload: memoryview, block_bytes: int, proof: Proof) -> bool:
+    return len(payload) == head.size_bytes and digests_of(payload, block_bytes, proof) == head.blocks

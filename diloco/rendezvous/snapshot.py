@@ -17,22 +17,12 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from xxhash import xxh3_128, xxh3_128_hexdigest
 
-from diloco.rendezvous.frames import (
-    READ_TRIES,
-    BadRecordError,
-    Buffer,
-    Seal,
-    frame,
-    hash_order,
-    matching,
-    reading,
-    typed,
-    unframe,
-)
+from diloco.rendezvous.envelope import BadRecordError, frame, reading, typed, unframe
+from diloco.rendezvous.frames import READ_TRIES, Seal, hash_order, matching
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.proof import Buffer, Proof
 from diloco.rendezvous.round import Context
 from diloco.rendezvous.training_state import Agreement, Array, Arrays
 from executors.errors import StoreError
@@ -66,14 +56,14 @@ class Pointer:
     first: int = 0
     """Of `snapshot/0`: the first entry of this log; those before it are another run's."""
 
-    def data(self) -> bytes:
+    def data(self, key: str, proof: Proof) -> bytes:
         fields = {"nonce": self.nonce, "rank": self.rank, "parts": self.parts, "state": self.state}
-        return frame({**fields, "contract": self.agreement, "first": self.first})
+        return frame({**fields, "contract": self.agreement, "first": self.first}, key, proof)
 
     @classmethod
-    def parse(cls, data: Buffer) -> Pointer:
+    def parse(cls, data: Buffer, key: str, proof: Proof) -> Pointer:
         """Raises: BadRecordError: these bytes are not a pointer."""
-        fields, _, _ = unframe(data)
+        fields, _, _ = unframe(data, key, proof)
         with reading("snapshot pointer"):
             nonce, agreement = matching(_NONCE, "nonce", fields["nonce"]), typed(dict, fields["contract"])
             for shape, _, _ in agreement.get("tensors", {}).values():
@@ -82,25 +72,27 @@ class Pointer:
             return cls(nonce, int(fields["rank"]), parts, state, agreement, max(0, typed(int, fields["first"])))
 
 
-def put_parts(store: PatientStore, keys: Keys, entry: int, nonce: str, arrays: Arrays) -> tuple[str, ...] | None:
+def put_parts(
+    store: PatientStore, keys: Keys, entry: int, nonce: str, arrays: Arrays, proof: Proof
+) -> tuple[str, ...] | None:
     """Put the state as parts and return their digests; None when the store did not acknowledge one: begin again."""
     digests = []
     for index, part in enumerate(_parts(arrays)):
         data = encode_part(part)
         if not store.write(keys.part(entry, nonce, index), data):
             return None
-        digests.append(digest_of(data))
+        digests.append(digest_of(data, proof))
     return tuple(digests)
 
 
-def get_parts(store: PatientStore, keys: Keys, entry: int, pointer: Pointer) -> dict[str, Array] | None:
+def get_parts(store: PatientStore, keys: Keys, entry: int, pointer: Pointer, proof: Proof) -> dict[str, Array] | None:
     """Read a snapshot's arrays; None when a part is missing, rotten after re-reads, or was never a part."""
     arrays: dict[str, Array] = {}
     for index, digest in enumerate(pointer.parts):
         key = keys.part(entry, pointer.nonce, index)
         for _ in range(READ_TRIES):
             data = store.peek(key)
-            if data is not None and xxh3_128_hexdigest(data) == digest:
+            if data is not None and proof.digest(data) == digest:
                 break
             if data is not None:
                 store.note_bad(key, data)
@@ -152,8 +144,8 @@ def decode_part(data: memoryview) -> dict[str, Array]:
         return arrays
 
 
-def digest_of(data: Sequence[Buffer]) -> str:
-    digest = xxh3_128()
+def digest_of(data: Sequence[Buffer], proof: Proof) -> str:
+    digest = proof.hash()
     for buffer in data:
         digest.update(buffer)
     return digest.hexdigest()
@@ -222,14 +214,15 @@ class SnapshotWriter:
 
     def _publish(self, copy: Copy) -> None:
         context = self._context
-        store, keys = context.store.for_thread(), context.keys
+        store, keys, proof = context.store.for_thread(), context.keys, context.proof
         try:
             for _ in range(PUT_TRIES):
-                digests = put_parts(store, keys, copy.entry, self._me.nonce, copy.arrays)
+                digests = put_parts(store, keys, copy.entry, self._me.nonce, copy.arrays, proof)
                 if digests is not None:
                     pointer = Pointer(self._me.nonce, self._me.rank, digests, tuple(copy.state), {})
-                    store.create(keys.snapshot(copy.entry), pointer.data())
-                    collect_garbage(store, keys, copy.entry, context.snapshot_every)
+                    key = keys.snapshot(copy.entry)
+                    store.create(key, pointer.data(key, proof))
+                    collect_garbage(store, keys, copy.entry, context.snapshot_every, proof)
                     break
         except StoreError as error:
             log.warning("rank %s could not keep the snapshot after round %s: %s", self._me.rank, copy.entry, error)
@@ -237,16 +230,16 @@ class SnapshotWriter:
             self._busy = False
 
 
-def collect_garbage(store: PatientStore, keys: Keys, newest: int, snapshot_every: int) -> None:
+def collect_garbage(store: PatientStore, keys: Keys, newest: int, snapshot_every: int, proof: Proof) -> None:
     """Delete what nobody needs any more: payloads of entries before the second newest snapshot.
 
     A replica that is still behind that finds them gone and jumps to a snapshot. Records that decide are never deleted.
     """
-    if not _pointer(store, keys, newest):
+    if not _pointer(store, keys, newest, proof):
         return
-    start = _pointer(store, keys, 0)
+    start = _pointer(store, keys, 0, proof)
     for horizon in (*range(newest - snapshot_every, start.first if start else 0, -snapshot_every), 0):
-        if _pointer(store, keys, horizon):
+        if _pointer(store, keys, horizon, proof):
             break
     else:
         return
@@ -258,10 +251,11 @@ def collect_garbage(store: PatientStore, keys: Keys, newest: int, snapshot_every
     _collect_own(store, keys, horizon)
 
 
-def _pointer(store: PatientStore, keys: Keys, entry: int) -> Pointer | None:
-    data = store.peek(keys.snapshot(entry))
+def _pointer(store: PatientStore, keys: Keys, entry: int, proof: Proof) -> Pointer | None:
+    key = keys.snapshot(entry)
+    data = store.peek(key)
     with suppress(BadRecordError):
-        return None if data is None else Pointer.parse(data)
+        return None if data is None else Pointer.parse(data, key, proof)
     return None
 
 

@@ -14,6 +14,9 @@ LEAST = np.float32(2.0**-100)
 """Groups of smaller values are zero: no product becomes so small that processors round it in different ways."""
 
 
+LARGEST = float(np.finfo(np.float32).max)
+
+
 class Grouped(ABC):
     """A block is the float32 scales of its groups, zeros up to a multiple of `align` bytes, and the whole numbers."""
 
@@ -83,11 +86,10 @@ class Grouped(ABC):
         for rows, of in self._rows(values):
             # As whole numbers, the bits of positive floats are in the order of the floats; numpy finds those sooner.
             top = np.maximum.reduce(rows.view(np.int32) & 0x7FFFFFFF, axis=1).view(np.float32)
-            scale = top * np.float32(1 / self.most)
-            scale[top < LEAST] = 0.0
+            scale, inverse = top * np.float32(1 / self.most), np.float32(self.most) / np.maximum(top, LEAST)
+            scale[top < LEAST] = inverse[top < LEAST] = 0.0
             if not self._are_finite(scale):
                 raise NotFiniteError
-            inverse = np.divide(np.float32(self.most), top, out=np.zeros_like(top), where=scale > 0)
             np.multiply(rows, inverse[:, None], out=rows)
             np.rint(rows, out=rows)  # top * inverse is never half a unit more than most
             scales[of] = scale
@@ -102,8 +104,7 @@ class Grouped(ABC):
 
     def _are_finite(self, scales: Floats) -> bool:
         """Return whether every value of groups with these scales is finite, also the one below -most."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            return bool(np.isfinite(scales * np.float32(self.most + 1)).all())
+        return bool(np.abs(scales).max() <= LARGEST / (self.most + 1))
 
     def _scale_bytes(self, n: int) -> int:
         return -(-4 * -(-n // self.group) // self.align) * self.align

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_128
 
 Floats = npt.NDArray[np.float32]
 
@@ -22,6 +21,15 @@ BLOCK_ELEMENTS = 1 << 20
 PIECE = 64 << 10
 """Elements that are worked on at a time: three arrays of them stay in a second-level cache of 1 MiB. A multiple of
 every group and page of a wire."""
+
+
+class Hash(Protocol):
+    """A digest in the making."""
+
+    def update(self, data: Any, /) -> None: ...
+
+    def hexdigest(self) -> str:
+        """Return 32 hexadecimal characters."""
 
 
 class NotFiniteError(ValueError):
@@ -101,13 +109,13 @@ def blocks_of(wire: Wire, n_elements: int, block_elements: int) -> Iterator[Bloc
 class BlockWriter:
     """Encodes a block piece by piece, and digests it on the way where its bytes come in their order."""
 
-    def __init__(self, wire: Wire, block: memoryview, n: int) -> None:
+    def __init__(self, wire: Wire, block: memoryview, n: int, digest: Hash) -> None:
         self.square = 0.0
         """The sum of the squares of what is decoded from it."""
         self._wire = wire
         self._block = block
         self._n = n
-        self._digest = xxh3_128()
+        self._digest = digest
         self._is_in_order = not wire.span(n, 0, n).start
 
     def write(self, values: Floats, start: int) -> None:

@@ -23,6 +23,7 @@ from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.replica import RANK, find_replica, set_current_replica
 from executors.run_index import local_store, new_run_id, remember
+from executors.run_key import RUN_KEY
 from executors.store import store_at
 from executors.store.records import Record, checked, text
 from executors.store.url import address_of
@@ -208,7 +209,8 @@ def _process_of(attempt: Attempt, handle: ReplicaHandle) -> _Process:
 def _surroundings_of(run: RunSpec, rank: int, entrypoint: str | Callable[..., Any]) -> Iterator[None]:
     """Give a replica in this process its environment, and afterwards this process its own back."""
     environ, argv, paths, modules, replica = dict(os.environ), sys.argv, [*sys.path], {*sys.modules}, find_replica()
-    os.environ.update({**run.env, RANK: str(rank)})
+    os.environ.pop(RUN_KEY, None)  # it would be another run's
+    os.environ.update({**run.env, **run.credentials, RANK: str(rank)})
     try:
         yield
     finally:

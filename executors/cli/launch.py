@@ -64,6 +64,7 @@ HANG = "How long a replica may go on without progress: SOFT[:HARD] as in 2m:3m, 
 AS_FOR_LAUNCH, FROM_HERE_ON = "As for launch,", "for all ranks from here on. Default: as before."
 SPARES = "Start S containers more, which stand by for replicas that lose theirs; with --restarts, in a cloud."
 HEALTH_CHECK = "A function that each new process calls before the task, for 60 s at most: pkg.mod:f, path/file.py:f."
+SIGNED = "Let replicas believe only what was made with the run's key, which this machine draws and keeps for resume."
 TASK_DIGEST = (
     "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
     "task_digest."
@@ -99,6 +100,7 @@ def launch(
     hang_timeout: Annotated[str | None, Option(metavar="SOFT[:HARD]", help=HANG)] = None,
     spares: Annotated[int, Option(metavar="S", help=SPARES)] = 0,
     health_check: Annotated[str | None, Option(metavar="NAME", help=HEALTH_CHECK)] = None,
+    signed: Annotated[bool, Option("--signed", help=SIGNED)] = False,
     tracker: Annotated[str | None, Option(metavar="NAME", help=TRACKER)] = None,
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
@@ -154,6 +156,7 @@ def launch(
                         hang_timeout=hang_timeout,
                         spares=spares,
                         health_check=health_check,
+                        signed=signed,
                         tracker=tracker,
                         gather_s=gather,
                         origins=origins_of(context, backend, given, chosen),

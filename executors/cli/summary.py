@@ -41,8 +41,9 @@ def heading(run: Run, timeout_s: float | None = None) -> str:
     replicas = "1 replica" if run.world_size == 1 else f"{run.world_size} replicas"
     limit = name_limit(run.record.timeout_s if timeout_s is None else timeout_s)
     chaos = "".join(f", chaos {one_line(spec)}" for spec in run.record.chaos)
+    signed = f", signed (key {run.record.key_id})" * run.record.signed
     what = one_line(shown(run.record.entrypoint))
-    return f"{run.run_id}: {replicas} of {what} on {run.backend}, {limit}{chaos}"
+    return f"{run.run_id}: {replicas} of {what} on {run.backend}, {limit}{chaos}{signed}"
 
 
 def reference(run: Run) -> str:
@@ -126,6 +127,7 @@ class Summary:
             "timeout_s": record.timeout_s,
             "created_at": record.created_at,
             "task_digest": run.task_digest,
+            "signed": record.signed,
             "exit_code": self.code,
             "summary": find_summary(self.outcomes),
             "replicas": [{**outcome.to_row(), "attempt": outcome.attempt} for outcome in self.outcomes],

@@ -33,7 +33,7 @@ from executors.native import GATHER_S, KeepsOptions, NativeExecutor, Package
 from executors.policy import Restarts
 from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
-from executors.run_index import NOTE, local_store, locate, new_run_id, preparing, remember, state_path
+from executors.run_index import NOTE, keep_key, local_store, locate, new_run_id, preparing, remember, state_path
 from executors.shipping.script_header import check_python, script_header, script_of
 from executors.store import Store, open_store
 from executors.store.records import exists
@@ -78,6 +78,7 @@ def launch(
     hang_timeout: str | float | None = None,
     spares: int = 0,
     health_check: str | None = None,
+    signed: bool = False,
     progress: bool = False,
     config: str | Path | bool | Sequence[str | Path] = False,
     profile: str | None = None,
@@ -119,6 +120,8 @@ def launch(
             backends in a cloud.
         health_check: a function without arguments, as "pkg.mod:f", that each new process calls before the entrypoint,
             for 60 s at most. An exception, or False: this attempt ends as `start_failed`.
+        signed: draw a key for this run, and let its replicas believe only what was made with it: whoever else can write
+            to the rendezvous can stop the run, and not steer it. This machine keeps the key, for `resume`.
         progress: while this process waits for the run, draw bars with rate and time left, of the steps that replicas
             report; without a terminal, print a line now and then.
         config: take what is left at its default here from the settings that `replicas launch` would find here; files
@@ -155,6 +158,7 @@ def launch(
         "hang_timeout": None if hang_timeout is None else str(hang_timeout),
         "spares": spares,
         "health_check": health_check,
+        "signed": signed,
     }
     if config is not False or profile is not None:
         from executors.launcher.launch_settings import filled
@@ -214,6 +218,7 @@ class LaunchPlan:
         try:
             options = executor.options_to_keep if isinstance(executor, KeepsOptions) else {}
             remember(self.run_id, store.url, spec.task_digest, options, request.secrets)
+            keep_key(self.run_id, spec.key)
             handles: Sequence[Any]
             if isinstance(executor, NativeExecutor):
                 limits: Any = {"gpu": request.gpu, "timeout": request.timeout}

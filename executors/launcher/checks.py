@@ -27,13 +27,14 @@ from executors.policy import HangLimits
 from executors.protocol import ServerlessExecutor
 from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED
 from executors.report.trackers import BUILT_IN, check_tracker
+from executors.run_key import RUN_KEY
 from executors.store import open_store
 from executors.task.arguments import annotations_in, from_texts, to_json
 from executors.task.create import LaunchRequest
 from executors.task.placeholders import fill
 from executors.task.stored import StoredTask, installed_version
 
-KEPT = ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker", "health_check", "spares")
+KEPT = ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker", "health_check", "spares", "signed")
 
 
 def check_working_directory() -> None:
@@ -99,8 +100,13 @@ def check_environment(executor: ServerlessExecutor, request: LaunchRequest) -> N
             f"Backend {executor.backend_name!r} takes no env= and no secrets=: values are never recorded, and its five "
             "verbs carry none. Set them where its replicas run."
         )
+    if not isinstance(executor, NativeExecutor) and request.signed:
+        raise ValueError(
+            f"Backend {executor.backend_name!r} takes no signed= (--signed): its five verbs carry no key. Leave it "
+            "away, and give each replica a key of yours: DiLoCo(key=…)."
+        )
     for name in request.env or {}:
-        if name in (*TORCH_DISTRIBUTED, *CONTRACT, *FOR_THE_WORKER):
+        if name in (*TORCH_DISTRIBUTED, *CONTRACT, *FOR_THE_WORKER, RUN_KEY):
             raise ValueError(f"env cannot set {name!r}: replicas get or lose it themselves, see the README.")
 
 

@@ -12,7 +12,10 @@ from executors.native import KeepsOptions, NativeExecutor, RunSpec
 from executors.registry import is_given
 from executors.run.launch_hands import Recipe
 from executors.run.run import Run
+from executors.run_index import KEYS, find_key
+from executors.run_key import RUN_KEY
 from executors.store.records import SHA256
+from executors.task.record import LaunchedWith
 from executors.task.stored import StoredTask, read_task
 
 MAX_SHOWN = 100  # characters of what a store says that nobody vouches for
@@ -46,7 +49,7 @@ def recipe_of(
         gpu, timeout, env, secrets, detach: as for `resume`.
 
     Raises:
-        ValueError: a value of the environment, a secret or an option is missing.
+        ValueError: a value of the environment, a secret, an option or the run's key is missing.
         BackendError: the backend cannot start single ranks.
     """
     launched, executor = task.launched_with, native_executor(run)
@@ -64,6 +67,7 @@ def recipe_of(
         ranks=tuple(range(run.world_size)),
         env=dict(env or {}),
         secret_names=_secrets_to_give(run, task, secrets),
+        key=_key_of(run, launched),
         detach=detach,
         chaos=launched.chaos,
         min_replicas=launched.min_replicas,
@@ -105,6 +109,20 @@ def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tupl
             f"from a record. Give it again: --backend {backend} {how}, or attach(…, executor=…)."
         )
     return tuple(secrets or (noted.secrets if noted else ()))
+
+
+def _key_of(run: Run, launched: LaunchedWith) -> str | None:
+    """Return the key of a signed run, which this machine keeps since it launched the run, or is told."""
+    if launched.key_id is None:
+        return None
+    key = find_key(run.run_id, launched.key_id)
+    if key is None:
+        raise ValueError(
+            f"Run {run.run_id!r} is signed (key {launched.key_id}), and this machine does not have its key. Set "
+            f"{RUN_KEY} to what {KEYS}/{run.run_id} holds on the machine that launched the run, by default in "
+            "~/.local/state/replicas."
+        )
+    return key
 
 
 def vouched_task(run: Run, *, task_digest: str | None = None, trust_bucket: bool = False) -> StoredTask:

@@ -27,6 +27,7 @@ from executors.entrypoint import check_call, describe, split_rank_env
 from executors.errors import CorruptObjectError, EntrypointArgumentsError, EntrypointError, RunExistsError, kind_of
 from executors.native import GATHER_S, Package, RunSpec
 from executors.policy import HangLimits, Restarts
+from executors.run_key import key_id, new_key, parse_key
 from executors.store import Store
 from executors.store.records import FAR_AHEAD, MAX_DEPTH, is_deeper_than, to_bytes
 from executors.store.url import address_of, check_run_id, check_scheme
@@ -71,6 +72,7 @@ class LaunchRequest:
     hang_timeout: str | None = None
     spares: int = 0
     health_check: str | None = None
+    signed: bool = False
     origins: Mapping[str, str] = field(default_factory=dict)
     """Who said what: a flag, a variable of the environment, a file."""
 
@@ -111,6 +113,8 @@ class LaunchRequest:
             raise ValueError(f"spares is a number from 0 to {MAX_WORLD_SIZE}, got spares={self.spares!r}.")
         if not isinstance(self.health_check, str | None):
             raise TypeError(f"health_check names a function, as 'pkg.mod:f', got {self.health_check!r}.")
+        if not isinstance(self.signed, bool):
+            raise TypeError(f"signed is True or False, got signed={self.signed!r}.")
         if not isinstance(self.tracker, str | None):
             raise TypeError(f"tracker is a name, as in 'trackio' or 'pkg.mod:Class', got {self.tracker!r}.")
         if isinstance(self.chaos, str):
@@ -155,6 +159,7 @@ def plan_run(
     Raises:
         EntrypointError: the task cannot travel.
     """
+    key = new_key() if request.signed else None
     launched_with = LaunchedWith(
         **executor,
         world_size=request.n,
@@ -172,6 +177,8 @@ def plan_run(
         hang=str(HangLimits.parse(request.hang_timeout)),
         spares=request.spares,
         health_check=request.health_check,
+        signed=request.signed,
+        key_id=None if key is None else key_id(parse_key(key)),
         tracker=request.tracker,
     )
     task, pickled = _pack_task(request, launched_with, package)
@@ -198,6 +205,7 @@ def plan_run(
         ranks=tuple(range(request.n)),
         env=dict(request.env or {}),
         secret_names=tuple(request.secrets),
+        key=key,
         detach=request.detach,
         chaos=tuple(request.chaos),
         min_replicas=request.min_replicas,

@@ -12,6 +12,7 @@ from typing import Any
 
 from executors.native import GATHER_S
 from executors.policy import HangLimits, Restarts
+from executors.run_key import KEY_ID
 from executors.store import Store
 from executors.store.records import (
     FAR_AHEAD,
@@ -77,6 +78,10 @@ class LaunchedWith(Record):
     """How many jobs more stand by."""
     health_check: str | None = checked(nullable(text(1000)), None)
     """The entrypoint that each new process calls before the task."""
+    signed: bool = checked(flag, False)
+    """Whether replicas believe only what was made with the run's key."""
+    key_id: str | None = checked(nullable(text(8, KEY_ID)), None)
+    """Which key that is."""
     tracker: str | None = checked(nullable(text(400, TRACKER)), None)
     """What gets the numbers of the replicas, too: a name, or `module:Class`, which is imported in them alone, from the
     task that the digest vouches for."""

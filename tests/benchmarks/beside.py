@@ -73,7 +73,7 @@ def _lost(link: Link, n_elements: int, options: Options) -> Comparison:
 
 def steps(options: Options) -> list[Comparison]:
     """W2: what a busy round does to the steps beside it."""
-    n_elements, rounds = (500_000, 3) if options.quick else (25_000_000, options.repetitions(5))
+    n_elements, rounds = (500_000, 1) if options.quick else (25_000_000, options.repetitions(5))
     found = []
     for kind, goal in (("device-like", 1.01), ("small operations on the CPU", 1.05)):
         (samples,) = run("time_steps", 1, n_elements=n_elements, rounds=rounds, on_device=kind == "device-like")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -79,27 +80,25 @@ def time_steps(n_elements: int, rounds: int, on_device: bool) -> dict[str, list[
         for _ in range(1000):
             small.mm(small)
 
-    for _ in range(20):
+    def timed() -> tuple[float, float]:
+        began = time.monotonic()
         step()
-    began = time.perf_counter()
-    step()
-    inner_steps = 2 * int(max(0.2, n_elements / 10e6) / (time.perf_counter() - began))
-    samples: dict[str, list[float]] = {"alone": [], "beside a round": []}
+        return began, time.monotonic() - began
+
+    samples = {"alone": [timed()[1] for _ in range(20)][10:], "beside a round": []}
+    inner_steps = 2 * int(max(0.5, n_elements / 10e6) / median(samples["alone"]))
     settings: dict[str, Any] = {"overlap_steps": inner_steps - 1, "merge": "carry"}
     with DiLoCo(model, inner_steps=inner_steps, sync_buffers=False, **settings) as diloco:
         for _ in range(rounds):
-            times: list[tuple[float, float]] = []
+            steps: list[tuple[float, float]] = []
             report = None
             while report is None:
-                before = time.monotonic()
-                step()
-                times.append((before, time.monotonic()))
+                steps.append(timed())
                 with torch.no_grad():
                     model.flat[: 1 << 10].add_(0.001)
                 report = diloco.step()
-            for began, ended in times[1:]:  # the first one is before the contribution was taken
-                if ended <= report.ended or began > report.ended:
-                    samples["beside a round" if ended <= report.ended else "alone"].append(ended - began)
+            for began, seconds in steps[1:]:  # the first one is before the contribution was taken
+                samples["beside a round" if began <= report.ended else "alone"].append(seconds)
     return samples
 
 

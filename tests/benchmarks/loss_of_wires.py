@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,8 @@ from typing import Any
 
 from .harness import Comparison, Options
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "compare_wires.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "compare_wires.py"
 INNER_STEPS = (10, 20)
 GOALS = {
     "int8": 0.3,
@@ -28,7 +30,8 @@ def loss_of_wires(options: Options) -> list[Comparison]:
     with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
         few = ["--steps", "20", "--only", "int8"] if options.quick else []
         seeds = ["--seeds", str(options.repetitions(3))]
-        subprocess.run([sys.executable, str(EXAMPLE), "--json", file.name, *seeds, *few], check=True)
+        command = [sys.executable, str(EXAMPLE), "--json", file.name, *seeds, *few]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
         runs = json.load(file)
     return [_compared(h, [run for run in runs if run["inner_steps"] == h]) for h in INNER_STEPS]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.rendezvous.frames import Seal
+from diloco.rendezvous.proof import UNSIGNED
 from executors import LocalProcessExecutor, Run, launch
 from executors.attempt import Attempt, Claim
 from executors.supervision.decisions import DecisionLog
@@ -152,4 +153,4 @@ def seals(run: Run) -> Mapping[int, Seal]:
     """Read the seals of a run's rounds, by their index."""
     prefix = f"{run.run_id}/diloco/main/seal/"
     keys = [entry.key for entry in run.store.list(prefix)]
-    return {int(key.removeprefix(prefix)): Seal.parse(run.store.get(key)) for key in keys}
+    return {int(key.removeprefix(prefix)): Seal.parse(run.store.get(key), "", UNSIGNED) for key in keys}

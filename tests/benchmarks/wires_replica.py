@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from xxhash import xxh3_128
 
 from diloco import DiLoCo
 from diloco.fragments import plan_fragments
 from diloco.pseudo_gradient import live_tensors, pack
+from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
 from diloco.wires import WIRES
@@ -45,11 +45,11 @@ def _tasks(wire: Wire, n_elements: int) -> tuple[Callable[[], object], Callable[
     acc, product = np.zeros(PIECE, np.float32), np.empty(PIECE, np.float32)
 
     def packed(write: Callable[[memoryview], object]) -> None:
-        pack(live_tensors(model, fragment), anchor, memoryview(b""), wire=wire, write=write, who="I")
+        pack(live_tensors(model, fragment), anchor, memoryview(b""), wire=wire, proof=UNSIGNED, write=write, who="I")
 
     def added() -> None:
         for block in blocks_of(wire, n_elements, BLOCK_ELEMENTS):
-            data, digest = sent[block.start : block.end], xxh3_128()
+            data, digest = sent[block.start : block.end], UNSIGNED.hash()
             digest.update(data[: wire.span(block.n, 0, block.n).start])
             for start in range(0, block.n, PIECE):
                 end = min(start + PIECE, block.n)

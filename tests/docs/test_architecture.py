@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("protocol", "process", "shared_page"),
+    ("protocol", "process", "shared_page", "run_key"),
     ("native", "errors", "durations"),
     ("logs", "store", "entrypoint", "status", "shard", "policy"),
     ("attempt", "task", "run_index", "registry", "chaos"),
@@ -30,7 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli", "testing", ""),
 )
 """The rooms of `executors` from the ground up; "" is `executors/__init__.py`."""
-DILOCO_USES = ("executors.store", "executors.replica", "executors.errors", "executors.attempt")
+DILOCO_USES = ("executors.store", "executors.replica", "executors.errors", "executors.attempt", "executors.run_key")
 SDKS = {
     "modal": "executors/backends/modal*.py",
     "huggingface_hub": "executors/backends/hf_*.py",

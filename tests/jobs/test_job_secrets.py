@@ -20,6 +20,8 @@ from executors import HFJobsExecutor, attach, launch
 from executors.backends.jobs.service import Job, JobKey
 from executors.errors import ReplicasError
 from executors.launcher import plan_launch
+from executors.run_index import key_file
+from executors.run_key import RUN_KEY
 from executors.task.create import LaunchRequest
 
 MINE = {"BY_OPTION": "s3cret/of+the=executor", "BY_LAUNCH": 's3cret of the launch, "quoted"'}
@@ -50,12 +52,13 @@ def test_a_secret_is_seen_by_the_replica_and_by_nobody_else(
     caplog.set_level(logging.INFO)  # below it botocore itself tells its headers
     caplog.set_level(logging.DEBUG, "executors")
     executor = HFJobsExecutor(secrets=["BY_OPTION"])
-    names = [*secrets]
+    names = [*secrets, RUN_KEY]
 
     def digests() -> dict[str, str]:
         return {name: hashlib.sha256(os.environ.get(name, "").encode()).hexdigest() for name in names}
 
-    run = launch(executor, digests, 1, secrets=["BY_LAUNCH"])
+    run = launch(executor, digests, 1, secrets=["BY_LAUNCH"], signed=True)
+    secrets[RUN_KEY] = key_file(run.run_id).read_text()
     expected = {name: hashlib.sha256(value.encode()).hexdigest() for name, value in secrets.items()}
     expected["HF_TOKEN"] = hashlib.sha256(b"").hexdigest()  # nobody asked for it
     assert run.results() == [expected]
@@ -65,10 +68,10 @@ def test_a_secret_is_seen_by_the_replica_and_by_nobody_else(
     for entry in run.store.list(""):
         assert_nothing_of(secrets, bytes(run.store.get(entry.key)).decode(errors="replace"), entry.key)
     for path in state_home.rglob("*"):
-        if path.is_file():
+        if path.is_file() and path != key_file(run.run_id):
             assert_nothing_of(secrets, path.read_text(errors="replace"), str(path))
     (job,) = hf.jobs.newest_first()
-    assert job.spec["secrets"].keys() == {"BY_OPTION", "BY_LAUNCH", *CREDENTIALS}
+    assert job.spec["secrets"].keys() == {"BY_OPTION", "BY_LAUNCH", RUN_KEY, *CREDENTIALS}
     assert_nothing_of(secrets, repr({**job.spec, "secrets": None}), "the job")
     shown = [executor, run, run.handles, run.record, run.outcomes(), run.status(), attach(run.url), run.store]
     assert_nothing_of(secrets, repr(shown), "a repr")

@@ -10,6 +10,7 @@ import pytest
 from servers.s3.server import S3Server
 
 from diloco.rendezvous.frames import Contribution, Seal, head_bytes
+from diloco.rendezvous.proof import UNSIGNED
 from diloco.wires.wire import Floats
 from executors import LocalProcessExecutor, Run, launch
 
@@ -69,14 +70,14 @@ def checked_mean(kept: dict[str, list[bytes]], run: Run, entry: int, sharded: bo
     """Return the mean of an entry, which is that of what was sealed, and of everybody."""
     under, n = f"runs/{run.run_id}/diloco/main", REPLICAS[sharded]
     (data,) = kept[f"{under}/seal/{entry}"]
-    seal = Seal.parse(data)
+    seal = Seal.parse(data, "", UNSIGNED)
     assert sorted(seal.members) == list(range(n))
     sealed = []
     for rank, member in seal.members.items():
         (payload,) = (
             data[head_bytes(N_VALUES // BLOCK_ELEMENTS) :]
             for data in kept[f"{under}/r{entry}/contribution/{rank}"]
-            if Contribution.parse(data)[1] == member.digest
+            if Contribution.parse(data, "", UNSIGNED)[1] == member.digest
         )
         sealed.append(np.frombuffer(payload, np.float32))
     assert seal.shards == (n if sharded else 0)

@@ -19,6 +19,7 @@ from diloco.rendezvous import phase as rounds
 from diloco.rendezvous.frames import Contribution, MeanHead, Seal, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
+from diloco.rendezvous.proof import UNSIGNED, Proof
 from diloco.rendezvous.round import MOST_PAUSE_S, Layout, Limits, RoundReport
 from diloco.rendezvous.snapshot import Pointer, decode_part
 from diloco.wires.wire import Floats
@@ -59,6 +60,7 @@ class Invariants:
     """What must hold in a schedule."""
 
     plan: Plan
+    proof: Proof = UNSIGNED
     processes: list[Process] = field(default_factory=list)
     clean: dict[int, Toy] = field(default_factory=dict)
     """Toys of processes that finished and whose work nobody else has, by slot."""
@@ -131,7 +133,7 @@ class Invariants:
             if "/seal/" in key and at_s > calm_s + pause_s
         )
         for at_s, entry in sealed[2:]:
-            members = Seal.parse(self.store.ever[self.keys.seal(entry)][0]).members
+            members = self.seal_of(entry).members
             named = {member.nonce for member in members.values()}
             for process in self.processes:
                 if process.is_here(at_s) and f"nonce{process.slot}" not in named:
@@ -147,7 +149,7 @@ class Invariants:
         whole = 0
         for pointed in [k for k in self.store.objects if "/snapshot/" in k]:
             later = int(pointed.rpartition("/")[2])
-            pointer = Pointer.parse(self.store.objects[pointed])
+            pointer = Pointer.parse(self.store.objects[pointed], pointed, self.proof)
             whole += later > entry and self.keys.part(later, pointer.nonce, 0) in self.store.objects
         if whole < 2:
             self.failures.append(f"I13: {key} is deleted while there are {whole} later snapshots")
@@ -177,7 +179,7 @@ class Invariants:
 
     def _log_state(self, position: int) -> tuple[list[Floats], list[Floats]]:
         if not self.log:
-            pointer = Pointer.parse(self.store.objects[self.keys.snapshot(0)])
+            pointer = self.pointer_of(0)
             part = decode_part(memoryview(self.store.ever[self.keys.part(0, pointer.nonce, 0)][0]))
             anchor = [np.array(part[str(f)]) for f in range(self.plan.n_fragments)]
             self.log.append((anchor, [np.zeros_like(a) for a in anchor]))
@@ -190,7 +192,7 @@ class Invariants:
 
     def stored_mean(self, entry: int) -> tuple[Floats, list[set[int]]]:
         """Return the mean of an entry, and the ranks left out for each slot."""
-        seal = Seal.parse(self.store.ever[self.keys.seal(entry)][0])
+        seal = self.seal_of(entry)
         if not seal.inputs:
             return np.zeros(0, np.float32), [set() for _ in range(SLOTS)]
         if not seal.shards:
@@ -198,9 +200,10 @@ class Invariants:
         values, left_out = [], []
         for shard in range(seal.shards):
             part = self.layout.shard(shard, seal.shards)
-            data = self.store.ever[self.keys.mean(entry, shard)][0]
+            key = self.keys.mean(entry, shard)
+            data = self.store.ever[key][0]
             values.append(memoryview(data)[head_bytes(part.end_block - part.first_block) :])
-            left_out += [set(MeanHead.parse(data).left_out)] * part.n_elements
+            left_out += [set(MeanHead.parse(data, key, self.proof).left_out)] * part.n_elements
         return values_of(self.layout.mean_wire, values), left_out
 
     def _check_history(self) -> None:
@@ -212,7 +215,7 @@ class Invariants:
                 raise Violation(f"{key} was sent for an entry that is not planned")
         if self.keys.snapshot(0) not in self.store.ever:
             return  # everybody died before
-        pointer = Pointer.parse(self.store.ever[self.keys.snapshot(0)][0])
+        pointer = self.pointer_of(0)
         if not _equal(Toy(self.plan.n_fragments, 0, int(pointer.nonce[5:])).anchor, self._log_state(0)[0]):
             raise Violation("I10: the first anchor is nobody's model")
         counted = [np.zeros(SLOTS, np.float32) for _ in range(self.plan.n_fragments)]
@@ -225,11 +228,11 @@ class Invariants:
         self._check_snapshots()
 
     def _check_snapshots(self) -> None:
-        for key, values in self.store.ever.items():
+        for key in self.store.ever:
             if "/snapshot/" not in key:
                 continue
             entry = int(key.rpartition("/")[2])
-            pointer = Pointer.parse(values[0])
+            pointer = self.pointer_of(entry)
             part = decode_part(memoryview(self.store.ever[self.keys.part(entry, pointer.nonce, 0)][0]))
             toy = Toy(self.plan.n_fragments, 0, 0)
             toy.load(part)
@@ -252,7 +255,7 @@ class Invariants:
                     raise Violation(f"I3: {total} of {toy.done} units of process {slot} are accounted for")
 
     def _count(self, entry: int, counted: Floats, spoilt: set[int]) -> None:
-        seal = Seal.parse(self.store.ever[self.keys.seal(entry)][0])
+        seal = self.seal_of(entry)
         sent = {rank: self.sealed_contribution(entry, rank, seal) for rank in seal.members}
         for rank, (head, _) in sent.items():
             member = seal.members[rank]
@@ -293,16 +296,27 @@ class Invariants:
         if abs(head.weight - expected) > 1e-6:
             raise Violation(f"rank {rank} sent {head.steps} steps with a weight of {head.weight}, not {expected}")
 
+    def seal_of(self, entry: int) -> Seal:
+        """Return the seal of an entry, as it was created."""
+        key = self.keys.seal(entry)
+        return Seal.parse(self.store.ever[key][0], key, self.proof)
+
+    def pointer_of(self, entry: int) -> Pointer:
+        """Return the pointer of a snapshot, as it was created."""
+        key = self.keys.snapshot(entry)
+        return Pointer.parse(self.store.ever[key][0], key, self.proof)
+
     def seals(self) -> list[Seal]:
         """Return the seals in their order, as they were created."""
         seals: list[Seal] = []
         while (key := self.keys.seal(len(seals))) in self.store.ever:
-            seals.append(Seal.parse(self.store.ever[key][0]))
+            seals.append(Seal.parse(self.store.ever[key][0], key, self.proof))
         return seals
 
     def sealed_contribution(self, entry: int, rank: int, seal: Seal) -> tuple[Contribution, Floats]:
-        for value in self.store.ever[self.keys.contribution(entry, rank)]:
-            head, digest = Contribution.parse(value)
+        key = self.keys.contribution(entry, rank)
+        for value in self.store.ever[key]:
+            head, digest = Contribution.parse(value, key, self.proof)
             if digest == seal.members[rank].digest:
                 payload = memoryview(value)[self.layout.head_bytes :]
                 return head, values_of(self.layout.wire, [payload]) if payload else np.zeros(0, np.float32)

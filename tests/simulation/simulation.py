@@ -85,6 +85,7 @@ class Simulation(Invariants):
         plan = self.plan
         toy = Toy(plan.n_fragments, slot % SLOTS, slot, is_lossy=plan.is_lossy, keeps_later_work=plan.keeps_later_work)
         toy.is_final, toy.trains_on = self.steps.is_final, self.steps.overlaps or plan.is_beside
+        toy.proof = self.proof
         process = Process(name, rank, slot, toy)
         self.processes.append(process)
         self.world.spawn(name, lambda: self._process(process, checkpoint), delay_s)
@@ -153,6 +154,7 @@ class Simulation(Invariants):
             me=me,
             training=toy,
             plan=self.steps,
+            proof=self.proof,
             min_quorum=plan.min_quorum,
             weight=plan.weights[me.rank % len(plan.weights)],
             snapshot_every=plan.snapshot_every,
@@ -274,7 +276,7 @@ def _reduce_of_host(host: int) -> Callable[..., tuple[str, ...]]:
         weighted_mean(inputs, out, blocks)
         bits = np.frombuffer(out, np.uint32)
         bits ^= np.uint32(host & bool(inputs))
-        return digests_of(out, blocks.mean_wire.size(blocks.block_elements))
+        return digests_of(out, blocks.mean_wire.size(blocks.block_elements), blocks.proof)
 
     return reduce
 

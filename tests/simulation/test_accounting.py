@@ -14,6 +14,7 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.proof import UNSIGNED, Proof
 from diloco.rendezvous.reduction import weighted_mean
 from diloco.rendezvous.restore import Cursor, Restored
 from diloco.rendezvous.round import owners
@@ -148,7 +149,7 @@ def whole_snapshots(store: PatientStore, keys: Keys, most: int) -> list[int]:
     return [
         entry
         for entry, data in pointers.items()
-        if data is not None and get_parts(store, keys, entry, Pointer.parse(data)) is not None
+        if data is not None and get_parts(store, keys, entry, Pointer.parse(data, "", UNSIGNED), UNSIGNED) is not None
     ]
 
 
@@ -159,8 +160,8 @@ def test_two_whole_snapshots_are_left_after_each_collection_of_a_run(
     simulation = calm(entries=[16] * 3, snapshot_every=2, n_fragments=n_fragments)
     left: list[list[int]] = []
 
-    def looking(store: PatientStore, keys: Keys, newest: int, snapshot_every: int) -> None:
-        collect_garbage(store, keys, newest, snapshot_every)
+    def looking(store: PatientStore, keys: Keys, newest: int, snapshot_every: int, proof: Proof) -> None:
+        collect_garbage(store, keys, newest, snapshot_every, proof)
         left.append(whole_snapshots(store, keys, newest)[-2:])
 
     monkeypatch.setattr("diloco.rendezvous.snapshot.collect_garbage", looking)

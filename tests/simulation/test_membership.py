@@ -20,8 +20,9 @@ from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.phase import Phase
 from diloco.rendezvous.phase import Plan as StepPlan
+from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Context, EntryState, Limits, Send
-from diloco.rendezvous.rounds import Rounds
+from diloco.rendezvous.rounds_apart import Rounds
 from diloco.rendezvous.seal import Sealer
 from diloco.rendezvous.turns import InTurn
 from executors.errors import RunNotFoundError
@@ -226,7 +227,7 @@ def test_a_last_round_does_not_overlap_with_training() -> None:
 def context(me: Identity, now: list[float], store: Store | None = None) -> Context:
     return Context(
         store=patient_store(store or MemoryStore()), keys=KEYS, me=me, training=Toy(1, 0, 0), plan=StepPlan(),
-        turns=InTurn(lambda seconds, prefixes: None), clock=lambda: now[0],
+        turns=InTurn(lambda seconds, prefixes: None), clock=lambda: now[0], proof=UNSIGNED,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from diloco.rendezvous.loop import Rendezvous
 from diloco.rendezvous.mean import InputGoneError, Reducer
 from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.proof import UNSIGNED, Proof
 from diloco.rendezvous.reduction import BadInputError, Blocks, Input, weighted_mean
 from diloco.rendezvous.seal import Sealer, SealLog
 from diloco.rendezvous.snapshot import SnapshotWriter, collect_garbage
@@ -41,8 +42,8 @@ def wrapped(owner: type, name: str, around: Callable[..., Any]) -> Patch:
 def collecting(keys_of: Callable[[PatientStore, Keys, int], list[str]]) -> Patch:
     """Also delete some keys, given the horizon before the newest snapshot, when garbage is collected."""
 
-    def mutant(store: PatientStore, keys: Keys, newest: int, snapshot_every: int) -> None:
-        collect_garbage(store, keys, newest, snapshot_every)
+    def mutant(store: PatientStore, keys: Keys, newest: int, snapshot_every: int, proof: Proof) -> None:
+        collect_garbage(store, keys, newest, snapshot_every, proof)
         for key in keys_of(store, keys, newest - snapshot_every):
             store.remove(key)
 
@@ -94,11 +95,11 @@ def take_gone_for_corrupt(read: Any, self: Reducer, entry: Any, seal: Seal, rank
 def average_rotten_inputs(patch: pytest.MonkeyPatch) -> None:
     def trusting(inputs: list[Input], out: memoryview, blocks: Blocks) -> tuple[str, ...]:
         size = blocks.wire.size(blocks.block_elements)
-        honest = [Input(i.rank, i.weight, i.data, digests_of(i.data, size)) for i in inputs]
+        honest = [Input(i.rank, i.weight, i.data, digests_of(i.data, size, UNSIGNED)) for i in inputs]
         return weighted_mean(honest, out, blocks)
 
     patch.setattr("simulation.simulation.weighted_mean", trusting)
-    patch.setattr("diloco.rendezvous.seal._is_intact", lambda head, payload, block_bytes: True)
+    patch.setattr("diloco.rendezvous.seal._is_intact", lambda head, payload, block_bytes, proof: True)
 
 
 def never_leave_an_input_out(compute: Any, self: Reducer, entry: Any, seal: Seal, shard: int) -> Any:
@@ -115,7 +116,7 @@ def apply_the_own_seal(patch: pytest.MonkeyPatch) -> None:
         create = self._store.create
 
         def remember(key: str, data: Any) -> None:
-            own.setdefault((id(self._store), entry.index), Seal.parse(b"".join(data)))
+            own.setdefault((id(self._store), entry.index), Seal.parse(b"".join(data), "", UNSIGNED))
             create(key, data)
 
         patch.setattr(self._store, "create", remember, raising=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,18 +13,11 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.rendezvous.frames import (
-    MAX_SHARDS,
-    BadRecordError,
-    Contribution,
-    MeanHead,
-    Member,
-    Seal,
-    digests_of,
-    head_bytes,
-)
+from diloco.rendezvous.envelope import BadRecordError
+from diloco.rendezvous.frames import MAX_SHARDS, Contribution, MeanHead, Member, Seal, digests_of, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.reduction import BadInputError, Blocks, Input, weighted_mean
 from diloco.rendezvous.round import Layout, Limits, owners, shards_of
 from diloco.rendezvous.snapshot import Pointer, collect_garbage, decode_part, encode_part, put_parts
@@ -44,10 +38,10 @@ def patient_store(store: Any) -> PatientStore:
 
 
 def test_a_contribution_comes_back_as_it_went() -> None:
-    head = HEAD.head()
+    head = HEAD.head("", UNSIGNED)
     assert len(head) == head_bytes(2)
     assert len(head) % 64 == 0
-    assert Contribution.parse(head + b"payload")[0] == HEAD
+    assert Contribution.parse(head + b"payload", "", UNSIGNED)[0] == HEAD
 
 
 @settings(deadline=None)  # a loaded machine is not slow code
@@ -55,17 +49,18 @@ def test_a_contribution_comes_back_as_it_went() -> None:
 def test_a_seal_comes_back_as_it_went(mean: bytes, shards: int, several: bool) -> None:
     members = {0: Member("x", 0, 1.0, "d" * 32)} | ({7: Member("y", 2, 0.5, "e" * 32)} if several else {})
     seal = Seal(members, "f" * 32, shards, b"" if shards else mean)
-    assert Seal.parse(b"".join(seal.data())) == seal
+    assert Seal.parse(b"".join(seal.data("", UNSIGNED)), "", UNSIGNED) == seal
 
 
 def test_no_flipped_bit_of_a_head_goes_unnoticed() -> None:
-    heads: dict[Callable[[bytes], object], bytes] = {
-        Contribution.parse: HEAD.head(),
-        Seal.parse: b"".join(Seal({0: Member("x", 0, 1.0, "d" * 32)}, "f" * 32, 0, b"mean").data()),
-        MeanHead.parse: MeanHead(("b" * 32,), (2,)).head(),
-        Pointer.parse: Pointer("n", 0, ("p",), ("s",), {"tensors": {}}).data(),
+    heads: dict[Callable[..., object], bytes] = {
+        Contribution.parse: HEAD.head("", UNSIGNED),
+        Seal.parse: b"".join(Seal({0: Member("x", 0, 1.0, "d" * 32)}, "f" * 32, 0, b"mean").data("", UNSIGNED)),
+        MeanHead.parse: MeanHead(("b" * 32,), (2,)).head("", UNSIGNED),
+        Pointer.parse: Pointer("n", 0, ("p",), ("s",), {"tensors": {}}).data("", UNSIGNED),
     }
-    for parse, whole in heads.items():
+    for parse_under, whole in heads.items():
+        parse = partial(parse_under, key="", proof=UNSIGNED)
         parse(whole)
         text_end = len(whole) if whole.endswith(b"mean") else len(whole.rstrip(b"\0"))
         for at in [*range(24), text_end // 2, text_end - 1]:
@@ -91,10 +86,10 @@ def test_parts_are_safetensors() -> None:
 def test_after_each_collection_the_two_newest_snapshots_are_whole() -> None:
     store = patient_store(MemoryStore())
     for entry, whole in {0: [0], 3: [0, 3], 9: [3, 9], 12: [9, 12]}.items():  # the writer of 6 died
-        digests = put_parts(store, KEYS, entry, "nonce", {"a": np.full(3, entry, np.float32)})
+        digests = put_parts(store, KEYS, entry, "nonce", {"a": np.full(3, entry, np.float32)}, UNSIGNED)
         assert digests is not None
-        store.create(KEYS.snapshot(entry), Pointer("nonce", 0, digests, ("s",), {}).data())
-        collect_garbage(store, KEYS, entry, 3)
+        store.create(KEYS.snapshot(entry), Pointer("nonce", 0, digests, ("s",), {}).data("", UNSIGNED))
+        collect_garbage(store, KEYS, entry, 3, UNSIGNED)
         assert whole_snapshots(store, KEYS, 12) == whole
 
 
@@ -102,7 +97,7 @@ def test_after_each_collection_the_two_newest_snapshots_are_whole() -> None:
 
 
 def fp32(n_elements: int, block_elements: int) -> Blocks:
-    return Blocks(n_elements, block_elements, FP32, FP32)
+    return Blocks(n_elements, block_elements, FP32, FP32, UNSIGNED)
 
 
 def fp32_layout(n_elements: int, limits: Limits) -> Layout:
@@ -112,7 +107,7 @@ def fp32_layout(n_elements: int, limits: Limits) -> Layout:
 def inputs_of(arrays: list[np.ndarray], weights: list[float], block_bytes: int) -> list[Input]:
     views = [array.data.cast("B") for array in arrays]
     return [
-        Input(rank, weight, view, digests_of(view, block_bytes))
+        Input(rank, weight, view, digests_of(view, block_bytes, UNSIGNED))
         for rank, (view, weight) in enumerate(zip(views, weights, strict=True))
     ]
 
@@ -128,7 +123,7 @@ def test_the_mean_is_the_plain_sum_of_products_in_rank_order() -> None:
         for array, weight in zip(arrays[1:], weights[1:], strict=True):
             expected = expected + array * np.float32(weight / 6.5)
         assert out.tobytes() == expected.tobytes(), size
-        assert digests == digests_of(out.data.cast("B"), 4096), size
+        assert digests == digests_of(out.data.cast("B"), 4096, UNSIGNED), size
 
 
 def test_the_mean_may_be_written_over_an_input() -> None:

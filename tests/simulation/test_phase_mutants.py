@@ -15,7 +15,7 @@ from diloco.rendezvous.membership import Membership
 from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.phase import Phase
 from diloco.rendezvous.round import Landing, Send
-from diloco.rendezvous.rounds import Rounds
+from diloco.rendezvous.rounds_apart import Rounds
 from diloco.rendezvous.seal import Sealer
 from diloco.rendezvous.training_state import Verdict
 from simulation import test_phases as scenes

@@ -108,7 +108,7 @@ def work_that_was_counted_is_known_when_its_contribution_is_gone() -> None:
     def losing(key: str, value: bytes) -> bool:
         created = create(key, value)
         if created and "/seal/" in key:
-            for rank, member in Seal.parse(value).members.items():
+            for rank, member in Seal.parse(value, key, simulation.proof).members.items():
                 if not member.in_phase and member.weight and not gone:
                     gone.append(simulation.keys.contribution(int(key.rpartition("/")[2]), rank))
                     simulation.store.objects.pop(gone[0])

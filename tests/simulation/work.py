@@ -12,6 +12,7 @@ import numpy.typing as npt
 from xxhash import xxh3_128_hexdigest
 
 from diloco.rendezvous.frames import digests_of
+from diloco.rendezvous.proof import UNSIGNED, Proof
 from diloco.rendezvous.training_state import Packed, Verdict
 from diloco.wires import FP32
 from diloco.wires.wire import Floats, Wire, blocks_of, decoded
@@ -84,6 +85,7 @@ class Toy:
     """Work of whole numbers: each process counts what it did in a slot of its own."""
 
     carries = True
+    proof: Proof = UNSIGNED
 
     def __init__(
         self, n_fragments: int, slot: int, seed: int, *, is_lossy: bool = False, keeps_later_work: bool = False
@@ -162,7 +164,7 @@ class Toy:
         for number, block in enumerate(blocks_of(self.wire, SLOTS, BLOCK_ELEMENTS)):
             values = work[number * BLOCK_ELEMENTS :][: block.n]
             self.wire.encode(values, payload[block.start : block.end], block.n, 0)
-        digests = digests_of(payload, self.wire.size(BLOCK_ELEMENTS))
+        digests = digests_of(payload, self.wire.size(BLOCK_ELEMENTS), self.proof)
         norms = (float(np.abs(values_of(self.wire, [payload])).max()),) * len(digests)
         first, end = keep or (0, len(payload))
         if write is not None:

@@ -1,10 +1,12 @@
-"""Reads the log of a run of DiLoCo from its objects alone, written from ADR 0034 and with nothing of ours imported.
+"""Reads the log of a run of DiLoCo from its objects alone, by ADRs 0034 and 0037, with nothing of ours imported.
 
 Each mean is computed again from the contributions that its seal names, each anchor from the mean that is stored.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import math
 import struct
@@ -21,6 +23,25 @@ Objects = Mapping[str, bytes]
 F32 = np.float32
 
 
+class Proof(NamedTuple):
+    """What proves the objects of a run: a signature where there is a key, else a checksum."""
+
+    key: bytes | None = None
+    prefix: str = ""
+    """What the names of all objects begin with in the store."""
+
+    def of_head(self, name: str, text: bytes) -> bytes:
+        if self.key is None:
+            return xxh3_128(text).digest()
+        return hmac.digest(self.key, b"RPL1" + f"{self.prefix}{name}".encode() + b"\0" + text, "sha256")[:16]
+
+    def digest(self, data: bytes) -> str:
+        return xxh3_128(data).hexdigest() if self.key is None else hashlib.sha256(data).hexdigest()[:32]
+
+
+UNSIGNED = Proof()
+
+
 class Frame(NamedTuple):
     head: dict[str, Any]
     digest: str
@@ -28,11 +49,11 @@ class Frame(NamedTuple):
     """Where the padded head ends, if nothing says otherwise."""
 
 
-def frame(data: bytes) -> Frame:
+def frame(data: bytes, name: str, proof: Proof) -> Frame:
     magic, length = struct.unpack_from("<4sI", data)
     text = data[24 : 24 + length]
     assert magic == b"RPL1"
-    assert xxh3_128(text).digest() == data[8:24]
+    assert proof.of_head(name, text) == data[8:24]
     return Frame(json.loads(text), data[8:24].hex(), -(-(24 + length) // 64) * 64)
 
 
@@ -119,8 +140,9 @@ class Part(NamedTuple):
 class Run:
     """The log of one run, read from its first state on."""
 
-    def __init__(self, objects: Objects, block_elements: int = 1 << 20) -> None:
+    def __init__(self, objects: Objects, block_elements: int = 1 << 20, proof: Proof = UNSIGNED) -> None:
         self._objects = objects
+        self._proof = proof
         self._block = block_elements
         self.read: set[str] = set()
         """Keys of what was read so far."""
@@ -143,13 +165,13 @@ class Run:
         return self._objects[key]
 
     def _frame(self, key: str) -> Frame:
-        return frame(self._get(key))
+        return frame(self._get(key), key, self._proof)
 
     def _tensors(self, entry: int, pointer: Mapping[str, Any]) -> dict[str, Floats]:
         found: dict[str, Floats] = {}
         for index, digest in enumerate(pointer["parts"]):
             data = self._get(f"part/{entry}/{pointer['nonce']}/{index}")
-            assert xxh3_128(data).hexdigest() == digest
+            assert self._proof.digest(data) == digest
             found |= safetensors(data)
         return found
 
@@ -195,7 +217,7 @@ class Run:
     def _apply(self, entry: int) -> None:
         fragment = entry % len(self.names)
         data = self._get(f"seal/{entry}")
-        seal = frame(data)
+        seal = self._frame(f"seal/{entry}")
         assert seal.head["anchor"] == self.state(fragment)
         # [nonce, attempt, weight, digest of the contribution's head, in phase]
         weights = {int(rank): member[2] for rank, member in seal.head["members"].items() if member[2] > 0}
@@ -209,17 +231,17 @@ class Run:
             used = weights
             if n_shards:
                 stored = self._get(f"r{entry}/mean/{shard}")
-                head = frame(stored).head
+                head = self._frame(f"r{entry}/mean/{shard}").head
                 payload = stored[head_bytes(end - first) :]
                 used = {rank: weight for rank, weight in weights.items() if rank not in head["left_out"]}
             else:
                 head, payload = seal.head, data[seal.end :]
-                assert xxh3_128(payload).hexdigest() == head["mean"]
+                assert self._proof.digest(payload) == head["mean"]
             wire = head.get("wire", "fp32")
             assert wire == self.contract["mean_wire"]
             part = self._cut(payload, wire, n, first, end)
             if n_shards:
-                assert head["blocks"] == "".join(xxh3_128(block).hexdigest() for block in part.blocks)
+                assert head["blocks"] == "".join(map(self._proof.digest, part.blocks))
             assert part.blocks == [encoded(wire, values) for values in self._means(entry, seal.head, used, first, end)]
             mean += [decoded(wire, block, n) for block, n in zip(part.blocks, part.sizes, strict=True)]
         self._step(entry, fragment, np.concatenate(mean))
@@ -252,14 +274,14 @@ class Run:
 
     def _contribution(self, entry: int, rank: int, member: list[Any], n: int) -> Part:
         data = self._get(f"r{entry}/contribution/{rank}")
-        head, digest, _ = frame(data)
+        head, digest, _ = self._frame(f"r{entry}/contribution/{rank}")
         assert digest == member[3]
         assert (head["rank"], head["nonce"], head["attempt"], head["weight"]) == (rank, *member[:3])
         assert head.get("wire", "fp32") == self.contract["wire"]
         payload = data[head_bytes(-(-n // self._block)) :]
         assert len(payload) == head["bytes"]
         part = self._cut(payload, self.contract["wire"], n, 0, -(-n // self._block))
-        assert head["blocks"] == "".join(xxh3_128(block).hexdigest() for block in part.blocks)
+        assert head["blocks"] == "".join(map(self._proof.digest, part.blocks))
         assert len(head["norms"]) == len(part.blocks)
         return part
 

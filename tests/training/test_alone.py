@@ -56,7 +56,7 @@ def test_who_is_alone_keeps_no_more_for_more_rounds() -> None:
         with DiLoCo(nn.Linear(1000, 1), inner_steps=1, **PLAIN) as diloco:
             for _ in range(rounds):
                 diloco.step()
-                diloco._background.finish()
+                diloco._workers.uploads.finish()
             store = diloco._participant._context.store.store
             return sum(entry.size_bytes for entry in store.list("") if "/r" in entry.key or "/part/" in entry.key)
 

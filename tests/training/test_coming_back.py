@@ -70,7 +70,7 @@ class Trainer:
 
     def die(self) -> None:
         """End like a process that is killed, once its uploads are through."""
-        self.diloco._background.finish()
+        self.diloco._workers.uploads.finish()
 
 
 @pytest.mark.parametrize(("died_at", "n_fragments"), [(20, 1), (21, 1), (23, 1), (20, 2), (21, 2)])
@@ -273,7 +273,7 @@ def test_who_joins_later_starts_from_a_snapshot_and_counts_from_its_second_round
                 joined.set()
             while diloco.rounds < 7:
                 diloco.step()
-            diloco._background.finish()
+            diloco._workers.uploads.finish()
             go_on.set()
             joined.wait()
             while diloco.rounds < 20:

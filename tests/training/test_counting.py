@@ -17,6 +17,7 @@ from diloco import DiLoCo
 from diloco.rendezvous.frames import Member, Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import _claimed
+from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Limits
 from diloco.rendezvous.training_state import Verdict
 from diloco.testing import run_replicas
@@ -57,7 +58,7 @@ def test_work_that_another_copy_s_replaces_is_not_in_the_live_parameters_any_mor
     nudge(model, 1.0)
     mean = np.full(model.weight.numel(), -3.0, np.float32)  # a pseudo-gradient is anchor - live
     other = Seal({0: Member("another", 0, 1.0, "d" * 32)}, diloco._model_state.digest(0), 0, mean.tobytes())
-    store.put_if_absent(KEYS.seal(0), other.data())
+    store.put_if_absent(KEYS.seal(0), other.data("", UNSIGNED))
     report = diloco.step()
     assert report is not None
     assert not report.counted
@@ -111,7 +112,7 @@ def test_what_a_seal_counted_after_a_state_was_kept_is_not_there_again_in_who_st
         while diloco.rounds < position:
             nudge(model, 1.0)
             diloco.step()
-        diloco._background.finish()
+        diloco._workers.uploads.finish()
 
     def lasting(where: Mapping[str, Any]) -> None:
         model, diloco = begin(where)
@@ -146,7 +147,7 @@ def test_what_a_seal_counted_after_a_state_was_kept_is_not_there_again_in_who_st
 
     store = MemoryStore()
     run_replicas(2, body, store=store)
-    seals = [Seal.parse(store.get(KEYS.seal(entry))).members for entry in range(9)]
+    seals = [Seal.parse(store.get(KEYS.seal(entry)), "", UNSIGNED).members for entry in range(9)]
     assert [set(members) for members in seals] == [{0, 1}] * 3 + [{1}] * 6
 
 
@@ -201,7 +202,7 @@ def test_a_bit_that_flips_between_an_outer_step_and_the_copy_of_its_result_is_in
         if flipped == "before it is sent" and entry == 2:
             flip()
         diloco.step()
-        diloco._background.finish()  # a replica that still writes a snapshot takes no other
+        diloco._workers.uploads.finish()  # a replica that still writes a snapshot takes no other
     pointers = sorted(entry.key for entry in store.list("test/diloco/main/snapshot/"))
     assert pointers == [KEYS.snapshot(entry) for entry in range(3 if flipped is None else 2)]
     leave(diloco)

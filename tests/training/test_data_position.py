@@ -64,7 +64,7 @@ def test_a_replica_that_comes_back_goes_on_where_its_data_were(kind: str) -> Non
             seen.append(str(next(items)))
             nudge(model, 1.0)
             diloco.step()
-        diloco._background.finish()
+        diloco._workers.uploads.finish()
         leave(diloco)
         return seen
 

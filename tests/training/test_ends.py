@@ -104,6 +104,8 @@ def trained(where: Mapping[str, Any], steps: int, **options: Any) -> tuple[int, 
         (100, {"inner_steps": 10, "fragments": 5, "overlap_steps": 1, **PLAIN}, 54),
         (99, {"inner_steps": 10, "fragments": 5, "overlap_steps": 1, "mix": 0.5, **PLAIN}, 54),
         (98, {"inner_steps": 10, "fragments": 2, **PLAIN}, 21),
+        (60, {"inner_steps": 10, "fragments": 5, "overlap_steps": 1, "merge": "carry", "wire": "int4", **PLAIN}, 34),
+        (61, {"inner_steps": 10, "overlap_steps": "auto", "wire": "int8", **PLAIN}, 7),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Only")

@@ -1,4 +1,4 @@
-"""What a run leaves in its store can be read, and every anchor computed again, by code that knows ADR 0034 alone."""
+"""What a run leaves can be read, and every anchor computed again, by code that knows ADRs 0034 and 0037 alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 import torch
 from support import decoder
 from torch import nn
-from xxhash import xxh3_128_hexdigest
 
 from diloco import DiLoCo
 from diloco.rendezvous.round import Limits
@@ -29,6 +28,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "int8, means fp32": {"wire": "int8", "mean_wire": "fp32", "_limits": SHARDED},
     "int8 in the seal": {"wire": "int8", "fragments": 2, "total_steps": 12},
     "int4 in the seal": {"wire": "int4", "mean_wire": "int4", "_limits": Limits(block_elements=600)},
+    "signed": {"wire": "int8", "key": b"the key of a run", "_limits": SHARDED},
+    "signed, in the seal": {"key": b"the key of a run"},
 }
 
 
@@ -74,7 +75,8 @@ def test_every_object_of_a_run_is_read_and_every_mean_and_anchor_computed_again(
     root = tmp_path / "test" / "diloco" / "main"
     objects = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
     limits = options.get("_limits", Limits())
-    run = decoder.Run(objects, limits.block_elements)
+    proof = decoder.Proof(options.get("key"), "test/diloco/main/")
+    run = decoder.Run(objects, limits.block_elements, proof)
     found = {}
     for entry in run:
         values = {name: part for fragment in range(len(run.names)) for name, part in run.anchor(fragment).items()}
@@ -87,9 +89,9 @@ def test_every_object_of_a_run_is_read_and_every_mean_and_anchor_computed_again(
     assert records
     for key in records:
         if key.endswith("/record"):
-            record = decoder.frame(objects[key]).head
+            record = decoder.frame(objects[key], key, proof).head
             tensors = objects[key.replace("/record", "/tensors.safetensors")]
-            assert xxh3_128_hexdigest(tensors) == record["digest"]
+            assert proof.digest(tensors) == record["digest"]
             assert all(name.startswith(("progress/", "attached/")) for name in decoder.safetensors(tensors))
     others = {key for key in objects.keys() - run.read - records if not key.startswith("bye/")}
     assert all(key.startswith("part/0/") for key in others), "only first states that were not chosen are not read"

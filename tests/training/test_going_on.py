@@ -47,7 +47,7 @@ class Training:
             self.model.weight.grad = torch.ones_like(self.model.weight)
             self.optimizer.step()
             self.diloco.step()
-            self.diloco._background.finish()
+            self.diloco._workers.uploads.finish()
         return self
 
     def die(self) -> None:

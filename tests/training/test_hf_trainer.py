@@ -86,7 +86,7 @@ class Watch(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     def on_step_end(self, args: Any, state: Any, control: Any, **with_: Any) -> None:
         assert all(parameter.grad is None or not parameter.grad.any() for parameter in with_["model"].parameters())
         if state.global_step == self.dies_at:
-            self.ours.diloco._background.finish()
+            self.ours.diloco._workers.uploads.finish()
             self.ours.diloco._close(in_order=False)
             raise Killed
 

@@ -73,7 +73,7 @@ def fit(store: Any, loader: Any, *, dies_at: int | None = None, folder: Path, **
     else:
         with pytest.raises(Killed):
             trainer.fit(module, loader)
-        ours.diloco._background.finish()
+        ours.diloco._workers.uploads.finish()
     return ours, module, trainer
 
 

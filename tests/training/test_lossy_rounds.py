@@ -12,8 +12,10 @@ from support.training import PLAIN, next_process, nudge, place
 from torch import nn
 
 from diloco import DiLoCo
-from diloco.rendezvous.frames import Contribution, MeanHead, Seal, digests_of, head_bytes, unframe
+from diloco.rendezvous.envelope import unframe
+from diloco.rendezvous.frames import Contribution, MeanHead, Seal, digests_of, head_bytes
 from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
 from diloco.wires import WIRES
@@ -116,8 +118,12 @@ def test_a_contribution_of_another_wire_is_unreadable(sharded: bool) -> None:
         payload = np.ones(1000, np.float32).tobytes()
         store.put(KEYS.claim(1, 0), b'{"nonce": "other"}')
         anchor = diloco._model_state.digest(0)
-        fields: dict[str, Any] = {"size_bytes": 4000, "blocks": digests_of(payload, 1200), "norms": (1.0,) * 4}
-        head = Contribution(1, 0, "other", 1.0, anchor, wire="bf16", **fields).head()
+        fields: dict[str, Any] = {
+            "size_bytes": 4000,
+            "blocks": digests_of(payload, 1200, UNSIGNED),
+            "norms": (1.0,) * 4,
+        }
+        head = Contribution(1, 0, "other", 1.0, anchor, wire="bf16", **fields).head("", UNSIGNED)
         store.put(KEYS.contribution(0, 1), head + payload)
         nudge(model, 1.0)
         report = diloco.step()
@@ -132,7 +138,7 @@ def test_a_mean_of_another_wire_is_not_stepped_with() -> None:
 
     def forge() -> None:
         payload = bytes(WIRES["bf16"].size(1000)) * 2
-        head = MeanHead(digests_of(payload, 8000), (), "bf16").head()
+        head = MeanHead(digests_of(payload, 8000, UNSIGNED), (), "bf16").head("", UNSIGNED)
         assert store.put_if_absent(KEYS.mean(0, 0), head + payload)
 
     store.fail_at("put_if_absent", key="*/r0/mean/0", before=forge)
@@ -163,13 +169,14 @@ def test_heads_name_the_wire_and_the_steps() -> None:
         keys = Keys(wire, "main")
         data = bytes(store.get(keys.contribution(0, 0)))
         assert len(data) == head_bytes(4) + layout.size_bytes
-        head = unframe(data)[0]
+        head = unframe(data, "", UNSIGNED)[0]
         assert (head.get("wire", "fp32"), head["steps"], head["bytes"]) == (wire, 3, layout.size_bytes)
-        mean, mean_wire = unframe(store.get(keys.mean(0, 0)))[0], {"fp32": "fp32", "int4": "int8"}[wire]
+        mean, mean_wire = unframe(store.get(keys.mean(0, 0)), "", UNSIGNED)[0], {"fp32": "fp32", "int4": "int8"}[wire]
         assert mean.get("wire", "fp32") == mean_wire
         kept[wire] = data
     assert len(kept["int4"]) < len(kept["fp32"])
-    assert Seal.parse(b"".join(Seal({0: member()}, "d" * 32, 0, b"1", wire="int8").data())).wire == "int8"
+    seal = b"".join(Seal({0: member()}, "d" * 32, 0, b"1", wire="int8").data("", UNSIGNED))
+    assert Seal.parse(seal, "", UNSIGNED).wire == "int8"
 
 
 def member() -> Any:

@@ -276,6 +276,7 @@ from diloco.fragments import plan_fragments
 from diloco.outer_optimizer import NesterovSGD, Schedule
 from diloco.pseudo_gradient import pack
 from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
+from diloco.rendezvous.proof import UNSIGNED
 from diloco.wires import DEFAULT_MEAN_WIRE, WIRES
 from diloco.wires.wire import blocks_of, decoded
 for capability in sys.argv[1:]:
@@ -305,11 +306,11 @@ for name, mean_name in DEFAULT_MEAN_WIRE.items():
             *_, last = blocks_of(wire, n, block)
             sent = memoryview(bytearray(last.end))
             with torch.no_grad():
-                packed = pack(model, fragment, anchor, sent, wire=wire, who="I", block_elements=block)
+                packed = pack(model, fragment, anchor, sent, wire=wire, proof=UNSIGNED, who="I", block_elements=block)
             inputs.append(Input(rank, 1.0 + rank, sent, packed.blocks))
         *_, last = blocks_of(mean_wire, n, block)
         mean = memoryview(bytearray(last.end))
-        digests = weighted_mean(inputs, mean, Blocks(n, block, wire, mean_wire))
+        digests = weighted_mean(inputs, mean, Blocks(n, block, wire, mean_wire, UNSIGNED))
         outer.step(entry, decoded(mean_wire, [mean], n, block))
     print(name, [i.digests for i in inputs], digests, outer.digest())
 """

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.training import next_process, place
 from torch import Tensor, nn
 
 from diloco import DiLoCo
@@ -19,6 +20,7 @@ from diloco.fragments import Fragment, plan_fragments
 from diloco.pseudo_gradient import live_tensors, pack
 from diloco.rendezvous.frames import digests_of
 from diloco.rendezvous.patient_store import THREADS, ParallelMap
+from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Layout, Limits
 from diloco.testing import run_replicas
 from diloco.wires import FP32, WIRES
@@ -70,11 +72,11 @@ def test_streamed_pieces_are_the_payload_and_what_is_kept_is_its_part(
     kept, written = memoryview(bytearray(b"7" * (end - first))), bytearray()
     with torch.no_grad():
         packed = pack(
-            live_tensors(model, fragment), anchor, kept, wire=wire, start=first, write=written.extend, who="I",
-            block_elements=block_elements,
+            live_tensors(model, fragment), anchor, kept, wire=wire, proof=UNSIGNED, start=first,
+            write=written.extend, who="I", block_elements=block_elements,
         )  # fmt: skip
     assert bytes(written) == expected
-    assert packed.blocks == digests_of(expected, wire.size(block_elements))
+    assert packed.blocks == digests_of(expected, wire.size(block_elements), UNSIGNED)
     assert len(packed.norms) == len(packed.blocks)
     squares = [values @ values for _, values in decoded(wire, [memoryview(expected)], sum(sizes), block_elements)]
     assert sum(norm**2 for norm in packed.norms) == pytest.approx(sum(squares), rel=1e-4)
@@ -88,9 +90,10 @@ def test_pieces_of_a_large_block_are_digested_as_one() -> None:
     model, fragment, anchor = model_of([PIECE - 5, 3 * PIECE, 11])
     kept = memoryview(bytearray(4 * fragment.n_elements))
     with torch.no_grad():
-        packed = pack(live_tensors(model, fragment), anchor, kept, wire=FP32, who="I", block_elements=2 * PIECE + 10)
+        live = live_tensors(model, fragment)
+        packed = pack(live, anchor, kept, wire=FP32, proof=UNSIGNED, who="I", block_elements=2 * PIECE + 10)
     assert bytes(packed.kept) == difference(model, fragment, anchor).tobytes()
-    assert packed.blocks == digests_of(packed.kept, 8 * PIECE + 40)
+    assert packed.blocks == digests_of(packed.kept, 8 * PIECE + 40, UNSIGNED)
 
 
 def test_a_value_that_is_not_finite_is_named_also_when_it_is_streamed() -> None:
@@ -99,7 +102,7 @@ def test_a_value_that_is_not_finite_is_named_also_when_it_is_streamed() -> None:
         model.get_parameter("tensors.1")[7] = float("nan")
         live = live_tensors(model, fragment)
         with pytest.raises(ContributionError, match=r"Rank 3: 'tensors.1' is not finite in 1 of 60 values"):
-            pack(live, anchor, memoryview(b""), wire=FP32, write=len, who="Rank 3", block_elements=16)
+            pack(live, anchor, memoryview(b""), wire=FP32, proof=UNSIGNED, write=len, who="Rank 3", block_elements=16)
 
 
 def test_a_value_that_is_too_large_for_the_wire_is_refused() -> None:
@@ -107,9 +110,9 @@ def test_a_value_that_is_too_large_for_the_wire_is_refused() -> None:
     with torch.no_grad():
         model.get_parameter("tensors.0")[7] = 3.4e38
         live = live_tensors(model, fragment)
-        pack(live, anchor, memoryview(b""), wire=FP32, write=len, who="Rank 3")
+        pack(live, anchor, memoryview(b""), wire=FP32, proof=UNSIGNED, write=len, who="Rank 3")
         with pytest.raises(ContributionError, match=r"Rank 3: a value is too large for wire='int8'"):
-            pack(live, anchor, memoryview(b""), wire=WIRES["int8"], write=len, who="Rank 3")
+            pack(live, anchor, memoryview(b""), wire=WIRES["int8"], proof=UNSIGNED, write=len, who="Rank 3")
 
 
 class FarStore:
@@ -148,6 +151,19 @@ def test_streaming_reading_at_once_and_neither_lead_to_the_same_anchor(wire: str
     at_once = anchors_after(FarStore(FileStore(tmp_path / "far")), 3, 4, wire)
     in_memory = anchors_after(MemoryStore(), 3, 4, wire)
     assert len({*streamed, *at_once, *in_memory}) == 1
+
+
+def test_what_is_sent_early_is_kept_as_a_whole_beside_the_memory_of_a_shard(tmp_path: Path) -> None:
+    limits, written = Limits(small_bytes=0, block_elements=250), bytearray()
+    next_process()
+    diloco = DiLoCo(nn.Linear(300, 7), _limits=limits, **place(FileStore(tmp_path), world_size=3))
+    state = diloco._model_state
+    taken = state._memory.nbytes
+    packed = state.pack(0, written.extend)
+    assert len(written) == 4 * 7 * 301 > taken > 0
+    assert bytes(packed.kept) == bytes(written)
+    assert state._memory.nbytes == taken
+    diloco.close()
 
 
 def test_a_parallel_map_keeps_the_order_and_does_several_things_at_once() -> None:

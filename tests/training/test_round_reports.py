@@ -17,6 +17,7 @@ from torch import nn
 from diloco import DiLoCo
 from diloco.rendezvous.frames import Member, Seal
 from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Limits, RoundReport
 from diloco.testing import run_replicas
 from executors.metrics.recorder import Recorder
@@ -73,7 +74,7 @@ def test_what_a_seal_does_not_count_is_carried_or_dropped(
     mean = np.full(N, -1.0, np.float32)
     members = {rank: Member("another", 0, 1.0, "d" * 32) for rank in named}
     seal = Seal(members, diloco._model_state.digest(0), 0, mean.tobytes())
-    store.put_if_absent(Keys("test", "main").seal(0), seal.data())
+    store.put_if_absent(Keys("test", "main").seal(0), seal.data("", UNSIGNED))
     for _ in range(3):
         nudge(model, 1.0)
         report = diloco.step()

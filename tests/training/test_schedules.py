@@ -62,7 +62,7 @@ class Replica:
         return self
 
     def end(self) -> None:
-        self.diloco._background.finish()
+        self.diloco._workers.uploads.finish()
         leave(self.diloco)
 
     @property

@@ -70,7 +70,7 @@ def test_a_run_of_sixty_rounds_never_keeps_more_than_the_protocol_says(sharded: 
                     for parameter in model.parameters():
                         parameter.add_(0.01 * (1 + where["rank"]))
                 diloco.step()
-                diloco._background.finish()  # what is kept is stored before the next round: here rounds take no time
+                diloco._workers.uploads.finish()  # rounds take no time here: what is kept is stored before the next
             return diloco.rounds
 
     assert run_replicas(N, body, store=store) == [ROUNDS] * N

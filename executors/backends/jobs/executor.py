@@ -349,7 +349,7 @@ class JobExecutor:
                 bootstrap_command(),
                 tuple(requirements),
                 {**run.env, **replica_environment(run, rank, timeout_s, gpu), RENDEZVOUS: url},
-                credentials,
+                {**credentials, **run.credentials},
                 run.secret_names,
                 gpu,
                 int(timeout_s + (INSTALL_S if requirements else MARGIN_S)),

@@ -223,6 +223,7 @@ class LocalProcessExecutor:
         request = self._local_launch(run, gpu, timeout, state_path()).to_json()
         request["environ"] = dict.fromkeys(request["environ"], MASK)
         request["spec"]["env"] = dict.fromkeys(request["spec"]["env"], MASK)
+        request["spec"]["key"] = run.key and MASK
         del request["nonce"], request["by"]  # those of the launch to come are others
         return {"preload": AUTO if self.finds_imports else list(self.preload), **request}
 

@@ -49,7 +49,7 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
         become_subreaper()
         try:
             # First: the store may need the launcher's credentials.
-            adopt(launch.cwd, launch.sys_path, {**launch.environ, **launch.spec.env})
+            adopt(launch.cwd, launch.sys_path, {**launch.environ, **launch.spec.env, **launch.spec.credentials})
             _unbuffer_streams()
             ranks = LocalRanks(launch, [launcher_pidfd, reply])
             supervisor = Supervisor(

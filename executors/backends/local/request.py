@@ -15,6 +15,7 @@ from executors.attempt import Attempt, parse_handle
 from executors.native import RunSpec
 from executors.process import this_machine, this_process
 from executors.protocol import ReplicaHandle
+from executors.run_key import RUN_KEY
 from executors.store import store_at
 from executors.store.records import read_record
 from executors.store.url import directory_of
@@ -23,7 +24,8 @@ from executors.store.url import directory_of
 def surroundings() -> dict[str, Any]:
     """Return what a replica inherits of its launcher: as it is now, not as it was when the zygote started."""
     paths = [os.path.abspath(path) for path in sys.path]
-    return {"cwd": os.getcwd(), "sys_path": paths, "environ": dict(os.environ)}
+    environ = {name: value for name, value in os.environ.items() if name != RUN_KEY}  # it would be another run's
+    return {"cwd": os.getcwd(), "sys_path": paths, "environ": environ}
 
 
 def adopt(cwd: str, sys_path: list[str], environ: Mapping[str, str]) -> None:

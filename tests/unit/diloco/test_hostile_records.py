@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,22 +17,14 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 from diloco import DiLoCo
 from diloco.attached_state import AttachedState
 from diloco.errors import AbortedError, ContributionError, QuorumTimeoutError
-from diloco.rendezvous.frames import (
-    BadRecordError,
-    Contribution,
-    MeanHead,
-    Member,
-    Seal,
-    digests_of,
-    frame,
-    head_bytes,
-    unframe,
-)
+from diloco.rendezvous.envelope import BadRecordError, frame, unframe
+from diloco.rendezvous.frames import Contribution, MeanHead, Member, Seal, digests_of, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.mean import Reducer
 from diloco.rendezvous.membership import Identity, _claimed, claim
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.phase import Plan
+from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Context, EntryState, Limits
 from diloco.rendezvous.snapshot import Pointer, decode_part, encode_part, get_parts
 from diloco.rendezvous.turns import InTurn
@@ -78,14 +71,14 @@ POINTER: dict[str, Any] = {
 
 
 def parse_seal(data: bytes) -> Seal:
-    return Seal.parse(data, size_bytes=len(MEAN), wire="fp32")
+    return Seal.parse(data, "", UNSIGNED, size_bytes=len(MEAN), wire="fp32")
 
 
 def test_the_records_that_are_spoilt_below_are_fine_as_they_are() -> None:
     assert parse_seal(record(SEAL, MEAN)).members[0].nonce == "nonce"
-    assert Contribution.parse(record(CONTRIBUTION))[0].weight == 1.0
-    assert MeanHead.parse(record(MEAN_HEAD)).left_out == (1,)
-    assert Pointer.parse(record(POINTER)).rank == 0
+    assert Contribution.parse(record(CONTRIBUTION), "", UNSIGNED)[0].weight == 1.0
+    assert MeanHead.parse(record(MEAN_HEAD), "", UNSIGNED).left_out == (1,)
+    assert Pointer.parse(record(POINTER), "", UNSIGNED).rank == 0
 
 
 NUMBERS = [-1, -0.5, 10**400, 2.5, NAN, INF, -INF, True, None, "1", [1], {"1": 1}]
@@ -153,9 +146,9 @@ HOSTILE_POINTERS: list[dict[str, Any]] = [
 Parse = Callable[[bytes], object]
 TABLES: list[tuple[str, Parse, dict[str, Any], list[dict[str, Any]]]] = [
     ("seal", parse_seal, SEAL, HOSTILE_SEALS),
-    ("contribution", Contribution.parse, CONTRIBUTION, HOSTILE_CONTRIBUTIONS),
-    ("mean", MeanHead.parse, MEAN_HEAD, HOSTILE_MEANS),
-    ("pointer", Pointer.parse, POINTER, HOSTILE_POINTERS),
+    ("contribution", partial(Contribution.parse, key="", proof=UNSIGNED), CONTRIBUTION, HOSTILE_CONTRIBUTIONS),
+    ("mean", partial(MeanHead.parse, key="", proof=UNSIGNED), MEAN_HEAD, HOSTILE_MEANS),
+    ("pointer", partial(Pointer.parse, key="", proof=UNSIGNED), POINTER, HOSTILE_POINTERS),
 ]
 BY_NAME = {name: (parse, fields) for name, parse, fields, _ in TABLES}
 
@@ -204,7 +197,7 @@ def test_a_mean_in_a_seal_that_is_of_another_size_is_refused(mean: bytes) -> Non
 def test_durations_that_cannot_be_are_read_as_none(value: float) -> None:
     assert parse_seal(record({**SEAL, "phase_s": value}, MEAN)).phase_s == 0.0
     for name in ("waited_s", "phase_s", "head_start_s"):
-        assert getattr(Contribution.parse(record({**CONTRIBUTION, name: value}))[0], name) == 0.0
+        assert getattr(Contribution.parse(record({**CONTRIBUTION, name: value}), "", UNSIGNED)[0], name) == 0.0
 
 
 # -- snapshots and what ranks keep -------------------------------------------------------------------------------------
@@ -240,8 +233,8 @@ def put_snapshot(store: MemoryStore, data: bytes, *, state: list[str], contract:
         "contract": contract,
         "first": 0,
     }
-    store.put(KEYS.snapshot(0), frame(fields))
-    return Pointer.parse(store.get(KEYS.snapshot(0)))
+    store.put(KEYS.snapshot(0), frame(fields, "", UNSIGNED))
+    return Pointer.parse(store.get(KEYS.snapshot(0)), "", UNSIGNED)
 
 
 def test_a_part_that_is_no_safetensors_file_counts_as_unreadable() -> None:
@@ -251,7 +244,7 @@ def test_a_part_that_is_no_safetensors_file_counts_as_unreadable() -> None:
     for data in HOSTILE_PARTS:
         refuses(lambda data: decode_part(memoryview(data)), data, data[:100])
         pointer = put_snapshot(store, data, state=[], contract={})
-        assert get_parts(patient, KEYS, 0, pointer) is None
+        assert get_parts(patient, KEYS, 0, pointer, UNSIGNED) is None
 
 
 def where(store: MemoryStore, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
@@ -299,7 +292,7 @@ def test_a_contract_without_tensors_is_another_model_s() -> None:
 
 def kept_by(store: MemoryStore, position: str, arrays: bytes, head: bytes | None = None) -> None:
     digest = {"digest": xxh3_128_hexdigest(arrays)}
-    store.put(f"{KEYS.own(0)}{position}/record", head or frame(digest))
+    store.put(f"{KEYS.own(0)}{position}/record", head or frame(digest, "", UNSIGNED))
     store.put(f"{KEYS.own(0)}{position}/tensors.safetensors", arrays)
 
 
@@ -309,12 +302,12 @@ def test_what_a_rank_kept_and_cannot_be_read_means_what_it_kept_before(caplog: p
     kept_by(store, "1/0", encoded(progress_0=np.ones(3), attached_x_json=text))
     for position, data in enumerate(HOSTILE_PARTS, 2):
         kept_by(store, f"{position}/0", data)
-    kept_by(store, "100/0", encoded(a=GOOD), frame({}))
+    kept_by(store, "100/0", encoded(a=GOOD), frame({}, "", UNSIGNED))
     kept_by(store, "101/0", encoded(a=GOOD), framed(DEEP))
     for stray in ("x/0", "-1/0", "102", "102/0/0"):
         kept_by(store, stray, b"")
     patient = PatientStore(store, clock=lambda: 0.0, error_patience_s=1e6)
-    attachments = AttachedState(patient, KEYS, Identity(0, 1, 1, "n"), lambda job: job(), Plan())
+    attachments = AttachedState(patient, KEYS, Identity(0, 1, 1, "n"), lambda job: job(), Plan(), UNSIGNED)
     assert attachments.kept is not None
     assert attachments.kept.position == 1
     assert [part.tolist() for part in attachments.kept.progress([4])] == [[0.0] * 4]
@@ -331,22 +324,25 @@ def test_an_input_whose_head_is_of_another_payload_is_left_out(n_blocks: int, we
     store = MemoryStore()
     patient = PatientStore(store, clock=lambda: 0.0, error_patience_s=1e6)
     payload = np.ones(8, np.float32).tobytes()  # of two blocks
-    head = Contribution(0, 0, "a", weight, D, len(payload), digests_of(payload * 4, 16)[:n_blocks], ()).head()
+    bad = Contribution(0, 0, "a", weight, D, len(payload), digests_of(payload * 4, 16, UNSIGNED)[:n_blocks], ())
+    head = bad.head("", UNSIGNED)
     store.put(KEYS.contribution(0, 0), head + payload)
-    good = Contribution(1, 0, "b", 1.0, D, len(payload), digests_of(payload, 16), (1.0, 1.0)).head()
+    fine = Contribution(1, 0, "b", 1.0, D, len(payload), digests_of(payload, 16, UNSIGNED), (1.0, 1.0))
+    good = fine.head("", UNSIGNED)
     store.put(KEYS.contribution(0, 1), good + payload)
     me, limits = Identity(2, 3, 0, "c"), Limits(small_bytes=0, block_elements=4, takeover_after_s=0.0)
     state: Any = SimpleNamespace(sizes=lambda: [8], wire=FP32, mean_wire=FP32)
     context = Context(
         store=patient, keys=KEYS, me=me, training=state, plan=Plan(), limits=limits, clock=lambda: 0.0,
-        turns=InTurn(lambda *_: None),
+        turns=InTurn(lambda *_: None), proof=UNSIGNED,
     )  # fmt: skip
-    members = {rank: Member("ab"[rank], 0, 1.0, unframe(data)[1]) for rank, data in enumerate((head, good))}
+    proofs = [unframe(data, "", UNSIGNED)[1] for data in (head, good)]
+    members = {rank: Member("ab"[rank], 0, 1.0, proof) for rank, proof in enumerate(proofs)}
     mean = Reducer(context).collect(r := EntryState.begin(context, 0), Seal(members, D, 2))
     assert mean is not None
     assert b"".join(mean) == payload
     assert r.left_out == {0}
-    assert MeanHead.parse(store.get(KEYS.mean(0, 0))).left_out == (0,)
+    assert MeanHead.parse(store.get(KEYS.mean(0, 0)), "", UNSIGNED).left_out == (0,)
     assert len(store.get(KEYS.mean(0, 0))) == head_bytes(1) + 16
 
 

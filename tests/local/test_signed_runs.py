@@ -1,0 +1,192 @@
+"""The key of a signed run: replicas have it, this machine keeps it, and nobody else sees it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.cli import Folder
+from support.third_party import PopenExecutor
+from torch import nn
+
+from diloco import DiLoCo
+from diloco.rendezvous.frames import Contribution, Seal
+from diloco.rendezvous.proof import UNSIGNED, proof_of
+from executors import LocalProcessExecutor, Run, attach, current_replica, launch
+from executors.replica import Replica, run_key
+from executors.resume import resume
+from executors.run_index import key_file
+from executors.run_key import RUN_KEY
+
+PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
+
+
+def digest_of(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def key_here() -> str | None:
+    """Return the digest of the key that a replica finds."""
+    return digest_of(os.environ[RUN_KEY]) if RUN_KEY in os.environ else None
+
+
+def fail_at_first() -> str | None:
+    if os.environ["REPLICA_ATTEMPT"] == "0":
+        raise RuntimeError("not yet")
+    return key_here()
+
+
+def fail_once(folder: str) -> str | None:
+    if not Path(folder, "again").exists():
+        raise RuntimeError("not yet")
+    return key_here()
+
+
+def assert_nowhere(key: str, run: Run, state_home: Path, *shown: Any) -> None:
+    for entry in run.store.list(f"{run.run_id}/"):
+        assert key.encode() not in bytes(run.store.get(entry.key)), entry.key
+    found = [path for path in state_home.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+    assert found == [key_file(run.run_id)]
+    assert key not in repr([run, run.handles, run.record, run.outcomes(), run.status(), *shown])
+
+
+def test_every_attempt_has_the_key_and_nobody_else_sees_it(
+    tmp_path: Path, state_home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_KEY, "ab" * 32)  # of another run
+    run = launch(PLAIN, fail_once, 2, args={"folder": str(tmp_path)}, signed=True, run_id="otter", rendezvous=tmp_path)
+    assert run.wait(30)
+    Path(tmp_path, "again").touch()
+    key = key_file("otter").read_text()
+    assert key != "ab" * 32
+    assert resume(run).results() == [digest_of(key)] * 2
+    assert key_file("otter").stat().st_mode & 0o777 == 0o600
+    assert run.record.signed
+    assert run.record.key_id == hashlib.sha256(bytes.fromhex(key)).hexdigest()[:8]
+    told = Folder(tmp_path).replicas("status", "otter")
+    assert f"signed (key {run.record.key_id})" in told.stdout
+    assert_nowhere(key, attach("otter"), state_home, told)
+    assert key not in "".join(capfd.readouterr())
+    assert Folder(tmp_path).replicas("rm", "otter").code == 0
+    assert not key_file("otter").exists()
+
+
+def test_each_signed_run_has_a_key_of_its_own_and_others_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (launch(PLAIN, key_here, 1, signed=True).results() for _ in range(2))
+    assert first != second
+    monkeypatch.setenv(RUN_KEY, "ab" * 32)
+    for backend in (PLAIN, "inline"):
+        run = launch(backend, key_here, 1)
+        assert run.results() == [None]
+        assert (run.record.signed, run.record.key_id, key_file(run.run_id).exists()) == (False, None, False)
+    assert launch("inline", key_here, 1, signed=True).results() != [None]
+    assert os.environ[RUN_KEY] == "ab" * 32
+
+
+def test_a_restarted_replica_has_the_key() -> None:
+    run = launch(PLAIN, fail_at_first, 1, signed=True, restarts=1)
+    assert run.results() == [digest_of(key_file(run.run_id).read_text())]
+
+
+def test_another_machine_resumes_a_signed_run_with_the_key_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = launch(PLAIN, fail_once, 1, args={"folder": str(tmp_path)}, signed=True, run_id="otter", rendezvous=tmp_path)
+    assert run.wait(30)
+    Path(tmp_path, "again").touch()
+    key, digest = key_file("otter").read_text(), run.task_digest
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another-machine"))
+    there = attach(run.url, executor=PLAIN)
+    for wrong in (None, "not a key", "ab" * 32):
+        if wrong is not None:
+            monkeypatch.setenv(RUN_KEY, wrong)
+        with pytest.raises(ValueError, match=rf"'otter' is signed \(key {run.record.key_id}\).*Set {RUN_KEY}"):
+            resume(there, task_digest=digest)
+    monkeypatch.setenv(RUN_KEY, key)
+    assert resume(there, task_digest=digest).results() == [digest_of(key)]
+
+
+def test_a_run_that_goes_on_from_a_snapshot_keeps_the_key(tmp_path: Path) -> None:
+    run = launch(PLAIN, fail_once, 1, args={"folder": str(tmp_path)}, signed=True)
+    assert run.wait(30)
+    begun = resume(run, from_snapshot=True)
+    assert begun.wait(30)
+    assert key_file(begun.run_id).read_text() == key_file(run.run_id).read_text()
+    assert begun.record.key_id == run.record.key_id
+
+
+def test_a_key_is_neither_shown_by_a_dry_run_nor_taken_where_it_would_be_seen(tmp_path: Path) -> None:
+    dry = Folder(tmp_path).replicas("launch", "os:getcwd", "--n", 1, "--signed", "--dry-run")
+    assert dry.code == 0, dry
+    assert dry.json["request"]["spec"]["key"] == "***"
+    assert dry.json["run.json"]["signed"]
+    assert len(dry.json["run.json"]["key_id"]) == 8
+    with pytest.raises(ValueError, match=f"env cannot set '{RUN_KEY}'"):
+        launch(PLAIN, key_here, 1, env={RUN_KEY: "ab" * 32})
+    with pytest.raises(ValueError, match=r"takes no signed= \(--signed\): its five verbs carry no key"):
+        launch(PopenExecutor(), key_here, 1, signed=True)
+    with pytest.raises(ValueError, match="A resumed run keeps the signed it was launched with"):
+        launch(PLAIN, key_here, 1, run_id="otter", resume=True, signed=True)
+
+
+# -- training under forgeries ------------------------------------------------------------------------------------------
+
+KEYS = ("{run}/diloco/main/r{n}/contribution/0",) * 2 + (
+    "{run}/diloco/main/r0/contribution/0",
+    "{run}/diloco/main/r{n}/contribution/1",
+    "another-run/diloco/main/r{n}/contribution/0",
+)
+"""Under which keys the forgeries were proven: without a key, with a stranger's, and genuinely, but elsewhere."""
+FIRST = 2
+"""The step before which rank 0 finds its place taken for the first time."""
+
+
+def train(steps: int) -> list[float]:
+    """Train a model whose anchor is the sum of the means; before some rounds rank 0 finds its place taken."""
+    replica, model = current_replica(), nn.Linear(2, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    settings: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "total_steps": steps}
+    with DiLoCo(model, inner_steps=1, **settings) as diloco:
+        for step in range(steps):
+            if replica.rank == 0 and FIRST <= step < FIRST + len(KEYS) and diloco.rounds < steps:
+                take_the_place(replica, step - FIRST, diloco)
+            time.sleep(0.02)  # a step: who was left out is back before the others are through
+            with torch.no_grad():
+                model.weight += replica.rank + step % 7
+            diloco.step()
+        return [float(value) for value in diloco.anchor()["weight"].flatten()]
+
+
+def take_the_place(replica: Replica, number: int, diloco: DiLoCo) -> None:
+    """Put a forgery into the place of rank 0's contribution, as whoever can write there can."""
+    key = KEYS[0].format(run=replica.run_id, n=diloco.rounds)
+    proof = [UNSIGNED, proof_of(b"of a stranger"), *[proof_of(run_key())] * 3][number]
+    payload, anchor = np.full(4, 1e6, np.float32).tobytes(), diloco._model_state.digest(0)
+    forged = Contribution(0, 0, replica.nonce, 1.0, anchor, len(payload), (proof.digest(payload),), (2e6,), steps=1)
+    head = forged.head(KEYS[number].format(run=replica.run_id, n=diloco.rounds), proof)
+    replica.store.put(key, head + payload)
+
+
+def test_forged_replayed_and_swapped_objects_never_steer_a_signed_run(tmp_path: Path) -> None:
+    run = launch("local", train, 2, args={"steps": 20}, signed=True, run_id="otter", rendezvous=tmp_path)
+    first, second = run.results()
+    proof, states = proof_of(bytes.fromhex(key_file("otter").read_text())), [np.zeros(4, np.float32)]
+    for entry in range(20):
+        key = f"otter/diloco/main/seal/{entry}"
+        seal = Seal.parse(run.store.get(key), key, proof)
+        assert entry != FIRST or set(seal.members) == {1}
+        states.append(states[-1] - np.frombuffer(seal.mean, np.float32))
+    assert second == states[-1].tolist()
+    assert first in [state.tolist() for state in states], "it may have left while the others went on"
+    assert max(map(np.max, states)) < 20 * 8
+
+
+def test_the_same_forgery_steers_a_run_that_is_not_signed(tmp_path: Path) -> None:
+    run = launch("local", train, 2, args={"steps": FIRST + 1}, rendezvous=tmp_path)
+    assert max(run.results()[0]) < -1e5

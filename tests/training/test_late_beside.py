@@ -1,0 +1,75 @@
+"""Replicas that are late and out of phase, with rounds beside the training, at a store that is slow and fails."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from support.training import PLAIN, leave, next_process, nudge
+from torch import nn
+
+from diloco import DiLoCo
+from diloco.rendezvous.round import Limits
+from diloco.testing import run_replicas
+from executors.store.faulty import FaultyStore
+
+LIMITS = Limits(grace_s=0.01, takeover_after_s=0.05)
+
+
+def uncounted(diloco: DiLoCo, model: nn.Module) -> list[tuple[float, float]] | None:
+    """Return by fragment how far live parameters are from the anchor, and how many steps that is said to be.
+
+    Returns: None: something lands all the time.
+    """
+    training, state = diloco._participant, diloco._model_state
+    for _ in range(100):
+        training.drain()
+        anchors, n_landed = training.apart(lambda: (state.anchors_now(), training._n_landed))
+        if n_landed == training._n_taken:
+            live = [state.fragments[f].slots[0].name for f in range(len(anchors))]
+            away = [model.get_parameter(name).detach()[0] - a for name, a in zip(live, anchors, strict=True)]
+            return [(float(by.mean()), float(n)) for by, n in zip(away, training.phase.made, strict=True)]
+    return None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap_steps": 3, "merge": "carry", "wire": "int8"},
+        {"overlap_steps": "auto", "merge": "carry", "wire": "int4"},
+        {"overlap_steps": 1, "fragments": 2, "late": "drop"},
+        {"background": True, "carry_rounds": 1},
+    ],
+    ids=["carry, int8", "auto, int4", "fragments, drop", "no overlap"],
+)
+def test_what_is_in_the_live_parameters_and_not_in_the_anchor_is_what_no_mean_has_counted(
+    options: dict[str, Any],
+) -> None:
+    next_process()
+
+    def body(where: Mapping[str, Any]) -> list[bool]:
+        rank, dice = where["rank"], random.Random(where["rank"])
+        store = FaultyStore(where["store"], seed=rank, delay_s=0.008 if rank == 0 else 0.001, lost=0.02, error=0.02)
+        model = nn.Sequential(*[nn.Linear(6, 1, bias=False) for _ in range(2)][: options.get("fragments", 1)])
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+        given = {"inner_steps": 4, "mean_wire": "fp32", "same_data": "allow", **PLAIN, **options}
+        diloco = DiLoCo(model, **given, **{**where, "store": store}, _limits=LIMITS)
+        was_out = []
+        for step in range(60):
+            if rank == 0 and step % 10 == 9:
+                time.sleep(3 * LIMITS.grace_s)  # it is slower than the others
+            nudge(model, 1.0)
+            diloco.step()
+            was_out.append(diloco._participant.is_out)
+            if dice.random() < 0.2:
+                for by, n_steps in uncounted(diloco, model) or []:
+                    assert by == pytest.approx(n_steps, abs=1e-3), (rank, step)
+        leave(diloco)
+        return was_out
+
+    outs = run_replicas(3, body)
+    assert any(map(any, outs)), "nobody was late"

@@ -1,0 +1,195 @@
+"""What a signed run believes: the bytes of its proofs, and records that are forged, replayed, swapped or unsigned."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from support.training import next_process, place
+from torch import nn
+
+from diloco import DiLoCo
+from diloco.errors import ContributionError
+from diloco.rendezvous.envelope import BadRecordError, frame, unframe, unproven
+from diloco.rendezvous.frames import Contribution, MeanHead, Member, Seal
+from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.proof import UNSIGNED, proof_of
+from diloco.rendezvous.snapshot import Pointer
+from executors.replica import Replica, set_current_replica
+from executors.run_key import RUN_KEY, key_id
+from executors.store import MemoryStore, open_store
+
+KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
+SIGNED, ID = proof_of(KEY), key_id(KEY)
+D = "d" * 32
+
+
+@pytest.fixture(autouse=True)
+def _processes_are_forgotten() -> None:
+    next_process()
+
+
+def test_the_bytes_of_a_signed_frame_are_those_of_the_decision_record() -> None:
+    key = "brave-otter-1f3a/diloco/main/r12/mean/3"
+    data = MeanHead((D,), (2,)).head(key, SIGNED)
+    head = b'{"blocks":"' + D.encode() + b'","left_out":[2]}'
+    proof = hmac.new(KEY, b"RPL1" + key.encode() + b"\0" + head, hashlib.sha256).digest()[:16]
+    assert data.rstrip(b"\0") == b"RPL1" + len(head).to_bytes(4, "little") + proof + head
+    payload = b"a block"
+    assert SIGNED.digest(payload) == hashlib.sha256(payload).hexdigest()[:32]
+    for proves in (SIGNED, UNSIGNED):
+        digest = proves.hash()
+        digest.update(payload[:3])
+        digest.update(memoryview(payload)[3:])
+        assert digest.hexdigest() == proves.digest(payload)
+
+
+def test_a_record_is_believed_under_its_own_key_alone_and_only_with_the_run_s() -> None:
+    seal = Seal({0: Member("x", 0, 1.0, D)}, D, 0, b"mean")
+    sent = Contribution(0, 0, "x", 1.0, D, 4, (D,), (1.0,))
+    records: dict[Any, bytes] = {
+        Seal.parse: b"".join(seal.data("run/diloco/main/seal/1", SIGNED)),
+        Contribution.parse: sent.head("run/diloco/main/seal/1", SIGNED),
+        MeanHead.parse: MeanHead((D,), ()).head("run/diloco/main/seal/1", SIGNED),
+        Pointer.parse: Pointer("n", 0, (D,), (D,), {"tensors": {}}).data("run/diloco/main/seal/1", SIGNED),
+        unframe: frame({"digest": D}, "run/diloco/main/seal/1", SIGNED),
+    }
+    for parse, data in records.items():
+        parse(data, "run/diloco/main/seal/1", SIGNED)
+        for key, proof in {
+            "run/diloco/main/seal/2": SIGNED,  # replayed
+            "another-run/diloco/main/seal/1": SIGNED,
+            "run/diloco/other/seal/1": SIGNED,
+            "run/diloco/main/seal/1\0": SIGNED,
+            "run/diloco/main/seal/1": proof_of(OTHER),  # forged
+            "": UNSIGNED,
+        }.items():
+            with pytest.raises(BadRecordError, match="not what was written"):
+                parse(data, key, proof)
+        for at in (8, 23, 24, data.index(b"}")):
+            changed = bytearray(data)
+            changed[at] ^= 1
+            with pytest.raises(BadRecordError):
+                parse(bytes(changed), "run/diloco/main/seal/1", SIGNED)
+    unsigned = b"".join(seal.data("run/diloco/main/seal/1", UNSIGNED))
+    with pytest.raises(BadRecordError):
+        Seal.parse(unsigned, "run/diloco/main/seal/1", SIGNED)
+    with pytest.raises(BadRecordError, match="mean in this seal is not what was sealed"):
+        Seal.parse(records[Seal.parse][:-4] + b"MEAN", "run/diloco/main/seal/1", SIGNED)
+
+
+# -- who has the key ---------------------------------------------------------------------------------------------------
+
+
+def model() -> nn.Module:
+    return nn.Linear(2, 2, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        (
+            KEY,
+            None,
+            f"This run is signed (key {ID}), and this replica has no key: start it through `replicas`, or pass ",
+        ),
+        (KEY, OTHER, f"This run is signed (key {ID}), and this replica has another one ({key_id(OTHER)}): start it"),
+        (None, KEY, f"This run is not signed, and this replica has a key ({ID}): start it without."),
+    ],
+    ids=["no key", "another key", "not signed"],
+)
+def test_a_replica_without_the_run_s_key_is_refused_by_name(first: bytes, then: bytes, said: str) -> None:
+    store = MemoryStore()
+    DiLoCo(model(), key=first, **place(store, world_size=2)).close()
+    next_process()
+    with pytest.raises(ContributionError, match=re.escape(said)):
+        DiLoCo(model(), key=then, **place(store, 1, world_size=2))
+
+
+@pytest.mark.parametrize(
+    ("key", "said"), [("ab" * 32, "key is bytes, .* got a str"), (b"x" * 15, "at least 16 bytes, got 15")]
+)
+def test_what_is_no_key_is_refused_and_not_shown(key: Any, said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said) as caught:
+        DiLoCo(model(), key=key, **place(MemoryStore()))
+    assert str(key) not in str(caught.value)
+
+
+def test_the_key_that_the_launch_handed_over_is_taken_whatever_the_store_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    monkeypatch.setenv(RUN_KEY, KEY.hex())
+    DiLoCo(model(), **place(store)).close()
+    pointer = store.get("test/diloco/main/snapshot/0")
+    assert unproven(pointer)["contract"]["signed"] == key_id(KEY)
+    assert KEY.hex() not in repr(vars(DiLoCo(model(), name="other", **place(store)))["_settings"])
+    monkeypatch.setenv(RUN_KEY, "secret")
+    with pytest.raises(ValueError, match=f"{RUN_KEY} is not a key") as caught:
+        DiLoCo(model(), **place(store))
+    assert "secret" not in str(caught.value)
+
+
+def test_a_replica_of_a_signed_launch_that_lost_its_key_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = Replica(0, 1, "test", 0, "memory://here", claimed_nonce="n")
+    replica.__dict__["record"] = type("Record", (), {"key_id": key_id(KEY), "continues": None})
+    monkeypatch.setattr("executors.replica._current", None)
+    set_current_replica(replica)
+    try:
+        with pytest.raises(ContributionError, match=rf"This run is signed \(key {ID}\), .* has no key"):
+            DiLoCo(model())
+        DiLoCo(model(), key=KEY).close()
+    finally:
+        set_current_replica(None)
+
+
+def test_an_unsigned_agreement_names_no_key() -> None:
+    store = MemoryStore()
+    DiLoCo(model(), **place(store)).close()
+    fields, _, _ = unframe(store.get("test/diloco/main/snapshot/0"), "", UNSIGNED)
+    assert "signed" not in fields["contract"]
+    assert json.loads(json.dumps(fields)) == fields
+
+
+def test_what_was_proven_cannot_be_changed_in_its_file(tmp_path: Any) -> None:
+    store = open_store(tmp_path)
+    store.put("large", b"good" * 100_000)
+    for copies in (False, True):
+        patient = PatientStore(store, clock=lambda: 0.0, error_patience_s=1.0, copies=copies)
+        seen = patient.for_thread().peek("large")
+        assert seen is not None
+        with open(tmp_path / "large", "r+b") as file:
+            file.write(b"evil")
+        assert bytes(seen[:4]) == (b"good" if copies else b"evil")
+        (tmp_path / "large").write_bytes(b"good" * 100_000)
+
+
+# -- training under forgeries ------------------------------------------------------------------------------------------
+
+
+def test_a_rank_takes_up_nothing_that_somebody_else_kept_for_it() -> None:
+    """Its own records are signed, too: under another position, or with tensors of others, they are nothing."""
+    store = MemoryStore()
+    signed: dict[str, Any] = {"key": KEY, "inner_steps": 1, "snapshot_every": 1}
+
+    def attempt(**changes: Any) -> float:
+        next_process()
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        with DiLoCo(net, **{**signed, **changes}, **place(store)) as diloco:
+            diloco.attach_state("optimizer", optimizer)
+            found = float(optimizer.param_groups[0]["lr"])
+            for _ in range(2):
+                optimizer.param_groups[0]["lr"] += 1.0
+                diloco.step()
+        return found
+
+    assert [attempt(), attempt()] == [0.5, 2.5]
+    records = sorted(entry.key for entry in store.list("test/diloco/main/own/0/") if entry.key.endswith("record"))
+    for key in records:
+        fields, _, _ = unframe(store.get(key), key, SIGNED)
+        store.put(key, frame(fields, key, proof_of(OTHER)))
+    assert attempt() == 0.5
