@@ -104,6 +104,11 @@ class ModelState:
             self._shadows[fragment].hold(f"Contribution of rank {self.rank}")
 
     @torch.no_grad()
+    def land(self) -> None:
+        for shadow in self._shadows:
+            shadow.land()
+
+    @torch.no_grad()
     def merge(self) -> None:
         for shadow in self._shadows:
             shadow.merge()

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from diloco.device_copies import DeviceCopies
 from diloco.fragments import Fragment
 from diloco.pseudo_gradient import Values, check_shapes, live_tensors
 from diloco.wires.wire import Floats
@@ -38,7 +39,11 @@ class Shadow:
         self._fragment = fragment
         self._anchor = anchor
         self._keeps = keeps
-        self._memory: Tensor | None = torch.zeros(fragment.n_elements) if keeps else None
+        self._copies = DeviceCopies.of(live_tensors(model, fragment)) if keeps else None
+        is_pinned = self._copies is not None
+        self._memory: Tensor | None = torch.zeros(fragment.n_elements, pin_memory=is_pinned) if keeps else None
+        self._landed: list[Tensor] = []
+        """On the device, what is to be merged: by slot."""
         self._kind: Literal["add", "set", "anchor"] | None = None
         """What to merge: the memory is to be added, or to take the place of the live parameters, or the anchor is."""
         self._mix = 0.0
@@ -54,8 +59,11 @@ class Shadow:
         """
         live = live_tensors(self._model, self._fragment)
         check_shapes(live, who)
-        for slot, values in live:
-            self.memory[slot.start : slot.end].copy_(values.reshape(-1))
+        if self._copies is not None:
+            self._copies.hold(live, self.memory)
+        else:
+            for slot, values in live:
+                self.memory[slot.start : slot.end].copy_(values.reshape(-1))
         self.is_held = True
 
     def merge(self) -> None:
@@ -64,20 +72,22 @@ class Shadow:
         if kind is None and shift is None:
             return
         source = self._anchor if kind == "anchor" else self._memory
-        for slot, live in live_tensors(self._model, self._fragment):
+        if self._copies is not None and self._landed:
+            self._copies.arrive(self._landed)
+        for number, (slot, live) in enumerate(live_tensors(self._model, self._fragment)):
             at = slice(slot.start, slot.end)
             if shift is not None:
                 _add(live, shift[at].view(slot.shape))
             if kind is None or source is None:
                 continue
-            values = source[at].view(slot.shape)
+            values = self._landed[number] if self._landed else source[at].view(slot.shape)
             if kind == "add":
                 _add(live, values)
             elif self._mix:
                 live.copy_(live.to(torch.float32).lerp(values.to(live.device), 1 - self._mix))
             else:
                 live.copy_(values)
-        self._shift = None
+        self._shift, self._landed = None, []
         if kind is not None:
             self.forget()
 
@@ -94,6 +104,8 @@ class Shadow:
         """Return what is held, or the live parameters."""
         if not self.is_held:
             return live_tensors(self._model, self._fragment)
+        if self._copies is not None:
+            self._copies.wait()
         return [(slot, self.memory[slot.start : slot.end].view(slot.shape)) for slot in self._fragment.slots]
 
     def take_anchor(self, mix: float = 0.0) -> None:
@@ -130,6 +142,8 @@ class Shadow:
         return sqrt(lost_square / square) if square else None
 
     def _turn_into(self, kind: Literal["add", "set"], mix: float = 0.0) -> Tensor:
+        if self._copies is not None:
+            self._copies.wait()
         self._kind, self._mix, self.is_held = kind, mix, False
         return self.memory
 
@@ -145,6 +159,12 @@ class Shadow:
         if self._kind in ("add", "set"):
             self.memory.add_(self._anchor)
 
+    def land(self) -> None:
+        """Bring what is to be merged to where the parameters are."""
+        if self._copies is not None and self._kind in ("add", "set"):
+            slots = self._fragment.slots
+            self._landed = self._copies.land([self.memory[s.start : s.end].view(s.shape) for s in slots])
+
     def follow(self, shift: Tensor) -> None:
         """Move everything by as much as the anchor has moved, apart from any step."""
         if self._kind == "anchor":
@@ -152,6 +172,8 @@ class Shadow:
         if self._kind is None and not self.is_held:
             self._turn_into("add").copy_(shift)
             return
+        if self._copies is not None:
+            self._copies.wait()
         self.memory.add_(shift)
         if self._kind is None:  # what is held moves along, so that what was sent of it stays what it was
             self._shift = shift if self._shift is None else self._shift.add_(shift)

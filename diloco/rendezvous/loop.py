@@ -230,7 +230,7 @@ class Rendezvous:
         mine, theirs = self._phase.seconds, seal.phase_s
         slower = f"; it is {mine / theirs:.1f} times slower than the round allows" if mine > theirs > 0 else ""
         log.warning(
-            "Rank %s: work of %s round%s was not counted and is given up%s. Use round_seconds.",
+            "Rank %s: work of %s round%s was not counted and is given up%s. A longer grace_s waits for it.",
             self._me.rank, waited, "s" * (waited > 1), slower,
         )  # fmt: skip
         return True

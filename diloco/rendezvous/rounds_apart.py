@@ -195,4 +195,5 @@ class Rounds:
             is_urgent=is_out or cursor.is_reloaded or not is_plain,
         )
         cursor.settlements, cursor.is_reloaded, self._is_looking = [], False, False
+        self._context.training.land()
         self._land(landing)

@@ -126,6 +126,9 @@ class TrainingState(Protocol):
     def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
         """Step the anchor by a mean, unless that is empty, and leave the live parameters alone."""
 
+    def land(self) -> None:
+        """Bring what is to be merged to where the live parameters are: called when all of it is there."""
+
     def anchors_now(self) -> Any:
         """Return a copy of the anchors."""
 

@@ -10,8 +10,9 @@ the log, a P-th into each.
 - *lost*: what a replica that failed, or was cancelled, had in no round.
 
 How much a replica has in no round it says when its DiLoCo is closed. Of one that was killed, or lives, it is estimated:
-what its last round carried, and what it trained since, at its own pace, but no more than it usually sends. Steps that
-were made while a contribution was on its way (`overlap_steps`) are in no line: they are mixed in, or replaced.
+what its last round carried, and what it trained since it sent something for that, at its own pace, but no more than it
+usually sends. Steps that were made while a contribution was on its way (`overlap_steps`) are in the next line with
+`merge="carry"`; else they are in none: they are mixed in, or replaced.
 
     goodput = counted / (replicas x longest x speed)
 
@@ -137,7 +138,7 @@ class _Book:
         for fragment, n_alike in [*((each, 1) for each in told), (-1, self._n_fragments - len(told))]:
             before, rounds_s = last.get(fragment, (None, later_s))
             carried = before.weight if before is not None and before.verdict == "carried" else 0.0
-            made = pace * max(0.0, life.alive_s - (began if before is None else before.t) - rounds_s)
+            made = pace * max(0.0, life.alive_s - (began if before is None else before.t - before.hidden_s) - rounds_s)
             undecided = carried + min(made, usual * (1 + n_missing[fragment])) if life.left is None else life.left
             sent = min(undecided, carried + usual * n_missing[fragment]) if n_missing[fragment] else 0.0
             fates["counted"] += n_alike * sent / self._n_fragments
@@ -177,7 +178,7 @@ class _Book:
             trained_s += row.train_s
             if row.verdict != "carried":
                 decided += row.weight
-                until_last[row.fragment] = trained_s
+                until_last[row.fragment] = max(0.0, trained_s - row.hidden_s)  # what came after that was not sent
         return decided / sum(until_last.values()) if any(until_last.values()) else 0.0
 
     def _undisturbed(self, life: Life) -> Iterator[tuple[list[float], list[float]]]:

@@ -127,7 +127,21 @@ class Round(Record):
     @property
     def round_s(self) -> float:
         """How long the replica did not train."""
-        return self.wait_s + self.move_s + self.reduce_s + self.step_s if self.late_s is None else self.late_s
+        return self._parts_s if self.late_s is None else self.late_s
+
+    @property
+    def hidden_s(self) -> float:
+        """How long the round went on beside the training."""
+        return 0.0 if self.late_s is None or self.busy_s is None else max(0.0, self.busy_s - self.late_s)
+
+    @property
+    def late_share(self) -> float:
+        """How much of `wait_s`, `move_s`, `reduce_s` and `step_s` held the training up."""
+        return min(1.0, self.round_s / self._parts_s) if self._parts_s else 0.0
+
+    @property
+    def _parts_s(self) -> float:
+        return self.wait_s + self.move_s + self.reduce_s + self.step_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

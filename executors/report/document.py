@@ -176,8 +176,8 @@ def first_losses(metrics: Metrics) -> dict[tuple[str, int], list[Point]]:
 
     By the name of the DiLoCo and the entry of its log.
 
-    They are the anchor's own, where `mix` and `overlap_steps` are 0: a replica then goes on from it. What is reported
-    within half a step of the round was computed before it.
+    They are the anchor's own, where `mix` is 0 and no step was made since a replica sent: it then goes on from it. What
+    is reported within half a step of the round was computed before it.
     """
     losses: dict[tuple[int, int], tuple[Array, Array, Array, float]] = {}
     for key, group in groupby(metrics.numbers, key=lambda row: (row.rank, row.attempt)):
@@ -189,7 +189,7 @@ def first_losses(metrics: Metrics) -> dict[tuple[str, int], list[Point]]:
         losses[key] = ts, steps, _column(reported, "loss"), step_s
     found: dict[tuple[str, int], list[Point]] = defaultdict(list)
     for each in metrics.rounds:
-        if (each.rank, each.attempt) in losses:
+        if (each.rank, each.attempt) in losses and not each.stale_steps:
             ts, steps, values, step_s = losses[each.rank, each.attempt]
             soon_s = each.t + step_s / 2
             at = int(np.searchsorted(ts, soon_s, side="right"))

@@ -72,6 +72,10 @@ def _late(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         when += [f"missing from {row['missing']}"] if row["missing"] else []
         cost = f"{name_duration(row['cost_s'])}, {name_share(row['cost_s'] / alive_s)} of the replicas’ time"
         yield "bad", f"Rank {rank} held the others up for {cost}: {', '.join(when)} of {n} rounds."
+    if (document["numbers"]["hidden"] or 0.0) >= NOTABLE:
+        share = name_share(document["numbers"]["late"])
+        beside = name_share(document["numbers"]["hidden"])
+        yield "plain", f"Rounds held the training up for {share} of the time; {beside} more went on beside it."
     if not late:
         share = name_share(document["numbers"]["waiting"])
         yield "good", f"Replicas waited for {share} of their time, in {n} rounds, and for none of them in particular."

@@ -6,10 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 from executors.metrics.metrics import Metrics
 from executors.metrics.rows import Round
+from executors.report.words import one_line
 
 SHOWN = ("step", "loss")
 FATES = ("counted", "carried", "dropped", "lost")
@@ -81,20 +83,26 @@ class Measures:
         """Return the six numbers of the page, as JSON; None where there is nothing to measure them by."""
         rounds, ledger = self.metrics.rounds, self.metrics.ledger
         alive_s, n = sum(self.alive_s.values()), max(1, len(self.rounds_of))
-        waiting_s = sum(row.wait_s for row in rounds)
-        in_rounds_s = sum(row.round_s for row in rounds) - waiting_s
+        late_s, hidden_s = sum(row.round_s for row in rounds), sum(row.hidden_s for row in rounds)
+        waiting_s = _waiting_s(rounds)
+        errors = [row.wire_error for row in rounds if row.wire_error]
         moved = sum(row.up + row.down for row in rounds) / n
         has_rounds = bool(rounds) and alive_s > 0
         return {
             "goodput": ledger.goodput,
-            "in_rounds": in_rounds_s / alive_s if has_rounds else None,
-            "in_rounds_s": in_rounds_s,
+            "late": late_s / alive_s if has_rounds else None,
+            "hidden": hidden_s / alive_s if has_rounds else None,
+            "hidden_s": hidden_s,
+            "in_rounds": (late_s - waiting_s) / alive_s if has_rounds else None,
+            "in_rounds_s": late_s - waiting_s,
             "waiting": waiting_s / alive_s if has_rounds else None,
             "waiting_s": waiting_s,
             "alive_s": alive_s,
             "bytes_up": sum(row.up for row in rounds) / n if rounds else None,
             "bytes_down": sum(row.down for row in rounds) / n if rounds else None,
             "data_parallel_bytes": self.data_parallel_bytes,
+            "wire": next((one_line(row.wire, 40) for row in rounds if row.wire), None),
+            "wire_error": median(errors) if errors else None,
             "times_less": 2 * (self.data_parallel_bytes or 0.0) / moved if moved else None,
             "restarts": sum(self.restarts.values()),
             "restarts_by_rank": self.restarts,
@@ -110,8 +118,9 @@ class Measures:
             "loss": values.get("loss"),
             "alive_s": self.alive_s.get(rank, 0.0),
             "training_s": _training_s(rounds),
-            "waiting_s": sum(row.wait_s for row in rounds),
-            "in_rounds_s": sum(row.round_s - row.wait_s for row in rounds),
+            "waiting_s": _waiting_s(rounds),
+            "in_rounds_s": sum(row.round_s for row in rounds) - _waiting_s(rounds),
+            "hidden_s": sum(row.hidden_s for row in rounds),
             "rounds": {
                 "counted": self.counted[rank],
                 **{verdict: sum(row.verdict == verdict for row in rounds) for verdict in ("carried", "dropped")},
@@ -120,6 +129,11 @@ class Measures:
             "bytes_up": sum(row.up for row in rounds),
             "bytes_down": sum(row.down for row in rounds),
         }
+
+
+def _waiting_s(rounds: Sequence[Round]) -> float:
+    """Return for how long the training waited for others."""
+    return sum(row.wait_s * row.late_share for row in rounds)
 
 
 def _training_s(rounds: Sequence[Round]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ def page(document: Mapping[str, Any]) -> str:
 def fragment(document: Mapping[str, Any]) -> str:
     """Return what the page shows, for a place that is on a page already, such as a notebook's output."""
     rounds, timeline = document["rounds"], document["timeline"]
-    lanes = [{"rank": lane["rank"], "spans": lane["spans"]} for lane in timeline["lanes"]]
+    lanes = [{"rank": lane["rank"], "spans": lane["spans"] + lane["beside"]} for lane in timeline["lanes"]]
+    kinds = {kind: text for kind, text in KINDS.items() if kind in timeline["used_kinds"]}
     charts = {
         "notable": document["notable"],
         "curves": document["curves"],
@@ -55,8 +56,8 @@ def fragment(document: Mapping[str, Any]) -> str:
             document,
             charts=_json(charts),
             timeline_svg=Markup(svg(timeline)),
-            totals=[_totals(lane) for lane in timeline["lanes"]],
-            kinds=KINDS,
+            totals=[_totals(lane, kinds) for lane in timeline["lanes"]],
+            kinds=kinds,
             marks=MARKS,
             shapes=SHAPES,
             styles=[_asset(name) for name in STYLES],
@@ -110,5 +111,6 @@ def _json(value: Any) -> Markup:
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
-def _totals(lane: Mapping[str, Any]) -> dict[str, float]:
-    return {kind: sum(to - since for each, since, to, _ in lane["spans"] if each == kind) for kind in KINDS}
+def _totals(lane: Mapping[str, Any], kinds: Iterable[str]) -> dict[str, float]:
+    spans = lane["spans"] + lane["beside"]
+    return {kind: sum(to - since for each, since, to, _ in spans if each == kind) for kind in kinds}

@@ -37,13 +37,13 @@ class Meeting:
 
     @property
     def waits(self) -> dict[int, float]:
-        """How long each of those counted waited."""
-        return {rank: row.wait_s for rank, row in self.rows.items() if rank in self.counted}
+        """How long the training of each of those counted waited."""
+        return {rank: row.wait_s * row.late_share for rank, row in self.rows.items() if rank in self.counted}
 
     @property
     def last(self) -> int | None:
         """Who of those counted came last: it waited least."""
-        waits = self.waits
+        waits = {rank: self.rows[rank].wait_s for rank in self.waits}  # also beside the training
         return min(waits, key=lambda rank: (waits[rank], rank)) if len(waits) > 1 else None
 
     def blamed(self, usual_s: float) -> dict[int, float]:
@@ -126,13 +126,20 @@ def rounds_document(found: Sequence[Meeting]) -> dict[str, Any]:
                 "missing": list(each.missing),
                 "last": each.last,
                 "waited_s": round(sum(each.waits.values()), 3),
+                "late_s": round(sum(row.round_s for row in each.rows.values()), 3),
+                "hidden_s": round(sum(row.hidden_s for row in each.rows.values()), 3),
+                "stale_steps": max(row.stale_steps for row in each.rows.values()),
+                "wire_error": max((row.wire_error for row in each.rows.values() if row.wire_error), default=None),
                 "weight": sum(row.weight for rank, row in each.rows.items() if rank in each.counted),
                 "mean_norm": mean_norm,
                 "drifting": {str(rank): round(ratio, 2) for rank, ratio in drifting.items()},
             }
         )
     kept = sorted(sorted(rows, key=lambda row: -row["waited_s"])[:MAX_ROUNDS], key=lambda row: row["ended_s"])
-    waited = [(row["round"], row["waited_s"]) for row, each in zip(rows, found, strict=True) if each.name == charted]
+    bars = [row for row, each in zip(rows, found, strict=True) if each.name == charted]
+    has_hidden = any(row["hidden_s"] and row["stale_steps"] for row in bars)
+    numbers = [row["round"] for row in bars]
+    drawn = [[row["late_s"] + row["hidden_s"], row["late_s"]] if has_hidden else [row["waited_s"]] for row in bars]
     return {
         "n": len(found),
         "names": sorted({row["name"] for row in rows}),
@@ -140,7 +147,8 @@ def rounds_document(found: Sequence[Meeting]) -> dict[str, Any]:
         "by_rank": {rank: {**row, "cost_s": round(row["cost_s"], 3)} for rank, row in sorted(by_rank.items())},
         "same": [{"ranks": list(ranks), "rounds": n} for ranks, n in same.most_common(MAX_SAME)],
         "usual_wait_s": round(usual_s, 3),
-        "waited": thin([Line.of(0, 0, waited)]),
+        "has_hidden": has_hidden,
+        "waited": thin([Line.of(0, 0, zip(numbers, line, strict=True)) for line in zip(*drawn, strict=True)]),
         "norms": thin(
             [Line.of(*key, points) for key, points in sorted(norms.items())], above={"the mean’s": mean_norms}
         ),

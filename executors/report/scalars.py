@@ -7,7 +7,8 @@ from executors.report.words import one_line
 from executors.status import TOTAL_STEPS
 
 OF_ROUND = (
-    "train_s", "wait_s", "move_s", "reduce_s", "step_s", "weight", "up", "down", "norm", "mean_norm",
+    "train_s", "late_s", "busy_s", "wait_s", "move_s", "reduce_s", "step_s", "weight", "up", "down", "norm",
+    "mean_norm", "stale_steps", "wire_error",
 )  # fmt: skip
 OF_USAGE = ("cpu", "rss", "gpu_mem", "gpu_use")
 

@@ -1,4 +1,7 @@
-"""The time line of a run: a lane for each rank, in which it starts, trains, moves data, waits, reduces, or is dead."""
+"""The time line of a run: a lane for each rank, in which it starts, trains, moves data, waits, reduces, or is dead.
+
+What of a round went on beside the training is drawn on it.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ KINDS = {
     "moving": "sending and reading",
     "waiting": "waiting for others",
     "reducing": "reducing, outer step",
+    "beside": "a round beside the training",
     "dead": "dead",
 }
 MARKS = {
@@ -63,18 +67,20 @@ def timeline_document(metrics: Metrics, events: Sequence[Event] = ()) -> dict[st
     for number in metrics.numbers:
         if (number.rank, number.attempt) not in first:
             first[number.rank, number.attempt] = metrics.at(number)
-    merged = max(1, math.ceil(4 * len(metrics.rounds) / max(1, MAX_SPANS - 3 * len(metrics.attempts))))
+    has_hidden = any(row.hidden_s and row.stale_steps for row in metrics.rounds)
+    merged = max(1, math.ceil((4 + has_hidden) * len(metrics.rounds) / max(1, MAX_SPANS - 3 * len(metrics.attempts))))
     end_s = max([metrics.as_of_s, *(span.ended_s or 0.0 for span in metrics.attempts)])
     decided = {(event.rank, (event.attempt or 0) + 1): event.why for event in events if event.kind == "decided"}
     lanes: dict[int, dict[str, Any]] = {}
     for attempt in metrics.attempts:
         key = (attempt.rank, attempt.attempt)
-        lane = lanes.setdefault(attempt.rank, {"rank": attempt.rank, "spans": [], "marks": []})
+        lane = lanes.setdefault(attempt.rank, {"rank": attempt.rank, "spans": [], "beside": [], "marks": []})
         if lane["spans"]:
             lane["spans"].append(["dead", lane["spans"][-1][2], attempt.started_s, ""])
             why = one_line(decided.get(key, f"attempt {attempt.attempt}"), 200)
             lane["marks"].append(["restart", attempt.started_s, why])
         lane["spans"] += _spans(attempt, rounds[key], metrics, merged, first.get(key), end_s)
+        lane["beside"] += _beside(rounds[key], metrics, merged) if has_hidden else []
         late = [row for row in rounds[key] if row.verdict != "counted"]
         lane["marks"] += [["late", metrics.at(row), f"round {row.entry + 1}: {row.verdict}"] for row in late]
         lane["marks"] += _end(attempt)
@@ -94,7 +100,7 @@ def timeline_document(metrics: Metrics, events: Sequence[Event] = ()) -> dict[st
     return {
         "end_s": round(end_s, 3),
         "merged": merged,
-        "used_kinds": sorted({kind for lane in lanes.values() for kind, *_ in lane["spans"]}),
+        "used_kinds": sorted({kind for lane in lanes.values() for kind, *_ in lane["spans"] + lane["beside"]}),
         "used_marks": sorted({kind for lane in lanes.values() for kind, _, _ in lane["marks"]}),
         "lanes": [lanes[rank] for rank in sorted(lanes)],
     }
@@ -114,18 +120,37 @@ def _spans(
         group = rounds[at : at + merged]
         gap_s = max(0.0, metrics.at(group[-1]) - now_s)
         other_s = {
-            "moving": sum(row.move_s for row in group),
-            "waiting": sum(row.wait_s for row in group),
-            "reducing": sum(row.reduce_s + row.step_s for row in group),
+            "moving": 0.0,
+            "waiting": sum(row.late_share * row.wait_s for row in group),
+            "reducing": sum(row.late_share * (row.reduce_s + row.step_s) for row in group),
         }
+        other_s["moving"] = max(0.0, sum(row.round_s for row in group) - sum(other_s.values()))
         scale = min(1.0, gap_s / (sum(other_s.values()) or 1.0))  # clocks are only roughly alike
         training_s = gap_s - scale * sum(other_s.values())
-        names = f"round {group[0].entry + 1}" + (f"-{group[-1].entry + 1}" if len(group) > 1 else "")
+        names = _name(group)
         for kind, seconds in [("training", training_s), *((kind, scale * each) for kind, each in other_s.items())]:
             spans.append([kind, now_s, now_s + seconds, names])
             now_s += seconds
     spans.append(["training", now_s, max(now_s, last_s), ""])
     return spans
+
+
+def _beside(rounds: Sequence[Round], metrics: Metrics, merged: int) -> list[Span]:
+    """Return what of rounds went on beside the training of an attempt."""
+    spans = []
+    for at in range(0, len(rounds), merged):
+        group = rounds[at : at + merged]
+        to_s = metrics.at(group[-1]) - group[-1].round_s
+        hidden_s = min(
+            sum(row.hidden_s for row in group), max(0.0, to_s - metrics.origins[group[0].rank, group[0].attempt])
+        )
+        if hidden_s:
+            spans.append(["beside", round(to_s - hidden_s, 3), round(to_s, 3), _name(group)])
+    return spans
+
+
+def _name(group: Sequence[Round]) -> str:
+    return f"round {group[0].entry + 1}" + (f"-{group[-1].entry + 1}" if len(group) > 1 else "")
 
 
 def _end(attempt: AttemptSpan) -> list[Span]:
@@ -156,7 +181,7 @@ def svg(document: dict[str, Any]) -> str:
             f'<svg y="{top + lane_em / 8:g}em" width="100%" height="{lane_em * 3 / 4:g}em" viewBox="0 0 {WIDTH} 1" '
             'preserveAspectRatio="none">'
         )
-        paths = {kind: _path(lane["spans"], kind, WIDTH / end_s) for kind in KINDS}
+        paths = {kind: _path(lane["spans"] + lane["beside"], kind, WIDTH / end_s) for kind in KINDS}
         parts += [f'<path class="{kind}" d="{path}"/>' for kind, path in paths.items() if path]
         parts.append("</svg>")
         for kind, at_s, text in lane["marks"]:
@@ -171,7 +196,7 @@ def svg(document: dict[str, Any]) -> str:
 
 def _path(spans: Sequence[Span], kind: str, scale: float) -> str:
     found = [(round(a * scale), round(b * scale)) for each, a, b, _ in spans if each == kind]
-    top, bottom = (".36", ".64") if kind == "dead" else ("0", "1")
+    top, bottom = {"dead": (".36", ".64"), "beside": (".7", "1")}.get(kind, ("0", "1"))
     return "".join(f"M{a} {top}H{b}V{bottom}H{a}z" for a, b in found if b > a)
 
 

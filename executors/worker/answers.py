@@ -91,6 +91,11 @@ class Answers:
         self._newest[attempt.rank] = attempt.number
         self._ends.pop(attempt.rank, None)
 
+    def claimed(self, attempt: Attempt) -> None:
+        """Note which attempt a rank's process is: one later than it was asked for, where that was taken."""
+        if attempt.number > self._newest.get(attempt.rank, attempt.number):
+            self._newest[attempt.rank] = attempt.number
+
     def ended(self, outcome: Outcome) -> None:
         """Note how an attempt ended."""
         if outcome.attempt >= self._newest.get(outcome.rank, 0):
@@ -102,6 +107,10 @@ class Answers:
     def look_soon(self) -> None:
         """Have the log looked at: somebody says that there is news."""
         self._look_at = 0.0
+
+    def try_again(self) -> None:
+        """Have what is due begun in a moment: it could not be now."""
+        self._keep_at = time.monotonic() + TRY_AGAIN_S
 
     def keep(self, *, has_progress: bool, is_busy: bool) -> bool:
         """Look at the log when it is time to, answer what ended, and begin what is due; return whether it did.

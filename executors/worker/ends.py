@@ -94,7 +94,12 @@ def is_cancelled(attempt: Attempt) -> bool:
 
 
 def is_overtaken(running: Running) -> bool:
-    """Return whether a living process has lost its attempt: to an outcome of somebody else, or to a later claim."""
+    """Return whether a living process has lost its attempt: to an outcome of somebody else, or to a later claim.
+
+    Before its own claim it has none to lose: it takes the next that is free.
+    """
+    if not running.page.claimed:
+        return False
     with contextlib.suppress(StoreError):
         attempt = running.attempt
         outcome = attempt.outcome()

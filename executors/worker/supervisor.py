@@ -204,7 +204,9 @@ class Supervisor:
         rank = attempt.rank
         for running in self._running.values():
             if running.asked.rank == rank:
-                if running.ending is None:
+                if not running.page.claimed:
+                    self._answers.try_again()  # it may yet find its attempt taken, and claim the very one that follows
+                elif running.ending is None and running.attempt.number < attempt.number:
                     running.terminate("fenced", self._term_grace_s)
                 return
         if any(copied.rank == rank for _, copied, _ in self._copying.values()):
@@ -292,6 +294,8 @@ class Supervisor:
     def _keep_log(self) -> None:
         """Let what ended be answered, and end what the log bars, or others have taken over."""
         has_progress = any(running.page.marks for running in self._running.values())
+        for running in self._running.values():
+            self._answers.claimed(running.attempt)
         is_busy = bool(self._running or self._waiting or self._copying)
         if not self._answers.keep(has_progress=has_progress, is_busy=is_busy):
             return

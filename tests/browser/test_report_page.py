@@ -16,7 +16,7 @@ from executors.report.page import page
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser"), pytest.mark.timeout(300)]
 NARROW, USUAL, WIDE = 400, 1280, 3840  # pixels; 400 are some 60 columns
-CHARTS = {"calm": 3, "kills": 3, "large": 3, "failed": 0, "lone": 1, "hostile": 1}
+CHARTS = {"calm": 3, "kills": 3, "large": 3, "failed": 0, "lone": 1, "beside": 3, "hostile": 1}
 BLANK = """canvas => {
     const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
     const seen = new Set();
@@ -162,6 +162,26 @@ def test_any_reported_number_can_be_chosen_and_what_is_under_the_pointer_is_told
         assert "rank 2 at" in tab.locator(".lanes .tip").text_content()
         tab.set_viewport_size({"width": 700, "height": 900})
         tab.wait_for_function("document.querySelector('figure.curves canvas').clientWidth < 700")
+
+
+def test_what_a_round_took_and_what_it_held_up_is_told_under_the_pointer(
+    browser: Any, files: Callable[[str], Path]
+) -> None:
+    with Shown(browser, files("beside")) as tab:
+        tab.locator("figure.waited .u-over").hover()
+        tip = tab.locator("figure.waited .tip").text_content()
+        assert "the round took: " in tip
+        assert "and held the training up: " in tip
+        lanes = tab.locator("svg.timeline").bounding_box()
+        spans = document(SCENES["beside"]())["timeline"]
+        _, since, to, names = spans["lanes"][1]["beside"][20]
+        x = lanes["width"] * (since + to) / 2 / spans["end_s"]
+        tab.locator("svg.timeline").hover(
+            position={"x": x, "y": 1.5 * tab.locator(".lanes li").first.bounding_box()["height"]}
+        )
+        tip = tab.locator(".lanes .tip").text_content()
+        assert f"{names}: training for " in tip
+        assert f"{names}: a round beside the training for " in tip
 
 
 def test_the_legend_names_each_rank_once_also_one_whose_first_attempt_left_no_line(

@@ -94,5 +94,5 @@ class Beside:
                 raise LeftError
             if self._jobs:
                 return self._jobs.popleft()
-            if not self._idle():
+            if not self._idle() and not self._jobs and not self._is_leaving:
                 self._world.suspend(self)

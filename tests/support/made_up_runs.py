@@ -52,6 +52,8 @@ class Scene:
     """What is reported besides step and loss."""
     every: int = 1
     """A line is reported each so many steps."""
+    overlap: int = 0
+    """So many steps are made while a round goes on beside them, in int8."""
 
 
 def made_up(scene: Scene, run_id: str = "made-up-run", seed: int = 0, **record: Any) -> Subject:
@@ -111,12 +113,18 @@ def made_up(scene: Scene, run_id: str = "made-up-run", seed: int = 0, **record: 
                 * rng.uniform(0.9, 1.1)
                 * (2 - entry / scene.rounds)
             )
+            hidden_s, late_s = scene.overlap * train_s / scene.inner, wait_s + moving_s + reduce_s + step_s
+            beside: dict[str, Any] = {
+                "late_s": late_s, "busy_s": late_s + hidden_s, "stale_steps": scene.overlap, "wire": "int8",
+                "mean_wire": "int8", "wire_error": 0.008 + 0.0001 * (entry % 9),
+            }  # fmt: skip
             rows.append(
                 Round(
                     rank=rank, attempt=attempt[rank], t=over_s - origins[rank, attempt[rank]], entry=entry, fragment=0,
                     ranks=counted, verdict=verdict, weight=float(scene.inner), up=PAYLOAD + rng.randrange(200),
-                    down=PAYLOAD, train_s=train_s, wait_s=wait_s, move_s=moving_s,
+                    down=PAYLOAD, train_s=train_s, wait_s=wait_s, move_s=moving_s + hidden_s,
                     reduce_s=reduce_s, step_s=step_s, norm=norm, mean_norm=0.7 * (2 - entry / scene.rounds),
+                    **(beside if scene.overlap else {}),
                 )
             )  # fmt: skip
         now_s = max(sealed_s, *(arrived for arrived, _ in arrivals.values())) + moving_s / 2 + reduce_s + step_s
@@ -206,6 +214,11 @@ def with_kills() -> Subject:
     )
 
 
+def beside() -> Subject:
+    """Rounds go on beside the training for half of it, and rank 2 is a little slow."""
+    return made_up(Scene(rounds=40, overlap=5, slow={2: 1.05}), "swift-heron-51de")
+
+
 def large(n_rows: int = 2000) -> Subject:
     """64 replicas that report so many times each; rank 17 is slow, rank 40 dies for good."""
     scene = Scene(n=64, rounds=n_rows // 50, inner=50, slow={17: 1.2}, killed={40: (60 * n_rows // 10_000,)})
@@ -263,7 +276,7 @@ def hostile() -> Subject:
 
 SCENES = {
     "calm": calm, "kills": with_kills, "large": large, "failed": failed_at_once, "lone": without_diloco,
-    "hostile": hostile,
+    "beside": beside, "hostile": hostile,
 }  # fmt: skip
 
 if __name__ == "__main__":

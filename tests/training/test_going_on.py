@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,8 @@ class Training:
 
     def __init__(self, store: MemoryStore, run_id: str, continues: str | None = None, attempt: int = 0) -> None:
         replica = Replica(rank=0, world_size=1, run_id=run_id, attempt=attempt, rendezvous=store.url)
-        replica.__dict__ |= {"store": store, "continues": continues, "claimed_nonce": f"{run_id}-{attempt}"}
+        record = SimpleNamespace(continues=continues, key_id=None)
+        replica.__dict__ |= {"store": store, "record": record, "claimed_nonce": f"{run_id}-{attempt}"}
         store.put(replica.key("started.json"), f'{{"nonce": "{replica.nonce}"}}'.encode())
         set_current_replica(replica)
         self.model = nn.Linear(3, 1)

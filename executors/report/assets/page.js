@@ -171,7 +171,8 @@
     const waited = root.querySelector("figure.waited");
     if (waited && data.rounds.waited.x.length) {
       const { x, lines, bins } = data.rounds.waited;
-      show(waited, () => ({ x, lines: [{ label: "all replicas together", y: lines[0].y, color: "waiting", width: 1 }], over: "round", unit: " s", bars: !bins, fromZero: true }));
+      const labels = lines.length > 1 ? ["the round took", "and held the training up"] : ["all replicas together"];
+      show(waited, () => ({ x, lines: lines.map(({ y }, at) => ({ label: labels[at], y, color: at < lines.length - 1 ? "beside" : "waiting", width: 1 })), over: "round", unit: " s", bars: !bins, fromZero: true }));
     }
     const norms = root.querySelector("figure.norms");
     if (norms && data.rounds.norms.x.length) {
@@ -191,8 +192,10 @@
         const spans = lane ? lane.spans.filter(([, from, to]) => from <= s && s <= to) : [];
         tip.style.display = spans.length ? "block" : "none";
         if (!spans.length) return;
-        const [kind, from, to, rounds] = spans[0];
-        tip.textContent = `rank ${lane.rank} at ${duration(s)}${rounds ? `, ${rounds}` : ""}\n${data.timeline.kinds[kind]} for ${duration(to - from)}`;
+        const isBeside = ([kind]) => kind === "beside";
+        const shown = [spans.find((span) => !isBeside(span)), spans.find(isBeside)].filter(Boolean);
+        const lines = shown.map(([kind, from, to, rounds]) => `${rounds ? `${rounds}: ` : ""}${data.timeline.kinds[kind]} for ${duration(to - from)}`);
+        tip.textContent = [`rank ${lane.rank} at ${duration(s)}`, ...lines].join("\n");
         const here = lanes.getBoundingClientRect();
         tip.style.left = `${Math.max(0, Math.min(event.clientX - here.left + 14, here.width - tip.offsetWidth))}px`;
         tip.style.top = `${event.clientY - here.top + 18}px`;

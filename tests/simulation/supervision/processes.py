@@ -32,7 +32,7 @@ class Worker:
         self.rank, self.number = rank, asked
         self.name = self.simulation.name(f"worker{rank}")
         self.outcome: Outcome | None = None
-        self.is_alive, self.runs_user_code = True, False
+        self.is_alive, self.has_claimed, self.runs_user_code = True, False, False
 
     def body(self) -> None:
         try:
@@ -55,6 +55,7 @@ class Worker:
             if store.wins(key("started.json"), self.name.encode()):
                 break
             self.number += 1
+        self.has_claimed = True
         log, began_s = simulation.log(), simulation.world.now
         if simulation.looks_when_claiming:
             log.read()
@@ -103,7 +104,9 @@ class Container:
     def start(self, attempts: Mapping[int, int]) -> None:
         self.simulation.check_start(attempts)
         for rank, number in attempts.items():
-            if rank in self.workers:
+            if worker := self.workers.get(rank):
+                if not worker.has_claimed or worker.number >= number:
+                    continue  # it is that attempt, or may yet claim it
                 self._end(rank, "fenced")
                 self._conclude(rank)
             self._run(rank, number)
@@ -168,6 +171,7 @@ class Container:
             if simulation.world.now >= self._looked_at_s + LOOK_S - 0.001:
                 self._looked_at_s = simulation.world.now
                 self._look()
+            self.attempts.update({rank: each.number for rank, each in self.workers.items() if each.has_claimed})
             sight = simulation.sight(self.name)
             newest = {**sight.newest, **{rank: max(sight.newest[rank], own) for rank, own in self.attempts.items()}}
             ends = {rank: end for rank, end in sight.ends.items() if end.attempt == newest[rank]}
@@ -206,7 +210,7 @@ class Container:
             bar = self.keeper.barred_by(rank)
             if bar is not None and now >= bar.at + (bar.within_s or 0.0):
                 self._end(rank, "cancelled")
-            elif store.newest[rank] > worker.number or (rank, worker.number) in store.ends:
+            elif worker.has_claimed and (store.newest[rank] > worker.number or (rank, worker.number) in store.ends):
                 self._end(rank, "fenced")
         for rank in [rank for rank, number in self.attempts.items() if rank not in self.workers]:
             if store.newest[rank] > self.attempts[rank]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from executors.attempt import Attempt
 from executors.native import RunSpec
 from executors.policy import HangLimits
 from executors.process import oom_kills_in_group
+from executors.protocol import ReplicaStatus
 from executors.shared_page import SharedPage
 from executors.store.records import to_bytes
+from executors.supervision.decisions import Decision, DecisionLog
 from executors.task.record import TaskRecord
 from executors.task.stored import StoredTask
 from executors.worker.container import BEAT_LATE_S, ContainerRanks, ContainerSupervisor, imports_torch
@@ -85,3 +88,35 @@ def test_torch_is_imported_ahead_where_a_file_of_the_workspace_or_a_callables_im
     (tmp_path / "workspace" / "models").mkdir(parents=True)
     (tmp_path / "workspace" / "models" / "a.py").write_text(text)
     assert imports_torch(task, tmp_path / "workspace") is does
+
+
+@pytest.mark.parametrize(
+    ("claimed", "other_ended", "ends"),
+    [(None, True, False), (1, False, True), (1, True, True), (2, False, False), (3, False, False)],
+    ids=["none yet, its own taken", "an earlier", "an earlier, ended by others", "that one", "a later"],
+)
+def test_a_process_is_ended_for_the_attempt_that_follows_only_where_it_is_an_earlier_one(
+    claimed: int | None, other_ended: bool, ends: bool, tmp_path: Path
+) -> None:
+    """One that found its attempt taken has claimed the very one to begin: to end it would leave the rank for good."""
+    store = open_store(tmp_path)
+    spec = RunSpec("run", store.url, "00", 2, (1,), attempt=1, restarts="3,together")
+    supervisor = ContainerSupervisor(
+        spec, ContainerRanks(spec, term_grace_s=1, gpu=None), timeout_s=None, term_grace_s=1, notice_s=1
+    )
+    asked, page = Attempt(store, "run", 1, 1), SharedPage.create()
+    page.claimed = 0 if claimed is None else claimed + 1
+    if other_ended:
+        asked.record(asked.ended(ReplicaStatus.FAILED, "lost"))
+    together = Decision(kind="restart", rank=0, ended=0, start={0: 1, 1: 2}, how="fork")
+    DecisionLog(store, "run").append(lambda _: together)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        watchdog = Watchdog(page, process.pid, HangLimits(), ends=True, term_grace_s=1, spec=spec, rank=1)
+        running = Running(process.pid, asked, 0, page, watchdog, time.time(), NEVER)
+        supervisor._running[process.pid] = running
+        supervisor._answers.begun(asked)
+        supervisor._answers.look_soon()
+        supervisor._keep_log()
+        process.kill()
+    assert running.ending == ("fenced" if ends else None)
+    assert supervisor._answers.is_pending is (claimed is None)

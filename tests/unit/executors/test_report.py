@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import tarfile
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -25,6 +26,7 @@ from executors.metrics.rows import Round
 from executors.report.curves import Line, middle, thin
 from executors.report.document import ANCHOR, Subject, curves, document
 from executors.report.page import ASSETS, page, write_page
+from executors.report.scalars import scalars
 from executors.report.timeline import MAX_SPANS
 from executors.report.words import last_lines, name_number, name_share, name_size, one_line
 
@@ -44,6 +46,10 @@ class Elements(HTMLParser):
 
     def of(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.found if name == tag]
+
+
+def texts_of(made: Document) -> list[str]:
+    return [each["text"] for each in made["in_short"]]
 
 
 def noisy(rank: int, n: int = 10_000) -> Line:
@@ -195,6 +201,39 @@ def test_the_six_numbers_are_sums_over_the_rows(kills: tuple[Subject, Document])
     assert (six["bytes_up"], six["restarts"]) == (sum(row.up for row in rounds) / 4, 2)
     assert six["data_parallel_bytes"] == pytest.approx(3_000_000 * 800, rel=0.001)
     assert six["work"]["lost"] == pytest.approx(10, rel=0.05), "half a round, twice"
+
+
+def test_a_round_beside_the_training_holds_it_up_for_as_long_as_it_is_late() -> None:
+    subject = SCENES["beside"]()
+    made, rounds = document(subject), subject.metrics.rounds
+    six, alive = made["numbers"], made["numbers"]["alive_s"]
+    late = sum(row.late_s or 0.0 for row in rounds)
+    hidden = sum(row.busy_s or 0.0 for row in rounds) - late
+    assert (six["late"], six["hidden"]) == (pytest.approx(late / alive), pytest.approx(hidden / alive))
+    assert six["in_rounds"] + six["waiting"] == pytest.approx(six["late"]), "and nothing of what went on beside it"
+    of_ranks = [row["in_rounds_s"] + row["waiting_s"] for row in made["replicas"]]
+    assert (sum(of_ranks), sum(row["hidden_s"] for row in made["replicas"])) == pytest.approx((late, hidden))
+    spent = Counter[str]()
+    for lane in made["timeline"]["lanes"]:
+        for kind, since, to, _ in lane["spans"] + lane["beside"]:
+            spent[kind] += to - since
+    assert spent["moving"] + spent["waiting"] + spent["reducing"] == pytest.approx(late, rel=0.02)
+    assert spent["beside"] == pytest.approx(hidden, rel=0.02)
+    assert "Rounds held the training up for 11 % of the time; 42 % more went on beside it." in texts_of(made)
+    held, took = (sum(line["y"]) for line in reversed(made["rounds"]["waited"]["lines"]))
+    assert (held, took) == pytest.approx((late, late + hidden), rel=0.001)
+    assert ANCHOR not in made["curves"]["shown"][0]["above"], "no replica goes on from the anchor"
+    assert "of a contribution as int8, 0.8 % is left for the next" in page(made)
+    told = {f"round/{name}" for name in ("late_s", "busy_s", "stale_steps", "wire_error")}
+    assert told < scalars(rounds[0])[1].keys()
+
+
+def test_nothing_is_said_to_go_on_beside_the_training_where_each_round_holds_it_up(
+    kills: tuple[Subject, Document],
+) -> None:
+    _, made = kills
+    assert not any("beside" in text for text in texts_of(made))
+    assert "beside the training" not in re.sub("<script.*?</script>", "", page(made), flags=re.DOTALL)
 
 
 def test_rounds_that_count_a_rank_which_was_killed_before_it_wrote_a_line_are_its_rounds(
