@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -117,8 +118,9 @@ def _key_of(run: Run, launched: LaunchedWith) -> str | None:
         return None
     key = find_key(run.run_id, launched.key_id)
     if key is None:
+        given = f", nor is it what {RUN_KEY} holds here" if RUN_KEY in os.environ else ""
         raise ValueError(
-            f"Run {run.run_id!r} is signed (key {launched.key_id}), and this machine does not have its key. Set "
+            f"Run {run.run_id!r} is signed (key {launched.key_id}), and this machine does not have its key{given}. Set "
             f"{RUN_KEY} to what {KEYS}/{run.run_id} holds on the machine that launched the run, by default in "
             "~/.local/state/replicas."
         )
