@@ -274,7 +274,7 @@ import os, sys, numpy as np, torch
 from torch import nn
 from diloco.fragments import plan_fragments
 from diloco.outer_optimizer import NesterovSGD, Schedule
-from diloco.pseudo_gradient import pack
+from diloco.pseudo_gradient import live_tensors, pack
 from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
 from diloco.rendezvous.proof import UNSIGNED
 from diloco.wires import DEFAULT_MEAN_WIRE, WIRES
@@ -306,7 +306,8 @@ for name, mean_name in DEFAULT_MEAN_WIRE.items():
             *_, last = blocks_of(wire, n, block)
             sent = memoryview(bytearray(last.end))
             with torch.no_grad():
-                packed = pack(model, fragment, anchor, sent, wire=wire, proof=UNSIGNED, who="I", block_elements=block)
+                live = live_tensors(model, fragment)
+                packed = pack(live, anchor, sent, wire=wire, proof=UNSIGNED, who="I", block_elements=block)
             inputs.append(Input(rank, 1.0 + rank, sent, packed.blocks))
         *_, last = blocks_of(mean_wire, n, block)
         mean = memoryview(bytearray(last.end))
