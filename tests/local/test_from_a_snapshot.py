@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,5 +102,7 @@ def say_where_it_begins() -> int:
 
     from diloco import DiLoCo
 
-    current_replica().__dict__["continues"] = os.environ["ORIGIN"]
+    replica = current_replica()
+    assert replica.record is not None
+    replica.__dict__["record"] = replace(replica.record, continues=os.environ["ORIGIN"])
     return DiLoCo(torch.nn.Linear(1, 1), grace_s=0.2).rounds
