@@ -98,10 +98,10 @@ def begin_the_grace_with_the_first_look(
         entry.began_s = began_s
 
 
-def seal_no_phase_where_nobody_waits(data: Any, self: Seal) -> Any:
+def seal_no_phase_where_nobody_waits(data: Any, self: Seal, *arguments: Any) -> Any:
     """The largest of its members' phases is in a seal, and those of them that presented themselves said 0."""
     waits = any(member.in_phase for member in self.members.values())
-    return data(self if waits else replace(self, phase_s=0.0))
+    return data(self if waits else replace(self, phase_s=0.0), *arguments)
 
 
 def learn_a_short_grace(patch: pytest.MonkeyPatch) -> None:
