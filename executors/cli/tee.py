@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from executors.cli.logs import without_bars
 from executors.errors import ReplicasError
-from executors.logs.follower import WHOLE
+from executors.logs.follower import WHOLE, begins
 from executors.run.run import Run
 from executors.run.run_logs import Lines
 
@@ -31,8 +31,9 @@ class Tee:
     def _follow(self) -> None:
         try:
             chosen = Lines(clean=without_bars)
-            for line in self._run.log_pieces(self._ranks, WHOLE, True, lines=chosen, note=lambda words: None):
-                self._show(line.rstrip("\n"))
+            for line in self._run.log_pieces(self._ranks, WHOLE, True, "all", chosen, note=lambda words: None):
+                if not line.endswith(begins(0)):  # the first attempt is no news
+                    self._show(line.rstrip("\n"))
         except ReplicasError as error:
             self._show(f"The output of ranks cannot be shown any more: {error}")
 
