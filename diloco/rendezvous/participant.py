@@ -63,7 +63,6 @@ class Participant:
         self._rounds.begin(restored)
         if restored is not None:
             self.phase.is_restored = [True] * self._n_fragments
-        self._training.merge()
         self.position = self._rounds.position
         self.phase.begin(self._plan.step_before(self.position))
         try:
