@@ -65,7 +65,8 @@ def test_the_tracker_of_rank_0_gets_the_page_of_the_run_as_it_is_at_its_end(
     assert "the tracker" not in run.logs()
     name = f"{run.run_id}.html"
     assert [{"page": name} in noted(folder, rank) for rank in range(2)] == [True, False]
-    assert f"<title>{run.run_id}" in (page := (folder / name).read_text()) and '"loss"' in page
+    page = (folder / name).read_text()
+    assert [text in page for text in (f"<title>{run.run_id}", '"loss"')] == [True, True]
 
 
 @pytest.mark.parametrize(
