@@ -95,5 +95,5 @@ class Canceller:
             return states
         log = DecisionLog(self._store, self._run_id)
         with contextlib.suppress(CorruptObjectError):  # then nobody can read it, so nothing is started
-            order_cancel(log, None if rank is None else ranks, len(ranks), why)
+            order_cancel(log, None if rank is None else ranks, why)
         return observer.look(ranks)
