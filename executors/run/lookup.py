@@ -11,6 +11,7 @@ from executors.registry import check_backend_of, check_executor, executor_class
 from executors.run.run import Run
 from executors.run_index import find_preparation, known_run_ids, locate
 from executors.store.url import RUN_ID, check_run_id, existing_store, split_address
+from executors.task.record import Placement
 
 
 def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | ServerlessExecutor | None = None) -> Run:
@@ -44,10 +45,18 @@ def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | Se
     named = executor if executor is None or isinstance(executor, str) else check_executor(executor)
     found = Run(existing_store(url), check_run_id(run_id), executor=named)
     with contextlib.suppress(CorruptObjectError):  # who needs the record is told; such a run can be removed
-        record = found.record
         if named is not None:
-            check_backend_of(record, executor_class(named) if isinstance(named, str) else named)
+            check_backend_of(_placement_for(found, named), executor_class(named) if isinstance(named, str) else named)
     return found
+
+
+def _placement_for(run: Run, named: str | ServerlessExecutor) -> Placement:
+    """Return the placement of a run that an executor is meant for: one of its backend, else the first."""
+    backend = getattr(executor_class(named) if isinstance(named, str) else named, "backend_name", None)
+    if run.record.backend != backend:
+        run.fleet.read_added()
+    places = [site.placement for site in run.fleet.sites]
+    return next((place for place in places if place.backend == backend), places[0])
 
 
 def list_runs(rendezvous: str | Path | None = None) -> list[Run]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from executors.errors import BackendError, StoreError, UntrustedTaskError
-from executors.native import KeepsOptions, NativeExecutor, RunSpec
-from executors.registry import is_given
+from executors.native import NativeExecutor, RunSpec
 from executors.run.launch_hands import Recipe
 from executors.run.run import Run
 from executors.run_index import KEYS, find_key
@@ -54,7 +53,8 @@ def recipe_of(
         BackendError: the backend cannot start single ranks.
     """
     launched, executor = task.launched_with, native_executor(run)
-    missing = sorted(set(launched.env) - set(env or {}))
+    places = [site.placement for site in run.fleet.sites]
+    missing = sorted({name for place in places for name in place.env} - set(env or {}))
     if missing:
         raise ValueError(
             f"Run {run.run_id!r} was launched with the variable {missing[0]!r}, whose value is not recorded. "
@@ -79,10 +79,9 @@ def recipe_of(
         launched_at=run.record.created_at,
         lease_s=None if detach else executor.lease_s,
     )
-    limits = {
-        "gpu": gpu if gpu is not None else launched.gpu,
-        "timeout": timeout if timeout is not None else launched.timeout_s,
-    }
+    limits = {"gpu": gpu, "timeout": timeout}  # on several backends, None is what each placement says
+    if len(places) == 1:
+        limits = {"gpu": gpu or launched.gpu, "timeout": launched.timeout_s if timeout is None else timeout}
     return Recipe(spec, launched.entrypoint, limits)
 
 
@@ -99,16 +98,16 @@ def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tupl
             f"Run {run.run_id!r} was launched with the secret {missing[0]!r}, and this machine gives no secret away "
             f"because a record names it. Name it again: --secret {missing[0]} or secrets=[{missing[0]!r}]."
         )
-    given: Collection[str] = noted.executor_options if noted else ()  # an option that is not JSON is not noted either
-    if run.has_given_options and isinstance(run.executor, KeepsOptions):
-        given = {name for name, value in run.executor.options_to_keep.items() if is_given(value)}
-    if missing := sorted(set(launched.unrecorded_options) - set(given)):
-        option, backend = missing[0], run.backend
-        how = "--volume NAME:/path" if option == "volumes" else f"--option {option}=…"
-        raise ValueError(
-            f"Run {run.run_id!r} was launched with the option {option!r} of backend {backend!r}, which is not taken "
-            f"from a record. Give it again: --backend {backend} {how}, or attach(…, executor=…)."
-        )
+    for site in run.fleet.sites:
+        place = site.placement
+        given = run.fleet.known_options(site)
+        if missing := sorted(set(place.unrecorded_options) - set(given)) if run.fleet.may_start(place.ranks[0]) else []:
+            option, backend = missing[0], place.backend
+            how = "--volume NAME:/path" if option == "volumes" else f"--option {option}=…"
+            raise ValueError(
+                f"Run {run.run_id!r} was launched with the option {option!r} of backend {backend!r}, which is not "
+                f"taken from a record. Give it again: --backend {backend} {how}, or attach(…, executor=…)."
+            )
     return tuple(secrets or (noted.secrets if noted else ()))
 
 
@@ -169,6 +168,7 @@ def vouched_task(run: Run, *, task_digest: str | None = None, trust_bucket: bool
             )
     if trust_bucket:
         other = "" if kept in (None, digest) else f" This machine launched another task there: its digest is {kept}."
+        run.fleet.trusts_store = True
         print(f"replicas: trusting {run.store.url}. {_what_would_run(run)}{other}", file=sys.stderr)
     return task
 

@@ -13,7 +13,6 @@ from executors.errors import (
     RunExistsError,
     UnknownHandleError,
 )
-from executors.native import NativeExecutor
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.report.root_cause import raise_root_cause
 from executors.run.canceller import Canceller
@@ -63,10 +62,10 @@ class Run(Traces):
 
         Ctrl-C leaves the run alone.
         """
-        if n is not None and not 1 <= n <= self.world_size:
-            raise ValueError(f"Run {self.run_id!r} has {self.world_size} replicas, got n={n}.")
-        is_over = self._waiter.wait(n or self.world_size, timeout, self._view())
-        if is_over and n in (None, self.world_size):
+        if n is not None and not 1 <= n <= len(self.ranks):
+            raise ValueError(f"Run {self.run_id!r} has {len(self.ranks)} replicas, got n={n}.")
+        is_over = self._waiter.wait(n, timeout, self._view())
+        if is_over and n in (None, len(self._observer.ranks)):
             self._settle()
         return is_over
 
@@ -112,7 +111,7 @@ class Run(Traces):
         self.wait()
         outcomes = self.outcomes()
         n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
-        if n_done < (self.record.min_replicas or self.world_size):
+        if n_done < (self.record.min_replicas or len(outcomes)):
             raise_root_cause(outcomes)
         return [outcome.result for outcome in outcomes]
 
@@ -147,11 +146,11 @@ class Run(Traces):
             lease: where its replicas end unless somebody renews it; it ends with the run.
             say: gets a sentence on each start that failed. None: they go to stderr.
         """
-        executor = self.executor
-        assert isinstance(executor, NativeExecutor)
-        hands = LaunchHands(executor, recipe, say or (lambda words: print(f"replicas: {words}", file=sys.stderr)))
+        tell = say or (lambda words: print(f"replicas: {words}", file=sys.stderr))
+        hands = LaunchHands(lambda: self.executor, recipe, tell)
         log = DecisionLog(self.store, self.run_id)
-        self._keeper = OutsideKeeper(log, self.record, self._observer, hands, self._canceller.end)
+        may_start = self.fleet.may_start
+        self._keeper = OutsideKeeper(log, self.record, self._observer, hands, self._canceller.end, may_start)
         self._lease = lease
         return self._keeper
 

@@ -14,7 +14,7 @@ from executors.supervision.decisions import MAX_WORDS, Decision, DecisionLog, an
 ASKED = "asked"
 
 
-def order_cancel(log: DecisionLog, ranks: Sequence[int] | None, world_size: int, words: str = BY_USER) -> None:
+def order_cancel(log: DecisionLog, ranks: Sequence[int] | None, all_ranks: Sequence[int], words: str = BY_USER) -> None:
     """Bar ranks, None: all, so that nothing of theirs starts any more until somebody resumes them.
 
     Raises:
@@ -23,7 +23,7 @@ def order_cancel(log: DecisionLog, ranks: Sequence[int] | None, world_size: int,
     for rank in (None,) if ranks is None else ranks:
 
         def entry(entries: Sequence[Decision], rank: int | None = rank) -> Decision | None:
-            barring = [barred_by(entries, each) for each in (range(world_size) if rank is None else (rank,))]
+            barring = [barred_by(entries, each) for each in (all_ranks if rank is None else (rank,))]
             stands = all(each is not None and (each.kind, each.why) != ("stop", ASKED) for each in barring)
             return None if stands else Decision(kind="cancel", rank=rank, words=words[:MAX_WORDS])
 
