@@ -11,7 +11,7 @@ from typing import Any
 from executors.errors import BackendError, StoreError, UntrustedTaskError
 from executors.native import NativeExecutor, RunSpec
 from executors.run.launch_hands import Recipe
-from executors.run.run import Run
+from executors.run.traces import Traces
 from executors.run_index import KEYS, find_key
 from executors.run_key import RUN_KEY
 from executors.store.records import SHA256
@@ -21,7 +21,7 @@ from executors.task.stored import StoredTask, read_task
 MAX_SHOWN = 100  # characters of what a store says that nobody vouches for
 
 
-def native_executor(run: Run) -> NativeExecutor:
+def native_executor(run: Traces) -> NativeExecutor:
     """Return the executor of a run that can start single ranks.
 
     Raises:
@@ -33,7 +33,7 @@ def native_executor(run: Run) -> NativeExecutor:
 
 
 def recipe_of(
-    run: Run,
+    run: Traces,
     task: StoredTask,
     *,
     gpu: str | None = None,
@@ -41,18 +41,20 @@ def recipe_of(
     env: Mapping[str, str] | None = None,
     secrets: Sequence[str] = (),
     detach: bool = False,
+    starts_others: bool = True,
 ) -> Recipe:
     """Return what starts attempts of a run, after checking that a person gave here what is never recorded.
 
     Args:
         task: for which somebody vouched.
         gpu, timeout, env, secrets, detach: as for `resume`.
+        starts_others: whether it is to start ranks that the run has.
 
     Raises:
         ValueError: a value of the environment, a secret, an option or the run's key is missing.
         BackendError: the backend cannot start single ranks.
     """
-    launched, executor = task.launched_with, native_executor(run)
+    launched = task.launched_with
     places = [site.placement for site in run.fleet.sites]
     missing = sorted({name for place in places for name in place.env} - set(env or {}))
     if missing:
@@ -67,7 +69,7 @@ def recipe_of(
         world_size=run.world_size,
         ranks=tuple(range(run.world_size)),
         env=dict(env or {}),
-        secret_names=_secrets_to_give(run, task, secrets),
+        secret_names=_secrets_to_give(run, task, secrets, starts_others=starts_others),
         key=_key_of(run, launched),
         detach=detach,
         chaos=launched.chaos,
@@ -77,7 +79,7 @@ def recipe_of(
         restarts=launched.restarts,
         hang=launched.hang,
         launched_at=run.record.created_at,
-        lease_s=None if detach else executor.lease_s,
+        lease_s=None if detach or not starts_others else native_executor(run).lease_s,
     )
     limits = {"gpu": gpu, "timeout": timeout}  # on several backends, None is what each placement says
     if len(places) == 1:
@@ -85,7 +87,7 @@ def recipe_of(
     return Recipe(spec, launched.entrypoint, limits)
 
 
-def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tuple[str, ...]:
+def _secrets_to_give(run: Traces, task: StoredTask, secrets: Sequence[str], *, starts_others: bool) -> tuple[str, ...]:
     """Return the names of the secrets that the replicas get, after checking that a person named them here.
 
     The machine that launched this very task has noted them, and the options of its executor as far as they are JSON.
@@ -98,7 +100,7 @@ def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tupl
             f"Run {run.run_id!r} was launched with the secret {missing[0]!r}, and this machine gives no secret away "
             f"because a record names it. Name it again: --secret {missing[0]} or secrets=[{missing[0]!r}]."
         )
-    for site in run.fleet.sites:
+    for site in run.fleet.sites if starts_others else ():
         place = site.placement
         given = run.fleet.known_options(site)
         if missing := sorted(set(place.unrecorded_options) - set(given)) if run.fleet.may_start(place.ranks[0]) else []:
@@ -111,7 +113,7 @@ def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tupl
     return tuple(secrets or (noted.secrets if noted else ()))
 
 
-def _key_of(run: Run, launched: LaunchedWith) -> str | None:
+def _key_of(run: Traces, launched: LaunchedWith) -> str | None:
     """Return the key of a signed run, which this machine keeps since it launched the run, or is told."""
     if launched.key_id is None:
         return None
@@ -126,7 +128,7 @@ def _key_of(run: Run, launched: LaunchedWith) -> str | None:
     return key
 
 
-def vouched_task(run: Run, *, task_digest: str | None = None, trust_bucket: bool = False) -> StoredTask:
+def vouched_task(run: Traces, *, task_digest: str | None = None, trust_bucket: bool = False) -> StoredTask:
     """Read the task that a resumed run starts again, after somebody vouched for it. Writes and starts nothing.
 
     Args:
@@ -179,7 +181,7 @@ def _check_digest(text: str) -> str:
     return text.lower()
 
 
-def _what_would_run(run: Run) -> str:
+def _what_would_run(run: Traces) -> str:
     """Say what the store says of a run: nobody vouches for any of it."""
     record = run.record
     entrypoint, by, digest = (_shown(value) for value in (record.entrypoint, record.created_by, record.task_digest))

@@ -155,6 +155,8 @@ class TaskRecord(Record):
     """The name of one more environment variable for the rank."""
     seed: int | None = checked(nullable(integer(-ANY_SEED, ANY_SEED)), None)
     """What the replicas' generators are seeded from; None: the run id."""
+    code_sha256: str | None = checked(nullable(text(64, SHA256)), None)
+    """Of the code that replicas on other machines get. None: there are none."""
     requirements: tuple[str, ...] = checked(list_of(text()), ())
     python_version: str | None = checked(nullable(text(100)), None)
     """The launcher's; None: the replicas have the launcher's Python."""
