@@ -51,17 +51,25 @@ class Sight:
     def of(cls, store: Store, run_id: str, world_size: int) -> Sight:
         """Look at a run's records: one list, and what it has of ends and, until one shows progress, of heartbeats.
 
+        Of all ranks that were launched, or added and begun.
+
         Raises:
             StoreError: the store does not answer, or a record is none.
         """
         found = Inventory.of(store, run_id)
-        newest = {rank: found.newest(rank) for rank in range(world_size)}
+        newest = {rank: found.newest(rank) for rank in found.ranks(world_size)}
         attempts = [Attempt(store, run_id, rank, number) for rank, number in newest.items()]
         outcomes = [each.outcome() for each in attempts if found.has(each.rank, each.number, "outcome")]
         ends = {end.rank: end for end in outcomes if end is not None}
         beating = (each.beat() for each in attempts if found.has(each.rank, each.number, "heartbeat"))
         has_progress = any(end.marks for end in ends.values()) or any(beat and beat.reported for beat in beating)
         return cls(newest, ends, has_progress)
+
+    def of_first_world(self, world_size: int) -> Sight:
+        """Return it without ranks that were added: these may be on other backends."""
+        newest = {rank: number for rank, number in self.newest.items() if rank < world_size}
+        ends = {rank: end for rank, end in self.ends.items() if rank < world_size}
+        return replace(self, newest=newest, ends=ends)
 
 
 @dataclass(frozen=True)
@@ -196,7 +204,8 @@ class Keeper:
             is_to_leave = self._has_wider and answer.strikes > most
             if hands.how == "fork" and (policy.how != "fork" or _needs_launch(end) or is_to_leave):
                 return None
-            return replace(answer, how=self._spare(entries) or hands.how)
+            spare = self._spare(entries) if end.rank < self._terms.world_size else None  # others may be elsewhere
+            return replace(answer, how=spare or hands.how)
 
         entry = self._append(compute)
         if entry is not None:
@@ -214,7 +223,8 @@ class Keeper:
         """Stop the run when fewer ranks than `min_replicas` can still succeed."""
 
         def compute(entries: Sequence[Decision]) -> Decision | None:
-            is_so = too_few_left(entries, sight.ends.values(), self._terms.world_size, self._terms.min_replicas)
+            n = max(self._terms.world_size, len(sight.newest))
+            is_so = too_few_left(entries, sight.ends.values(), n, self._terms.min_replicas)
             return Decision(kind="stop", why="min_replicas") if is_so else None
 
         return None if self.hands is None or self.policy is None else self._append(compute)
