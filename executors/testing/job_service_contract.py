@@ -135,7 +135,7 @@ class JobServiceContract(KnownGaps):
         job = self.job(HANG)
         expected = [self.started(service, job)]
         with contextlib.suppress(JobServiceError):
-            expected.append(service.start(job))
+            expected += [again for again in [service.start(job)] if again not in expected]
         eventually(lambda: service.find(job.key) == expected, within_s=self.patience_s)
         for job_id in expected:
             service.stop(job_id)
