@@ -41,6 +41,7 @@ MAX_LOG_BYTES = 64 << 20
 MAX_REFUSAL_BYTES = 64 << 10
 SCRIPT = "replicas_bootstrap.py"
 PACKAGE_STAYS_S = 60.0  # what was asked for stays for ten minutes, also when no job refers to it
+WAITS = {"RUNNING": "", "PENDING": "waiting for room, or for its environment"}  # which Ray says at great length
 LOST = ("JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE")
 LOST_WORDS = ("supervisor actor died", "nexpected")  # of releases that name no types of errors
 RAYS_LINES = re.compile(
@@ -73,7 +74,7 @@ class RayJob(Record):
         lines = message.strip().splitlines() or [""]
         said = one_line(lines[-1 if "Traceback" in message else 0])
         if self.status != "FAILED":
-            return JobState(False, message="" if self.status == "RUNNING" else said)
+            return JobState(False, message=WAITS.get(self.status, said))
         is_lost = any(word in said for word in LOST_WORDS) if self.error_type is None else self.error_type in LOST
         reason: Reason = "lost" if is_lost else "start_failed"
         return JobState(True, reason, None, said)

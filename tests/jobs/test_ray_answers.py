@@ -24,6 +24,7 @@ TOKEN = "a-token-that-is-never-shown"
 KEY = JobKey("s3://bucket/runs", "otter", 0, 0)
 JOB = Job(KEY, ("python", "-c", "print(1)"), (), {"REPLICA_RANK": "0"}, {"AWS_SECRET_ACCESS_KEY": "hush"})
 RUNNING = {"submission_id": KEY.name, "status": "RUNNING", "metadata": KEY.labels}
+WAITS = "waiting for room, or for its environment"
 DEEP = "[" * 5000 + "]" * 5000
 
 
@@ -204,11 +205,9 @@ def test_each_way_to_end_has_its_state() -> None:
     died = "Job supervisor actor died: The actor died\n\tclass_name: JobSupervisor"
     setup = "runtime_env setup failed: no\nTraceback (most recent call last):\n  File x\nOSError: no package\n"
     late = "Job supervisor actor failed to start within 900.0 seconds."
-    assert state("PENDING", message="Job has not\x1b[1m started yet.") == JobState(
-        False, message="Job has not started yet."
-    )
+    assert state("PENDING", message="Job has not started yet. It") == JobState(False, message=WAITS)
     assert state("RUNNING", message="Job is currently running.") == state("RUNNING") == JobState(False)
-    assert state("OF_TOMORROW", message="who knows") == JobState(False, message="who knows")
+    assert state("OF_TOMORROW", message="who\x1b[1m knows") == JobState(False, message="who knows")
     assert state("SUCCEEDED", driver_exit_code=0) == state("SUCCEEDED") == JobState(True, None, 0)
     assert state("STOPPED", message="Job was intentionally stopped.") == JobState(True, "cancelled")
     for code, told in ((3, 3), (0, 0), (-9, 137), (-15, 143)):
@@ -234,7 +233,7 @@ def test_a_job_that_waits_for_room_counts_as_cancelled_once_it_was_stopped(stub:
     waits = {**RUNNING, "status": "PENDING", "message": "Job has not started yet."}
     stub.says = {"GET /api/jobs/": waits, "POST /api/jobs/": {"stopped": True}}
     job_id = {"id": KEY.name, "url": ""}
-    assert service.state(job_id) == JobState(False, message="Job has not started yet.")
+    assert service.state(job_id) == JobState(False, message=WAITS)
     service.stop(job_id)
     assert service.state(job_id) == JobState(True, "cancelled")
 

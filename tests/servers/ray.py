@@ -106,7 +106,7 @@ def ray_head(n_cpus: int = N_CPUS) -> Iterator[RayHead]:
         token_file.write_text(secrets.token_hex(32))
         ports = {each: free_port() for each in ("port", "dashboard-port", "dashboard-agent-listen-port")}
         options = {
-            "node-ip-address": "127.0.0.1",
+            "node-ip-address": "127.0.0.2",  # of 127.0.0.1 Ray makes the address that others see
             "dashboard-host": "127.0.0.1",
             "ray-client-server-port": free_port(),
             "num-cpus": n_cpus,
