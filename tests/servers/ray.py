@@ -21,13 +21,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.processes import MARK, children_of, command_of, is_alive
+from support.processes import MARK, command_of, is_alive
 
+from executors.process import descendants, die_with_parent
 from servers.s3.radosgw import free_port
 
 PROGRAM = Path(os.environ.get("REPLICAS_RAY") or Path(__file__).parents[2] / ".venv-ray/bin/ray")
-START_LIMIT_S = 180.0
+START_LIMIT_S = 300  # 10 s, where nothing else runs
 STOP_LIMIT_S = 10.0
+LOOPBACK = "127.0.0.2"  # of 127.0.0.1 Ray makes the address that others see
+PATIENT = {
+    "RAY_health_check_failure_threshold": "100",
+    "RAY_agent_register_timeout_ms": f"{START_LIMIT_S}000",
+    "RAY_raylet_start_wait_time_s": f"{START_LIMIT_S}",
+}
+"""On a busy machine a head gives itself up while it starts."""
 N_CPUS = 16  # so many replicas run at once, whatever the machine has
 WHY_NOT = f"Ray is not installed at {PROGRAM}: make test-ray installs it"
 
@@ -41,6 +49,7 @@ class RayHead:
     """A head that runs, and what a client needs to ask it."""
 
     address: str
+    gcs_address: str
     token_file: Path
     process: subprocess.Popen[bytes]
 
@@ -67,6 +76,14 @@ class RayHead:
                 self.ask("POST", f"/api/jobs/{name}/stop")
             time.sleep(0.1)
 
+    def forget_package(self, name: str) -> None:
+        """Remove a package, as Ray does in the end with one that no job refers to."""
+        code = "import sys; from ray._raylet import GcsClient; sys.exit(1 - GcsClient(sys.argv[1]).internal_kv_del("
+        arguments = [self.gcs_address, f"gcs://{name}"]
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token_file)}
+        command = [str(PROGRAM.with_name("python")), "-c", f"{code}sys.argv[2].encode(), False, None))", *arguments]
+        subprocess.run(command, env={**os.environ, **token}, check=True)
+
     def is_ready(self) -> bool:
         """Whether it starts jobs, some seconds after it answers at first."""
         with contextlib.suppress(OSError):
@@ -75,7 +92,7 @@ class RayHead:
 
     def kill(self) -> None:
         """End the head at once, with all of its processes."""
-        whole = _descendants(self.process.pid)  # before: what loses its parent is found no more
+        whole = _below(self.process.pid)  # before: what loses its parent is found no more
         for pid in [self.process.pid, *whole]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -83,7 +100,7 @@ class RayHead:
         _await_end(whole)
 
     def stop(self) -> None:
-        whole = _descendants(self.process.pid)
+        whole = _below(self.process.pid)
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_LIMIT_S)
@@ -106,22 +123,30 @@ def ray_head(n_cpus: int = N_CPUS) -> Iterator[RayHead]:
         token_file.write_text(secrets.token_hex(32))
         ports = {each: free_port() for each in ("port", "dashboard-port", "dashboard-agent-listen-port")}
         options = {
-            "node-ip-address": "127.0.0.2",  # of 127.0.0.1 Ray makes the address that others see
+            "node-ip-address": LOOPBACK,
             "dashboard-host": "127.0.0.1",
             "ray-client-server-port": free_port(),
+            "include-log-monitor": "False",
             "num-cpus": n_cpus,
             "temp-dir": folder / "t",
             "object-store-memory": 100_000_000,
             **ports,
         }
-        command = ["start", "--head", "--block", "--disable-usage-stats", *(f"--{n}={v}" for n, v in options.items())]
+        command = [
+            "start",
+            "--head",
+            "--block",
+            "--no-monitor",
+            "--disable-usage-stats",
+            *(f"--{n}={v}" for n, v in options.items()),
+        ]
         # Without what marks the processes of tests: those of a head outlive the test that first asked for it.
         kept = {
             name: value for name, value in os.environ.items() if name != MARK and not name.startswith(("RAY_", "AWS_"))
         }
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # a job's `python`
         more = {"PATH": path, "HOME": name, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
-        more |= {"RAY_health_check_failure_threshold": "100"}  # on a busy machine
+        more |= PATIENT
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
                 [str(PROGRAM), *command],
@@ -131,8 +156,10 @@ def ray_head(n_cpus: int = N_CPUS) -> Iterator[RayHead]:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=die_with_parent,
             )
-        head = RayHead(f"http://127.0.0.1:{ports['dashboard-port']}", token_file, process)
+        addresses = f"http://127.0.0.1:{ports['dashboard-port']}", f"{LOOPBACK}:{ports['port']}"
+        head = RayHead(*addresses, token_file, process)
         try:
             deadline = time.monotonic() + START_LIMIT_S
             while not head.is_ready():
@@ -144,12 +171,9 @@ def ray_head(n_cpus: int = N_CPUS) -> Iterator[RayHead]:
             head.stop()
 
 
-def _descendants(pid: int) -> dict[int, str]:
+def _below(pid: int) -> dict[int, str]:
     """Return the pids and commands of all processes below one."""
-    found: dict[int, str] = {}
-    for child in children_of(pid):
-        found |= {child: command_of(child), **_descendants(child)}
-    return found
+    return {each: command_of(each) for each in descendants(pid)}
 
 
 def _await_end(pids: dict[int, str]) -> None:
