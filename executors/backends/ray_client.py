@@ -167,10 +167,11 @@ class RayClient:
 
     def _need(self, method: str, path: str, body: bytes | None = None, **more: Any) -> bytes:
         if (answer := self._ask(method, path, body, **more)) is None:
-            raise JobServiceError(
-                f"{self.address} is not the dashboard of a Ray cluster: it has no {path}.", "rejected"
-            )
+            raise self._no_ray(path)
         return answer
+
+    def _no_ray(self, path: str) -> JobServiceError:
+        return JobServiceError(f"{self.address} is not the dashboard of a Ray cluster: no {path} there.", "unavailable")
 
     def _ask(
         self,
@@ -196,8 +197,10 @@ class RayClient:
             raise JobServiceError(f"Ray at {self.address} cannot be reached: {said}.", kind) from error
         if status < 300:
             return answer
-        if status in none_at:
+        if status in none_at and (status != 404 or b"does not exist" in answer):
             return None
+        if status == 404:  # of a proxy before it, say: nothing is lost
+            raise self._no_ray(path)
         lines = answer.decode(errors="replace").strip(" .\n").splitlines() or [""]
         said = f"Ray at {self.address}: {one_line(lines[-1]).rstrip('.') or 'it gave no reason'} (HTTP {status})."
         if status >= 500 or status in (408, 429):

@@ -45,7 +45,9 @@ class Stub:
                 stub.requests.append((what, self.headers.get("Authorization")))
                 if body := self.rfile.read(int(self.headers.get("Content-Length") or 0)):
                     stub.bodies.append(json.loads(body) if body.startswith(b"{") else body)
-                said = next((said for start, said in stub.says.items() if what.startswith(start)), (404, "not here"))
+                said = next(
+                    (said for start, said in stub.says.items() if what.startswith(start)), (404, "Job x does not exist")
+                )
                 if said is None:
                     return  # the connection is closed
                 status, text, *headers = said if isinstance(said, tuple) else (200, said)
@@ -136,10 +138,11 @@ def test_each_failure_has_its_kind_and_its_words(stub: Stub, service: JobService
     nobody = RayExecutor(address=f"http://127.0.0.1:{free_port()}").service
     for call in calls_of(nobody).values():
         assert error_of(call).kind == "unavailable"
-    stub.says = {}
-    assert "is not the dashboard of a Ray cluster: it has no /api/version" in str(
-        error_of(lambda: service.check_account(None, None, ()))
-    )
+    stub.says = {"GET /api/": (404, "default backend"), "POST /api/": (404, "default backend")}
+    for start, call in calls_of(service).items():
+        error = error_of(call)
+        assert error.kind == "unavailable", "nothing is lost because a proxy does not know it"
+        assert "is not the dashboard of a Ray cluster: no /api/" in str(error), start
     stub.says = {f"GET /api/jobs/{KEY.name}/logs": (500, "KeyError: the agent of that node")}
     assert service.logs({"id": KEY.name}, 10) == "", "its node is gone"
 
