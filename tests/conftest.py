@@ -19,6 +19,7 @@ from support.processes import MARK, end, left_over, marked_pids
 from executors import LocalProcessExecutor
 
 if TYPE_CHECKING:
+    from servers.kubernetes.server import ApiServer
     from servers.modal.server import ModalServer
     from support.fake_jobs import Machines
     from support.third_party import PopenExecutor
@@ -188,6 +189,20 @@ def modal_runs(modal_cloud: ModalServer, s3: S3Server, tmp_path: Path, monkeypat
     workspace.mkdir()
     monkeypatch.chdir(workspace)
     return modal_cloud
+
+
+@pytest.fixture
+def k8s(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    """An API server of the test's own, and all that a user of it has: a kubeconfig, a rendezvous, and a folder."""
+    from servers.kubernetes.server import api_server
+
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path / "work")
+    with api_server() as server:
+        monkeypatch.setenv("KUBECONFIG", server.kubeconfig)
+        monkeypatch.setenv("REPLICAS_RENDEZVOUS", s3.url("runs"))
+        yield server
 
 
 @pytest.fixture

@@ -135,7 +135,8 @@ class JobServiceContract(KnownGaps):
         job = self.job(HANG)
         expected = [self.started(service, job)]
         with contextlib.suppress(JobServiceError):
-            expected.append(service.start(job))
+            if (second := service.start(job)) not in expected:  # or it is the first, found again
+                expected.append(second)
         eventually(lambda: service.find(job.key) == expected, within_s=self.patience_s)
         for job_id in expected:
             service.stop(job_id)
