@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from conftest import LIVE
 from servers.kubernetes.server import ApiServer
 
 from executors import KubernetesExecutor, ReplicaHandle, ServerlessExecutor
