@@ -125,7 +125,7 @@ class Cluster:
     def log(self, pod: Any, n_lines: int) -> str:
         """Return the last lines of a pod's log; empty where there is none yet, or no more."""
 
-        def read(**more: Any) -> bytes:  # the client itself would make something else of a log that is JSON
+        def read(**more: Any) -> Any:  # the client itself would make something else of a log that is JSON
             where = (pod.metadata.name, pod.metadata.namespace)
             return self._core.read_namespaced_pod_log(*where, tail_lines=n_lines, _preload_content=False, **more).data
 

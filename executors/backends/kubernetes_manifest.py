@@ -96,7 +96,8 @@ class PodOptions:
             "template": {"metadata": {"labels": labels}, "spec": pod},
         }
         metadata = {"name": name, "labels": {**labels, **({QUEUE: self.queue} if self.queue else {})}}
-        return _without_nulls({"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec})
+        made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+        return {name: _without_nulls(each) for name, each in made.items()}
 
     def gpu(self, gpu: str | None) -> tuple[int, dict[str, str]]:
         """Return how many GPUs a pod has, and the label of the nodes that have those.

@@ -22,9 +22,8 @@ def problems(value: Any, kind: str, path: str = "") -> Iterator[str]:
         if not isinstance(value, expected):
             yield f"{path}: Invalid value: expected {expected.__name__}, got {type(value).__name__}"
             return
-        for name, each in enumerate(value) if inside["item"] else value.items():
-            place = f"{path}[{name}]"
-            yield from problems(each, inside["item"] or inside["value"], place)
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from problems(each, inside["item"] or inside["value"], f"{path}[{name}]")
     elif kind in PLAIN:
         if not isinstance(value, PLAIN[kind]) or (kind in ("int", "float") and isinstance(value, bool)):  # type: ignore[arg-type]
             yield f"{path}: Invalid value: expected {kind}, got {type(value).__name__}"

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from servers.kubernetes.cluster import Cluster, Conflict, Pod
+from servers.kubernetes.cluster import Cluster, Conflict
+from servers.kubernetes.pods import Pod
 from servers.kubernetes.rules import wrong_with_job, wrong_with_secret
 from servers.kubernetes.schema import problems
 

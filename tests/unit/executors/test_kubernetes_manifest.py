@@ -11,8 +11,8 @@ from servers.kubernetes.pods import expanded
 from servers.kubernetes.rules import wrong_with_job
 from servers.kubernetes.schema import problems
 
-from executors import KubernetesExecutor
 from executors.backends.jobs.service import Job, JobKey, JobServiceError, JobState
+from executors.backends.kubernetes import KubernetesJobs
 from executors.backends.kubernetes_manifest import name_of, secret_data
 from executors.backends.kubernetes_pods import index_of, indexes, ranks_of, state_of
 
@@ -37,7 +37,7 @@ def jobs(*ranks: int, **more: Any) -> list[Job]:
 
 
 def manifest(*ranks: int, options: dict[str, Any] | None = None, **more: Any) -> Any:
-    made = KubernetesExecutor(**(options or {})).service.job(jobs(*ranks, **more))
+    made = KubernetesJobs(**(options or {})).job(jobs(*ranks, **more))
     assert list(problems(made, "V1Job")) == list(wrong_with_job(made)) == []
     return made
 
@@ -238,7 +238,7 @@ def test_a_gpu_is_a_limit_and_the_label_of_its_nodes(gpu: Any, options: Any, n: 
 )
 def test_what_cannot_be_asked_for_is_refused_by_name(options: Any, gpu: str | None, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        KubernetesExecutor(**options).service.job(jobs(0, gpu=gpu))
+        KubernetesJobs(**options).job(jobs(0, gpu=gpu))
 
 
 def test_what_the_schema_and_the_rules_refuse_is_named_with_its_path() -> None:
