@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from executors.backends.jobs.executor import JobExecutor, options_of
-from executors.backends.jobs.sdk import in_threads
 from executors.backends.jobs.service import (
     ForeignJobError,
     Job,
@@ -29,18 +28,13 @@ from executors.backends.jobs.service import (
 )
 from executors.backends.kubernetes_client import ADVICE, Cluster, StatusError, client
 from executors.backends.kubernetes_manifest import NAME, PodOptions, group_labels, name_of, secret_data
-from executors.backends.kubernetes_pods import index_of, state_of
+from executors.backends.kubernetes_pods import INDEX, JOB_NAME, index_of, place_of, state_of
 from executors.errors import BackendError
 from executors.task.create import MASK
 
-JOB_NAME = "batch.kubernetes.io/job-name"
-INDEX = "batch.kubernetes.io/job-completion-index"
 ID = ("job", "namespace", "index", "server")
 SERVER = re.compile(r"https?://[A-Za-z0-9.:_/\[\]-]{1,300}")
 FRESH_S = 1.0  # how long a list of Jobs answers for all ranks of a group
-NEEDED = [("batch", "jobs", verb) for verb in ("create", "get", "list", "delete")]
-NEEDED += [("", "secrets", "create")]
-NEEDED += [("", "pods", verb) for verb in ("list", "patch", "delete")] + [("", "pods/log", "get")]
 CHECK = Job(JobKey("", "check", 0, 0), ("true",), (), {}, {})
 
 
@@ -62,6 +56,8 @@ class KubernetesJobs(PodOptions, JobService):
         self._owed: dict[str, dict[str, str]] = {}
         """What Jobs that this process asked for lack yet: the data of their Secrets, by name."""
         self._stopped: dict[str, set[int]] = {}
+        self._disrupted: dict[tuple[str, int], str] = {}
+        """Why pods that were seen being deleted are: soon nothing will tell it."""
 
     @functools.cached_property
     def _cluster(self) -> Cluster:
@@ -72,15 +68,11 @@ class KubernetesJobs(PodOptions, JobService):
     def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
         self.gpu(gpu)
         cluster = self._cluster
-        answers = zip(NEEDED, in_threads(lambda needed: cluster.allows(*needed), NEEDED, len(NEEDED)), strict=True)
-        if missing := [f"{verb} {what}" for (_, what, verb), answer in answers if not answer.result()]:
-            raise BackendError(
-                f"Kubernetes does not let you {', '.join(missing)} in the namespace {cluster.namespace!r}. {ADVICE}"
-            )
+        if missing := ", ".join(cluster.missing_rights()):
+            raise BackendError(f"Kubernetes does not let you {missing} in the namespace {self.namespace!r}. {ADVICE}")
         for name in (*self.secrets, *secret_names):
             if not cluster.has_secret(name):
-                where = f"The namespace {cluster.namespace!r}"
-                raise BackendError(f"{where} has no Secret {name!r}. Make it before the launch.")
+                raise BackendError(f"The namespace {self.namespace!r} has no Secret {name!r}. Make it first.")
         if cluster.create_job(self.job([CHECK]), dry_run="All").spec.backoff_limit_per_index is None:
             raise BackendError(f"Kubernetes at {cluster.server} is too old: 1.33 or later is needed.")
 
@@ -129,12 +121,14 @@ class KubernetesJobs(PodOptions, JobService):
         job = None if pod else self._cluster.job(job_id["job"], job_id["namespace"])
         if pod is None and job is None:
             self._check_is_here(job_id)
-        return state_of(pod, job, job_id["index"])
+        return self._told(pod, job, job_id["job"], job_id["index"])
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
         """Tell of all pods of the run from one request, and one more where some have none."""
-        selector, found = _selector(next(iter(jobs)).run_labels) if jobs else "", dict[JobKey, JobState]()
-        pods = {_place(pod): pod for pod in self._cluster.pods(selector)} if jobs else {}
+        if not jobs:
+            return {}
+        selector, found = _selector(next(iter(jobs)).run_labels), dict[JobKey, JobState]()
+        pods = {place_of(pod): pod for pod in self._cluster.pods(selector)}
         of_jobs: dict[str, Any] | None = None
         for key, job_id in jobs.items():
             name, index = str(job_id.get("job")), job_id.get("index")
@@ -145,8 +139,16 @@ class KubernetesJobs(PodOptions, JobService):
             # Of the server alone only the form is known: pods know it by another name.
             ours = {**self._job_id(name, index), "server": job_id.get("server")}
             if owner is not None and index is not None and index_of(key, owner) == index and job_id == ours:
-                found[key] = state_of(pod, owner, index)
+                found[key] = self._told(pod, owner, name, index)
         return found
+
+    def _told(self, pod: Any, job: Any, name: str, index: int) -> JobState:
+        state = state_of(pod, job, index)
+        if pod is not None and pod.status.phase == "Running" and state.message:
+            self._disrupted[name, index] = state.message
+        if pod is None and state.reason == "lost" and (why := self._disrupted.get((name, index))):
+            return JobState(True, "preempted", message=why)
+        return state
 
     def logs(self, job_id: JobId, n_lines: int) -> str:
         pod = self._pod(job_id) if n_lines > 0 else None
@@ -251,8 +253,3 @@ class KubernetesExecutor(JobExecutor):
 
 def _selector(labels: Mapping[str, str]) -> str:
     return ",".join(f"{name}={value}" for name, value in labels.items())
-
-
-def _place(pod: Any) -> tuple[str | None, str | None]:
-    """Return the name of a pod's Job, and its index."""
-    return pod.metadata.labels.get(JOB_NAME), pod.metadata.labels.get(INDEX)

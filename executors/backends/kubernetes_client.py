@@ -10,21 +10,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from executors.backends.jobs.sdk import LazyModule
+from executors.backends.jobs.sdk import LazyModule, call_each
 from executors.backends.jobs.service import JobServiceError, Kind
 from executors.errors import BackendError
 
 if TYPE_CHECKING:
     from kubernetes import client, config
 else:
-    NEEDED = "Backend 'k8s' needs the Kubernetes client. Install it with: pip install 'serverless-replicas[k8s]'"
-    client, config = LazyModule("kubernetes.client", NEEDED), LazyModule("kubernetes.config", NEEDED)
+    MISSING = "Backend 'k8s' needs the Kubernetes client. Install it with: pip install 'serverless-replicas[k8s]'"
+    client, config = LazyModule("kubernetes.client", MISSING), LazyModule("kubernetes.config", MISSING)
 urllib3: Any = LazyModule("urllib3.exceptions", "")
 
 __all__ = ["ADVICE", "Cluster", "StatusError", "client"]
 LIMIT_S = (5.0, 30.0)  # to connect, and between two bytes; the client itself waits without end
 IN_A_POD = "KUBERNETES_SERVICE_HOST"
 NAMESPACE_OF_A_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+NEEDED = [
+    *[("batch", verb, "jobs") for verb in ("create", "get", "list", "delete")],
+    *[("", verb, "pods") for verb in ("list", "patch", "delete")],
+    ("", "create", "secrets"),
+    ("", "get", "pods/log"),
+]
 ADVICE = "What you may do there: kubectl auth can-i --list."
 
 T = TypeVar("T")
@@ -83,12 +89,19 @@ class Cluster:
     def server(self) -> str:
         return str(self.api.configuration.host)
 
-    def allows(self, group: str, resource: str, verb: str) -> bool:
-        """Whether this account may do something in the namespace."""
-        resource, _, part = resource.partition("/")
-        attributes = {"namespace": self.namespace, "group": group, "resource": resource, "verb": verb}
-        body = {"spec": {"resourceAttributes": {**attributes, **({"subresource": part} if part else {})}}}
-        return bool(_ask(client.AuthorizationV1Api(self.api).create_self_subject_access_review, body).status.allowed)
+    def missing_rights(self) -> list[str]:
+        """Return what this account may not do in the namespace, as in "create jobs"."""
+        review = client.AuthorizationV1Api(self.api).create_self_subject_access_review
+
+        def is_missing(needed: tuple[str, str, str]) -> bool:
+            group, verb, resource = needed
+            resource, _, part = resource.partition("/")
+            attributes = {"namespace": self.namespace, "group": group, "resource": resource, "verb": verb}
+            body = {"spec": {"resourceAttributes": {**attributes, **({"subresource": part} if part else {})}}}
+            return not _ask(review, body).status.allowed
+
+        answers = zip(NEEDED, call_each(is_missing, NEEDED, len(NEEDED)), strict=True)
+        return [f"{verb} {what}" for (_, verb, what), missing in answers if missing]
 
     def create_job(self, body: Mapping[str, Any], **more: Any) -> Any:
         create = self._batch.create_namespaced_job

@@ -8,6 +8,8 @@ from typing import Any
 from executors.backends.jobs.service import JobKey, JobState
 from executors.backends.kubernetes_manifest import RANKS, SPARE, group_labels
 
+JOB_NAME = "batch.kubernetes.io/job-name"
+INDEX = "batch.kubernetes.io/job-completion-index"
 STUCK = (
     "ErrImagePull",
     "ImagePullBackOff",
@@ -31,6 +33,11 @@ def index_of(key: JobKey, owner: Any) -> int | None:
     labels, ranks = owner.metadata.labels or {}, ranks_of(owner)
     has_labels = group_labels(key).items() <= labels.items() and (SPARE in labels) == key.is_spare
     return ranks.index(key.rank) if has_labels and key.rank in ranks else None
+
+
+def place_of(pod: Any) -> tuple[str, str]:
+    """Return the name of a pod's Job, and the pod's index."""
+    return pod.metadata.labels[JOB_NAME], pod.metadata.labels[INDEX]
 
 
 def state_of(pod: Any, job: Any, index: int) -> JobState:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from servers.kubernetes.server import ApiServer
 
@@ -21,6 +23,20 @@ class TestKubernetes(ExecutorContract):
         k8s.cluster.kubelet.grace_s = 1.0
         self.server = k8s
         return KubernetesExecutor()
+
+    def lose_reply(self, executor: ServerlessExecutor) -> Callable[[], int]:
+        self.server.fail("create_job", 0, after_applying=True)
+        return lambda: sum(job["spec"]["completions"] for job in self.server.cluster.jobs.values())
+
+    def evict(self, executor: ServerlessExecutor, handle: ReplicaHandle) -> None:
+        job = handle.metadata["job"]
+        self.server.cluster.kubelet.grace_s = 20.0
+        self.server.cluster.evict(self.server.pod(job["job"], job["index"]).name)
+
+    def requests(self, executor: ServerlessExecutor) -> tuple[int, int]:
+        self.server.cluster.kubelet.room = 0
+        looks = ("list_jobs", "read_job", "list_pods")
+        return self.server.count("create_job"), sum(map(self.server.count, looks))
 
     def kill(self, executor: ServerlessExecutor, handle: ReplicaHandle) -> None:
         job = handle.metadata["job"]

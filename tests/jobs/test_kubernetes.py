@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from servers.kubernetes.server import ApiServer
 
-from executors import Run, attach, launch
+from executors import attach, launch
 from executors.backends.jobs.service import ForeignJobError, Job, JobKey, JobServiceError, JobState
 from executors.backends.kubernetes import KubernetesJobs
 from executors.errors import BackendError, LaunchError
+from executors.resume import resume
 from executors.testing import eventually
 
 SLEEP = "echo hanging; exec sleep 600"
@@ -259,12 +258,14 @@ def test_ranks_that_start_together_end_each_by_itself(k8s: ApiServer, service: K
     k8s.cluster.drain(pods[2])
     k8s.cluster.limit_pod(pods[3], 1)
     ends = [state(service, job_id) for job_id in ids[:-1]]
+    drained = (ends[4].reason, None)
+    assert drained[0] in ("lost", "preempted"), "as it was seen while it ended, or not"
     assert [(each.reason, each.exit_code) for each in ends] == [
         (None, 0),
         (None, 7),
         ("oom", 137),
         ("preempted", 143),
-        ("lost", None),
+        drained,
         ("timeout", 143),
     ]
     assert not service.state(ids[-1]).has_ended, "none of them ends another"
@@ -272,6 +273,21 @@ def test_ranks_that_start_together_end_each_by_itself(k8s: ApiServer, service: K
     service.stop(ids[-1])
     assert state(service, ids[-1]).has_ended
     k8s.until(lambda: k8s.cluster.jobs[ids[0]["job"]]["status"]["conditions"][0]["reason"] == "FailedIndexes")
+
+
+def test_a_pod_that_was_seen_being_evicted_was_preempted(k8s: ApiServer, service: KubernetesJobs) -> None:
+    k8s.cluster.kubelet.grace_s = 30.0
+    (job_id,) = started(service, job("trap '' TERM; echo hanging; while :; do sleep 0.1; done"))
+    pod = k8s.pod(job_id["job"], 0)
+    k8s.cluster.drain(pod.name)
+    told = {job().key: job_id}
+    assert service.states(told) == {job().key: JobState(False, message="EvictionByEvictionAPI: Eviction API: evicting")}
+    k8s.cluster.kill(pod.name)
+    k8s.until(lambda: not k8s.cluster.pods)
+    assert service.states(told) == {
+        job().key: JobState(True, "preempted", None, "EvictionByEvictionAPI: Eviction API: evicting")
+    }
+    assert KubernetesJobs().state(job_id) == JobState(True, "lost", None, "its pod was deleted")
 
 
 def script_of(scripts: list[str]) -> str:
@@ -346,20 +362,15 @@ def test_a_launch_that_the_server_refuses_leaves_nothing(k8s: ApiServer, quick_t
 
 
 def test_ranks_are_resumed_as_one_more_job(k8s: ApiServer) -> None:
-    from executors.resume import resume
-
-    run: Run = launch("k8s", "job.py:hang", 3, env={"MINE": "my-own-value"}, run_id=f"otter-{secrets.token_hex(2)}")
-    for rank in range(3):
-        eventually(lambda rank=rank: "hanging" in run.logs(rank=rank))  # type: ignore[misc]
-    assert len(k8s.cluster.jobs) == 1
-    for rank in (0, 2):
-        k8s.cluster.evict(k8s.pod(run.handle(rank).metadata["job"]["job"], rank).name, "NodeShutdown", "rebooting")
-        eventually(lambda rank=rank: run.outcome(rank) is not None)  # type: ignore[misc]
-    again = resume(attach(run.run_id, executor=None))
-    names = {again.handle(rank).metadata["job"]["job"] for rank in (0, 2)}
-    assert len(names) == 1
-    assert {again.handle(rank).metadata["job"]["index"] for rank in (0, 2)} == {0, 1}
-    assert len(k8s.cluster.jobs) == 2
-    run.cancel()
+    run = launch("k8s", "job.py:fail", 3, args={"ranks": [0, 2]}, env={"MINE": "my-own-value"}, run_id="otter")
+    assert run.wait(60)
+    (first,) = k8s.cluster.jobs
+    again = resume(attach("otter"))
     assert again.wait(60)
-    assert Path("job.py").exists()
+    assert [outcome.attempt for outcome in again.outcomes()] == [1, 0, 1]
+    (second,) = k8s.cluster.jobs.keys() - {first}
+    assert second == f"{first.removesuffix('-a0-r0')}-a1-r0"
+    assert [again.handle(rank).metadata["job"]["index"] for rank in range(3)] == [0, 1, 1]
+    k8s.until(lambda: k8s.cluster.jobs[second]["status"].get("failedIndexes") == "0-1")
+    assert k8s.cluster.secrets.keys() == {first, second}
+    assert "my-own-value" not in str(k8s.cluster.jobs)
