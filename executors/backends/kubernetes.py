@@ -117,29 +117,29 @@ class KubernetesJobs(PodOptions, JobService):
         return dict(zip(ID, (name, space, index, server), strict=True))
 
     def state(self, job_id: JobId) -> JobState:
-        pod = self._pod(job_id)
-        job = None if pod else self._cluster.job(job_id["job"], job_id["namespace"])
+        job, pod = None, self._pod(job_id)
+        if pod is None:
+            job = self._cluster.job(job_id["job"], job_id["namespace"])
+            pod = self._pod(job_id)  # again: it may have come and failed in between
         if pod is None and job is None:
             self._check_is_here(job_id)
         return self._told(pod, job, job_id["job"], job_id["index"])
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
-        """Tell of all pods of the run from one request, and one more where some have none."""
+        """Tell of all pods of the run from one request, and from one more of those that have none yet."""
         if not jobs:
             return {}
         selector, found = _selector(next(iter(jobs)).run_labels), dict[JobKey, JobState]()
         pods = {place_of(pod): pod for pod in self._cluster.pods(selector)}
-        of_jobs: dict[str, Any] | None = None
         for key, job_id in jobs.items():
             name, index = str(job_id.get("job")), job_id.get("index")
             pod = pods.get((name, str(index)))
-            if pod is None and of_jobs is None:
-                of_jobs = {job.metadata.name: job for job in self._jobs(selector)}
-            owner = pod or (of_jobs or {}).get(name)
-            # Of the server alone only the form is known: pods know it by another name.
-            ours = {**self._job_id(name, index), "server": job_id.get("server")}
+            owner = pod or next((job for job in self._jobs(selector) if job.metadata.name == name), None)
+            ours = {**self._job_id(name, index), "server": job_id.get("server")}  # which a pod knows by another name
             if owner is not None and index is not None and index_of(key, owner) == index and job_id == ours:
-                found[key] = self._told(pod, owner, name, index)
+                state = self._told(pod, owner, name, index)
+                if pod is not None or not state.has_ended:  # else it may have come in between: it is asked for alone
+                    found[key] = state
         return found
 
     def _told(self, pod: Any, job: Any, name: str, index: int) -> JobState:
