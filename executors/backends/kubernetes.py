@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from executors.backends.jobs.executor import JobExecutor, options_of
@@ -27,7 +27,7 @@ from executors.backends.jobs.service import (
     shortened,
 )
 from executors.backends.kubernetes_client import ADVICE, Cluster, StatusError, client
-from executors.backends.kubernetes_manifest import NAME, PodOptions, group_labels, name_of, secret_data
+from executors.backends.kubernetes_manifest import NAME, PodOptions, group_labels, name_of, secret_data, selector_of
 from executors.backends.kubernetes_pods import INDEX, JOB_NAME, index_of, place_of, state_of
 from executors.errors import BackendError
 from executors.task.create import MASK
@@ -44,7 +44,6 @@ class KubernetesJobs(PodOptions, JobService):
 
     name = "Kubernetes"
     starts_together = True
-
     namespace: str | None = option(None, NAME)
     context: str | None = None
 
@@ -66,14 +65,13 @@ class KubernetesJobs(PodOptions, JobService):
         return found
 
     def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
-        self.gpu(gpu)
-        cluster = self._cluster
+        cluster, body = self._cluster, self.job([replace(CHECK, gpu=gpu)])
         if missing := ", ".join(cluster.missing_rights()):
             raise BackendError(f"Kubernetes does not let you {missing} in the namespace {self.namespace!r}. {ADVICE}")
         for name in (*self.secrets, *secret_names):
             if not cluster.has_secret(name):
                 raise BackendError(f"The namespace {self.namespace!r} has no Secret {name!r}. Make it first.")
-        if cluster.create_job(self.job([CHECK]), dry_run="All").spec.backoff_limit_per_index is None:
+        if cluster.create_job(body, dry_run="All").spec.backoff_limit_per_index is None:
             raise BackendError(f"Kubernetes at {cluster.server} is too old: 1.33 or later is needed.")
 
     def start_jobs(self, jobs: Sequence[Job]) -> list[JobId]:
@@ -98,7 +96,7 @@ class KubernetesJobs(PodOptions, JobService):
 
     def find(self, key: JobKey) -> list[JobId]:
         found = []
-        for job in self._jobs(_selector(group_labels(key))):
+        for job in self._jobs(selector_of(group_labels(key))):
             self._give_secret(job)
             if (index := index_of(key, job)) is not None:
                 found.append(self._job_id(job.metadata.name, index))
@@ -129,7 +127,7 @@ class KubernetesJobs(PodOptions, JobService):
         """Tell of all pods of the run from one request, and from one more of those that have none yet."""
         if not jobs:
             return {}
-        selector, found = _selector(next(iter(jobs)).run_labels), dict[JobKey, JobState]()
+        selector, found = selector_of(next(iter(jobs)).run_labels), dict[JobKey, JobState]()
         pods = {place_of(pod): pod for pod in self._cluster.pods(selector)}
         for key, job_id in jobs.items():
             name, index = str(job_id.get("job")), job_id.get("index")
@@ -249,7 +247,3 @@ class KubernetesExecutor(JobExecutor):
     @options_of(KubernetesJobs)
     def __init__(self, service: KubernetesJobs) -> None:
         super().__init__(service)
-
-
-def _selector(labels: Mapping[str, str]) -> str:
-    return ",".join(f"{name}={value}" for name, value in labels.items())

@@ -133,6 +133,10 @@ def group_labels(key: JobKey) -> dict[str, str]:
     return {**key.run_labels, "replicas-attempt": str(key.attempt), **spare}
 
 
+def selector_of(labels: Mapping[str, str]) -> str:
+    return ",".join(f"{name}={value}" for name, value in labels.items())
+
+
 def secret_data(jobs: Sequence[Job]) -> dict[str, str]:
     """Return what only the pods may see: what the user gave as `env`, and credentials.
 
