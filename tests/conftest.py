@@ -36,7 +36,8 @@ for name in (
     "MASTER_PORT",
 ):
     os.environ.pop(name, None)
-LIVE = {name: os.environ[name] for name in ("HF_TOKEN", "REPLICAS_LIVE_RENDEZVOUS") if os.environ.get(name)}
+LIVE_NAMES = ("HF_TOKEN", "KUBECONFIG", "REPLICAS_LIVE_RENDEZVOUS")
+LIVE = {name: os.environ[name] for name in LIVE_NAMES if os.environ.get(name)}
 """What tests marked `live` need, and no other may use."""
 SLOW_FIRST = (
     "contract/test_stores.py",
@@ -57,6 +58,7 @@ SLOW_FIRST = (
 # huggingface_hub reads these when it is imported: none of the user's own, and no token of theirs.
 for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING_FACE_", "HUGGINGFACE_"))]:
     os.environ.pop(name)
+os.environ["KUBECONFIG"] = "/nonexistent/kubeconfig"
 os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": "/nonexistent/huggingface"}
 
 

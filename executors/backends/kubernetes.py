@@ -124,20 +124,21 @@ class KubernetesJobs(PodOptions, JobService):
         return self._told(pod, job, job_id["job"], job_id["index"])
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
-        """Tell of all pods of the run from one request, and from one more of those that have none yet."""
+        """Tell of all pods of the run from one request; where some have none, Jobs and pods are asked again."""
         if not jobs:
             return {}
-        selector, found = selector_of(next(iter(jobs)).run_labels), dict[JobKey, JobState]()
+        selector, found, of_jobs = selector_of(next(iter(jobs)).run_labels), dict[JobKey, JobState](), dict[str, Any]()
         pods = {place_of(pod): pod for pod in self._cluster.pods(selector)}
+        if any((job_id.get("job"), str(job_id.get("index"))) not in pods for job_id in jobs.values()):
+            of_jobs = {job.metadata.name: job for job in self._jobs(selector)}
+            pods = {place_of(pod): pod for pod in self._cluster.pods(selector)}  # one may have come and ended meanwhile
         for key, job_id in jobs.items():
             name, index = str(job_id.get("job")), job_id.get("index")
             pod = pods.get((name, str(index)))
-            owner = pod or next((job for job in self._jobs(selector) if job.metadata.name == name), None)
+            owner = pod or of_jobs.get(name)
             ours = {**self._job_id(name, index), "server": job_id.get("server")}  # which a pod knows by another name
             if owner is not None and index is not None and index_of(key, owner) == index and job_id == ours:
-                state = self._told(pod, owner, name, index)
-                if pod is not None or not state.has_ended:  # else it may have come in between: it is asked for alone
-                    found[key] = state
+                found[key] = self._told(pod, owner, name, index)
         return found
 
     def _told(self, pod: Any, job: Any, name: str, index: int) -> JobState:

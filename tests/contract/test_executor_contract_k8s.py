@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from conftest import LIVE
 from servers.kubernetes.server import ApiServer
 
 from executors import KubernetesExecutor, ReplicaHandle, ServerlessExecutor
@@ -31,7 +33,9 @@ class TestKubernetes(ExecutorContract):
     def evict(self, executor: ServerlessExecutor, handle: ReplicaHandle) -> None:
         job = handle.metadata["job"]
         self.server.cluster.kubelet.grace_s = 20.0
-        self.server.cluster.evict(self.server.pod(job["job"], job["index"]).name)
+        pod = self.server.pod(job["job"], job["index"])
+        self.server.cluster.evict(pod.name)
+        self.server.until(lambda: pod.is_over)
 
     def requests(self, executor: ServerlessExecutor) -> tuple[int, int]:
         self.server.cluster.kubelet.room = 0
@@ -41,3 +45,32 @@ class TestKubernetes(ExecutorContract):
     def kill(self, executor: ServerlessExecutor, handle: ReplicaHandle) -> None:
         job = handle.metadata["job"]
         self.server.cluster.kill(self.server.pod(job["job"], job["index"]).name)
+
+
+@pytest.mark.live
+@pytest.mark.timeout(2 * PATIENCE_AT_A_CLUSTER_S)
+class TestKubernetesLive(ExecutorContract):
+    """The same at the cluster of KUBECONFIG's current context, meeting at the S3 url REPLICAS_LIVE_RENDEZVOUS."""
+
+    reaches_local_store = False
+    patience_s = PATIENCE_AT_A_CLUSTER_S
+
+    @pytest.fixture
+    def executor(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerlessExecutor:
+        for name in ("KUBECONFIG", "REPLICAS_LIVE_RENDEZVOUS"):
+            if name not in LIVE:
+                pytest.skip(f"{name} is not set: no cluster is asked")
+            monkeypatch.setenv(name, LIVE[name])
+        monkeypatch.setenv("REPLICAS_RENDEZVOUS", LIVE["REPLICAS_LIVE_RENDEZVOUS"])
+        monkeypatch.chdir(tmp_path)
+        return KubernetesExecutor()
+
+    def kill(self, executor: ServerlessExecutor, handle: ReplicaHandle) -> None:
+        from kubernetes import client, config
+
+        config.load_kube_config(LIVE["KUBECONFIG"])
+        job = handle.metadata["job"]
+        labels = f"batch.kubernetes.io/job-name={job['job']},batch.kubernetes.io/job-completion-index={job['index']}"
+        client.CoreV1Api().delete_collection_namespaced_pod(
+            job["namespace"], label_selector=labels, grace_period_seconds=0
+        )

@@ -284,8 +284,9 @@ def test_a_pod_that_was_seen_being_evicted_was_preempted(k8s: ApiServer, service
     assert service.states(told) == {job().key: JobState(False, message="EvictionByEvictionAPI: Eviction API: evicting")}
     k8s.cluster.kill(pod.name)
     k8s.until(lambda: not k8s.cluster.pods)
-    assert service.states(told) == {}
-    assert service.state(job_id) == JobState(True, "preempted", None, "EvictionByEvictionAPI: Eviction API: evicting")
+    preempted = JobState(True, "preempted", None, "EvictionByEvictionAPI: Eviction API: evicting")
+    assert service.states(told) == {job().key: preempted}
+    assert service.state(job_id) == preempted
     assert KubernetesJobs().state(job_id) == JobState(True, "lost", None, "its pod was deleted")
 
 

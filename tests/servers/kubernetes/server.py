@@ -121,7 +121,7 @@ class ApiServer:
             after_applying: do what was asked first, so that only the answer is lost.
             headers: more headers of the answer, as in `retry_after="7"`.
         """
-        assert route in ROUTES
+        assert route in (*ROUTES, "dry_run")
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         self._faults.setdefault(route, []).append(Fault(status, times, after_applying, named))
 
@@ -260,9 +260,10 @@ def _handler_of(api: ApiServer) -> type[BaseHTTPRequestHandler]:
                 self.send(404, _status(404, "the server could not find the requested resource"))
                 return
             name, body = match.groupdict().get("name", ""), json.loads(text or b"null")
-            api.requests.append("dry_run" if "dryRun" in query else route)
-            api.bodies.append((route, body))
-            fault = api.take(route)
+            shown = "dry_run" if "dryRun" in query else route
+            api.requests.append(shown)
+            api.bodies.append((shown, body))
+            fault = api.take(shown)
             if fault is None or fault.after_applying:
                 try:
                     if self.headers.get("Authorization") != f"Bearer {api.token}":
