@@ -52,11 +52,9 @@ class KubernetesJobs(PodOptions, JobService):
         client.ApiClient  # noqa: B018 - a missing client is found out now, before anything is planned
         self._lock = threading.Lock()
         self._listed: dict[str, tuple[float, list[Any]]] = {}
-        self._owed: dict[str, dict[str, str]] = {}
-        """What Jobs that this process asked for lack yet: the data of their Secrets, by name."""
+        self._owed: dict[str, dict[str, str]] = {}  # the data of Secrets that Jobs of this process lack yet
         self._stopped: dict[str, set[int]] = {}
-        self._disrupted: dict[tuple[str, int], str] = {}
-        """Why pods that were seen being deleted are: soon nothing will tell it."""
+        self._disrupted: dict[tuple[str, int], str] = {}  # why a pod is being deleted: soon nothing tells it
 
     @functools.cached_property
     def _cluster(self) -> Cluster:
@@ -145,6 +143,8 @@ class KubernetesJobs(PodOptions, JobService):
         state = state_of(pod, job, index)
         if pod is not None and pod.status.phase == "Running" and state.message:
             self._disrupted[name, index] = state.message
+        if pod is None and state.reason == "lost" and index in self._stopped.get(name, ()):
+            return JobState(True, "cancelled")
         if pod is None and state.reason == "lost" and (why := self._disrupted.get((name, index))):
             return JobState(True, "preempted", message=why)
         return state

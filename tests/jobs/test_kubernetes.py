@@ -115,7 +115,7 @@ def test_pods_wait_for_a_secret_whose_launcher_died_and_nothing_of_it_is_left(
     eventually(lambda: "secret" in other.state(job_id).message)
     assert other.state(job_id).message == f'CreateContainerConfigError: secret "{job_id["job"]}" not found'
     other.stop(job_id)
-    assert state(other, job_id).reason == "lost"
+    assert state(other, job_id) == JobState(True, "cancelled")
 
 
 def test_a_job_of_that_name_that_is_another_is_left_alone(k8s: ApiServer, service: KubernetesJobs) -> None:
@@ -312,7 +312,7 @@ def test_a_pod_that_is_stopped_keeps_its_log_and_one_that_waits_is_deleted(
     eventually(lambda: "hanging\n" in [service.logs(job_id, 1) for job_id in ids])
     running, pending = sorted(ids, key=lambda job_id: bool(service.state(job_id).message))
     service.stop(pending)
-    assert state(service, pending).reason == "lost"
+    assert state(service, pending) == JobState(True, "cancelled")
     assert k8s.count("delete_pod") == 1
     service.stop(running)
     assert state(service, running).reason == "timeout", "which the cancel marker explains"
@@ -332,7 +332,8 @@ def test_a_job_in_a_queue_is_deleted_once_all_its_ranks_are_stopped(k8s: ApiServ
     service.stop(ids[1])
     assert not k8s.cluster.jobs
     assert not k8s.cluster.secrets
-    assert {service.state(job_id) for job_id in ids} == {JobState(True, "lost")}
+    assert {service.state(job_id) for job_id in ids} == {JobState(True, "cancelled")}
+    assert KubernetesJobs().state(ids[0]) == JobState(True, "lost")
 
 
 def test_a_queue_takes_pods_back_and_lets_them_come_again(k8s: ApiServer) -> None:
