@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from executors.backends.kubernetes import KubernetesExecutor
     from executors.backends.local.executor import LocalProcessExecutor
     from executors.backends.modal import ModalExecutor
+    from executors.backends.ray import RayExecutor
     from executors.launcher import launch
     from executors.run.lookup import attach, list_runs
     from executors.run.run import Run
@@ -30,6 +31,7 @@ __all__ = [
     "KubernetesExecutor",
     "LocalProcessExecutor",
     "ModalExecutor",
+    "RayExecutor",
     "ReplicaHandle",
     "ReplicaStatus",
     "ReplicasError",
@@ -50,6 +52,7 @@ _LAZY = {
     "KubernetesExecutor": "executors.backends.kubernetes",
     "LocalProcessExecutor": "executors.backends.local.executor",
     "ModalExecutor": "executors.backends.modal",
+    "RayExecutor": "executors.backends.ray",
     "Run": "executors.run.run",
     "attach": "executors.run.lookup",
     "launch": "executors.launcher",

@@ -26,6 +26,7 @@ BUILT_IN = {
     "k8s": "executors.backends.kubernetes:KubernetesExecutor",
     "local": "executors.backends.local.executor:LocalProcessExecutor",
     "modal": "executors.backends.modal:ModalExecutor",
+    "ray": "executors.backends.ray:RayExecutor",
 }
 VERBS = ("launch_replicas", "poll", "stream_logs", "cancel", "collect")
 ATTRIBUTES = ("backend_name", "supports_inter_replica_network")

@@ -16,6 +16,7 @@ def test_executors_offers_exactly_these_names() -> None:
         "KubernetesExecutor",
         "LocalProcessExecutor",
         "ModalExecutor",
+        "RayExecutor",
         "ReplicaHandle",
         "ReplicaStatus",
         "ReplicasError",

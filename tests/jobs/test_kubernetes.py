@@ -18,7 +18,6 @@ from executors.resume import resume
 from executors.testing import eventually
 
 SLEEP = "echo hanging; exec sleep 600"
-OTHER_CLUSTER = {"context": "nowhere"}
 
 
 @pytest.fixture
@@ -200,8 +199,9 @@ def test_each_error_is_of_its_kind(
 
 
 def test_a_server_that_cannot_be_reached_is_unavailable_and_nothing_is_asked_twice(k8s: ApiServer) -> None:
-    service = KubernetesJobs(**OTHER_CLUSTER)
-    for call in (lambda: service.start_jobs([job()]), lambda: service.find(job().key)):
+    service = KubernetesJobs(context="nowhere")
+    calls: list[Callable[[], Any]] = [lambda: service.start_jobs([job()]), lambda: service.find(job().key)]
+    for call in calls:
         with pytest.raises(JobServiceError, match="Kubernetes cannot be reached") as raised:
             call()
         assert raised.value.kind == "unavailable"
