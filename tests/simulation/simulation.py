@@ -209,7 +209,7 @@ class Simulation(Invariants):
     def _has_finished(self, participant: Participant, entries: int) -> bool:
         if self.steps.total_steps is None:
             return participant.position >= entries
-        return participant.phase.inner_step >= self.steps.total_steps
+        return participant.phase.run_step >= self.steps.total_steps
 
     def _perhaps_copy(self, me: Identity, participant: Participant, toy: Toy) -> None:
         world = self.world
