@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+STEPS_APART = 1.5
+"""Steps of the slowest replica that others wait for it, by the clock."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -245,8 +248,12 @@ class Phase:
         return 0.0 if self._plan.is_final(entry) else self._overlap_s
 
     def apart_s(self, phase_s: float) -> float:
-        """Return how far apart replicas come that are due at the same time, where the longest phase is so long."""
-        return 0.0 if self._plan.entry_s is None else max(0.0, phase_s - self._plan.entry_s)
+        """Return how far apart replicas come that are due at one time, where the longest phase is so long.
+
+        By the clock each comes at the end of a step. One whose step is longer than a phase is not waited for.
+        """
+        entry_s = self._plan.entry_s
+        return 0.0 if entry_s is None else min(STEPS_APART * max(0.0, phase_s - entry_s), entry_s)
 
     @property
     def _overlap_s(self) -> float:

@@ -31,8 +31,6 @@ GRACE_SPREADS, LEAST_GRACE, LEARNING_ROUNDS = 4.0, 0.25, 3
 LEAST_GRACE_PHASES, GRACE_PHASES = 0.1, 0.05
 """Phases of half an hour that differ by a hundredth spread by 18 s: the grace is at least a twentieth of a phase, and
 a learned one, as far as `grace_s` allows, at least a tenth."""
-STEPS_APART = 1.5
-"""By the clock, a replica comes at the end of a step: a learned grace is longer than the slowest one's."""
 ANSWERS_PER_LOOK = 20
 """A replica sees a seal after a pause of up to a quarter of `grace_s` and about so many answers of the store."""
 
@@ -302,7 +300,8 @@ class Sealer:
     @property
     def _most_grace_s(self) -> float:
         """What was asked for, or a twentieth of a phase; a seal's word is trusted for half the round's time."""
-        return max(self._limits.grace_s, min(self._phase_s * GRACE_PHASES, self._limits.round_timeout_s / 2))
+        needed_s = max(self._phase_s * GRACE_PHASES, self._phase.apart_s(self._phase_s))
+        return max(self._limits.grace_s, min(needed_s, self._limits.round_timeout_s / 2))
 
     def _grace_s(self, entry: EntryState) -> float:
         """Return how long to wait for the rest: several times the usual spread, within bounds."""
@@ -310,7 +309,7 @@ class Sealer:
         if self._rounds_learned < LEARNING_ROUNDS:
             return most_s
         looking_s = ANSWERS_PER_LOOK * min(self._store.answer_s, 1.0)
-        apart_s = STEPS_APART * self._phase.apart_s(self._phase_s)
+        apart_s = self._phase.apart_s(self._phase_s)
         least_s = max(most_s * LEAST_GRACE + looking_s, self._phase_s * LEAST_GRACE_PHASES, apart_s)
         return min(most_s, max(GRACE_SPREADS * max(self._spread_s, _spread_seen(entry)), least_s))
 
