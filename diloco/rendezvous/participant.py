@@ -276,6 +276,7 @@ class Participant:
         if callable(self._context.weight) and steps:
             work, self._work_per_step = weight, weight / steps
         self._training.hold(fragment, is_early=is_early)
+        self.phase.held()
         self._sent = Send(self.position, weight, steps, work, self.phase.n_steps, is_early)
         return self._sent
 

@@ -111,6 +111,8 @@ class Phase:
         self._steps = 0
         self._trained_s = 0.0
         self._untold_s = 0.0
+        self._held_ahead_s = 0.0
+        """By the clock: how long before its round was due the newest work was held."""
         self._left_s = self._counts_from_s = clock()
 
     # -- what the training counts --------------------------------------------------------------------------------------
@@ -166,6 +168,10 @@ class Phase:
             self.since = (self._clock() - self._counts_from_s) / entry_s
             self.seconds = entry_s + step_s  # the step in whose midst the round is due is made to its end
         self.has_trained = True
+
+    def held(self) -> None:
+        """Note that work is held, to be sent for the open entry."""
+        self._held_ahead_s = max(0.0, 1 - self.since) * (self._plan.entry_s or 0.0)
 
     def called(self) -> float:
         """Note that the training calls the rendezvous; return how long it has gone on since the last call."""
@@ -245,7 +251,9 @@ class Phase:
 
     def ahead_s(self, entry: int) -> float:
         """Return how long training goes on after a contribution to an entry was sent, before it waits for the mean."""
-        return 0.0 if self._plan.is_final(entry) else self._overlap_s
+        if self._plan.is_final(entry):
+            return 0.0
+        return self._overlap_s if self._plan.entry_s is None else self._held_ahead_s
 
     def apart_s(self, phase_s: float) -> float:
         """Return how far apart replicas come that are due at one time, where the longest phase is so long.
@@ -258,7 +266,7 @@ class Phase:
     @property
     def _overlap_s(self) -> float:
         plan = self._plan
-        if plan.entry_s is not None:  # as soon as possible: all count from when the mean was there
+        if plan.entry_s is not None:
             return (plan.overlap_steps or 0.0) * plan.entry_s
         steps = plan.steps_per_entry if plan.overlap_steps is None else plan.overlap_steps
         return steps * self.seconds / plan.steps_per_entry
