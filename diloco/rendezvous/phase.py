@@ -220,9 +220,10 @@ class Phase:
             self._count_from(looked_s + self._overlap_s)
 
     def _count_from(self, from_s: float) -> None:
-        """Count from a time; nothing is due before the next step was made."""
-        self._counts_from_s = from_s
-        self.since = min(0.0, (self._clock() - from_s) / (self._plan.entry_s or 1.0))
+        """Count from a time; nothing is due before the next step was made. At the end of a plan there is no time left."""
+        now, total = self._clock(), self._plan.total_steps
+        self._counts_from_s = from_s if total is None or self.base < total else min(from_s, now)
+        self.since = min(0.0, (now - self._counts_from_s) / (self._plan.entry_s or 1.0))
 
     def synchronised(self, step: float, base: float) -> None:
         """Go on after rounds outside their time: they are worth the steps that were made, not an entry's."""

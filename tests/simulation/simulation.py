@@ -189,6 +189,8 @@ class Simulation(Invariants):
             if adopted:
                 world.note(f"has adopted {adopted[-1].round}{', and is out of phase' * participant.phase.is_out}")
                 process.adopted_s.append(world.now)
+            if self.steps.is_over(participant.position) and participant.phase.run_step < (self.steps.total_steps or 0):
+                raise Violation(f"{process.name}: the plan is over, and its steps are not")
             if checkpoint is None:
                 self._check_ledger(process, participant.phase)
             if plan.is_phased:
