@@ -101,8 +101,7 @@ class Plan:
     def from_seed(cls, seed: int) -> Plan:
         plan = cls.phased(seed) if seed % PHASED_SHARE == 0 else cls.random(seed)
         plan = plan.beside(random.Random(f"sides {seed}"))
-        rng = random.Random(f"clock {seed}")
-        return plan.by_the_clock(rng) if rng.random() < 0.25 else plan
+        return plan.by_the_clock() if random.Random(f"is clocked {seed}").random() < 0.25 else plan
 
     def beside(self, rng: random.Random) -> Plan:
         """Return the same plan, perhaps with rounds beside the training, and with other merges."""
@@ -119,11 +118,12 @@ class Plan:
             carry_rounds=rng.choice([None, None, 1, 2]),
         )
 
-    def by_the_clock(self, rng: random.Random) -> Plan:
+    def by_the_clock(self) -> Plan:
         """Return the same plan with rounds by the clock, and replicas of unlike speeds.
 
         In phases a step of the slowest is shorter than an entry; else it may be longer.
         """
+        rng = random.Random(f"clock {self.seed}")
         entry_s, slowest, step_s = self.phase_s, 5.0, self.step_s
         if self.is_phased:
             step_s = (min(step_s[0], entry_s / 2),) * 2
