@@ -104,6 +104,7 @@ ENDINGS = {
     "oom": "was killed by the kernel (SIGKILL): out of memory.",
     "signal": "was ended by signal {number} ({name}).",
     "terminated": "was terminated by {name}, not sent by `replicas`.",
+    "told_to_end": "was terminated by {name}, sent by {service} or its administrators.",
     "cancelled": "was terminated by SIGTERM, since it was cancelled.",
     "announced": "left when {name} announced the end of its machine.",
     "stopped": "was stopped, as asked.",
@@ -113,6 +114,7 @@ ENDINGS = {
     # as a service reports it
     "killed": "was killed: {cause}.",
     "preempted": "was preempted: {service} took its machine back.",
+    "timeout_there": "ran into the time limit of {service}.",
     "cancelled_there": "was cancelled at {service}, not by `replicas`.",
     "not_run": "could not run.",
     "by_exit_code": "was ended by {name} ({code}).",

@@ -8,6 +8,7 @@ code 78 (EX_CONFIG of sysexits.h). While it installs, the attempt has a boot.jso
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import importlib
@@ -50,16 +51,21 @@ def main() -> None:
     sys.path[:] = [path for path in sys.path if path]  # the current directory has no say in what is imported
     if sys.version_info < (3, 11) or not hasattr(tarfile, "data_filter"):
         refuse(f"it needs Python 3.11.4 or later, this is {sys.version.split()[0]}. Use another image.")
+    if ranks := os.environ.pop("REPLICA_RANKS", ""):  # of a Job of Kubernetes, which numbers its pods
+        os.environ["REPLICA_RANK"] = ranks.split(",")[int(os.environ["JOB_COMPLETION_INDEX"])]
     for name in ("REPLICA_RENDEZVOUS", "REPLICA_RUN_ID", "REPLICA_TASK_DIGEST"):
         if not os.environ.get(name):
             refuse(f"{name} is not set.")
     get, put = open_run(os.environ["REPLICA_RENDEZVOUS"], os.environ["REPLICA_RUN_ID"])
-    task = json.loads(fetched(get, "task/task.json", os.environ["REPLICA_TASK_DIGEST"]))
+    task_folder = os.environ.get("REPLICA_TASK_FOLDER", "task")
+    task = json.loads(fetched(get, f"{task_folder}/task.json", os.environ["REPLICA_TASK_DIGEST"]))
     if "code_sha256" not in task:
         refuse("the run was launched without its code.")
-    code = fetched(get, "task/code.tar.gz", task["code_sha256"])
+    code = fetched(get, f"{task_folder}/code.tar.gz", task["code_sha256"])
     here = os.getcwd()
     folder = pathlib.Path(tempfile.mkdtemp(prefix="replica-", dir=here if os.access(here, os.W_OK) else None))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # of what does not become the worker,
+    os.environ["REPLICA_FOLDER"] = str(folder)  # which removes it itself: a machine of a cluster is not a container
     unpack(code, folder)
     workspace = folder / "workspace"
     workspace.mkdir(exist_ok=True)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -24,12 +24,14 @@ from executors.backends.jobs.service import (
     JobServiceError,
     JobState,
     Kind,
+    common_env,
     masked,
     shortened,
 )
 from executors.errors import BackendError
 from executors.native import Recordable
 from executors.protocol import Reason
+from executors.replica import RANK
 from executors.task.record import OPTION_NAME
 from executors.testing import eventually
 from support.processes import MARK
@@ -83,6 +85,8 @@ class Machines:
     """Whether jobs wait for a machine until `release`."""
     lists_jobs: bool = False
     """Whether one answer tells of all jobs of a run."""
+    starts_together: bool = False
+    """Whether that, and one call starts all jobs of a group."""
     hides: Callable[[JobKey], int] = lambda key: 0
     """How many of the newest jobs of a key a list lacks yet."""
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -161,9 +165,9 @@ class Machines:
 
     def _run(self, made: FakeJob) -> None:
         folder = self.folder / made.id
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         ours = {"PATH": os.environ["PATH"], MARK: os.environ[MARK]}
-        with open(made.log, "wb") as log:
+        with open(made.log, "ab") as log:
             made.process = subprocess.Popen(
                 [sys.executable if word == "python" else word for word in made.job.command],
                 cwd=folder,
@@ -180,6 +184,12 @@ class Machines:
             process.wait(made.job.limit_s)
         except subprocess.TimeoutExpired:
             self.end(made, "timeout")
+
+    def start_again(self, made: FakeJob) -> None:
+        """Start a job that has ended once more, as Slurm requeues one; nothing tells then how it ended."""
+        with self.lock:
+            made.has_ended, made.reason, made.message = False, None, ""
+            self._run(made)
 
     def end(self, made: FakeJob, reason: Reason | None = None, message: str = "", *, gently: bool = False) -> None:
         """End a job and all its processes from outside."""
@@ -218,7 +228,7 @@ class FakeJobs(JobService):
     def options(self) -> dict[str, Any]:
         return {}
 
-    def check_account(self, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:
+    def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
         def check() -> None:
             if secret_names:
                 raise BackendError(f"Fake has no secret {secret_names[0]!r}.")
@@ -293,12 +303,36 @@ class FakeJobs(JobService):
 class ListingFakeJobs(FakeJobs):
     """One that tells of all jobs of a run that run or will in one answer."""
 
+    lists_ended: ClassVar[bool] = False
+
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
         def look() -> dict[JobKey, JobState]:
-            living = [each for each in self.machines.jobs if not each.is_forgotten and not each.state().has_ended]
-            return {each.job.key: each.state() for each in living if jobs.get(each.job.key) == _job_id(each.id)}
+            known = [each for each in self.machines.jobs if not each.is_forgotten]
+            shown = [each for each in known if self.lists_ended or not each.state().has_ended]
+            return {each.job.key: each.state() for each in shown if jobs.get(each.job.key) == _job_id(each.id)}
 
         return self._call("states", None, look)
+
+
+class GroupingFakeJobs(ListingFakeJobs):
+    """One that starts jobs of a group in one call, and tells of those that ended as well, as a cluster does."""
+
+    lists_ended: ClassVar[bool] = True
+
+    starts_together: ClassVar[bool] = True
+
+    def start(self, job: Job) -> JobId:
+        return self.start_jobs([job])[0]
+
+    def start_jobs(self, jobs: Sequence[Job]) -> list[JobId]:
+        assert len({job.key.group for job in jobs}) == 1
+
+        def start() -> list[JobId]:
+            env = common_env(jobs)
+            told = [replace(job, env={**env, RANK: str(job.key.rank)}) for job in jobs]
+            return [_job_id(self.machines.add(job).id) for job in told]
+
+        return self._call("start", None, start)
 
 
 class FakeExecutor(JobExecutor):
@@ -311,7 +345,8 @@ class FakeExecutor(JobExecutor):
     """Those of the test that runs."""
 
     def __init__(self) -> None:
-        super().__init__((ListingFakeJobs if self.machines.lists_jobs else FakeJobs)(self.machines))
+        listing = ListingFakeJobs if self.machines.lists_jobs else FakeJobs
+        super().__init__((GroupingFakeJobs if self.machines.starts_together else listing)(self.machines))
 
 
 def start(n: int = 1, function: str = "main", **more: Any) -> Run:
