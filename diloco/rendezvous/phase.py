@@ -220,7 +220,7 @@ class Phase:
             self._count_from(looked_s + self._overlap_s)
 
     def _count_from(self, from_s: float) -> None:
-        """Count from a time; nothing is due before the next step was made. At the end of a plan there is no time left."""
+        """Count from a time; nothing is due before the next step was made. A plan's end is not waited for."""
         now, total = self._clock(), self._plan.total_steps
         self._counts_from_s = from_s if total is None or self.base < total else min(from_s, now)
         self.since = min(0.0, (now - self._counts_from_s) / (self._plan.entry_s or 1.0))

@@ -290,7 +290,7 @@ class Invariants:
             counted[slot] += sum(sent[rank][1][slot] for rank in members)
 
     def _check_weight(self, rank: int, head: Contribution, payload: Floats, nonce: str) -> None:
-        """Work that is sent early, and all by the clock, is weighed by the steps it is made of; nothing weighs nothing."""
+        """Work that is sent early, and any by the clock, weighs as the steps it is made of; nothing weighs nothing."""
         whole, is_clocked = self.plan.weights[rank % len(self.plan.weights)], self.plan.entry_s is not None
         expected = whole
         if not head.in_phase or is_clocked:
