@@ -35,7 +35,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "inner_steps": ({}, {"inner_steps": 4, "total_steps": 800}, "inner_steps is 2 there and 4 here"),
     "round_seconds": (CLOCKED, {**CLOCKED, "round_seconds": 40}, "round_seconds is 30.0 there and 40.0 here"),
     "total_rounds": (CLOCKED, {**CLOCKED, "total_rounds": 41}, "total_rounds is 40 there and 41 here"),
-    "steps or the clock": ({}, CLOCKED, "round_seconds is None there and 30.0 here"),
+    "steps or the clock": ({}, CLOCKED, "inner_steps is 2 there and None here"),
     "momentum_warmup": ({}, {"momentum_warmup": 8}, "momentum_warmup is 9 there and 8 here"),
     "last_entry": ({}, {"total_steps": 402}, "last_entry is 199 there and 200 here"),
     "final_average": ({}, {"final_average": False}, "final_average is True there and False here"),
