@@ -146,7 +146,7 @@ class Settings:
         if self.steps_of_round % self.n_fragments:
             raise ValueError(
                 f"inner_steps must be a multiple of the number of fragments, "
-                f"got inner_steps={self.inner_steps} and {self.n_fragments} fragments."
+                f"got inner_steps={self.steps_of_round} and {self.n_fragments} fragments."
             )
         if self.overlap_steps != "auto":
             _at_least("overlap_steps", self.overlap_steps, 0, also='"auto" or ')
