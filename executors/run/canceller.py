@@ -95,5 +95,5 @@ class Canceller:
             return states
         log = DecisionLog(self._store, self._run_id)
         with contextlib.suppress(CorruptObjectError):  # then nobody can read it, so nothing is started
-            order_cancel(log, ranks, observer.ranks, why)
+            order_cancel(log, ranks, why)
         return observer.look(ranks)

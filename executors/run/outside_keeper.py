@@ -14,7 +14,7 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.run.launch_hands import LaunchHands
 from executors.run.observer import Observer
 from executors.status import ReplicaState
-from executors.supervision.decisions import Decision, DecisionLog, answer_to
+from executors.supervision.decisions import Decision, DecisionLog, answer_to, is_barred
 from executors.supervision.keeper import LEAVE_S, Keeper, Sight, Terms, hands_of_spare
 from executors.supervision.orders import ASKED, order_cancel, words_of_bar
 from executors.supervision.rules import is_own
@@ -136,9 +136,8 @@ class OutsideKeeper:
         """Return an end with the reason that only the service knows: a container hears no more than a signal."""
         if not end.notice or parent.is_alive or parent.reason is None:
             return end
-        if parent.reason == "cancelled":
-            words = f"cancelled at the backend {self._observer.backend(end.rank)!r}"
-            order_cancel(self.log, [end.rank], self._observer.ranks, words)
+        if parent.reason == "cancelled" and not is_barred(self.log.entries, end.rank):
+            order_cancel(self.log, [end.rank], f"cancelled at the backend {self._observer.backend(end.rank)!r}")
         if parent.reason not in TOLD_BY_SERVICES:
             return end
         self._observer.attempt(end.rank).at(end.attempt).note_why(parent.reason, parent.error)

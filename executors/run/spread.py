@@ -70,6 +70,17 @@ class SpreadExecutor:
         """How long those replicas go on that need a lease, while no process renews it."""
         return max((executor.lease_s for _, executor in self.parts if executor.lease_s is not None), default=None)
 
+    def with_terms(
+        self, *, gpu: str | None, timeout_s: float | None, env: Sequence[str], secrets: Sequence[str]
+    ) -> SpreadExecutor:
+        """Return them as they are launched: what each is started with is part of its placement."""
+        terms: Any = {"gpu": gpu, "env": tuple(sorted(env)), "secrets": tuple(sorted(secrets))}
+        sites = [
+            Site(replace(place, **terms, timeout_s=timeout_s or executor.default_timeout_s), lambda each=executor: each)  # type: ignore[misc]
+            for place, executor in self.parts
+        ]
+        return SpreadExecutor(lambda: sites)
+
     def described(self) -> dict[str, Any]:
         """Return what the run's record says of them, as `describe_executor` does of one."""
         (_, first), *others = self.parts

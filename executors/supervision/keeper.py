@@ -12,7 +12,7 @@ from executors.native import RunSpec
 from executors.policy import Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
-from executors.store.inventory import Inventory
+from executors.store.inventory import BEGINNINGS, Inventory
 from executors.supervision.decisions import MAX_ATTEMPT, Decision, DecisionLog, answer_to, barred_by, policy_of
 from executors.supervision.rules import LAST_CALL_S, RunFacts, decide, is_own, too_few_left
 from executors.task.record import find_run_record
@@ -21,6 +21,7 @@ LEAVE_S = 15.0  # how long an end is left to a supervisor that lives
 CARRY_S = 60.0  # what another keeper decided, and has not begun for so long, is carried out
 NEEDS_LAUNCH = ("start_failed", "lost", "preempted", "timeout")  # a time limit begins anew with a launch alone
 MOST_FORK_STRIKES = 2  # of a rank; then whoever has wider hands leaves the machine
+LOOK_AGAIN_S = 1.0
 
 
 class Hands(Protocol):
@@ -157,9 +158,10 @@ class Keeper:
             self.log.read()
             due = self.due(sight)
         if due and self.hands is not None:
-            for rank, number in due.items():
-                self._leave_no_hole(rank, sight.newest[rank], number)
-            self.hands.start(due)
+            ready = {rank: to for rank, to in due.items() if self._close_holes(rank, to, sight)}
+            waits += [LOOK_AGAIN_S] * (len(due) - len(ready))
+            if ready:
+                self.hands.start(ready)
         waits += [self._ready_in(entry) for rank, entry in self._pending(sight).items() if rank not in due]
         return min((wait for wait in waits if wait is not None), default=None)
 
@@ -288,11 +290,19 @@ class Keeper:
                 self._answered.pop(rank, None)
         self._n_folded = len(entries)
 
-    def _leave_no_hole(self, rank: int, newest: int, number: int) -> None:
-        """Close attempts that were decided and never begun, since attempts are dense."""
-        for skipped in range(newest + 1, number):
-            attempt = Attempt(self.log.store, self.log.run_id, rank, skipped)
+    def _close_holes(self, rank: int, number: int, sight: Sight) -> bool:
+        """Close attempts that were decided and never begun, since attempts are dense.
+
+        Returns: False, and nothing was closed, while the attempt before them has left no record: its process may yet
+            claim it, or where somebody else has, one of these.
+        """
+        numbers = range(sight.newest[rank], number)
+        before, *skipped = [Attempt(self.log.store, self.log.run_id, rank, each) for each in numbers]
+        if skipped and rank not in sight.ends and not any(before.has(f"{name}.json") for name in BEGINNINGS):
+            return False
+        for attempt in skipped:
             attempt.record(attempt.ended(ReplicaStatus.FAILED, "fenced", error=f"Attempt {number} came before it."))
+        return True
 
 
 def _needs_launch(end: Outcome) -> bool:
