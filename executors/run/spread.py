@@ -7,11 +7,21 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from executors.attempt import Attempt, collect_rows
 from executors.errors import BackendError, LaunchError, ReplicasError, UnknownHandleError
-from executors.native import KeepsOptions, Log, NativeExecutor, Observation, Package, Parent, RunSpec, Unfinished
+from executors.native import (
+    KeepsOptions,
+    Log,
+    NativeExecutor,
+    Observation,
+    Package,
+    Parent,
+    Recordable,
+    RunSpec,
+    Unfinished,
+)
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.registry import describe_executor
 from executors.run.fleet import Site
@@ -34,6 +44,8 @@ class SpreadExecutor:
 
     supports_inter_replica_network = False
     default_timeout_s: float | None = None  # each has its own
+    recordable_options: ClassVar[Recordable] = {}
+    options_to_keep: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, sites: Callable[[], Sequence[Site]]) -> None:
         self._sites = sites
@@ -202,7 +214,7 @@ class SpreadExecutor:
         why = f"only {len(started)} of {len(run.ranks)} replicas could be started" if cause is None else str(cause)
         self._end(run, started, LaunchError(why))
         raise LaunchError(
-            f"{why.rstrip('.')}. Those that had been started at other backends were ended.",
+            f"{why.rstrip('.')}. Those at other backends were ended, too.",
             rank=getattr(cause, "rank", None),
             cancelled=getattr(cause, "cancelled", False),
         ) from cause
