@@ -53,6 +53,17 @@ def test_replicas_that_see_this_machine_meet_where_the_variable_says_or_in_the_s
     assert plan_launch(request, "inline").request.rendezvous is None, "it is for other machines"
 
 
+def test_a_service_may_have_no_limit_of_its_own_by_default(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(FakeExecutor(), "job.py:main", 1)
+    monkeypatch.setattr(FakeExecutor, "default_timeout_s", None)
+    run = launch(FakeExecutor(), "job.py:main", 1)
+    assert run.results() == [{"rank": 0}]
+    limited, free = (made.job for made in machines.jobs)
+    assert (limited.limit_s, free.limit_s) == (3600 + 900, None)
+    assert ["REPLICA_TIMEOUT_S" in job.env for job in (limited, free)] == [True, False]
+    assert (run.record.timeout_s, run.handle(0).metadata["timeout_s"]) == (None, None)
+
+
 def test_a_script_runs_in_a_job_with_its_argv(machines: Machines) -> None:
     Path("script.py").write_text(SCRIPT)
     run = launch(FakeExecutor(), "script.py", 2, argv=["--lr", "1e-3"])
