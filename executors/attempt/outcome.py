@@ -113,6 +113,7 @@ ENDINGS = {
     # as a service reports it
     "killed": "was killed: {cause}.",
     "preempted": "was preempted: {service} took its machine back.",
+    "timeout_there": "ran into the time limit of {service}.",
     "cancelled_there": "was cancelled at {service}, not by `replicas`.",
     "not_run": "could not run.",
     "by_exit_code": "was ended by {name} ({code}).",

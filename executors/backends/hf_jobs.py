@@ -91,7 +91,7 @@ class HFJobs(JobService):
         """The SDK's client. Its import takes long, and a look at a run needs none of it."""
         return hub.HfApi(endpoint=self.endpoint)
 
-    def check_account(self, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:
+    def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
         self._secrets(secret_names)
         self._whoami()
         self._flavor_of(gpu)

@@ -69,8 +69,8 @@ class ModalJobs(JobService):
         self._logs = ModalLogs(lambda: self._look_up(create_if_missing=False))
 
     @in_thread
-    def check_account(self, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:
-        if timeout_s > LONGEST_S:
+    def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
+        if timeout_s is not None and timeout_s > LONGEST_S:
             raise ValueError(
                 f"timeout must be at most {LONGEST_S} seconds on Modal, got timeout={timeout_s:g}. Launch with a "
                 "shorter one, and go on with `replicas resume`."
@@ -192,7 +192,7 @@ class ModalJobs(JobService):
         return {
             "name": job.key.name,
             "tags": job.key.labels,
-            "timeout": min(job.limit_s, LONGEST_S + MARGIN_S),
+            "timeout": min(job.limit_s or LONGEST_S, LONGEST_S + MARGIN_S),
             "gpu": job.gpu,
             "cpu": self.cpu,
             "memory": self.memory_mb,

@@ -50,6 +50,8 @@ def main() -> None:
     sys.path[:] = [path for path in sys.path if path]  # the current directory has no say in what is imported
     if sys.version_info < (3, 11) or not hasattr(tarfile, "data_filter"):
         refuse(f"it needs Python 3.11.4 or later, this is {sys.version.split()[0]}. Use another image.")
+    if ranks := os.environ.pop("REPLICA_RANKS", ""):  # of a Job of Kubernetes, which numbers its pods
+        os.environ["REPLICA_RANK"] = ranks.split(",")[int(os.environ["JOB_COMPLETION_INDEX"])]
     for name in ("REPLICA_RENDEZVOUS", "REPLICA_RUN_ID", "REPLICA_TASK_DIGEST"):
         if not os.environ.get(name):
             refuse(f"{name} is not set.")
@@ -60,6 +62,7 @@ def main() -> None:
     code = fetched(get, "task/code.tar.gz", task["code_sha256"])
     here = os.getcwd()
     folder = pathlib.Path(tempfile.mkdtemp(prefix="replica-", dir=here if os.access(here, os.W_OK) else None))
+    os.environ["REPLICA_FOLDER"] = str(folder)  # the worker removes it
     unpack(code, folder)
     workspace = folder / "workspace"
     workspace.mkdir(exist_ok=True)

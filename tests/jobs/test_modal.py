@@ -131,7 +131,7 @@ def test_a_dry_run_shows_the_requests_and_starts_nothing(modal_runs: ModalServer
     shown = plan_launch(request, ModalExecutor(region="us-east")).dry_run()
     text = json.dumps(shown)
     jobs: list[Mapping[str, Any]] = shown["request"]["jobs"]
-    assert shown["request"]["vendor"] == "Modal"
+    assert shown["request"]["service"] == "Modal"
     assert [job["env"]["REPLICA_RANK"] for job in jobs] == ["0", "1"]
     assert [(job["gpu"], job["region"], job["timeout"]) for job in jobs] == [("H100", "us-east", 4500)] * 2
     assert jobs[0]["env"]["MINE"] == "***"

@@ -218,7 +218,7 @@ class FakeJobs(JobService):
     def options(self) -> dict[str, Any]:
         return {}
 
-    def check_account(self, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:
+    def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
         def check() -> None:
             if secret_names:
                 raise BackendError(f"Fake has no secret {secret_names[0]!r}.")

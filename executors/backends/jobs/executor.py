@@ -84,13 +84,13 @@ class _Replica:
     attempt: Attempt  # the newest
     key: JobKey  # of the job that runs it: an earlier attempt's where a second copy was started since
     job: JobId | None  # as a record names it, to be verified; None: the service never had it
-    timeout_s: float
+    timeout_s: float | None
 
     @classmethod
     def of(cls, attempt: Attempt, handle: ReplicaHandle) -> _Replica:
         where = f"the handle of rank {attempt.rank} of run {attempt.run_id!r}"
         fields = Fields(handle.metadata, where, attempt.store.url)
-        timeout_s, spare = fields.take("timeout_s", number(0.0, FAR_AHEAD)), fields.take("spare", SPARE, None)
+        timeout_s, spare = fields.take("timeout_s", nullable(number(0.0, FAR_AHEAD))), fields.take("spare", SPARE, None)
         job, launched = fields.take("job", nullable(json_object)), fields.take("attempt", integer(0, MAX_ATTEMPTS))
         runs_it = attempt.at(launched) if spare is None else replace(attempt, rank=spare, number=0, is_spare=True)
         return cls(attempt, JobKey.of(runs_it), job, timeout_s)
@@ -131,18 +131,21 @@ class JobExecutor:
         entrypoint_args: Mapping[str, Any],
         *,
         gpu: str | None = None,
-        timeout: float | None = DEFAULT_TIMEOUT_S,
+        timeout: float | None = None,
         secrets: Sequence[str] = (),
     ) -> None:
         """Refuse what cannot work; see `NativeExecutor.check_launch`. None of the user's code is run."""
         if n_replicas < 1:
             raise ValueError(f"n must be at least 1, got n={n_replicas}.")
-        timeout_s = _timeout_s(timeout)
-        if not timeout_s > 0:
+        timeout_s = self._timeout_s(timeout)
+        if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"timeout must be more than 0 seconds, got timeout={timeout}.")
         if isinstance(entrypoint, str):
             check_entrypoint(entrypoint, split_rank_env(entrypoint_args)[0])
         self.service.check_account(gpu, timeout_s, secrets)
+
+    def _timeout_s(self, timeout: float | None) -> float | None:
+        return self.default_timeout_s if timeout is None else timeout
 
     def price_per_hour(self, gpu: str | None) -> float | None:
         """Return what an hour of one replica costs in US dollars; None: the service does not tell."""
@@ -161,14 +164,14 @@ class JobExecutor:
         entrypoint_args: Mapping[str, Any],
         *,
         gpu: str | None = None,
-        timeout: float | None = DEFAULT_TIMEOUT_S,
+        timeout: float | None = None,
         run: RunSpec | None = None,
         tell: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Start the replicas at the same time; see `ServerlessExecutor.launch_replicas`.
 
         Args:
-            timeout: seconds; None for one hour.
+            timeout: seconds; None for `default_timeout_s`.
             run: the run these replicas belong to, written already. None: a new one in `$REPLICAS_RENDEZVOUS`.
             tell: gets a few words on how far the start is, as in "5 of 8 started".
 
@@ -187,7 +190,7 @@ class JobExecutor:
             run = create_run(request, new_run_id(), store, describe_executor(self), self.package(entrypoint))
             with contextlib.suppress(StoreError):  # without a place for notes, a resume needs the digest or trust
                 remember(run.run_id, run.store_url, run.task_digest, self.options_to_keep)
-        timeout_s = _timeout_s(timeout)
+        timeout_s = self._timeout_s(timeout)
         requirements = read_task(store_at(run.store_url), run.run_id, run.task_digest).record.requirements
         jobs = self._jobs(run, gpu, timeout_s, requirements)
 
@@ -203,8 +206,8 @@ class JobExecutor:
     ) -> dict[str, Any]:
         """Return the requests that `launch_replicas` would make, one a rank, with what is secret masked."""
         parts = [run, spares_of(run)] if run.spares else [run]
-        jobs = [job for part in parts for job in self._jobs(part, gpu, _timeout_s(timeout), requirements)]
-        return {"vendor": self.service.name, "jobs": [self.service.describe(job) for _, job in jobs]}
+        jobs = [job for part in parts for job in self._jobs(part, gpu, self._timeout_s(timeout), requirements)]
+        return {"service": self.service.name, "jobs": [self.service.describe(job) for _, job in jobs]}
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
         """Return the replica's status. The first to find its job ended without an outcome records what is known.
@@ -309,7 +312,7 @@ class JobExecutor:
                 attempt.record(attempt.ended(ReplicaStatus.FAILED, "start_failed", error=error))
             return None
         record = find_run_record(attempt.store, attempt.run_id)
-        found = self._handle(attempt, jobs[0], _timeout_s(record.timeout_s if record else None))
+        found = self._handle(attempt, jobs[0], self._timeout_s(record.timeout_s if record else None))
         if attempt.store.put_if_absent(attempt.key("handle.json"), found.to_json().encode()):
             return found
         return attempt.handle(self.backend_name) or found  # its launcher lives, and knows best
@@ -327,7 +330,7 @@ class JobExecutor:
         """Return the job that a replica's handle names, once the service has said that it is this replica's."""
         return None if replica.job is None else self._states.verified(replica.key, replica.job)
 
-    def _handle(self, attempt: Attempt, job_id: JobId, timeout_s: float) -> ReplicaHandle:
+    def _handle(self, attempt: Attempt, job_id: JobId, timeout_s: float | None) -> ReplicaHandle:
         self._states.started(JobKey.of(attempt), job_id)
         self._starting.discard(JobKey.of(attempt))
         announced = attempt.announced(self.backend_name)
@@ -335,24 +338,27 @@ class JobExecutor:
         return replace(announced, metadata={**announced.metadata, **spare, "timeout_s": timeout_s, "job": job_id})
 
     def _jobs(
-        self, run: RunSpec, gpu: str | None, timeout_s: float, requirements: Sequence[str]
+        self, run: RunSpec, gpu: str | None, timeout_s: float | None, requirements: Sequence[str]
     ) -> list[tuple[Attempt, Job]]:
-        from executors.shipping.package import bootstrap_command, replica_environment
+        from executors.shipping.package import replica_environment
 
         store = store_at(run.store_url)
         url, credentials = remote_access(store)
+        command, limit_s = self.service.command(), None
+        if timeout_s is not None:
+            limit_s = int(timeout_s + (INSTALL_S if requirements else MARGIN_S))
         jobs = []
         for rank in run.ranks:
             attempt = Attempt(store, run.run_id, rank, run.attempt, run.is_of_spares)
             job = Job(
                 JobKey.of(attempt),
-                bootstrap_command(),
+                command,
                 tuple(requirements),
                 {**run.env, **replica_environment(run, rank, timeout_s, gpu), RENDEZVOUS: url},
                 {**credentials, **run.credentials},
                 run.secret_names,
                 gpu,
-                int(timeout_s + (INSTALL_S if requirements else MARGIN_S)),
+                limit_s,
             )
             jobs.append((attempt, job))
         return jobs
@@ -389,7 +395,3 @@ class JobExecutor:
                 output_tail=output,
             )
         )
-
-
-def _timeout_s(timeout: float | None) -> float:
-    return DEFAULT_TIMEOUT_S if timeout is None else timeout

@@ -142,7 +142,7 @@ def _place(key: JobKey) -> Place:
 
 
 def explain(
-    who: str, service: str, state: JobState, timeout_s: float, has_started: bool, output: str
+    who: str, service: str, state: JobState, timeout_s: float | None, has_started: bool, output: str
 ) -> tuple[Reason, str]:
     """Name the reason of an end without an outcome, and put it into a sentence.
 
@@ -161,7 +161,8 @@ def explain(
         cause = "out of memory" if said else f"most likely out of memory (SIGKILL, and not by {service})"
         return "oom", sentence("killed", cause=cause)
     if state.reason is not None:
-        endings = {"timeout": "timeout", "preempted": "preempted", "cancelled": "cancelled_there"}
+        by_itself = "timeout" if timeout_s is not None else "timeout_there"
+        endings = {"timeout": by_itself, "preempted": "preempted", "cancelled": "cancelled_there"}
         return state.reason, sentence(endings.get(state.reason, "not_run"), limit_s=timeout_s)
     code = "an unknown exit code" if state.exit_code is None else f"exit code {state.exit_code}"
     if state.exit_code in SIGNALS:

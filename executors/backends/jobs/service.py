@@ -24,6 +24,7 @@ from executors.errors import BackendError, UnknownHandleError
 from executors.logs.readers import TailedLog
 from executors.native import Log, Recordable
 from executors.protocol import Reason
+from executors.replica import RANK
 from executors.task.create import MASK
 
 JobId = dict[str, Any]
@@ -36,6 +37,7 @@ LONGEST_PATIENCE_S = (
     300.0  # where giving up costs a launch, or leaves jobs behind; the longest pause that the Hub asks for
 )
 START_LIMIT_S = 180.0
+MAX_GROUP = 53
 TOLD_FROM_S = 10.0  # a pause of this length is told
 Kind = Literal["rejected", "unavailable", "unknown"]
 log = logging.getLogger(__name__)
@@ -61,6 +63,12 @@ class JobKey:
     def name(self) -> str:
         """At most 64 of `[a-z0-9-]`: what every service takes as a name."""
         return f"{self.run_id}-{self._place}-{'s' if self.is_spare else 'r'}{self.rank:04d}-a{self.attempt}"
+
+    @property
+    def group(self) -> str:
+        """At most 53 of `[a-z0-9-]`, the same for all ranks of one attempt number. Several groups may have one name."""
+        end = f"-{'s' if self.is_spare else 'a'}{self.attempt}"
+        return f"{self.run_id}-{self._place}"[: MAX_GROUP - len(end)] + end
 
     @property
     def labels(self) -> dict[str, str]:
@@ -93,8 +101,8 @@ class Job:
     secret_names: tuple[str, ...] = ()
     """Secrets of the user, by name."""
     gpu: str | None = None
-    limit_s: int = 3600
-    """Seconds after which the service itself ends the job."""
+    limit_s: int | None = 3600
+    """Seconds after which the service itself ends the job. None: its own limit, if it has one."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +166,8 @@ class JobService(abc.ABC):
     starts_at_once: ClassVar[int] = 10_000
     """How many jobs may be asked for at once; `starts_per_s` more follow each second."""
     starts_per_s: ClassVar[float] = 1000.0
+    starts_together: ClassVar[bool] = False
+    """Whether one call starts jobs of one group, all of them or none: `start_jobs`."""
     states_name_ranks: ClassVar[bool] = True
     """Whether `states` knows of which rank each job is; else only that it is one of the run's."""
 
@@ -175,7 +185,7 @@ class JobService(abc.ABC):
         return {each.name: each.metadata["recorded_as"] for each in fields(cls) if "recorded_as" in each.metadata}
 
     @abc.abstractmethod
-    def check_account(self, gpu: str | None, timeout_s: float, secret_names: Sequence[str]) -> None:
+    def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
         """Refuse what this service cannot do, and an account that cannot be used, before anything is started.
 
         Raises:
@@ -187,9 +197,22 @@ class JobService(abc.ABC):
         """Return what an hour of one replica costs in US dollars; None: the service does not tell."""
         return None
 
-    @abc.abstractmethod
+    def command(self) -> tuple[str, ...]:
+        """Return what each job runs: it fetches the replica's code, and becomes the worker."""
+        from executors.shipping.package import bootstrap_command  # a look at a run packs nothing
+
+        return bootstrap_command()
+
     def start(self, job: Job) -> JobId:
         """Start a job, and return its id; may block until the job is scheduled."""
+        return self.start_jobs([job])[0]
+
+    def start_jobs(self, jobs: Sequence[Job]) -> list[JobId]:
+        """Start jobs of one group in one call, all or none; return their ids in the order given.
+
+        Called where `starts_together`. The jobs differ in their ranks alone; see `common_env`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs start(), or start_jobs() where it starts_together.")
 
     def start_limit_s(self, job: Job) -> float:
         """Return how long a start may take, with its repetitions: then other keepers take its keeper for dead."""
@@ -241,6 +264,19 @@ class JobService(abc.ABC):
     @abc.abstractmethod
     def describe(self, job: Job) -> dict[str, Any]:
         """Return the request that `start` would make as plain JSON, values of secrets and environment masked."""
+
+
+def common_env(jobs: Sequence[Job]) -> dict[str, str]:
+    """Return the variables that jobs of one group have in common: all of them but `REPLICA_RANK`.
+
+    Raises:
+        ValueError: another variable differs.
+    """
+    common, *others = [{name: value for name, value in job.env.items() if name != RANK} for job in jobs]
+    for other in others:
+        if differs := sorted(name for name, _ in common.items() ^ other.items()):
+            raise ValueError(f"Jobs that start together differ in the variable {differs[0]!r}.")
+    return common
 
 
 def masked(env: Mapping[str, str]) -> dict[str, str]:

@@ -80,10 +80,12 @@ def test_from_a_bucket_a_replica_gets_the_users_code_and_ours(cloud: Cloud, work
     assert out.startswith(f"hello from {machine}/replica-")
 
 
-def test_from_a_directory_too(cloud: Cloud, workspace: Path, shared: Path) -> None:
-    spec = ship(shared, workspace, "train_of_user:light", {"x": 2})
-    assert ended(cloud.start(spec)) == (0, "", "")
-    assert outcome_of(spec).result == 6
+def test_from_a_directory_too_as_the_rank_that_the_number_of_its_pod_stands_for(
+    cloud: Cloud, workspace: Path, shared: Path
+) -> None:
+    spec = ship(shared, workspace, "train_of_user:light", {"x": 2}, n=4)
+    assert ended(cloud.start(spec, environ={"REPLICA_RANKS": "1,3", "JOB_COMPLETION_INDEX": "1"})) == (0, "", "")
+    assert outcome_of(spec, rank=3).result == 6
 
 
 def test_the_command_is_short_carries_no_secret_and_is_the_same_for_every_run() -> None:

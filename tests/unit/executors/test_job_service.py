@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,10 +26,12 @@ from executors.backends.jobs.service import (
     LONGEST_PATIENCE_S,
     PATIENCE_S,
     TRIES,
+    Job,
     JobId,
     JobKey,
     JobServiceError,
     JobState,
+    common_env,
     retrying,
 )
 from executors.backends.jobs.service import LONGEST_PAUSE_S as LONGEST_RETRY_S
@@ -275,3 +278,25 @@ def test_every_end_without_an_outcome_has_a_reason_and_a_sentence() -> None:
         ),
     ]:  # fmt: skip
         assert explain("R", "Cloud", state, 60, has_started, output) == (reason, sentence)
+    sentence = "R ran into the time limit of Cloud."
+    assert explain("R", "Cloud", JobState(True, "timeout"), None, ran, "") == ("timeout", sentence), "not ours"
+
+
+def test_the_ranks_of_an_attempt_are_a_group_whose_name_fits_everywhere() -> None:
+    for run_id, attempt in itertools.product(("otter", "o" * 40), (0, 99, 10_000)):
+        ranks = {JobKey("s3://b/p", run_id, rank, attempt).group for rank in range(3)}
+        spares = {JobKey("s3://b/p", run_id, rank, attempt, is_spare=True).group for rank in range(3)}
+        elsewhere = {JobKey("s3://b/q", run_id, 0, attempt).group, JobKey("s3://b/p", run_id, 0, attempt + 1).group}
+        assert [len(names) for names in (ranks, spares, ranks | spares | elsewhere)] == [1, 1, 4]
+        assert all(re.fullmatch(r"[a-z0-9][a-z0-9-]{0,52}", name) for name in ranks | spares)
+    assert JobKey("s3://b/p", "otter", 0, 2).group == f"otter-{JobKey('s3://b/p', 'otter', 0, 2).name.split('-')[1]}-a2"
+
+
+def test_what_jobs_of_a_group_have_in_common_is_all_but_the_rank() -> None:
+    def job(rank: int, **env: str) -> Job:
+        return Job(JobKey("s3://b/p", "otter", rank, 0), (), (), {"REPLICA_RANK": str(rank), **env}, {})
+
+    assert common_env([job(0, X="1"), job(3, X="1")]) == {"X": "1"}
+    for other in (job(1), job(1, X="2"), job(1, X="1", Y="2")):
+        with pytest.raises(ValueError, match=r"differ in the variable '(X|Y)'"):
+            common_env([job(0, X="1"), other])
