@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from executors.backends.inline import InlineExecutor
     from executors.backends.local.executor import LocalProcessExecutor
     from executors.backends.modal import ModalExecutor
+    from executors.backends.slurm import SlurmExecutor
     from executors.launcher import launch
     from executors.run.lookup import attach, list_runs
     from executors.run.run import Run
@@ -33,6 +34,7 @@ __all__ = [
     "ReplicasError",
     "Run",
     "ServerlessExecutor",
+    "SlurmExecutor",
     "Store",
     "attach",
     "current_replica",
@@ -48,6 +50,7 @@ _LAZY = {
     "LocalProcessExecutor": "executors.backends.local.executor",
     "ModalExecutor": "executors.backends.modal",
     "Run": "executors.run.run",
+    "SlurmExecutor": "executors.backends.slurm",
     "attach": "executors.run.lookup",
     "launch": "executors.launcher",
     "list_runs": "executors.run.lookup",

@@ -25,6 +25,7 @@ BUILT_IN = {
     "inline": "executors.backends.inline:InlineExecutor",
     "local": "executors.backends.local.executor:LocalProcessExecutor",
     "modal": "executors.backends.modal:ModalExecutor",
+    "slurm": "executors.backends.slurm:SlurmExecutor",
 }
 VERBS = ("launch_replicas", "poll", "stream_logs", "cancel", "collect")
 ATTRIBUTES = ("backend_name", "supports_inter_replica_network")

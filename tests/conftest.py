@@ -20,6 +20,7 @@ from executors import LocalProcessExecutor
 
 if TYPE_CHECKING:
     from servers.modal.server import ModalServer
+    from servers.slurm.cluster import Cluster
     from support.fake_jobs import Machines
     from support.third_party import PopenExecutor
 
@@ -188,6 +189,34 @@ def modal_runs(modal_cloud: ModalServer, s3: S3Server, tmp_path: Path, monkeypat
     workspace.mkdir()
     monkeypatch.chdir(workspace)
     return modal_cloud
+
+
+@pytest.fixture(scope="session")
+def _slurm_cluster() -> Iterator[Cluster]:
+    from servers.slurm.cluster import INSTALL, missing_programs, running_cluster
+
+    if missing := missing_programs():
+        pytest.skip(f"there is no {missing[0]}. On Debian: {INSTALL}")
+    with running_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(_slurm_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A Slurm cluster with no jobs, and a folder with `job.py` to launch from. Its jobs use `tmp_path / "scratch"`.
+
+    Its daemons are shared by all tests, one after the other.
+    """
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_"))]:
+        monkeypatch.delenv(name)
+    for name, value in {**_slurm_cluster.environment, "TMPDIR": str(tmp_path / "scratch")}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("work", "scratch"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "work" / "job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path / "work")
+    yield _slurm_cluster
+    _slurm_cluster.end_jobs()
 
 
 @pytest.fixture

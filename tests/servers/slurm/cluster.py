@@ -186,9 +186,10 @@ class Cluster:
 
     def end_jobs(self) -> None:
         """End all jobs, and wait until none runs."""
-        self.run("scancel", "--me", "--quiet")
-        self.run("scancel", "--me", "--quiet", "--full", "--signal=KILL")
-        self._wait_for(lambda: not self.run("squeue", "--noheader"), "the end of the jobs", JOBS_LIMIT_S)
+        if self.run("squeue", "--noheader"):
+            self.run("scancel", "--me", "--quiet")
+            self.run("scancel", "--me", "--quiet", "--full", "--signal=KILL")
+            self._wait_for(lambda: not self.run("squeue", "--noheader"), "the end of the jobs", JOBS_LIMIT_S)
 
     def stop(self) -> None:
         if "slurmctld" in self.daemons:
