@@ -67,7 +67,7 @@ class World:
         self._number = 0
         self._names: dict[greenlet, str] = {}
         self._held: dict[str, float] = {}
-        self._suspended: dict[int, list[greenlet]] = {}
+        self._suspended: dict[int, list[tuple[greenlet, object]]] = {}
         self._until_s = math.inf
         self._main = getcurrent()
 
@@ -97,15 +97,26 @@ class World:
     def wait(self, timeout_s: float, prefixes: Sequence[str]) -> None:
         self.sleep(timeout_s)
 
-    def suspend(self, what: object) -> None:
-        """Let others run until somebody wakes those that wait for this."""
-        self._suspended.setdefault(id(what), []).append(getcurrent())
+    def suspend(self, what: object, limit_s: float = math.inf) -> None:
+        """Let others run until somebody wakes those that wait for this, or the time is over."""
+        me, waiting = (getcurrent(), object()), self._suspended.setdefault(id(what), [])
+
+        def time_is_over() -> None:
+            if me in waiting:
+                waiting.remove(me)
+                self._run(me[0])
+
+        waiting.append(me)
+        if limit_s < math.inf:
+            self.at(limit_s, time_is_over)
         self._main.switch()
 
     def wake(self, what: object) -> None:
         """Let those run on that wait for this, in an order that follows from the seed."""
-        for task in self._suspended.pop(id(what), []):
+        waiting = self._suspended.get(id(what), [])
+        for task, _ in waiting:
             self.at(0.0, partial(self._run, task))
+        waiting.clear()
 
     def run(self, until_s: float | None = None) -> None:
         """Run until nothing is left to do, or until a time."""
