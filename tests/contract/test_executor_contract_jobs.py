@@ -22,3 +22,13 @@ class TestJobExecutor(ExecutorContract):
 
     def test_it_has_all_that_the_executors_of_this_package_add(self, executor: ServerlessExecutor) -> None:
         assert isinstance(executor, NativeExecutor)
+
+
+class TestGroupingJobExecutor(TestJobExecutor):
+    """One whose service starts all jobs of a launch in one call."""
+
+    @pytest.fixture
+    def executor(self, machines: Machines) -> ServerlessExecutor:
+        machines.starts_together = True
+        self.machines = machines
+        return FakeExecutor()

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 from servers.hub.server import HubServer
 from servers.modal.server import ModalServer
-from support.fake_jobs import FakeJobs, ListingFakeJobs, Machines
+from support.fake_jobs import FakeJobs, GroupingFakeJobs, ListingFakeJobs, Machines
 
 from executors import HFJobsExecutor, ModalExecutor
 from executors.backends.jobs.service import JobId, JobService
@@ -32,6 +32,10 @@ class TestFakeJobs(JobServiceContract):
 
 class TestListingFakeJobs(TestFakeJobs):
     service_class: ClassVar[type[FakeJobs]] = ListingFakeJobs
+
+
+class TestGroupingFakeJobs(TestFakeJobs):
+    service_class: ClassVar[type[FakeJobs]] = GroupingFakeJobs
 
 
 class TestHFJobs(JobServiceContract):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -24,12 +24,14 @@ from executors.backends.jobs.service import (
     JobServiceError,
     JobState,
     Kind,
+    common_env,
     masked,
     shortened,
 )
 from executors.errors import BackendError
 from executors.native import Recordable
 from executors.protocol import Reason
+from executors.replica import RANK
 from executors.task.record import OPTION_NAME
 from executors.testing import eventually
 from support.processes import MARK
@@ -83,6 +85,8 @@ class Machines:
     """Whether jobs wait for a machine until `release`."""
     lists_jobs: bool = False
     """Whether one answer tells of all jobs of a run."""
+    starts_together: bool = False
+    """Whether that, and one call starts all jobs of a group."""
     hides: Callable[[JobKey], int] = lambda key: 0
     """How many of the newest jobs of a key a list lacks yet."""
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -301,6 +305,25 @@ class ListingFakeJobs(FakeJobs):
         return self._call("states", None, look)
 
 
+class GroupingFakeJobs(ListingFakeJobs):
+    """One that starts jobs of a group in one call, and tells each by its number among them alone."""
+
+    starts_together: ClassVar[bool] = True
+
+    def start(self, job: Job) -> JobId:
+        return self.start_jobs([job])[0]
+
+    def start_jobs(self, jobs: Sequence[Job]) -> list[JobId]:
+        assert len({job.key.group for job in jobs}) == 1
+
+        def start() -> list[JobId]:
+            env = common_env(jobs)
+            told = [replace(job, env={**env, RANK: str(job.key.rank)}) for job in jobs]
+            return [_job_id(self.machines.add(job).id) for job in told]
+
+        return self._call("start", None, start)
+
+
 class FakeExecutor(JobExecutor):
     """The five verbs over jobs that are processes here, so that a directory is a rendezvous."""
 
@@ -311,7 +334,8 @@ class FakeExecutor(JobExecutor):
     """Those of the test that runs."""
 
     def __init__(self) -> None:
-        super().__init__((ListingFakeJobs if self.machines.lists_jobs else FakeJobs)(self.machines))
+        listing = ListingFakeJobs if self.machines.lists_jobs else FakeJobs
+        super().__init__((GroupingFakeJobs if self.machines.starts_together else listing)(self.machines))
 
 
 def start(n: int = 1, function: str = "main", **more: Any) -> Run:

@@ -18,7 +18,7 @@ from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field, replace
 
 from executors.attempt import Attempt, Intent
-from executors.backends.jobs.sdk import TokenBucket, in_threads
+from executors.backends.jobs.sdk import TokenBucket, call_each, in_threads
 from executors.backends.jobs.service import (
     LONGEST_PATIENCE_S,
     CancelledWhileStartingError,
@@ -40,6 +40,7 @@ MAX_THREADS = 256  # a call may block until its job is scheduled, so each rank h
 SWEEP_S = 1.0
 LONGEST_SWEEP_S = 10.0
 SWEEP_THREADS = 16
+ASKING_THREADS = 64
 LOOKS = 5  # for a job that an unknown answer may have left, before the service is asked for it again
 LOOK_PAUSE_S = 1.0
 CLOSE_S = 5.0  # how long the end of the process waits for calls that were interrupted
@@ -102,6 +103,7 @@ class GangStart:
         self._backend = backend
         self._run = run
         self._starts = [_Start(attempt, job) for attempt, job in jobs]
+        self._batches = [self._starts] if service.starts_together else [[start] for start in self._starts]
         self._needed = min(run.min_replicas or len(jobs), len(jobs))
         self._handle_of = handle_of
         self._tell = tell
@@ -118,8 +120,8 @@ class GangStart:
             LaunchError: too few could be started; the others were ended, or never begun.
         """
         try:
-            futures = in_threads(self._start, self._starts, MAX_THREADS)
-            self._wait_for_enough(dict(zip(futures, self._starts, strict=True)))
+            futures = in_threads(self._start, self._batches, MAX_THREADS)
+            self._wait_for_enough(dict(zip(futures, self._batches, strict=True)))
             failed = [start for start in self._starts if start.error]
             late = [start for start in self._starts if not start.has_come and not start.error]
             if len(self._starts) - len(failed) - len(late) < self._needed:
@@ -133,18 +135,17 @@ class GangStart:
             raise
         return [start.handle for start in self._starts if start.handle is not None]
 
-    def _wait_for_enough(self, starts: Mapping[Future[None], _Start]) -> None:
+    def _wait_for_enough(self, batches: Mapping[Future[None], Sequence[_Start]]) -> None:
         """Wait until all have come, or as many have failed as makes it useless to wait, or the time is over."""
-        n_came = n_failed = 0
-        self._tell(f"0 of {len(starts)} started")
+        n, n_came, n_failed = len(self._starts), 0, 0
+        self._tell(f"0 of {n} started")
         with contextlib.suppress(TimeoutError):
-            for future in as_completed(starts, None if self._run.min_replicas is None else self._run.gather_s):
-                if (error := starts[future].error) is None:
-                    n_came += 1
-                    self._tell(f"{n_came} of {len(starts)} started")
-                    continue
-                n_failed += 1
-                if len(starts) - n_failed < self._needed or not isinstance(error, (ReplicasError, OSError)):
+            for future in as_completed(batches, None if self._run.min_replicas is None else self._run.gather_s):
+                errors = [start.error for start in batches[future] if start.error]
+                n_came, n_failed = n_came + len(batches[future]) - len(errors), n_failed + len(errors)
+                if not errors:
+                    self._tell(f"{n_came} of {n} started")
+                elif n - n_failed < self._needed or not isinstance(errors[0], (ReplicasError, OSError)):
                     return
 
     def _refuse(self, failed: Sequence[_Start], n_late: int) -> None:
@@ -155,6 +156,8 @@ class GangStart:
         else:
             number, run = cause.attempt.rank, self._run
             of = f"spare {number}" if run.is_of_spares else f"replica {number} of {run.world_size}"
+            if self._service.starts_together and len(failed) == n > 1:
+                of = f"any of {n} {'spares' if run.is_of_spares else 'replicas'}, which start together"
             what = f"could not start {of}: {str(cause.error).rstrip('.')}"
         if self._needed < n:
             what += f"; at least {self._needed} of {n} were asked for"
@@ -230,21 +233,25 @@ class GangStart:
             self._service.interrupt_starts()
         self._wait_for(late, CLOSE_S)
 
-    # Starting one
+    # Starting
 
-    def _start(self, start: _Start) -> None:
-        start.is_going = True
+    def _start(self, batch: Sequence[_Start]) -> None:
+        """Start one rank, or all of a group."""
+        for start in batch:
+            start.is_going = True
         try:
-            start.check_not_given_up()
-            if self._begin(start):
-                handle = self._handle_of(start.attempt, self._job_of(start))
-                # Overwritten: a reader may have written a handle meanwhile, of a job that `_only_one` has ended since.
-                start.attempt.store.put(start.attempt.key("handle.json"), handle.to_json().encode())
-                start.handle = handle
+            batch[0].check_not_given_up()
+            call_each(self._begin, batch, ASKING_THREADS)
+            if begun := [start for start in batch if start.is_begun]:
+                self._find_jobs(begun)
+                call_each(self._write_handle, begun, ASKING_THREADS)
         except BaseException as error:  # noqa: BLE001 - raised where the launch waits
-            start.error = start.error or error
+            for start in batch:
+                if not start.has_come:
+                    start.error = start.error or error
         finally:
-            start.is_going = False
+            for start in batch:
+                start.is_going = False
 
     def _begin(self, start: _Start) -> bool:
         """Begin an attempt by creating its intent; False if another launcher has begun it."""
@@ -258,49 +265,67 @@ class GangStart:
             start.is_begun = created or read_record(store, key, Intent.parse).nonce == self._nonce
         return start.is_begun
 
-    def _job_of(self, start: _Start) -> JobId:
-        """Ask for a job until the service has it; look for it first whenever an answer left that unknown."""
-        for one_try in retrying(start.given_up.wait, patience_s=LONGEST_PATIENCE_S):
+    def _write_handle(self, start: _Start) -> None:
+        assert start.job_id is not None
+        handle = self._handle_of(start.attempt, start.job_id)
+        # Overwritten: a reader may have written a handle meanwhile, of a job that `_only_one` has ended since.
+        start.attempt.store.put(start.attempt.key("handle.json"), handle.to_json().encode())
+        start.handle = handle
+
+    def _find_jobs(self, batch: Sequence[_Start]) -> None:
+        """Ask for jobs until the service has them; look for them first whenever an answer left that unknown."""
+        for one_try in retrying(batch[0].given_up.wait, patience_s=LONGEST_PATIENCE_S):
             with one_try:
-                start.given_up.wait(self._rate.reserve())
-                start.check_not_given_up()
-                if start.is_unclear and (found := self._look_for(start)):
-                    return found
-                start.may_exist = True
-                try:
-                    started = start.job_id = self._service.start(start.job)
-                except JobServiceError as error:
-                    start.is_unclear = start.is_unclear or error.kind == "unknown"
-                    start.may_exist = start.is_unclear
-                    if error.kind == "rejected" and start.attempt.has("cancel.json"):
-                        raise CancelledWhileStartingError from error
-                    raise
-                return self._only_one(start, started) or started if start.is_unclear else started
-        raise AssertionError("tenacity returns or raises")
+                batch[0].given_up.wait(self._rate.reserve())
+                batch[0].check_not_given_up()
+                missing = self._look_for(batch) if batch[0].is_unclear else batch
+                if not missing:
+                    return
+                self._ask_for(missing)
+                if batch[0].is_unclear:
+                    call_each(self._only_one, missing, ASKING_THREADS)
 
-    def _look_for(self, start: _Start) -> JobId | None:
-        """Look for the job that a lost answer may have left, for a while: what was made just now may be listed late."""
-        for _ in range(LOOKS - 1):
-            if found := self._only_one(start):
-                return found
-            start.given_up.wait(LOOK_PAUSE_S)
-            start.check_not_given_up()
-        return self._only_one(start)
+    def _ask_for(self, batch: Sequence[_Start]) -> None:
+        for start in batch:
+            start.may_exist = True
+        try:
+            jobs = [start.job for start in batch]
+            found = self._service.start_jobs(jobs) if self._service.starts_together else [self._service.start(*jobs)]
+        except JobServiceError as error:
+            for start in batch:
+                start.is_unclear = start.is_unclear or error.kind == "unknown"
+                start.may_exist = start.is_unclear
+            if error.kind == "rejected" and any(start.attempt.has("cancel.json") for start in batch):
+                raise CancelledWhileStartingError from error
+            raise
+        for start, job_id in zip(batch, found, strict=True):
+            start.job_id = job_id
 
-    def _only_one(self, start: _Start, started: JobId | None = None) -> JobId | None:
-        """Find the job, and end any beyond the first.
+    def _look_for(self, batch: Sequence[_Start]) -> Sequence[_Start]:
+        """Look for jobs that a lost answer may have left, for a while: what was made just now may be listed late.
 
-        Args:
-            started: the one that was made just now, which a list may lack.
+        Returns: those that have none.
         """
+        for look in range(LOOKS):
+            if look:
+                batch[0].given_up.wait(LOOK_PAUSE_S)
+                batch[0].check_not_given_up()
+            found = call_each(self._only_one, batch, ASKING_THREADS)
+            batch = [start for start, job_id in zip(batch, found, strict=True) if job_id is None]
+            if not batch:
+                break
+        return batch
+
+    def _only_one(self, start: _Start) -> JobId | None:
+        """Find the job of a rank, and end any beyond the first; a list may lack the one that was made just now."""
         found = self._service.find(start.job.key)
-        if started is not None and started not in found:
-            found.append(started)
+        if start.job_id is not None and start.job_id not in found:
+            found.append(start.job_id)
         for surplus in found[1:]:
             self._service.stop(surplus)
         if found:
             start.job_id = found[0]
-        return found[0] if found else None
+        return start.job_id
 
     # Undoing
 
@@ -336,8 +361,7 @@ class GangStart:
         pause_s = SWEEP_S
         while starts:
             going = [start for start in starts if start.is_going]  # before: these are swept once more
-            ended = in_threads(self._end, starts, SWEEP_THREADS)
-            for start, problem in zip(starts, [future.result() for future in ended], strict=True):
+            for start, problem in zip(starts, call_each(self._end, starts, SWEEP_THREADS), strict=True):
                 if problem and start.may_exist and start not in going:
                     problems.setdefault(problem, []).append(start.job.key.name)
             self._wait_for(going, pause_s)

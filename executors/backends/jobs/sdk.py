@@ -46,6 +46,15 @@ def in_threads(act: Callable[[T], R], items: Sequence[T], n_threads: int) -> lis
     return futures
 
 
+def call_each(act: Callable[[T], R], items: Sequence[T], n_threads: int) -> list[R]:
+    """Return what `act` returns for each item, called in threads; raise what one raised when all have ended."""
+    if len(items) == 1:
+        return [act(items[0])]
+    futures = in_threads(act, items, n_threads)
+    wait(futures)
+    return [future.result() for future in futures]
+
+
 def call_with_timeout(limit_s: float, call: Callable[[], T]) -> T:
     """Return what `call` returns or raises in time; after that it goes on in a daemon thread, and nobody waits for it.
 

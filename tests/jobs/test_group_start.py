@@ -1,0 +1,119 @@
+"""A launch at a service that starts all jobs of a group in one call: all of them or none, each once."""
+
+from __future__ import annotations
+
+import pytest
+from support.fake_jobs import FakeExecutor, Machines, attached, ends, start
+
+from executors import Run, launch
+from executors.attempt import Attempt
+from executors.backends.jobs.gang_start import LOOKS
+from executors.backends.jobs.service import JobKey, Kind
+from executors.errors import LaunchError
+from executors.resume import resume
+from executors.testing import eventually
+
+N = 8
+
+pytestmark = pytest.mark.usefixtures("quick_tries")
+
+
+@pytest.fixture(autouse=True)
+def _groups(machines: Machines) -> None:
+    """Jobs are taken and do not start: what is reported of them is enough here."""
+    machines.is_held = machines.starts_together = True
+
+
+def launched(machines: Machines, n: int = N, run_id: str = "otter") -> Run:
+    """Launch, and see that each rank has one job, which is its handle's."""
+    run = launch(FakeExecutor(), "job.py:main", n, run_id=run_id)
+    assert machines.living() == [(rank, 0) for rank in range(n)]
+    assert [machines.job_of(run, rank).job.key.rank for rank in range(n)] == list(range(n))
+    return run
+
+
+def test_one_call_starts_all_ranks_and_each_knows_which_it_is(machines: Machines) -> None:
+    machines.is_held = False
+    run = start(3)
+    assert ends(run) == [("succeeded", None)] * 3
+    assert run.results() == [{"rank": rank} for rank in range(3)]
+    assert machines.count("start") == 1
+    assert [Attempt(run.store, "otter", rank).has("intent.json") for rank in range(3)] == [True] * 3
+
+
+def test_ranks_that_are_resumed_are_a_group_of_their_own(machines: Machines) -> None:
+    run = launched(machines, 4)
+    for rank in (1, 3):
+        run.cancel(rank)
+    resume(run)
+    assert machines.living() == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    run.cancel(2)
+    resume(attached(), ranks=[2])
+    assert machines.living() == [(0, 0), (1, 1), (2, 1), (3, 1)], "two groups of one name"
+    assert machines.count("start") == 3
+    attached().cancel()
+    assert machines.living() == []
+
+
+def test_what_a_lost_answer_left_is_found_and_not_asked_for_again(machines: Machines) -> None:
+    cases: list[tuple[Kind, bool, int]] = [("unavailable", False, 2), ("unknown", False, 2), ("unknown", True, 1)]
+    for kind, applied, n_asked in cases:
+        machines.calls.clear()
+        machines.fail("start", kind, after_applying=applied)
+        run = launched(machines, run_id=f"{kind}-{applied}".lower())
+        assert machines.count("start") == n_asked, (kind, applied)
+        run.cancel()
+
+
+def test_what_a_list_lacks_is_asked_for_again_alone_and_no_rank_keeps_two_jobs(machines: Machines) -> None:
+    late: list[JobKey] = []
+
+    def hides(key: JobKey) -> int:
+        late.extend([key] if key.rank in (2, 5) else [])
+        return 99 if key.rank in (2, 5) and len(late) <= 2 * LOOKS else 0
+
+    machines.hides = hides
+    machines.fail("start", after_applying=True)
+    run = launched(machines)
+    assert machines.count("start") == 2
+    assert len(machines.jobs) == N + 2
+    assert not any(machines.job_of(run, rank).state().has_ended for rank in range(N))
+
+
+def test_a_refusal_ends_the_launch_and_says_why_once(machines: Machines) -> None:
+    kinds: list[tuple[Kind, int | None]] = [("rejected", 1), ("unknown", None)]
+    for kind, times in kinds:
+        machines.fail("start", kind, times=times)
+        said = f"'fake' could not start any of {N} replicas, which start together: Fake: {kind}, as the test asked."
+        with pytest.raises(LaunchError, match=said):
+            start(N)
+        assert machines.living() == []
+        assert {outcome.reason for outcome in attached().outcomes()} == {"start_failed"}
+        attached().remove()
+        machines.forgive()
+
+
+def test_jobs_behind_a_lost_answer_are_ended_when_the_launch_is_given_up(machines: Machines) -> None:
+    machines.fail("start", after_applying=True, times=None)
+    machines.fail("find", "rejected", times=N)
+    with pytest.raises(LaunchError, match="any of 8 replicas"):
+        start(N)
+    assert machines.living() == []
+
+
+def test_jobs_that_nobody_left_a_handle_of_are_found_each_by_its_key(machines: Machines) -> None:
+    run = launched(machines, 3)
+    for rank in range(3):
+        run.store.delete(f"otter/replicas/{rank:04d}/0/handle.json")
+    other = attached()
+    eventually(lambda: None not in other.handles, "they are not looked for all the time")
+    other.cancel()
+    assert machines.living() == []
+
+
+def test_one_request_tells_of_all_jobs_of_a_group(machines: Machines) -> None:
+    run = launched(machines)
+    machines.calls.clear()
+    assert attached().status().counts == f"{N} pending"
+    assert [name for name, _ in machines.calls] == ["states"]
+    run.cancel()
