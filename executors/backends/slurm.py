@@ -53,7 +53,7 @@ from executors.task.create import MASK
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,199}")
 SUBMITTED = re.compile(r"(\d+)(?:;\S*)?")
 ARRAY = re.compile(r"\d{1,12}")
-FRESH_S = 1.0  # how long a list of a group's jobs is good: 64 ranks are looked for at once
+FRESH_S = 0.5  # how long a list of a group's jobs is good: all its ranks are looked for at once
 JOB_ENV = "job_env"
 STORES_ENV = (
     "AccountingStoreFlags has job_env: the cluster's database keeps the environment of every job, and with it the "
@@ -107,8 +107,9 @@ class SlurmJobs(JobService):
             self._log_of(job.key).parent.mkdir(parents=True, exist_ok=True)
         job, group = jobs[0], jobs[0].key.group
         env = {**common_env(jobs), **_secrets(job.secret_names), **job.credentials}
-        answer = ask(*self._request(jobs), script=script_of(job.command), env=env, may_have_acted=True)
-        with self._lock:
+        try:
+            answer = ask(*self._request(jobs), script=script_of(job.command), env=env, may_have_acted=True)
+        finally:
             self._found.pop(group, None)
         submitted = SUBMITTED.fullmatch(answer.strip().rpartition("\n")[2])
         if submitted is None:
