@@ -8,6 +8,7 @@ code 78 (EX_CONFIG of sysexits.h). While it installs, the attempt has a boot.jso
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import importlib
@@ -62,7 +63,8 @@ def main() -> None:
     code = fetched(get, "task/code.tar.gz", task["code_sha256"])
     here = os.getcwd()
     folder = pathlib.Path(tempfile.mkdtemp(prefix="replica-", dir=here if os.access(here, os.W_OK) else None))
-    os.environ["REPLICA_FOLDER"] = str(folder)  # the worker removes it
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # of what does not become the worker,
+    os.environ["REPLICA_FOLDER"] = str(folder)  # which removes it itself: a machine of a cluster is not a container
     unpack(code, folder)
     workspace = folder / "workspace"
     workspace.mkdir(exist_ok=True)

@@ -8,6 +8,7 @@ may show little of its processes and control groups: what cannot be seen is not 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import io
@@ -28,7 +29,7 @@ from executors.native import RunSpec
 from executors.process import be_killed_first, die_with_parent, fork, oom_kills_in_group, usable_cores
 from executors.protocol import Reason
 from executors.shared_page import SharedPage
-from executors.store.records import to_bytes
+from executors.store.records import retry, to_bytes
 from executors.store.url import impatient_store, is_near
 from executors.supervision.lease import LeaseWatch
 from executors.task.stored import StoredTask
@@ -147,7 +148,12 @@ class ContainerRanks:
             preload(self._task)
 
     def begin(self, attempt: Attempt) -> bool:
-        """Begin an attempt: its process claims it."""
+        """Begin an attempt: its process claims it. One that has ended is over, though its service starts it again."""
+        with contextlib.suppress(StoreError):
+            if attempt.number == self._spec.attempt and retry(functools.partial(attempt.has, "outcome.json")):
+                what = f"attempt {attempt.number} of rank {attempt.rank}"
+                print(f"replicas: {what} has ended; it is not begun again", flush=True)
+                return False
         return True
 
     def start(self, attempt: Attempt, place: int, page: SharedPage, close: Iterable[int]) -> int:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
 from executors import replica as environment
-from executors.errors import LaunchError, ReplicasError
+from executors.errors import ReplicasError
 from executors.native import RunSpec
 from executors.policy import HangLimits, Restarts
 from executors.process import become_subreaper
@@ -25,11 +26,26 @@ TERM_GRACE_S = 5.0
 
 def main() -> NoReturn:
     """Run the replica that the environment describes, and leave its process."""
+    folder = os.environ.pop(environment.FOLDER, None)
     try:
-        supervisor = read_assignment(os.environ)
+        code = _run()
     except (ReplicasError, ValueError) as error:
-        print(f"replicas: {error}", file=sys.stderr)
-        sys.exit(CANNOT_START)
+        print(f"replicas: {error}", file=sys.stderr, flush=True)
+        code = CANNOT_START
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    os._exit(code)
+
+
+def _run() -> int:
+    """Run the replica to its end; return the exit code of its process.
+
+    Raises:
+        ReplicasError: the environment describes none, or it cannot be started; then its outcome says so, too.
+        ValueError: a number or a policy in it is not one.
+    """
+    supervisor = read_assignment(os.environ)
     os.dup2(1, 2)  # a service that reads two pipes does not know which line came first
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # a question would wait for ever
@@ -39,16 +55,13 @@ def main() -> NoReturn:
     if os.environ.pop(environment.SPARE, None):
         attempt = Spare(read_spec(os.environ), _number(os.environ, environment.LOST_AFTER_S)).stand_by()
         if attempt is None:
-            os._exit(0)
+            return 0
         os.environ |= {environment.RANK: str(attempt.rank), environment.ATTEMPT: str(attempt.number)}
         supervisor = read_assignment(os.environ)
-    try:
-        supervisor.start()
-    except LaunchError as error:  # the outcome says it, too
-        print(f"replicas: {error}", file=sys.stderr, flush=True)
-        os._exit(CANNOT_START)
+    if not supervisor.start():
+        return 0
     supervisor.run()
-    os._exit(supervisor.exit_code)
+    return supervisor.exit_code
 
 
 def read_assignment(environ: Mapping[str, str]) -> ContainerSupervisor:

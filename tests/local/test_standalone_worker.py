@@ -27,7 +27,8 @@ from support.standalone_replicas import (
     write_files,
 )
 
-from executors import attach
+from executors import attach, open_store
+from executors.attempt import Attempt
 from executors.native import RunSpec
 from executors.shipping.package import replica_environment
 from executors.store.url import address_of
@@ -37,6 +38,25 @@ __all__ = ["cloud", "shared", "site", "workspace"]  # fixtures
 ROOT = Path(__file__).parents[2]
 
 # Whole runs
+
+
+def test_nothing_of_a_replica_is_left_on_its_machine(site: Site) -> None:
+    machine = site.cloud.folder / "machine of 0"
+    for number, task in enumerate(("shows", "fails", "dies")):
+        args = {"how": "kill"} if task == "dies" else None
+        _, process = site.start(task, args=args, run_id=f"otter-{number}")
+        ended(process)
+        assert list(machine.iterdir()) == [], task
+
+
+def test_an_attempt_that_has_ended_is_not_begun_again_by_its_service(site: Site) -> None:
+    spec, process = site.start("fails")
+    assert ended(process)[0] == 1
+    before = outcome_of(spec)
+    code, out, err = ended(site.cloud.start(spec))
+    assert (code, out, err) == (0, "replicas: attempt 0 of rank 0 has ended; it is not begun again\n", "")
+    assert outcome_of(spec) == before
+    assert not Attempt(open_store(spec.store_url), "otter", 0, 1).has("started.json")
 
 
 def test_two_replicas_run_a_callable_through_a_bucket_and_another_machine_attaches(
