@@ -21,6 +21,7 @@ from executors import LocalProcessExecutor
 if TYPE_CHECKING:
     from servers.modal.server import ModalServer
     from servers.slurm.cluster import Cluster
+    from servers.slurm.commands import Commands
     from support.fake_jobs import Machines
     from support.third_party import PopenExecutor
 
@@ -217,6 +218,15 @@ def slurm(_slurm_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path / "work")
     yield _slurm_cluster
     _slurm_cluster.end_jobs()
+
+
+@pytest.fixture
+def slurm_commands(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    """What of Slurm's commands is called in this test."""
+    from servers.slurm.commands import Commands
+
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return Commands(tmp_path / "bin")
 
 
 @pytest.fixture

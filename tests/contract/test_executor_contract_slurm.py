@@ -19,4 +19,4 @@ class TestSlurm(ExecutorContract):
 
     def kill(self, executor: ServerlessExecutor, handle: ReplicaHandle) -> None:
         job = handle.metadata["job"]
-        self.cluster.run("scancel", "--full", "--signal=KILL", f"{job['id']}_{job['task']}")
+        self.cluster.kill_job(f"{job['id']}_{job['task']}")

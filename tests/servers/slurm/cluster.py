@@ -13,6 +13,7 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import tempfile
 import time
@@ -119,7 +120,7 @@ class Cluster:
         (folder / "munge.key").write_bytes(secrets.token_bytes(128))
         (folder / "munge.key").chmod(0o600)
         for number in range(2):
-            (folder / f"gpu{number}").touch()
+            os.mknod(folder / f"gpu{number}", stat.S_IFCHR, os.makedev(1, 3))  # a file that is no device is not told
         for name in NODES:
             (folder / name).mkdir()
         (folder / "gres.conf").write_text(f"Name=gpu Type=h100 File={folder}/gpu[0-1]\n")
@@ -159,11 +160,15 @@ class Cluster:
         daemon = self.daemons.pop(name)
         daemon.kill()
         daemon.wait()
-        works = [pid for pid, conf, node in _processes_of_jobs() if (conf, node) == (str(self.conf), name)]
+        works = [pid for pid, variables in self._processes() if variables["SLURMD_NODENAME"] == name]
         steps = {parent for pid in works if (parent := parent_of(pid)) and "slurmstepd" in command_of(parent)}
-        for pid in (*steps, *works):  # in this order: nobody is to report the end of what is killed
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(*steps, *works)  # in this order: nobody is to report the end of what is killed
+
+    def kill_job(self, job: str) -> None:
+        """Kill all processes of a job at once; what `scancel` does begins with a SIGTERM."""
+        array, _, task = job.partition("_")
+        ids = {"SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": task}
+        _kill(*(pid for pid, variables in self._processes() if ids.items() <= variables.items()))
 
     @contextlib.contextmanager
     def stopped_controller(self) -> Iterator[None]:
@@ -188,7 +193,6 @@ class Cluster:
         """End all jobs, and wait until none runs."""
         if self.run("squeue", "--noheader"):
             self.run("scancel", "--me", "--quiet")
-            self.run("scancel", "--me", "--quiet", "--full", "--signal=KILL")
             self._wait_for(lambda: not self.run("squeue", "--noheader"), "the end of the jobs", JOBS_LIMIT_S)
 
     def stop(self) -> None:
@@ -241,6 +245,15 @@ class Cluster:
                 start_new_session=True,
             )
 
+    def _processes(self) -> Iterator[tuple[int, dict[str, str]]]:
+        """Yield the pids of this cluster's jobs, with their variables."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                pairs = (pair.partition(b"=") for pair in (folder / "environ").read_bytes().split(b"\0"))
+                variables = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+                if variables.get("SLURM_CONF") == str(self.conf) and "SLURMD_NODENAME" in variables:
+                    yield int(folder.name), variables
+
     def _states(self) -> set[str]:
         with contextlib.suppress(RuntimeError):
             return set(self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split())
@@ -261,14 +274,10 @@ class Cluster:
         return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in logs if log.exists())
 
 
-def _processes_of_jobs() -> Iterator[tuple[int, str, str]]:
-    """Yield the pid of every process of a job on this machine, the configuration of its cluster, and its node."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            pairs = (pair.partition(b"=") for pair in (folder / "environ").read_bytes().split(b"\0"))
-            variables = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
-            if "SLURMD_NODENAME" in variables:
-                yield int(folder.name), variables.get("SLURM_CONF", ""), variables["SLURMD_NODENAME"]
+def _kill(*pids: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
