@@ -190,10 +190,11 @@ class _Worker:
                 check_health(launched.health_check, self._end_unhealthy if self._assignment.supervisor_pid else None)
         if launched is None or launched.tracker is None or replica.recorder is None:
             return _load(replica, task, self._assignment.gpu)
-        from executors.worker.tracking import Tracking, tracked
+        from executors.worker.tracking import Tracking, tracked, write_page
 
         # Loaded before the generators are seeded: what it draws is not the user's. Begun after: it loads more modules.
-        tracking = Tracking(launched.tracker, tracked(task, replica))
+        page = functools.partial(write_page, replica) if replica.rank == 0 else None
+        tracking = Tracking(launched.tracker, tracked(task, replica), page)
         loaded = _load(replica, task, self._assignment.gpu)
         self._tracking, replica.recorder.on_line = tracking, tracking.take
         tracking.start()

@@ -8,15 +8,18 @@ from __future__ import annotations
 import contextlib
 import queue
 import sys
+import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from executors.metrics.rows import Left, LeftOut, parse_line
+from executors.protocol import ReplicaStatus
 from executors.replica import Replica
 from executors.report.scalars import scalars
-from executors.report.trackers import Tracked, load_tracker
+from executors.report.trackers import TakesPage, Tracked, load_tracker
 from executors.task.stored import StoredTask
 
 MAX_WAITING = 10_000  # lines that wait for the tracker: hours of them
@@ -29,14 +32,16 @@ class Tracking:
 
     Args:
         name: of the tracker, as the task says it.
+        write_page: writes the page of the run, for a tracker that takes it.
     """
 
-    def __init__(self, name: str, tracked: Tracked) -> None:
+    def __init__(self, name: str, tracked: Tracked, write_page: Callable[[Path], object] | None = None) -> None:
         self._name = name
         self._tracked = tracked
+        self._write_page = write_page
         self._waiting = queue.Queue[tuple[float, Mapping[str, Any]] | None](MAX_WAITING)
         self._thread: threading.Thread | None = None
-        self._has_succeeded = False
+        self._has_succeeded = self._is_hurried = False
         self._has_complained = False
         self._class: Any = None
         with self._told("cannot be loaded here, so it gets no numbers"):
@@ -61,7 +66,7 @@ class Tracking:
         thread, self._thread = self._thread, None
         if thread is None or not thread.is_alive():
             return
-        self._has_succeeded = has_succeeded
+        self._has_succeeded, self._is_hurried = has_succeeded, is_hurried
         limit_s = HURRIED_S if is_hurried else FINISH_S
         with contextlib.suppress(queue.Full):  # it hangs
             self._waiting.put_nowait(None)
@@ -86,6 +91,11 @@ class Tracking:
                 step, numbers = scalars(row)
                 if numbers:
                     tracker.log(numbers, step, at)
+        if self._write_page is not None and isinstance(tracker, TakesPage) and not self._is_hurried:
+            with self._told("did not take the page of the run"), tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, f"{self._tracked.run_id}.html")
+                self._write_page(path)
+                tracker.page(path)
         with self._told("did not finish, so some numbers may be missing there"):
             tracker.finish(has_succeeded=self._has_succeeded)
 
@@ -125,3 +135,21 @@ def tracked(task: StoredTask, replica: Replica) -> Tracked:
         attempt=replica.attempt,
         config=config,
     )
+
+
+def write_page(replica: Replica, path: Path) -> None:
+    """Write the page of a replica's run, as it is now and the rendezvous shows it."""
+    from executors.run.traces import Traces
+
+    store_alone: Any = _StoreAlone()
+    Traces(replica.store, replica.run_id, executor=store_alone).report(path)
+
+
+class _StoreAlone:
+    """In place of the executor: a replica has no account to ask, so who has left no outcome runs."""
+
+    backend_name = "store"
+    supports_inter_replica_network = False
+
+    def poll(self, handle: Any) -> ReplicaStatus:
+        return ReplicaStatus.RUNNING

@@ -57,6 +57,18 @@ def test_a_tracker_gets_the_numbers_of_each_rank_and_attempt_beside_the_training
     assert run.record.tracker == NOTES
 
 
+def test_the_tracker_of_rank_0_gets_the_page_of_the_run_as_it_is_at_its_end(
+    local: LocalProcessExecutor, folder: Path
+) -> None:
+    run = launch(local, TRAIN, 2, tracker="support.trackers:KeepsPage", env={"NOTES": str(folder)})
+    run.results()
+    assert "the tracker" not in run.logs()
+    name = f"{run.run_id}.html"
+    assert [{"page": name} in noted(folder, rank) for rank in range(2)] == [True, False]
+    page = (folder / name).read_text()
+    assert [text in page for text in (f"<title>{run.run_id}", '"loss"')] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("tracker", "said"),
     [
@@ -123,8 +135,10 @@ def test_trackio_has_a_run_for_each_rank_that_its_next_attempt_goes_on_with(
         for name, text in connection.execute("SELECT run_name, metrics FROM metrics ORDER BY id"):
             rows.setdefault((name, "loss"), []).extend(v for k, v in json.loads(text).items() if k == "loss")
         configs = [json.loads(text) for (text,) in connection.execute("SELECT config FROM configs")]
+        artifacts = [name for (name,) in connection.execute("SELECT name FROM artifacts")]
     assert rows == {(f"{run.run_id} rank {rank}", "loss"): [1.0, 1.0, 0.5] for rank in range(2)}
     assert {config["args.steps"] for config in configs} == {2}
+    assert artifacts == [run.run_id], "the page of the run"
 
 
 @needs("wandb")
@@ -132,7 +146,7 @@ def test_wandb_offline_has_the_numbers_of_each_attempt(local: LocalProcessExecut
     from wandb.proto import wandb_internal_pb2
 
     run = tracked_and_resumed(local, "wandb", {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)})
-    found: dict[str, list[float]] = {}
+    found, artifacts = dict[str, list[float]](), set[str]()
     for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         of, losses = "", list[float]()
         for data in records_of_wandb(path.read_bytes()):
@@ -140,6 +154,7 @@ def test_wandb_offline_has_the_numbers_of_each_attempt(local: LocalProcessExecut
             record.ParseFromString(data)
             if record.HasField("run"):
                 of = f"{record.run.run_group} {record.run.run_id} {record.run.display_name}"
+            artifacts |= {record.request.log_artifact.artifact.name} - {""} | {record.artifact.name} - {""}
             losses += [
                 json.loads(item.value_json)
                 for item in record.history.item
@@ -149,6 +164,7 @@ def test_wandb_offline_has_the_numbers_of_each_attempt(local: LocalProcessExecut
     assert {of: sorted(losses) for of, losses in found.items()} == {
         f"{run.run_id} {run.run_id}-{rank} {run.run_id} rank {rank}": [0.5, 1.0, 1.0] for rank in range(2)
     }
+    assert artifacts == {run.run_id}, "the page of the run"
 
 
 def records_of_wandb(data: bytes) -> Iterator[bytes]:
@@ -186,3 +202,5 @@ def test_mlflow_has_a_run_for_each_rank_that_its_next_attempt_goes_on_with(
         assert each.data.tags["replicas.run"] == run.run_id
         losses = client.get_metric_history(each.info.run_id, "loss")
         assert [metric.value for metric in sorted(losses, key=lambda m: (m.timestamp, m.step))] == [1.0, 1.0, 0.5]
+        pages = [each.path for each in client.list_artifacts(each.info.run_id)]
+        assert pages == [f"{run.run_id}.html"] * each.info.run_name.endswith(" 0")

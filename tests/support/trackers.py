@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,6 +43,12 @@ class Notes:
     def _note(self, noted: dict[str, Any]) -> None:
         with self._file.open("a") as file:
             file.write(f"{json.dumps(noted)}\n")
+
+
+class KeepsPage(Notes):
+    def page(self, path: Path) -> None:
+        self._note({"page": path.name})
+        shutil.copy(path, os.environ["NOTES"])
 
 
 class FailsToBegin(Notes):

@@ -9,7 +9,8 @@ import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from executors.entrypoint import find_module
 from executors.errors import MissingDependencyError, unknown_name
@@ -54,6 +55,14 @@ class Tracker(Protocol):
 
     def finish(self, *, has_succeeded: bool) -> None:
         """Deliver what is left. Called once, at the end of the replica, which waits some seconds for it."""
+
+
+@runtime_checkable
+class TakesPage(Protocol):
+    """A tracker that keeps the page of the run beside its numbers."""
+
+    def page(self, path: Path) -> None:
+        """Take the HTML page that `replicas report` writes, as the run is when rank 0 ends. The file is gone after."""
 
 
 def check_tracker(name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from executors.report.trackers import PROJECT, Tracked
 
@@ -50,6 +51,9 @@ class Tracker:
 
         metrics = [Metric(_name(name), value, int(1000 * at), step or 0) for name, value in numbers.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
+
+    def page(self, path: Path) -> None:
+        self._client.log_artifact(self._run_id, str(path))
 
     def finish(self, *, has_succeeded: bool) -> None:
         self._client.set_terminated(self._run_id, status="FINISHED" if has_succeeded else "FAILED")

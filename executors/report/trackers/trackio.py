@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from executors.report.trackers import PROJECT, Tracked
 
@@ -27,6 +28,9 @@ class Tracker:
 
     def log(self, numbers: Mapping[str, float], step: int | None, at: float) -> None:
         self._run.log(dict(numbers), step=step)
+
+    def page(self, path: Path) -> None:
+        self._run.log_artifact(path, name=path.stem, type="report")
 
     def finish(self, *, has_succeeded: bool) -> None:
         self._run.finish()

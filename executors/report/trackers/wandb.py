@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from executors.report.trackers import PROJECT, Tracked
 
@@ -30,6 +31,9 @@ class Tracker:
     def log(self, numbers: Mapping[str, float], step: int | None, at: float) -> None:
         over = "entry" if any(name.startswith("round/") for name in numbers) else "step"
         self._run.log({**numbers, **({} if step is None else {over: step}), "_timestamp": at})
+
+    def page(self, path: Path) -> None:
+        self._run.log_artifact(str(path), name=path.stem, type="report")
 
     def finish(self, *, has_succeeded: bool) -> None:
         self._run.finish(exit_code=0 if has_succeeded else 1)
