@@ -142,6 +142,8 @@ class Parent:
     is_alive: bool
     reason: Reason | None = None
     """How the job ended, where its service knows more than its exit code, as in "preempted"."""
+    error: str | None = None
+    """The same as a sentence."""
 
 
 @runtime_checkable

@@ -187,6 +187,11 @@ class Outcome:
         return cls(rank, attempt, status, reason, code, error=error, result=result)
 
     @property
+    def was_told_to_end(self) -> bool:
+        """Whether whoever runs its machine told the replica to end, and nobody has said why."""
+        return self.reason == "signal" and self.notice is not None
+
+    @property
     def headline(self) -> str:
         """What went wrong, in one line."""
         return self.error_line or (self.error or "").strip().rpartition("\n")[2]

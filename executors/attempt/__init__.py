@@ -36,6 +36,7 @@ from executors.store.records import (
     json_object,
     nullable,
     number,
+    one_of,
     retry,
     text,
     to_bytes,
@@ -43,6 +44,7 @@ from executors.store.records import (
 from executors.store.url import RUN_ID, was_deleted
 
 T = TypeVar("T")
+TOLD_BY_SERVICES = ("preempted", "timeout")
 TICKS = integer(0, 2**63)
 
 
@@ -92,6 +94,14 @@ class Intent(Record):
     at: float = checked(number(LONG_AGO, FAR_AHEAD))
     takes_s: float = checked(number(0.0, FAR_AHEAD), STALE_INTENT_S)
     """How long that may take; a service that knows no job then never got to hear of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceWord(Record):
+    """`service.json`: why a service ended an attempt whose outcome knows no more than a signal."""
+
+    reason: str = checked(one_of(*TOLD_BY_SERVICES))
+    error: str = checked(text())
 
 
 def parse_handle(data: Any, key: str = "handle.json", url: str = "") -> ReplicaHandle:
@@ -243,13 +253,23 @@ class Attempt:
         return ReplicaHandle(self.rank, backend, place)
 
     def outcome(self) -> Outcome | None:
-        """Return how it ended; None while it has no outcome."""
+        """Return how it ended, with the reason that only its service knew; None while it has no outcome."""
         found = self.find("outcome.json", parse_outcome, MAX_OUTCOME_BYTES)
         if found is not None and (found.rank, found.attempt) != (self.rank, self.number):
             key, url = self.key("outcome.json"), self.store.url
             whose = f"rank {found.rank}, attempt {found.attempt}"
             raise CorruptObjectError(f"{key!r} in {url} is the outcome of {whose}.", key=key, url=url)
+        if found is not None and found.was_told_to_end:
+            word = self.find("service.json", ServiceWord.parse)
+            if word is not None:
+                reason: Any = word.reason
+                return replace(found, reason=reason, error=word.error, error_line=None)
         return found
+
+    def note_why(self, reason: Reason | None, error: str | None) -> None:
+        """Leave why its service ended it, where that says more than the signal that its outcome has."""
+        if reason in TOLD_BY_SERVICES and not was_deleted(self.store, self.run_id):
+            self.store.put_if_absent(self.key("service.json"), to_bytes({"reason": reason, "error": error or ""}))
 
     def ended(self, status: ReplicaStatus, reason: Reason | None = None, **more: Any) -> Outcome:
         """Return an outcome of this attempt, not yet recorded."""

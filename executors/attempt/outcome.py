@@ -104,6 +104,7 @@ ENDINGS = {
     "oom": "was killed by the kernel (SIGKILL): out of memory.",
     "signal": "was ended by signal {number} ({name}).",
     "terminated": "was terminated by {name}, not sent by `replicas`.",
+    "told_to_end": "was terminated by {name}, sent by {service} or its administrators.",
     "cancelled": "was terminated by SIGTERM, since it was cancelled.",
     "announced": "left when {name} announced the end of its machine.",
     "stopped": "was stopped, as asked.",

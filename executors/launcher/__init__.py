@@ -37,7 +37,7 @@ from executors.run_index import NOTE, keep_key, local_store, locate, new_run_id,
 from executors.shipping.script_header import check_python, script_header, script_of
 from executors.store import Store, open_store
 from executors.store.records import exists
-from executors.store.url import address_of, directory_of, shared_rendezvous
+from executors.store.url import address_of, default_rendezvous, directory_of, shared_rendezvous
 from executors.supervision.decisions import DecisionLog
 from executors.supervision.orders import order_cancel
 from executors.task.create import LaunchRequest, create_run, plan_run
@@ -356,6 +356,8 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
             request.n, request.entrypoint, args, gpu=request.gpu, timeout=timeout, secrets=request.secrets
         )
         package = native.package(request.entrypoint)
+        if package is not None and rendezvous is None:  # for other machines, which see directories of this one
+            request = replace(request, rendezvous=default_rendezvous())
         if package is not None and request.tracker is not None:
             package = with_tracker(package, request.tracker)
     elif isinstance(request.entrypoint, str):

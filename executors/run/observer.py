@@ -27,6 +27,7 @@ from executors.task.record import RunRecord
 
 FAR_PAUSES_S = (0.25, 4.0)  # 64 replicas watched for an hour are 60,000 requests
 RECENT_S = 0.2
+ASK_WHY_S = 3600.0  # services forget their jobs
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -64,6 +65,8 @@ class Observer:
         self._beats: dict[int, tuple[int, Beat | None]] = {}
         self._answers = Answers(store, run_id, record, self._has_keeper)
         self._hopeless: set[int] = set()
+        self._explained: set[tuple[int, int]] = set()
+        """The attempts of which the service has said why it ended them, or that it does not know."""
 
     @property
     def inventory(self) -> Inventory:
@@ -126,6 +129,7 @@ class Observer:
     def _look(self, ranks: Sequence[int]) -> list[ReplicaState]:
         self.update()
         self.map(self._read_outcome, [rank for rank in ranks if self.outcome(rank) is None])
+        self._ask_why_told_to_end(ranks)
         waiting = [rank for rank in ranks if self.outcome(rank) is None]
         handles = dict(zip(waiting, self._newest_handles(waiting), strict=True))
         known = (rank for rank, handle in handles.items() if handle is not None and self.problem(rank) is None)
@@ -242,6 +246,24 @@ class Observer:
         if outcome is not None:
             self._outcomes[attempt.rank] = outcome
         return outcome is not None
+
+    def _ask_why_told_to_end(self, ranks: Sequence[int]) -> None:
+        """Add what the service says to ends whose outcomes know no more than a signal, once it knows why."""
+        ends = [end for rank in ranks if (end := self.outcome(rank)) and end.was_told_to_end]
+        ends = [end for end in ends if (end.rank, end.attempt) not in self._explained]
+        if not ends or time.time() - max(end.finished_at for end in ends) > ASK_WHY_S:
+            return
+        with contextlib.suppress(BackendError, CorruptObjectError, UnknownHandleError):
+            executor = self._executor()
+            found = [(end, self.handle(end.rank)) for end in ends]
+            known = [Unfinished(handle, end.attempt) for end, handle in found if handle is not None]
+            parents = executor.parents(known) if isinstance(executor, NativeExecutor) else []
+            for replica, parent in zip(known, parents, strict=False):
+                attempt = self.attempt(replica.handle.rank)
+                if not parent.is_alive:
+                    self._explained.add((attempt.rank, attempt.number))
+                    attempt.note_why(parent.reason, parent.error)
+                    self._keep_outcome(attempt)
 
     def _newest_handles(self, ranks: Sequence[int]) -> list[Any]:
         newest = {rank: self._inventory.newest_launched(rank) for rank in ranks}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from executors.attempt import Attempt
+from executors.attempt import TOLD_BY_SERVICES, Attempt
 from executors.errors import BackendError, StoreError
 from executors.native import Parent, Unfinished
 from executors.policy import Restarts
@@ -134,6 +134,9 @@ class OutsideKeeper:
         if parent.reason == "cancelled":
             words = f"cancelled at the backend {self._record.backend!r}"
             order_cancel(self.log, [end.rank], self._record.world_size, words)
+        if parent.reason not in TOLD_BY_SERVICES:
+            return end
+        self._observer.attempt(end.rank).at(end.attempt).note_why(parent.reason, parent.error)
         return replace(end, reason=parent.reason)
 
     def _has_progress(self, failed: Sequence[Outcome], states: Sequence[ReplicaState]) -> bool:

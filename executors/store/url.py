@@ -151,6 +151,11 @@ def remote_access(store: Store) -> tuple[str, dict[str, str]]:
     return of_store() if of_store is not None else (store.url, {})
 
 
+def default_rendezvous() -> str | None:
+    """Return `$REPLICAS_RENDEZVOUS`, where replicas on other machines meet; None: it is not set."""
+    return os.environ.get("REPLICAS_RENDEZVOUS") or None
+
+
 def shared_rendezvous(backend: str, rendezvous: str | Path | None, entrypoint: str | Callable[..., Any], n: int) -> str:
     """Choose the rendezvous of replicas on other machines: the one given, else `$REPLICAS_RENDEZVOUS`.
 
@@ -160,7 +165,7 @@ def shared_rendezvous(backend: str, rendezvous: str | Path | None, entrypoint: s
     Raises:
         BackendError: there is none, or it is a directory of this machine.
     """
-    chosen = rendezvous if rendezvous is not None else os.environ.get("REPLICAS_RENDEZVOUS")
+    chosen = rendezvous if rendezvous is not None else default_rendezvous()
     if chosen and directory_of(chosen) is None:
         return str(chosen)
     why = f" {str(chosen)!r} is a directory of this machine." if chosen else ""

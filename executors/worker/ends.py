@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from executors.attempt.outcome import describe_end
 from executors.errors import StoreError
 from executors.process import killed_for_memory
 from executors.protocol import Outcome, Reason, ReplicaStatus
+from executors.replica import SERVICE
 from executors.store.records import RETRY_S, is_gone
 from executors.worker.ranks import Running
 
@@ -49,7 +51,9 @@ class Ends:
         if running.ending == "fenced":
             return because("fenced")
         if running.ending == "signal":
-            return because("signal", "terminated", name=running.page.notice)
+            service = os.environ.get(SERVICE)
+            ending = "terminated" if service is None else "told_to_end"
+            return because("signal", ending, name=running.page.notice, service=service)
         if exit_code == -signal.SIGKILL and self._was_killed_for_memory(running):
             return because("oom")
         if exit_code < 0:

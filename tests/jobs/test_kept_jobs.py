@@ -130,6 +130,36 @@ def test_who_launched_starts_anew_what_lost_its_container(
 
 
 @pytest.mark.usefixtures("_time_after_a_notice")
+def test_the_service_says_once_why_it_ended_a_replica_and_that_stands(machines: Machines, folder: Path) -> None:
+    run = waits(folder, detach=True)
+    for rank, reason in enumerate(("preempted", "cancelled")):
+        machines.end(machines.job_of(run, rank), reason, gently=True)  # type: ignore[arg-type]
+    words = [
+        ("preempted", "Replica 0 of 2 (attempt 0) was preempted: Fake took its machine back."),
+        ("signal", "Replica 1 of 2 was terminated by SIGTERM, sent by Fake or its administrators."),
+    ]
+    assert [(end.reason, end.error) for end in attached().outcomes()] == words
+    assert [row["reason"] for row in run.executor.collect(run.handles)] == ["preempted", "signal"]
+    first = machines.job_of(run, 0)
+    machines.start_again(first)
+    assert first.process is not None
+    assert first.process.wait(60) == 0
+    assert "attempt 0 of rank 0 has ended; it is not begun again" in first.log.read_text()
+    for job in machines.jobs:
+        job.is_forgotten = True
+    assert [(end.reason, end.error) for end in attached().outcomes()] == words
+
+
+@pytest.mark.usefixtures("_time_after_a_notice")
+def test_a_service_that_has_forgotten_a_job_takes_nothing_back(machines: Machines, folder: Path) -> None:
+    run = waits(folder, 1, restarts="0", detach=True)
+    machines.end(machines.job_of(run, 0), "preempted", gently=True)
+    machines.jobs[0].is_forgotten = True
+    (outcome,) = attached().outcomes()
+    assert (outcome.reason, outcome.notice) == ("signal", "SIGTERM")
+
+
+@pytest.mark.usefixtures("_time_after_a_notice")
 def test_what_was_cancelled_at_the_service_stays_so(machines: Machines, folder: Path) -> None:
     run = waits(folder, restarts="5")
     with waiting(run):

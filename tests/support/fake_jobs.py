@@ -165,9 +165,9 @@ class Machines:
 
     def _run(self, made: FakeJob) -> None:
         folder = self.folder / made.id
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         ours = {"PATH": os.environ["PATH"], MARK: os.environ[MARK]}
-        with open(made.log, "wb") as log:
+        with open(made.log, "ab") as log:
             made.process = subprocess.Popen(
                 [sys.executable if word == "python" else word for word in made.job.command],
                 cwd=folder,
@@ -184,6 +184,12 @@ class Machines:
             process.wait(made.job.limit_s)
         except subprocess.TimeoutExpired:
             self.end(made, "timeout")
+
+    def start_again(self, made: FakeJob) -> None:
+        """Start a job that has ended once more, as Slurm requeues one; nothing tells then how it ended."""
+        with self.lock:
+            made.has_ended, made.reason, made.message = False, None, ""
+            self._run(made)
 
     def end(self, made: FakeJob, reason: Reason | None = None, message: str = "", *, gently: bool = False) -> None:
         """End a job and all its processes from outside."""

@@ -12,22 +12,20 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from executors.attempt import Attempt, Intent, collect_rows
-from executors.attempt.outcome import MAX_ATTEMPTS, OUTPUT_TAIL_BYTES
 from executors.backends.jobs.gang_start import GangStart
+from executors.backends.jobs.job_ends import LOG_LINES, JobEnds, JobReplica
 from executors.backends.jobs.job_logs import PatientLog
-from executors.backends.jobs.job_states import MAX_THREADS, SIGNALS, JobStates, explain
+from executors.backends.jobs.job_states import MAX_THREADS, JobStates
 from executors.backends.jobs.service import (
     LONGEST_PATIENCE_S,
     Job,
     JobId,
     JobKey,
     JobService,
-    JobServiceError,
-    JobState,
     retrying,
     stop_others,
 )
@@ -36,23 +34,20 @@ from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import StoreError
 from executors.logs.readers import TailedLog
 from executors.native import Log, Observation, Package, Parent, Recordable, RunSpec, Unfinished
-from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus
+from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
-from executors.replica import RENDEZVOUS
+from executors.replica import RENDEZVOUS, SERVICE
 from executors.run_index import local_store, new_run_id, remember
 from executors.store import open_store, store_at
-from executors.store.records import FAR_AHEAD, Fields, integer, json_object, nullable, number
-from executors.store.url import remote_access, shared_rendezvous
+from executors.store.url import default_rendezvous, remote_access, shared_rendezvous
 from executors.supervision.lease import LEASE_S
 from executors.task.create import LaunchRequest, create_run
-from executors.task.record import MAX_WORLD_SIZE, find_run_record
+from executors.task.record import find_run_record
 from executors.task.stored import read_task
 
 DEFAULT_TIMEOUT_S = 3600
 MARGIN_S = 120  # what the service's limit leaves for fetching the code, and for a replica that ends by its own limit
 INSTALL_S = 900  # the same where something is to be installed: the time limit counts from the entrypoint's start
-LOG_LINES = 200
-SPARE = nullable(integer(0, MAX_WORLD_SIZE))
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=JobService)
@@ -77,25 +72,6 @@ def options_of(
     return with_options
 
 
-@dataclass(frozen=True)
-class _Replica:
-    """A replica whose handle was found and checked."""
-
-    attempt: Attempt  # the newest
-    key: JobKey  # of the job that runs it: an earlier attempt's where a second copy was started since
-    job: JobId | None  # as a record names it, to be verified; None: the service never had it
-    timeout_s: float | None
-
-    @classmethod
-    def of(cls, attempt: Attempt, handle: ReplicaHandle) -> _Replica:
-        where = f"the handle of rank {attempt.rank} of run {attempt.run_id!r}"
-        fields = Fields(handle.metadata, where, attempt.store.url)
-        timeout_s, spare = fields.take("timeout_s", nullable(number(0.0, FAR_AHEAD))), fields.take("spare", SPARE, None)
-        job, launched = fields.take("job", nullable(json_object)), fields.take("attempt", integer(0, MAX_ATTEMPTS))
-        runs_it = attempt.at(launched) if spare is None else replace(attempt, rank=spare, number=0, is_spare=True)
-        return cls(attempt, JobKey.of(runs_it), job, timeout_s)
-
-
 class JobExecutor:
     """The five verbs of an executor over a JobService; a subclass has a name and a constructor."""
 
@@ -110,8 +86,11 @@ class JobExecutor:
     def __init__(self, service: JobService) -> None:
         self.service = service
         self._states = JobStates(service)
+        self._ends = JobEnds(service, self._states)
         self._starting: set[JobKey] = set()
         """The jobs that this process asked for, and has no answer yet."""
+        self._explained: set[str] = set()
+        """The attempts of which the service has said why it ended them, or that it does not know."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.service!r})"
@@ -172,7 +151,8 @@ class JobExecutor:
 
         Args:
             timeout: seconds; None for `default_timeout_s`.
-            run: the run these replicas belong to, written already. None: a new one in `$REPLICAS_RENDEZVOUS`.
+            run: the run these replicas belong to, written already. None: a new one in `$REPLICAS_RENDEZVOUS`, or
+                where replicas can see it in the state directory.
             tell: gets a few words on how far the start is, as in "5 of 8 started".
 
         Raises:
@@ -182,8 +162,9 @@ class JobExecutor:
             `min_replicas` those of replicas that may still join.
         """
         if run is None:
-            is_shared = self.needs_shared_rendezvous
-            url = shared_rendezvous(self.backend_name, None, entrypoint, n_replicas) if is_shared else None
+            url = default_rendezvous()
+            if self.needs_shared_rendezvous:
+                url = shared_rendezvous(self.backend_name, url, entrypoint, n_replicas)
             self.check_launch(n_replicas, entrypoint, entrypoint_args, gpu=gpu, timeout=timeout)
             request = LaunchRequest(entrypoint=entrypoint, n=n_replicas, args=entrypoint_args, gpu=gpu, timeout=timeout)
             store = local_store() if url is None else open_store(url)
@@ -222,6 +203,11 @@ class JobExecutor:
             outcome = self._observe([replica])[0].outcome
         else:
             self._states.forget(replica.key)
+            if outcome.was_told_to_end and replica.attempt.place not in self._explained:
+                (parent,) = self.parents([Unfinished(handle, outcome.attempt)])
+                if not parent.is_alive:
+                    self._explained.add(replica.attempt.place)
+                    replica.attempt.note_why(parent.reason, parent.error)
         if outcome is not None:
             return outcome.status
         return ReplicaStatus.RUNNING if replica.attempt.has("started.json") else ReplicaStatus.PENDING
@@ -231,30 +217,33 @@ class JobExecutor:
         launched = [Attempt.named_by(each.handle, self.backend_name) for each in replicas]
         newest = [attempt.at(each.attempt) for attempt, each in zip(launched, replicas, strict=True)]
         return self._observe(
-            [_Replica.of(attempt, each.handle) for attempt, each in zip(newest, replicas, strict=True)]
+            [JobReplica.of(attempt, each.handle) for attempt, each in zip(newest, replicas, strict=True)]
         )
 
     def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
         """Ask the service whether the jobs of replicas run; see `NativeExecutor.parents`."""
-        found = [_Replica.of(Attempt.named_by(each.handle, self.backend_name), each.handle) for each in replicas]
+        launched = [(Attempt.named_by(each.handle, self.backend_name), each) for each in replicas]
+        found = [JobReplica.of(attempt.at(each.attempt), each.handle) for attempt, each in launched]
         states = self._states.of({replica.key: replica.job for replica in found if replica.job is not None})
 
-        def parent(replica: _Replica) -> Parent:
+        def parent(replica: JobReplica) -> Parent:
             state = states.get(replica.key)
             if replica.job is None or (state is not None and state.has_ended):
                 self._states.forget(replica.key)
-                return Parent(is_alive=False, reason=None if state is None else state.reason)
+                return self._ends.parent_of(replica, state)
             return Parent(is_alive=True)
 
         return list(map(parent, found))
 
-    def _observe(self, replicas: Sequence[_Replica]) -> list[Observation]:
+    def _observe(self, replicas: Sequence[JobReplica]) -> list[Observation]:
         states = self._states.of({replica.key: replica.job for replica in replicas if replica.job is not None})
 
-        def observation(replica: _Replica) -> Observation:
+        def observation(replica: JobReplica) -> Observation:
             if (state := states.get(replica.key)) is None:
                 return Observation()
-            return Observation(self._conclude(replica, state)) if state.has_ended else Observation(doing=state.message)
+            if not state.has_ended:
+                return Observation(doing=state.message)
+            return Observation(self._ends.conclude(replica, state))
 
         if sum(state.has_ended for state in states.values()) < 2:
             return list(map(observation, replicas))
@@ -269,7 +258,7 @@ class JobExecutor:
     def open_log(self, handle: ReplicaHandle) -> Log:
         """Return the log of the job that runs one attempt; see `NativeExecutor.open_log`."""
         attempt = Attempt.named_by(handle, self.backend_name)
-        job_id = retrying()(self._job_of, _Replica.of(attempt, handle))
+        job_id = retrying()(self._job_of, JobReplica.of(attempt, handle))
         if job_id is None:  # the service never had it
             return TailedLog(lambda n_lines: "")
         return PatientLog(self.service.open_log(job_id), f"rank {attempt.rank}")
@@ -317,16 +306,16 @@ class JobExecutor:
             return found
         return attempt.handle(self.backend_name) or found  # its launcher lives, and knows best
 
-    def _find(self, handle: ReplicaHandle) -> _Replica:
+    def _find(self, handle: ReplicaHandle) -> JobReplica:
         """Find a replica; a newer attempt whose launcher died before it wrote a handle is found at the service."""
         attempt, newest = Attempt.of_handle(handle, self.backend_name)
         if attempt.number != newest.metadata.get("attempt") and attempt.has("intent.json"):
             announced = attempt.announced(self.backend_name)
             unheard = replace(newest, metadata={**newest.metadata, **announced.metadata, "job": None})
             newest = self._look_for(attempt) or unheard
-        return _Replica.of(attempt, newest)
+        return JobReplica.of(attempt, newest)
 
-    def _job_of(self, replica: _Replica) -> JobId | None:
+    def _job_of(self, replica: JobReplica) -> JobId | None:
         """Return the job that a replica's handle names, once the service has said that it is this replica's."""
         return None if replica.job is None else self._states.verified(replica.key, replica.job)
 
@@ -344,6 +333,7 @@ class JobExecutor:
 
         store = store_at(run.store_url)
         url, credentials = remote_access(store)
+        ours = {RENDEZVOUS: url, SERVICE: self.service.name}
         command, limit_s = self.service.command(), None
         if timeout_s is not None:
             limit_s = int(timeout_s + (INSTALL_S if requirements else MARGIN_S))
@@ -354,7 +344,7 @@ class JobExecutor:
                 JobKey.of(attempt),
                 command,
                 tuple(requirements),
-                {**run.env, **replica_environment(run, rank, timeout_s, gpu), RENDEZVOUS: url},
+                {**run.env, **replica_environment(run, rank, timeout_s, gpu), **ours},
                 {**credentials, **run.credentials},
                 run.secret_names,
                 gpu,
@@ -362,36 +352,3 @@ class JobExecutor:
             )
             jobs.append((attempt, job))
         return jobs
-
-    def _conclude(self, replica: _Replica, state: JobState) -> Outcome:
-        """Record how a replica ended whose job is gone, unless it left an outcome."""
-        attempt = replica.attempt
-        outcome = attempt.outcome() or self._ended_without_outcome(replica, state)  # perhaps written just before
-        with contextlib.suppress(JobServiceError):
-            stop_others(self.service, replica.key, replica.job)
-        self._states.forget(replica.key)
-        return outcome
-
-    def _ended_without_outcome(self, replica: _Replica, state: JobState) -> Outcome:
-        attempt, service = replica.attempt, self.service
-        if state.reason == "lost":
-            return attempt.record_lost(f"{service.name} reports it gone")
-        output = ""
-        with contextlib.suppress(JobServiceError):
-            if job_id := self._job_of(replica):
-                output = service.logs(job_id, LOG_LINES)[-OUTPUT_TAIL_BYTES:]
-        reason: Reason = "cancelled"
-        error_text = None  # of a cancellation the marker says why
-        if not attempt.has("cancel.json"):
-            who, has_started = attempt.title(), attempt.has("started.json")
-            reason, error_text = explain(who, service.name, state, replica.timeout_s, has_started, output)
-        return attempt.record(
-            attempt.ended(
-                ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED,
-                reason,
-                exit_code=state.exit_code,
-                signal=SIGNALS.get(state.exit_code or 0) if reason in ("signal", "oom") else None,
-                error=error_text,
-                output_tail=output,
-            )
-        )

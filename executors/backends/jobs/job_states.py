@@ -7,18 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-from executors.attempt.outcome import ENDINGS
 from executors.backends.jobs.sdk import PollThrottle, TokenBucket
 from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobState
-from executors.protocol import Reason
 
 MAX_THREADS = 16
 BESIDE_LISTS = (0.4, 16)  # with a list every 5 s: less than 60 requests in any minute
 ONE_BY_ONE = (1.6, 60)  # 540 requests in the first five minutes; Hugging Face allows a free account 1,000
-
-SIGNALS = {137: "SIGKILL", 143: "SIGTERM", 139: "SIGSEGV", 134: "SIGABRT", 130: "SIGINT"}  # by exit code
 
 log = logging.getLogger(__name__)
 Place = tuple[str, str]
@@ -139,36 +134,3 @@ class JobStates:
 
 def _place(key: JobKey) -> Place:
     return key.store_url, key.run_id
-
-
-def explain(
-    who: str, service: str, state: JobState, timeout_s: float | None, has_started: bool, output: str
-) -> tuple[Reason, str]:
-    """Name the reason of an end without an outcome, and put it into a sentence.
-
-    Args:
-        who: `Replica 3 of 8 (attempt 1)`.
-        service: its name for people.
-        has_started: whether the replica claimed its attempt.
-        output: the end of its log.
-    """
-    said = f" {service} says: {state.message.rstrip('.')}." if state.message else ""
-
-    def sentence(ending: str, **values: Any) -> str:
-        return f"{who} {ENDINGS[ending].format(service=service, **values)}{'' if ending == 'timeout' else said}"
-
-    if state.reason == "oom":
-        cause = "out of memory" if said else f"most likely out of memory (SIGKILL, and not by {service})"
-        return "oom", sentence("killed", cause=cause)
-    if state.reason is not None:
-        by_itself = "timeout" if timeout_s is not None else "timeout_there"
-        endings = {"timeout": by_itself, "preempted": "preempted", "cancelled": "cancelled_there"}
-        return state.reason, sentence(endings.get(state.reason, "not_run"), limit_s=timeout_s)
-    code = "an unknown exit code" if state.exit_code is None else f"exit code {state.exit_code}"
-    if state.exit_code in SIGNALS:
-        return "signal", sentence("by_exit_code", name=SIGNALS[state.exit_code], code=code)
-    if not has_started:
-        lines = output.strip().splitlines()
-        why = f" Its log ends: {lines[-1].rstrip('.')}." if lines else ""  # first: a table shows the beginning alone
-        return "start_failed", sentence("not_reached", code=code, why=why)
-    return "no_result", sentence("no_result", code=code)

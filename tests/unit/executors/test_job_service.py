@@ -12,7 +12,8 @@ import pytest
 from support.fake_jobs import FakeJobs
 
 from executors.backends.jobs import sdk
-from executors.backends.jobs.job_states import JobStates, explain
+from executors.backends.jobs.job_ends import explain
+from executors.backends.jobs.job_states import JobStates
 from executors.backends.jobs.sdk import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,

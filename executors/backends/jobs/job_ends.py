@@ -1,0 +1,122 @@
+"""JobEnds: how replicas ended whose jobs are gone, as their service tells it: recorded by the first who asks."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+from executors.attempt import Attempt
+from executors.attempt.outcome import ENDINGS, MAX_ATTEMPTS, OUTPUT_TAIL_BYTES
+from executors.backends.jobs.job_states import JobStates
+from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobState, stop_others
+from executors.native import Parent
+from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus
+from executors.store.records import FAR_AHEAD, Fields, integer, json_object, nullable, number
+from executors.task.record import MAX_WORLD_SIZE
+
+LOG_LINES = 200
+SPARE = nullable(integer(0, MAX_WORLD_SIZE))
+SIGNALS = {137: "SIGKILL", 143: "SIGTERM", 139: "SIGSEGV", 134: "SIGABRT", 130: "SIGINT"}  # by exit code
+
+
+@dataclass(frozen=True)
+class JobReplica:
+    """A replica whose handle was found and checked."""
+
+    attempt: Attempt  # the newest
+    key: JobKey  # of the job that runs it: an earlier attempt's where a second copy was started since
+    job: JobId | None  # as a record names it, to be verified; None: the service never had it
+    timeout_s: float | None
+
+    @classmethod
+    def of(cls, attempt: Attempt, handle: ReplicaHandle) -> JobReplica:
+        where = f"the handle of rank {attempt.rank} of run {attempt.run_id!r}"
+        fields = Fields(handle.metadata, where, attempt.store.url)
+        timeout_s = fields.take("timeout_s", nullable(number(0.0, FAR_AHEAD)))
+        spare = fields.take("spare", SPARE, None)
+        job, launched = fields.take("job", nullable(json_object)), fields.take("attempt", integer(0, MAX_ATTEMPTS))
+        runs_it = attempt.at(launched) if spare is None else replace(attempt, rank=spare, number=0, is_spare=True)
+        return cls(attempt, JobKey.of(runs_it), job, timeout_s)
+
+
+class JobEnds:
+    """Concludes from the states of jobs how their replicas ended."""
+
+    def __init__(self, service: JobService, states: JobStates) -> None:
+        self._service = service
+        self._states = states
+
+    def conclude(self, replica: JobReplica, state: JobState) -> Outcome:
+        """Record how a replica ended whose job is gone, unless it left an outcome."""
+        attempt = replica.attempt
+        outcome = attempt.outcome() or self._ended_without_outcome(replica, state)  # perhaps written just before
+        with contextlib.suppress(JobServiceError):
+            stop_others(self._service, replica.key, replica.job)
+        self._states.forget(replica.key)
+        return outcome
+
+    def parent_of(self, replica: JobReplica, state: JobState | None) -> Parent:
+        """Return what is known of the job of a replica that ended; None: that is gone, and nobody knows why."""
+        if state is None or state.reason is None:
+            return Parent(is_alive=False)
+        _, error = explain(replica.attempt.title(), self._service.name, state, replica.timeout_s, True, "")
+        return Parent(is_alive=False, reason=state.reason, error=error)
+
+    def _ended_without_outcome(self, replica: JobReplica, state: JobState) -> Outcome:
+        attempt, service = replica.attempt, self._service
+        if state.reason == "lost":
+            return attempt.record_lost(f"{service.name} reports it gone")
+        output = ""
+        with contextlib.suppress(JobServiceError):
+            if replica.job is not None:
+                job_id = self._states.verified(replica.key, replica.job)
+                output = service.logs(job_id, LOG_LINES)[-OUTPUT_TAIL_BYTES:]
+        reason: Reason = "cancelled"
+        error_text = None  # of a cancellation the marker says why
+        if not attempt.has("cancel.json"):
+            who, has_started = attempt.title(), attempt.has("started.json")
+            reason, error_text = explain(who, service.name, state, replica.timeout_s, has_started, output)
+        return attempt.record(
+            attempt.ended(
+                ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED,
+                reason,
+                exit_code=state.exit_code,
+                signal=SIGNALS.get(state.exit_code or 0) if reason in ("signal", "oom") else None,
+                error=error_text,
+                output_tail=output,
+            )
+        )
+
+
+def explain(
+    who: str, service: str, state: JobState, timeout_s: float | None, has_started: bool, output: str
+) -> tuple[Reason, str]:
+    """Name the reason of an end without an outcome, and put it into a sentence.
+
+    Args:
+        who: `Replica 3 of 8 (attempt 1)`.
+        service: its name for people.
+        has_started: whether the replica claimed its attempt.
+        output: the end of its log.
+    """
+    said = f" {service} says: {state.message.rstrip('.')}." if state.message else ""
+
+    def sentence(ending: str, **values: Any) -> str:
+        return f"{who} {ENDINGS[ending].format(service=service, **values)}{'' if ending == 'timeout' else said}"
+
+    if state.reason == "oom":
+        cause = "out of memory" if said else f"most likely out of memory (SIGKILL, and not by {service})"
+        return "oom", sentence("killed", cause=cause)
+    if state.reason is not None:
+        by_itself = "timeout" if timeout_s is not None else "timeout_there"
+        endings = {"timeout": by_itself, "preempted": "preempted", "cancelled": "cancelled_there"}
+        return state.reason, sentence(endings.get(state.reason, "not_run"), limit_s=timeout_s)
+    code = "an unknown exit code" if state.exit_code is None else f"exit code {state.exit_code}"
+    if state.exit_code in SIGNALS:
+        return "signal", sentence("by_exit_code", name=SIGNALS[state.exit_code], code=code)
+    if not has_started:
+        lines = output.strip().splitlines()
+        why = f" Its log ends: {lines[-1].rstrip('.')}." if lines else ""  # first: a table shows the beginning alone
+        return "start_failed", sentence("not_reached", code=code, why=why)
+    return "no_result", sentence("no_result", code=code)
