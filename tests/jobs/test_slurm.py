@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,49 @@ def test_ranks_that_are_resumed_are_one_array(slurm: Cluster, slurm_commands: Co
     assert "--array=1,3" in second
     assert [(outcome.rank, outcome.attempt) for outcome in run.outcomes()] == [(0, 0), (1, 1), (2, 0), (3, 1)]
     assert [run.handles[rank].metadata["job"]["task"] for rank in (1, 3)] == [1, 3]
+
+
+def test_a_preempted_replica_stays_so_and_its_next_attempt_is_ours(slurm: Cluster) -> None:
+    run = launch(SlurmExecutor(partition="low"), "executors.testing.tasks:hang_on", 2, args={"rank": 1}, restarts=1)
+    keeper = threading.Thread(target=run.wait)
+    keeper.start()
+    eventually(lambda: "hanging" in run.logs(rank=1))
+    slurm.evict(job_of(run, 1))
+    eventually(lambda: run.status().replicas[1].attempt == 1, "its next attempt began")
+    (told,) = [event for event in run.events() if event.kind == "ended" and event.reason != "succeeded"]
+    assert (told.rank, told.attempt, told.reason) == (1, 0, "preempted")
+    (decided,) = [event for event in run.events() if event.kind == "decided"]
+    assert decided.reason == "preempted"
+    assert "was preempted: Slurm took its machine back" in told.why
+    run.cancel()
+    keeper.join()
+
+
+def test_a_replica_whose_node_died_is_lost(slurm: Cluster) -> None:
+    run = launch(SlurmExecutor(sbatch=["--nodelist=n3"]), HANGING, 1)
+    eventually(lambda: "hanging" in run.logs(rank=0))
+    slurm.kill_node("n3")
+    try:
+        run.wait(120)
+    finally:
+        slurm.start_node("n3")
+    (outcome,) = run.outcomes()
+    assert (outcome.reason, outcome.status) == ("lost", "failed")
+    eventually(lambda: "down" not in slurm.run("sinfo", "--noheader", "--format=%T"), "its node is back")
+
+
+def test_asking_for_64_replicas_takes_one_request_and_so_does_each_look(
+    slurm: Cluster, slurm_commands: Commands
+) -> None:
+    run = launch(SlurmExecutor(sbatch=["--hold"]), "job.py:main", 64, run_id="otter", detach=True)
+    for _ in range(40):
+        rows = run.status().replicas
+    assert {row.doing for row in rows} == {"pending: JobHeldUser"}
+    assert len(slurm_commands.calls("sbatch")) == 1
+    assert len(slurm_commands.calls("squeue")) < 20
+    run.cancel()
+    run.wait()
+    assert {outcome.reason for outcome in run.outcomes()} == {"cancelled"}
 
 
 # --- records

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from support.processes import command_of, parent_of
+from support.processes import MARK, command_of, parent_of
 
 from servers.isolation.orphans import end_all_after_us, end_all_in, forget
 
@@ -59,7 +59,7 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
-SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=2
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=1
 KillWait=5
 ReturnToService=2
 SlurmdTimeout={node_limit_s}
@@ -170,6 +170,11 @@ class Cluster:
         ids = {"SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": task}
         _kill(*(pid for pid, variables in self._processes() if ids.items() <= variables.items()))
 
+    def evict(self, job: str) -> None:
+        """Have a job of the partition `low` make room for one of `main`, which ends at once."""
+        node = self.run("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip()
+        self.run("sbatch", f"--nodelist={node}", "--exclusive", "--output=/dev/null", "--chdir=/", "--wrap=true")
+
     @contextlib.contextmanager
     def stopped_controller(self) -> Iterator[None]:
         """Have the controller answer nothing within the block, and all that it was asked behind it."""
@@ -233,7 +238,9 @@ class Cluster:
         self.run("scontrol", "reconfigure")
 
     def _start(self, name: str, *command: str) -> None:
-        environment = {**os.environ, **self.environment, "HOME": str(self.folder)}  # by which orphans are found
+        # By its HOME an orphan is found; a test that starts one again does not leave it behind.
+        environment = {**os.environ, **self.environment, "HOME": str(self.folder)}
+        environment.pop(MARK, None)
         with (self.folder / f"{name}.out").open("wb") as log:
             self.daemons[name] = subprocess.Popen(
                 command,
