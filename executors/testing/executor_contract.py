@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import pytest
 
 from executors.errors import UnknownHandleError
+from executors.launcher import launch
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.testing.helpers import KnownGaps, eventually
 
 ROW = {"rank", "status", "exit_code", "error", "result", "reason"}
+MANY, WATCHED_S, MOST_LOOKS = 64, 10.0, 12  # which is less than 30 looks in a minute
 TERMINAL = ("succeeded", "failed", "cancelled")
 
 
@@ -62,6 +65,18 @@ class ExecutorContract(KnownGaps):
     def kill(self, executor: ServerlessExecutor, handle: Any) -> None:
         """End a replica behind the executor's back, as an eviction or `kill -9` does."""
         pytest.skip("no way is given to kill a replica behind this executor's back")
+
+    def lose_reply(self, executor: ServerlessExecutor) -> Callable[[], int]:
+        """Let its engine do what the next start asks for, and its answer be lost; return what counts the jobs since."""
+        pytest.skip("no way is given to lose an answer of this executor's engine")
+
+    def evict(self, executor: ServerlessExecutor, handle: Any) -> None:
+        """End a replica as an engine that takes its machine back: it is told to end, and has some seconds."""
+        pytest.skip("no way is given to evict a replica of this executor")
+
+    def requests(self, executor: ServerlessExecutor) -> tuple[int, int]:
+        """Return how many requests its engine has had to start jobs, and to look at any; jobs may wait from here on."""
+        pytest.skip("no way is given to count what this executor's engine is asked")
 
     def never_launched(self, handle: Any) -> Any:
         """Return a handle like this one, of a replica that never was."""
@@ -249,6 +264,36 @@ class ExecutorContract(KnownGaps):
         assert executor.poll(handles[0]) == "running"
         self.cancelled(executor, [handles[0]])
 
+    def test_a_start_whose_answer_is_lost_is_found_and_not_done_twice(self, executor: ServerlessExecutor) -> None:
+        count = self.lose_reply(executor)
+        rows = self.collected(executor, executor.launch_replicas(2, task("echo"), {}))
+        assert [row["result"]["rank"] for row in rows] == [0, 1]
+        assert count() == 2
+
+    def test_an_eviction_is_preempted_in_status_and_in_the_decision(self, executor: ServerlessExecutor) -> None:
+        hurried = {"REPLICA_NOTICE_S": "0.1"}  # else a replica has nearly all the time that its engine leaves
+        over = launch(executor, task("hang"), 1, env=hurried)
+        kept = launch(executor, task("hang"), 1, env=hurried, restarts="0,backoff=0s")
+        for run in (over, kept):
+            self.hanging(executor, run.handles)
+            self.evict(executor, run.handles[0])
+        assert over.wait(self.patience_s)
+        assert [outcome.reason for outcome in over.outcomes()] == ["preempted"]
+        eventually(lambda: kept.wait(0.1) or kept.status().replicas[0].attempt == 1, within_s=self.patience_s)
+        assert kept.status().restarts_by_reason == {"preempted": 1}
+        kept.cancel()
+
+    def test_many_replicas_are_started_and_watched_by_few_requests(self, executor: ServerlessExecutor) -> None:
+        n_starts, n_looks = self.requests(executor)
+        handles = executor.launch_replicas(MANY, task("hang"), {})
+        until = time.monotonic() + WATCHED_S
+        while time.monotonic() < until:
+            assert "succeeded" not in statuses(executor, handles)
+        starts, looks = self.requests(executor)
+        assert starts - n_starts == 1
+        assert looks - n_looks <= MOST_LOOKS
+        self.cancelled(executor, handles)
+
     # --- limits
 
     def test_a_time_limit_is_enforced(self, executor: ServerlessExecutor) -> None:
@@ -333,8 +378,6 @@ class ExecutorContract(KnownGaps):
     def test_it_works_in_launch(self, executor: ServerlessExecutor) -> None:
         if not self.reaches_local_store:
             pytest.skip("its replicas do not see this machine's files")
-        from executors.launcher import launch
-
         run = launch(executor, task("echo"), 2, args={"a": [1, "ä"]})
         assert run.results() == [{"rank": rank, "args": {"a": [1, "ä"]}} for rank in range(2)]
         assert [outcome.status for outcome in run.outcomes()] == ["succeeded", "succeeded"]

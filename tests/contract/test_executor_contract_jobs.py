@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
-from support.fake_jobs import FakeExecutor, Machines
+from support import fake_jobs
+from support.fake_jobs import FakeExecutor, GroupingFakeJobs, Machines
 
 from executors import ReplicaHandle, ServerlessExecutor
-from executors.native import NativeExecutor
+from executors.backends.jobs import sdk
+from executors.backends.jobs.job_ends import JobEnds
+from executors.native import NativeExecutor, Parent
 from executors.testing import ExecutorContract
 
 
@@ -20,6 +26,16 @@ class TestJobExecutor(ExecutorContract):
         (job,) = [job for job in self.machines.jobs if job.id == handle.metadata["job"]["id"]]
         self.machines.end(job, "preempted")
 
+    def lose_reply(self, executor: ServerlessExecutor) -> Callable[[], int]:
+        self.machines.fail("start", after_applying=True)
+        return lambda: len(self.machines.jobs)
+
+    def evict(self, executor: ServerlessExecutor, handle: ReplicaHandle) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fake_jobs, "TERM_GRACE_S", 20.0)
+            (job,) = [job for job in self.machines.jobs if job.id == handle.metadata["job"]["id"]]
+            self.machines.end(job, "preempted", gently=True)
+
     def test_it_has_all_that_the_executors_of_this_package_add(self, executor: ServerlessExecutor) -> None:
         assert isinstance(executor, NativeExecutor)
 
@@ -32,3 +48,35 @@ class TestGroupingJobExecutor(TestJobExecutor):
         machines.starts_together = True
         self.machines = machines
         return FakeExecutor()
+
+    def requests(self, executor: ServerlessExecutor) -> tuple[int, int]:
+        self.machines.is_held = True
+        return self.machines.count("start"), sum(self.machines.count(call) for call in ("states", "state", "find"))
+
+
+Test = Callable[[Any], None]
+
+
+def test_what_an_engine_can_do_to_an_executor_is_looked_for(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these tests fails an executor, or a service, that does not keep what it is about."""
+    machines.starts_together = True
+    contract = TestGroupingJobExecutor()
+    contract.machines = machines
+    monkeypatch.setattr(TestGroupingJobExecutor, "patience_s", 5.0)
+    monkeypatch.setattr("executors.testing.executor_contract.WATCHED_S", 4.0)
+    lost, evicted = (
+        contract.test_a_start_whose_answer_is_lost_is_found_and_not_done_twice,
+        contract.test_an_eviction_is_preempted_in_status_and_in_the_decision,
+    )
+    mutants: list[tuple[Any, str, Any, Test]] = [
+        (GroupingFakeJobs, "find", lambda _, key: [], lost),
+        (JobEnds, "parent_of", lambda *_: Parent(is_alive=False), evicted),
+        (sdk, "LONGEST_PAUSE_S", 0.1, contract.test_many_replicas_are_started_and_watched_by_few_requests),
+    ]
+    for place, name, broken, test in mutants:
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, broken)
+            with pytest.raises(AssertionError):
+                test(FakeExecutor())

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 from support.fake_jobs import FakeExecutor, Machines, start
-from support.hostile_records import run_json, task_json
+from support.hostile_records import LONG, outcome_json, run_json, task_json
 from support.hostile_scene import OwnsDirectory
 
-from executors import LocalProcessExecutor, Run, attach, launch
-from executors.errors import BackendError
+from executors import LocalProcessExecutor, Run, attach, launch, open_store
+from executors.attempt import Attempt
+from executors.errors import BackendError, CorruptObjectError
+from executors.protocol import Outcome
 from executors.resume import resume
 from executors.store.records import exists
 from executors.testing.executor_contract import task
@@ -80,3 +82,25 @@ def test_no_secret_and_no_image_is_used_because_a_record_names_it(
             with pytest.raises(ValueError, match=words):
                 resume(attach("same", rendezvous=tmp_path / "shared"), **trust)
     assert run.newest_attempt(0).number == 0
+
+
+def test_why_a_service_ended_a_replica_is_taken_from_two_words_and_for_a_notice_alone() -> None:
+    attempt = Attempt(open_store("memory://why"), "bad", 0)
+    told = outcome_json(0, status="failed", reason="signal", notice="SIGTERM", error="theirs")
+
+    def outcome(record: dict[str, Any], **word: Any) -> Outcome | None:
+        attempt.store.put(attempt.key("outcome.json"), json.dumps(record).encode())
+        attempt.store.put(attempt.key("service.json"), json.dumps(word).encode())
+        return attempt.outcome()
+
+    good = outcome(told, reason="preempted", error="it was")
+    assert good is not None
+    assert (good.status, good.reason, good.error) == ("failed", "preempted", "it was")
+    bad = ({"reason": "cancelled", "error": ""}, {"reason": "preempted"}, {"reason": "timeout", "error": 5}, {})
+    for word in (*bad, {"reason": "preempted", "error": LONG}):
+        with pytest.raises(CorruptObjectError, match=r"bad/replicas/0000/0/service\.json"):
+            outcome(told, **word)
+    for record in (outcome_json(0), {**told, "notice": None}, {**told, "reason": "oom"}):
+        found = outcome(record, reason="preempted", error="it was")
+        assert found is not None
+        assert found.reason == record.get("reason"), record

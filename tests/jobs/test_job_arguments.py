@@ -10,6 +10,7 @@ from support.fake_jobs import FakeExecutor, Machines
 from executors import launch
 from executors.errors import EntrypointArgumentsError, EntrypointError
 from executors.launcher import plan_launch
+from executors.run_index import local_store
 from executors.task.create import LaunchRequest
 
 ANNOTATED = """
@@ -33,6 +34,34 @@ def test_texts_become_what_the_annotations_say_in_a_job() -> None:
     texts = {"out": "a/b", "mode": "FAST", "on": "no"}
     request = LaunchRequest(entrypoint="annotated.py", n=1, arg_texts=texts)
     assert plan_launch(request, FakeExecutor()).start().results() == [["PosixPath", "FAST", False]]
+
+
+def test_replicas_that_see_this_machine_meet_where_the_variable_says_or_in_the_state_directory(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machines.is_held = True
+
+    def places() -> set[str]:
+        run = launch(FakeExecutor(), "job.py:main", 1)
+        (handle,) = FakeExecutor().launch_replicas(1, "job.py:main", {})
+        return {run.store.url, handle.metadata["store_url"]}
+
+    assert places() == {local_store().url}
+    monkeypatch.setenv("REPLICAS_RENDEZVOUS", str(tmp_path / "shared"))
+    assert places() == {(tmp_path / "shared").as_uri()}
+    request = LaunchRequest(entrypoint="job.py:main", n=1)
+    assert plan_launch(request, "inline").request.rendezvous is None, "it is for other machines"
+
+
+def test_a_service_may_have_no_limit_of_its_own_by_default(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(FakeExecutor(), "job.py:main", 1)
+    monkeypatch.setattr(FakeExecutor, "default_timeout_s", None)
+    run = launch(FakeExecutor(), "job.py:main", 1)
+    assert run.results() == [{"rank": 0}]
+    limited, free = (made.job for made in machines.jobs)
+    assert (limited.limit_s, free.limit_s) == (3600 + 900, None)
+    assert ["REPLICA_TIMEOUT_S" in job.env for job in (limited, free)] == [True, False]
+    assert (run.record.timeout_s, run.handle(0).metadata["timeout_s"]) == (None, None)
 
 
 def test_a_script_runs_in_a_job_with_its_argv(machines: Machines) -> None:

@@ -80,6 +80,7 @@ def test_replicas_that_get_no_machine_are_pending_and_can_be_cancelled(machines:
     machines.is_held = True
     run = start(2)
     assert attached().status().counts == "2 pending"
+    assert [state.note for state in attached().status().replicas] == ["scheduling"] * 2, "the service's own words"
     assert run.logs(rank=0) == ""
     run.cancel()
     assert ends(run) == [("cancelled", "cancelled")] * 2

@@ -303,16 +303,21 @@ class FakeJobs(JobService):
 class ListingFakeJobs(FakeJobs):
     """One that tells of all jobs of a run that run or will in one answer."""
 
+    lists_ended: ClassVar[bool] = False
+
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
         def look() -> dict[JobKey, JobState]:
-            living = [each for each in self.machines.jobs if not each.is_forgotten and not each.state().has_ended]
-            return {each.job.key: each.state() for each in living if jobs.get(each.job.key) == _job_id(each.id)}
+            known = [each for each in self.machines.jobs if not each.is_forgotten]
+            shown = [each for each in known if self.lists_ended or not each.state().has_ended]
+            return {each.job.key: each.state() for each in shown if jobs.get(each.job.key) == _job_id(each.id)}
 
         return self._call("states", None, look)
 
 
 class GroupingFakeJobs(ListingFakeJobs):
-    """One that starts jobs of a group in one call, and tells each by its number among them alone."""
+    """One that starts jobs of a group in one call, and tells of those that ended as well, as a cluster does."""
+
+    lists_ended: ClassVar[bool] = True
 
     starts_together: ClassVar[bool] = True
 
