@@ -137,19 +137,19 @@ class SlurmJobs(JobService):
 
     def state(self, job_id: JobId) -> JobState:
         self._check_cluster(job_id)
-        row = _row_of(job_id["id"], job_id["task"])
-        return JobState(True, "lost") if row is None else row.job_state
+        return _state_of(_row_of(job_id["id"], job_id["task"]))
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
-        arrays = {str(job_id.get("id")) for job_id in jobs.values() if ARRAY.fullmatch(str(job_id.get("id")))}
-        if not arrays:
+        asked = {key: str(job_id.get("id")) for key, job_id in jobs.items() if ARRAY.fullmatch(str(job_id.get("id")))}
+        if not (asked := {key: array for key, array in asked.items() if jobs[key] == self._job_id(array, key)}):
             return {}
-        listed = {(row.array, row.task): row for row in list_jobs(f"--jobs={','.join(sorted(arrays))}")}
+        listed = {(row.array, row.task): row for row in list_jobs(f"--jobs={','.join(sorted(set(asked.values())))}")}
         found = {}
-        for key, job_id in jobs.items():
-            row = listed.get((str(job_id.get("id")), key.rank))
-            if row is not None and _runs(row, key) and job_id == self._noted(row.array, key):
-                found[key] = row.job_state
+        for key, array in asked.items():
+            row = listed.get((array, key.rank))
+            if row is None or _runs(row, key):
+                self._keys[array, key.rank] = key
+                found[key] = _state_of(row)
         return found
 
     def logs(self, job_id: JobId, n_lines: int) -> str:
@@ -189,6 +189,9 @@ class SlurmJobs(JobService):
 
     def _noted(self, array: str, key: JobKey) -> JobId:
         self._keys[array, key.rank] = key
+        return self._job_id(array, key)
+
+    def _job_id(self, array: str, key: JobKey) -> JobId:
         return {"id": array, "task": key.rank, "cluster": self._cluster}
 
     def _log_of(self, key: JobKey) -> Path:
@@ -252,6 +255,11 @@ class SlurmExecutor(JobExecutor):
 
 def _runs(row: Row, key: JobKey) -> bool:
     return row.name == key.group and row.task == key.rank
+
+
+def _state_of(row: Row | None) -> JobState:
+    # A task of an array that is cancelled before it starts is forgotten at once.
+    return JobState(True, "lost") if row is None else row.job_state
 
 
 def _row_of(array: str, task: int) -> Row | None:

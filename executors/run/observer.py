@@ -27,6 +27,7 @@ from executors.task.record import RunRecord
 
 FAR_PAUSES_S = (0.25, 4.0)  # 64 replicas watched for an hour are 60,000 requests
 RECENT_S = 0.2
+TELLS_WHY_S = 20.0
 ASK_WHY_S = 3600.0  # services forget their jobs
 T = TypeVar("T")
 R = TypeVar("R")
@@ -67,6 +68,7 @@ class Observer:
         self._hopeless: set[int] = set()
         self._explained: set[tuple[int, int]] = set()
         """The attempts of which the service has said why it ended them, or that it does not know."""
+        self._asked_why_at: dict[tuple[int, int], float] = {}
 
     @property
     def inventory(self) -> Inventory:
@@ -114,6 +116,13 @@ class Observer:
     def is_hopeless(self) -> bool:
         """Whether, as of the last look, starting some rank again unchanged does not help."""
         return bool(self._hopeless)
+
+    def awaits_reason(self, rank: int) -> bool:
+        """Whether the service is about to say why it told a replica to end: it does so once the job is gone."""
+        end = self.outcome(rank)
+        place = (rank, end.attempt if end else -1)
+        asked_at = self._asked_why_at.get(place)
+        return asked_at is not None and place not in self._explained and time.monotonic() < asked_at + TELLS_WHY_S
 
     def _has_keeper(self, rank: int) -> bool:
         """Whether the supervisor of a rank that has ended lives, as far as its executor can tell."""
@@ -257,13 +266,17 @@ class Observer:
             executor = self._executor()
             found = [(end, self.handle(end.rank)) for end in ends]
             known = [Unfinished(handle, end.attempt) for end, handle in found if handle is not None]
-            parents = executor.parents(known) if isinstance(executor, NativeExecutor) else []
+            if not isinstance(executor, NativeExecutor):
+                return
+            parents = executor.parents(known)
             for replica, parent in zip(known, parents, strict=False):
                 attempt = self.attempt(replica.handle.rank)
                 if not parent.is_alive:
                     self._explained.add((attempt.rank, attempt.number))
                     attempt.note_why(parent.reason, parent.error)
                     self._keep_outcome(attempt)
+                elif executor.lease_s is not None:  # its replicas run as jobs, which have reasons to end
+                    self._asked_why_at.setdefault((attempt.rank, attempt.number), time.monotonic())
 
     def _newest_handles(self, ranks: Sequence[int]) -> list[Any]:
         newest = {rank: self._inventory.newest_launched(rank) for rank in ranks}

@@ -113,7 +113,7 @@ class Waiter:
                 print(f"replicas: {self._run_id}: {told}", file=sys.stderr)
             if has_failed:
                 self._watches_for_failures = self._watches_for_failures and bool(now.failed_early)
-        return [state for state in states if state.is_over]
+        return [state for state in states if state.is_over and not observer.awaits_reason(state.rank)]
 
 
 @contextlib.contextmanager

@@ -41,11 +41,6 @@ def states(slurm: Cluster, *which: str) -> list[str]:
     return slurm.run("squeue", "--noheader", "--array", "--states=all", *which, "--format=%T").split()
 
 
-def jobs(slurm: Cluster) -> list[str]:
-    """Name all jobs that the cluster knows, those of earlier tests as well."""
-    return slurm.run("squeue", "--noheader", "--array", "--states=all", "--format=%i").split()
-
-
 def recorded_starts(monkeypatch: pytest.MonkeyPatch) -> list[list[Job]]:
     """Return the groups of jobs that are asked for from now on."""
     asked: list[list[Job]] = []
@@ -137,7 +132,7 @@ def test_what_the_cluster_does_not_have_is_refused_before_anything_is_written(
     slurm: Cluster, state_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NOT_SET", raising=False)
-    before = jobs(slurm)
+    before = slurm.jobs()
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"partition": "nope"}, {}, "invalid partition specified: nope"),
         ({"account": "nobody"}, {}, "Invalid account"),
@@ -154,18 +149,18 @@ def test_what_the_cluster_does_not_have_is_refused_before_anything_is_written(
             launch(SlurmExecutor(**options), "job.py:main", 2, run_id="otter", **arguments)
     with pytest.raises(RunNotFoundError):
         attach("otter")
-    assert jobs(slurm) == before
+    assert slurm.jobs() == before
     assert launch(SlurmExecutor(account="known"), "job.py:main", 1).results() == [{"rank": 0}]
 
 
 def test_a_start_that_is_refused_after_the_check_leaves_nothing(
     slurm: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = jobs(slurm)
+    before = slurm.jobs()
     monkeypatch.setattr(SlurmJobs, "check_account", lambda *_: None)
     with pytest.raises(LaunchError, match="invalid partition specified: nope"):
         launch(SlurmExecutor(partition="nope"), "job.py:main", 2, run_id="otter")
-    assert jobs(slurm) == before
+    assert slurm.jobs() == before
 
 
 def test_options_that_are_set_here_are_refused_by_name(slurm: Cluster) -> None:
@@ -282,7 +277,7 @@ def test_of_jobs_that_slurm_has_forgotten_an_outcome_is_used_and_none_is_lost(sl
         run = started(2, "executors.testing.tasks:hang_on", args={"rank": 1}, detach=True)  # so that nobody looks
         eventually(lambda: "hanging" in run.logs(rank=1))
         slurm.kill_job(job_of(run, 1))
-        eventually(lambda: jobs(slurm) == [], "Slurm has forgotten the jobs", within_s=90.0)
+        eventually(lambda: slurm.jobs() == [], "Slurm has forgotten the jobs", within_s=90.0)
         outcomes = attach("otter").outcomes()
     assert [(outcome.status, outcome.reason) for outcome in outcomes] == [("succeeded", None), ("failed", "lost")]
 
@@ -340,7 +335,7 @@ def test_asking_for_64_replicas_takes_one_request_and_so_does_each_look(
     assert len(slurm_commands.calls("squeue")) < 20
     run.cancel()
     run.wait()
-    assert {outcome.reason for outcome in run.outcomes()} == {"cancelled"}
+    assert {(row.status, row.note) for row in run.status().replicas} == {("cancelled", "")}
 
 
 # --- records

@@ -152,6 +152,10 @@ class Cluster:
             self.start_node(name)
         self._wait_for(lambda: self._states() == {"idle"}, "its nodes")
 
+    def jobs(self) -> list[str]:
+        """Name all jobs that are known, also those that ended."""
+        return self.run("squeue", "--noheader", "--array", "--states=all", "--format=%i").split()
+
     def start_node(self, name: str) -> None:
         self._start(name, "slurmd", "-D", "-f", str(self.conf), "-N", name)
 
