@@ -27,7 +27,9 @@ class RunSpec:
     run_id: str
     store_url: str
     task_digest: str
+    """The sha256 of its task.json."""
     world_size: int
+    """How many replicas were launched; ranks beyond it were added."""
     ranks: tuple[int, ...]
     attempt: int = 0
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -56,6 +58,8 @@ class RunSpec:
     """How many jobs more are to stand by, for ranks that lose their containers."""
     is_of_spares: bool = False
     """Whether `ranks` number spares of the run."""
+    task_folder: str = "task"
+    """Where the task is, under the run."""
 
     @property
     def credentials(self) -> dict[str, str]:

@@ -38,6 +38,7 @@ RENDEZVOUS = "REPLICA_RENDEZVOUS"
 CONTRACT = (RANK, WORLD_SIZE, RUN_ID, ATTEMPT, RENDEZVOUS)
 # For the worker alone, where a replica is started by a command and not forked.
 TASK_DIGEST = "REPLICA_TASK_DIGEST"
+TASK_FOLDER = "REPLICA_TASK_FOLDER"  # where the task is, under the run; by default in "task"
 TIMEOUT_S = "REPLICA_TIMEOUT_S"
 BOOTSTRAP_S = "REPLICA_BOOTSTRAP_S"  # how long fetching and installing took
 GPU = "REPLICA_GPU"  # what the launch asked for
@@ -51,7 +52,7 @@ SPARE = "REPLICA_SPARE"  # "1": it stands by, and REPLICA_RANK numbers the spare
 SERVICE = "REPLICA_SERVICE"  # the name, for people, of what runs its job
 FOLDER = "REPLICA_FOLDER"  # what the bootstrap made for it, to be removed in the end
 FOR_THE_WORKER = (
-    *(TASK_DIGEST, TIMEOUT_S, BOOTSTRAP_S, GPU, FAIL_FAST, BOTO3),
+    *(TASK_DIGEST, TASK_FOLDER, TIMEOUT_S, BOOTSTRAP_S, GPU, FAIL_FAST, BOTO3),
     *(RESTARTS, HANG, LAUNCHED_AT, LEASE_S, SPARE, SERVICE, FOLDER),
 )
 NOTICE_S = "REPLICA_NOTICE_S"  # how long a service leaves to what it has told to end; whoever launches may set it

@@ -20,7 +20,7 @@ from executors.errors import (
     RunNotFoundError,
     StoreError,
 )
-from executors.native import KeepsOptions, restarts_replicas
+from executors.native import restarts_replicas
 from executors.policy import HangLimits, Restarts
 from executors.process import this_process
 from executors.protocol import ReplicaStatus
@@ -28,8 +28,9 @@ from executors.run.handles import keep_handles
 from executors.run.launch_hands import Recipe
 from executors.run.recipe import native_executor, recipe_of, vouched_task
 from executors.run.run import Run
+from executors.run.spread import options_to_note
 from executors.run_index import keep_key, new_run_id, remember, settle
-from executors.status import ReplicaState
+from executors.status import ReplicaState, name_ranks
 from executors.store.records import exists
 from executors.supervision.decisions import DecisionLog, hang_of, policy_of
 from executors.supervision.lease import hold_lease, release_lease
@@ -128,7 +129,7 @@ def resume(
     for rank, attempt in next_attempts.items():
         by_attempt.setdefault(attempt, []).append(rank)
     begun: set[int] = set()
-    goes_on = run.world_size - len(next_attempts)
+    goes_on = len(run.ranks) - len(next_attempts)
     try:
         for attempt, group in sorted(by_attempt.items()):
             needed = launched.min_replicas and max(1, min(launched.min_replicas - goes_on, len(group)))
@@ -173,8 +174,8 @@ def _begin_from_snapshot(run: Run, task: StoredTask, recipe: Recipe, tell: Calla
     recipe = replace(recipe, spec=spec)
     lease = None
     try:
-        options = executor.options_to_keep if isinstance(executor, KeepsOptions) else {}
-        remember(spec.run_id, run.store.url, spec.task_digest, options, spec.secret_names)
+        options, more = options_to_note(executor)
+        remember(spec.run_id, run.store.url, spec.task_digest, options, spec.secret_names, more)
         keep_key(spec.run_id, spec.key)  # the old run's: what this one begins from is signed with it
         lease = hold_lease(run.store, spec)
         handles = executor.launch_replicas(spec.world_size, recipe.entrypoint, {}, **limits, run=spec, tell=tell)
@@ -197,17 +198,22 @@ def _next_attempts(run: Run, ranks: Sequence[int] | None) -> dict[int, int]:
 
     Were the numbers asked for later, two who resume at the same time would each have one, and start two copies.
     """
-    states = run.status().replicas
-    for state in states if ranks is None else ():
+    states = {state.rank: state for state in run.status().replicas}
+    run.fleet.named = frozenset(ranks or ())
+    for state in states.values() if ranks is None else ():
         if not state.is_readable and state.outcome is not None:
             raise CorruptObjectError(str(state.outcome.error), url=run.store.url)
     for rank in ranks or ():
-        if not 0 <= rank < run.world_size:
-            raise RunNotFoundError(f"Run {run.run_id!r} has the ranks 0 to {run.world_size - 1}, got rank {rank}.")
+        if rank not in states:
+            raise RunNotFoundError(f"Run {run.run_id!r} has the {name_ranks(states)}, got rank {rank}.")
         if not (states[rank].status.is_terminal or states[rank].restart.is_awaited):
             raise ValueError(f"Rank {rank} of run {run.run_id!r} is {states[rank].status}; only what ended is resumed.")
-    ended = [s for s in states if s.status.is_terminal or s.restart.is_awaited]
+    ended = [s for s in states.values() if s.status.is_terminal or s.restart.is_awaited]
     asked = [s for s in ended if (s.status is not ReplicaStatus.SUCCEEDED if ranks is None else s.rank in ranks)]
+    if foreign := [s.rank for s in asked if not run.fleet.may_start(s.rank)]:
+        names, where = name_ranks(foreign), ", ".join(sorted({states[rank].backend for rank in foreign}))
+        print(f"replicas: {names} on {where}: added elsewhere, so started only if named, as --rank.", file=sys.stderr)
+        asked = [s for s in asked if s.rank not in foreign]
     resumed = {s.rank: s.attempt + 1 for s in asked if s.restart.is_awaited and _decided(s)["kind"] == "resume"}
     found = {state.rank: state.attempt + 1 for state in asked if state.rank not in resumed}
     if not found and resumed:
@@ -246,7 +252,7 @@ def _begun_by(run: Run, begun: Attempt) -> str:
     with contextlib.suppress(CorruptObjectError):
         if intent := begun.find("intent.json", Intent.parse):
             by = intent.by
-        elif handle := begun.handle(run.backend):
+        elif handle := begun.handle(run.fleet.backend(begun.rank)):
             by = handle.metadata.get("by")
     return _name(by)
 

@@ -102,6 +102,8 @@ class Note(Record):
     """The sha256 of the task that was launched. None: it was launched elsewhere, and brought back here."""
     executor_options: Mapping[str, Any] = checked(json_object, {})
     """What its executor was made with."""
+    more_options: Mapping[str, Any] = checked(json_object, {})
+    """The same of the others of a run on several backends: by backend, or by the nonce of what was added here."""
     secrets: tuple[str, ...] = checked(list_of(text()), ())
 
     @property
@@ -115,6 +117,7 @@ def remember(
     task_digest: str | None = None,
     executor_options: Mapping[str, Any] | None = None,
     secrets: Sequence[str] = (),
+    more_options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Note where a run is, so that its id alone finds it again on this machine, and what was launched, and with what.
 
@@ -122,12 +125,34 @@ def remember(
     an image object, is left out: who resumes the run gives it again.
     """
     store = local_store()
-    options = {name: value for name, value in (executor_options or {}).items() if is_json(value)}
-    note = Note(store_url if store_url != store.url else None, task_digest, options, tuple(secrets))
+    more = {name: _of_json(each) for name, each in (more_options or {}).items()}
+    rendezvous = store_url if store_url != store.url else None
+    note = Note(rendezvous, task_digest, _of_json(executor_options or {}), more, tuple(secrets))
     key = f"{run_id}/{NOTE}"
     store.put(key, to_bytes(asdict(note)))
     with contextlib.suppress(OSError):  # a file system without modes
         (state_dir() / key).chmod(0o600)
+
+
+def _of_json(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if is_json(value)}
+
+
+def remember_added(run_id: str, store_url: str, nonce: str, options: Mapping[str, Any]) -> None:
+    """Note what the executor of replicas was made with that were added from here."""
+    known = locate(run_id)
+    if known is not None and not _is_same_place(known, store_url):
+        return  # the folder of this id is of another run
+    note = _find_note(run_id) or Note(store_url)
+    more = {**note.more_options, nonce: options}
+    remember(run_id, store_url, note.task_digest, note.executor_options, note.secrets, more)
+
+
+def noted_options(run_id: str, store_url: str, name: str) -> Mapping[str, Any] | None:
+    """Return what this machine noted of the options of one more executor of a run; None: nothing."""
+    note = _find_note(run_id)
+    found = None if note is None or not _is_same_place(note.store_url, store_url) else note.more_options.get(name)
+    return found if isinstance(found, dict) else None
 
 
 def _find_note(run_id: str) -> Note | None:
@@ -181,7 +206,7 @@ def settle(run_id: str, store_url: str, task_digest: str) -> None:
             )
         note = _find_note(run_id)
     if note is not None and note.task_digest == task_digest:  # its store has moved since
-        remember(run_id, store_url, task_digest, note.executor_options, note.secrets)
+        remember(run_id, store_url, task_digest, note.executor_options, note.secrets, note.more_options)
     else:
         remember(run_id, store_url)
 

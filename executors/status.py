@@ -1,4 +1,4 @@
-"""A run at one moment, as shown by `replicas status`, the live table and a notebook; how a run is waited for."""
+"""A run at one moment, as shown by `replicas status`, the live table and a notebook; in words and as JSON."""
 
 from __future__ import annotations
 
@@ -6,16 +6,29 @@ import html
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from executors.durations import name_duration
-from executors.protocol import BY_USER, Outcome, ReplicaStatus, as_status
+from executors.protocol import BY_USER, Outcome, ReplicaStatus
 
 FAILED_EARLY = "failed before the first round"
 STEPS_PER_S, TOTAL_STEPS = "steps_per_s", "total_steps"
-COLUMNS = ("rank", "attempt", "restarts", "status", "round", "step", STEPS_PER_S, "left", "loss", "round_s", "note")
+COLUMNS = (
+    "rank",
+    "backend",
+    "attempt",
+    "restarts",
+    "status",
+    "round",
+    "step",
+    STEPS_PER_S,
+    "left",
+    "loss",
+    "round_s",
+    "note",
+)
 SAME_DATA_AS = "same_data_as"  # reported by DiLoCo: a rank that sends the same work; the note says it
 NO_COLUMNS = (TOTAL_STEPS, SAME_DATA_AS)
 N_MORE = 3  # columns for other numbers, where nobody says which
@@ -23,9 +36,6 @@ MAX_STEPS, MAX_LEFT_S = 1e15, 1e9  # reports may be any numbers
 MAX_COLUMNS = 50  # in a notebook
 MAX_DECIDED, MAX_LINE = 8, 1000  # lines of decisions that are shown at once, and characters of each
 HEADINGS = {"round_s": "in rounds", STEPS_PER_S: "steps/s", "note": ""}
-FIRST_PAUSE_S = 0.01
-LONGEST_PAUSE_S = 0.5
-H = TypeVar("H")
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,7 @@ class ReplicaState:
     is_readable: bool = True
     """Whether its records tell how it is."""
     restart: RestartState = field(default_factory=RestartState)
+    backend: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -157,7 +168,7 @@ class ReplicaState:
 
     def cell(self, column: str) -> str:
         """Return the text of one column of the table."""
-        if column in ("rank", "attempt", "status", "note"):
+        if column in ("rank", "backend", "attempt", "status", "note"):
             return str(getattr(self, column))
         if column == "restarts":
             return "" if self.restart.limit is None else f"{self.restart.charged}/{self.restart.limit}"
@@ -184,7 +195,7 @@ class ReplicaState:
         """Return everything but the result as plain JSON."""
         row = {
             name: getattr(self, name)
-            for name in ("rank", "attempt", "status", "doing", "heartbeat_age_s", "reported", "left_s")
+            for name in ("rank", "backend", "attempt", "status", "doing", "heartbeat_age_s", "reported", "left_s")
         }
         outcome = self.outcome
         more = {"reason": outcome and outcome.reason, "exit_code": outcome and outcome.exit_code}
@@ -327,6 +338,8 @@ class RunStatus:
     def _has(self, column: str) -> bool:
         if column == "attempt":
             return any(replica.attempt > 0 for replica in self.replicas)
+        if column == "backend":
+            return len({replica.backend for replica in self.replicas}) > 1
         if column == "restarts":
             return any(replica.restart.restarts or replica.restart.decision for replica in self.replicas)
         return any(replica.cell(column) for replica in self.replicas)
@@ -362,35 +375,3 @@ def name_ranks(ranks: Iterable[int]) -> str:
         else:
             spans.append([rank])
     return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, span)) for span in spans)
-
-
-def pauses(first_s: float = FIRST_PAUSE_S, longest_s: float = LONGEST_PAUSE_S) -> Iterator[float]:
-    """Yield the seconds to wait between one look and the next: short ones first."""
-    pause_s = first_s
-    while True:
-        yield pause_s
-        pause_s = min(pause_s * 1.5, longest_s)
-
-
-def wait_until_terminal(poll: Callable[[H], Any], handles: Sequence[H], timeout_s: float | None) -> bool:
-    """Poll with growing pauses until every handle's status is terminal; False if the time was over first."""
-    waiting = list(handles)
-
-    def all_have_ended() -> bool:
-        waiting[:] = [handle for handle in waiting if not as_status(poll(handle)).is_terminal]
-        return not waiting
-
-    return wait_until(all_have_ended, timeout_s, pauses())
-
-
-def wait_until(is_over: Callable[[], bool], timeout_s: float | None, pauses: Iterator[float]) -> bool:
-    """Ask again after each pause until it is over; False if the time was over first."""
-    end = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    for pause_s in pauses:
-        if is_over():
-            return True
-        left_s = end - time.monotonic()
-        if left_s <= 0:
-            return False
-        time.sleep(min(pause_s, left_s))
-    raise AssertionError("pauses never end")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from executors.attempt import replica_key
+from executors.store.added_ranks import added_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,9 @@ class Keys:
 
     def outcome(self, rank: int, attempt: int) -> str:
         return replica_key(self.run_id, rank, attempt, "outcome.json")
+
+    def added(self, number: int) -> str:
+        return added_key(self.run_id, number)
 
     def abort(self) -> str:
         return f"{self.run_id}/abort.json"

@@ -18,13 +18,17 @@ from diloco.rendezvous.frames import Contribution, Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import check_key, check_signed
-from executors.errors import ReplicasError, RunNotFoundError
+from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError
 from executors.replica import Replica, current_replica, find_replica, run_key
 from executors.run_key import key_id
 from executors.store import MemoryStore, Store, store_at
+from executors.store.added_ranks import MAX_ADDED, AddedRanks
+from executors.store.records import MAX_RECORD_BYTES
 from executors.store.watch import Watch
 
 JOIN = "join"
+MISREAD = 3
+"""So many readings that are no record mean that there is none."""
 DELETED_LOOKS, DELETED_LOOK_S = 3, 10.0
 """A run is held to be deleted when what is never deleted was missing in three looks, ten seconds apart."""
 
@@ -49,7 +53,11 @@ def claim(
     """
     joins = rank is None
     rank, attempt = world_size if rank is None else rank, 0
+    added = AddedSoFar(store, keys)
     while True:
+        if joins and rank in added.ranks:
+            rank += 1
+            continue
         key = keys.claim(rank, attempt)
         owner = _owner(store.peek(key))
         if owner is None:
@@ -58,11 +66,39 @@ def claim(
         if owner is None:
             pause()
         elif owner == nonce:
+            added.look()  # behind the claim: who adds ranks looks for claims behind the record
+            if joins and rank in added.ranks:
+                continue
             return Identity(rank, world_size, attempt, nonce)
         elif joins:
             rank += 1
         else:
             attempt += 1
+
+
+class AddedSoFar:
+    """The ranks that were added to a run after its launch, as far as one process has read of them."""
+
+    def __init__(self, store: PatientStore, keys: Keys) -> None:
+        self.ranks: set[int] = set()
+        self._store = store
+        self._keys = keys
+        self._n_read = self._n_misread = 0
+
+    def look(self) -> None:
+        """Read what is new; a record that cannot be read adds nothing."""
+        while len(self.ranks) < MAX_ADDED and self._n_read < MAX_ADDED:
+            key = self._keys.added(self._n_read)
+            data = self._store.peek(key, size=MAX_RECORD_BYTES)
+            if data is None:
+                return
+            try:
+                self.ranks.update(AddedRanks.parse(data, key).ranks)
+            except CorruptObjectError:
+                self._n_misread += 1
+                if self._n_misread < MISREAD:  # perhaps it was the reading
+                    return
+            self._n_read, self._n_misread = self._n_read + 1, 0
 
 
 def _owner(claimed: memoryview | None) -> str | None:
@@ -104,7 +140,10 @@ class Membership:
         self._gone: set[tuple[int, int]] = set()
         self._dead: set[tuple[int, int]] = set()
         self.frontier = me.world_size
-        """The first rank beyond the first world that nobody has claimed, as far as was looked."""
+        """The first rank beyond the first world that nobody has claimed and nobody was given, as far as was looked."""
+        self._added = AddedSoFar(store, keys)
+        self._missing: set[int] = set()
+        """The ranks below it that were added, and have not been claimed."""
         self.seal: Seal | None = None
         """The newest seal that was adopted."""
         self.read_seal: str | None = None
@@ -131,9 +170,18 @@ class Membership:
     def names_me(self) -> bool:
         return self.names(self._me.rank, self._me.attempt, self._me.nonce)
 
+    @property
+    def claimed(self) -> set[int]:
+        """The ranks that may send something: of the first world, and beyond it those that were claimed."""
+        return {*range(self.frontier)} - self._missing
+
     def look_for_joiners(self) -> None:
-        """Find out which ranks beyond the first world were claimed; they are dense."""
-        while self._is_claimed(self.frontier, 0):
+        """Find out which ranks beyond the first world were claimed; they are dense, but for those that were added."""
+        self._added.look()
+        self._missing = {rank for rank in self._missing if not self._is_claimed(rank, 0)}
+        while (is_claimed := self._is_claimed(self.frontier, 0)) or self.frontier in self._added.ranks:
+            if not is_claimed:
+                self._missing.add(self.frontier)
             self.frontier += 1
 
     def someone_lives(self) -> bool:

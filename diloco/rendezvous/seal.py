@@ -207,7 +207,7 @@ class Sealer:
 
     def _ranks(self) -> Sequence[int]:
         """Return every rank that may send something."""
-        return sorted({*range(self._members.frontier), *self._members.expected, self._me.rank})
+        return sorted({*self._members.claimed, *self._members.expected, self._me.rank})
 
     def look_at_contribution(self, entry: EntryState, rank: int) -> bool:
         """Read a contribution's head, of a small one of another process everything; return whether it exists."""

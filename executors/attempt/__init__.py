@@ -18,9 +18,9 @@ from executors.attempt.outcome import (
     parse_outcome,
 )
 from executors.errors import CorruptObjectError, UnknownHandleError
+from executors.pauses import wait_until_terminal
 from executors.process import this_process
 from executors.protocol import BY_USER, Outcome, Reason, ReplicaHandle, ReplicaStatus
-from executors.status import wait_until_terminal
 from executors.store import Store, store_at
 from executors.store.records import (
     FAR_AHEAD,

@@ -139,7 +139,7 @@ def _move_into(out: Path, new: Path) -> None:
 def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """Write everything a run left into an empty folder; return what was skipped, and why."""
     skipped: list[dict[str, Any]] = []
-    for rank in range(run.world_size):
+    for rank in run.ranks:
         (folder / str(rank)).mkdir()
         attempts = run.launched(rank)
         for attempt in attempts:
@@ -212,9 +212,9 @@ def _pieces(run: Run, rank: int) -> Iterator[bytes]:
     """Read the log of a rank's newest attempt in pieces, if the executor can read it so."""
     piece, offset = b"-", 0
     try:
-        handle = run.handle(rank)
-        while piece and handle is not None and isinstance(run.executor, OffsetReader):
-            piece, offset = run.executor.read_logs(handle, offset=offset)
+        handle, executor = run.handle(rank), run.fleet.site(rank).executor
+        while piece and handle is not None and isinstance(executor, OffsetReader):
+            piece, offset = executor.read_logs(handle, offset=offset)
             yield piece
     except (ReplicasError, OSError) as error:
         file, reason = getattr(error, "filename", None), getattr(error, "strerror", None)

@@ -26,8 +26,9 @@ from executors.cli.options import (
 )
 from executors.cli.output import JsonOption, Output, refuse, usage_errors
 from executors.durations import DURATIONS, name_duration
+from executors.pauses import LONGEST_PAUSE_S
 from executors.policy import HangLimits, Restarts
-from executors.status import LONGEST_PAUSE_S, RunStatus
+from executors.status import RunStatus
 
 if TYPE_CHECKING:
     from executors.run.launch_hands import Recipe

@@ -19,9 +19,10 @@ from executors.cli.output import CANCELLED, PROGRESS_EVERY_S, Output, inert, nam
 from executors.cli.summary import reference
 from executors.cli.tee import Tee
 from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError, unknown_name
+from executors.pauses import LONGEST_PAUSE_S, pauses
 from executors.protocol import ReplicaStatus
 from executors.run.run import Run
-from executors.status import COLUMNS, LONGEST_PAUSE_S, MAX_DECIDED, MAX_LINE, ReplicaState, RunStatus, pauses
+from executors.status import COLUMNS, MAX_DECIDED, MAX_LINE, ReplicaState, RunStatus
 
 PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
 MAX_LINES = 200  # of output, below the table

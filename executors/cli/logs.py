@@ -94,7 +94,7 @@ def logs(
         given = {"follow": follow, "grep": grep, "since": since, "until": until, "prefix": prefix, "lines": lines}
         if wrong := next((name for name, value in given.items() if value), None):
             refuse(f"--stacks shows whole dumps: leave --{wrong} away.")
-        return _show_stacks(found, rank or range(found.world_size), which, Output(as_json))
+        return _show_stacks(found, rank or found.ranks, which, Output(as_json))
     last = "\n"
     with usage_errors():
         chosen = Lines(
@@ -106,7 +106,7 @@ def logs(
         )
         n_lines = lines if lines is not None else MAX_READ_BYTES if chosen.is_search and not follow else LAST_LINES
         if as_json:
-            ranks = rank or range(found.world_size)
+            ranks = rank or found.ranks
             texts = {one: "".join(found.log_pieces(one, n_lines, False, which, chosen, _note)) for one in ranks}
             rows = [{"rank": one, "log": text} for one, text in texts.items()]
             Output(as_json).document({"run_id": found.run_id, "attempt": attempt, "replicas": rows})

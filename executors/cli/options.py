@@ -15,7 +15,6 @@ from executors.cli.backends import check_options
 from executors.cli.output import UsageProblem, refuse, usage_errors
 from executors.durations import DURATIONS
 from executors.errors import BackendError
-from executors.native import KeepsOptions
 from executors.task.arguments import json_or_text
 
 if TYPE_CHECKING:
@@ -127,8 +126,7 @@ def find_run(
         known: Mapping[str, Any] = {}
         check_options(backend, executor_class(backend), given)
         with contextlib.suppress(BackendError):  # the record's are not taken: those given are all
-            if isinstance(found.executor, KeepsOptions):
-                known = found.executor.options_to_keep
+            known = found.fleet.options_of(backend)
         return attach(run, rendezvous=rendezvous, executor=get_executor(backend, {**known, **given}))
 
 

@@ -77,7 +77,7 @@ def ls(
     for row in rows:
         status = Text(row["status"], style=STYLES.get(row["status"], "dim"))
         age = name_age(time.time() - row["created_at"]) if row["created_at"] else ""
-        table.add_row(row["run_id"], row["backend"], str(row["world_size"]), cut(shown(row["entrypoint"])), status, age)
+        table.add_row(row["run_id"], row["backend"], str(row["n"]), cut(shown(row["entrypoint"])), status, age)
     output.say(table)
     for row in rows:
         if row["problem"] is not None:
@@ -86,13 +86,23 @@ def ls(
 
 
 def _row_of(run: Run) -> dict[str, Any]:
-    row = {"run_id": run.run_id, "url": run.url, "backend": "", "world_size": 0, "entrypoint": "", "created_at": 0.0}
+    row = {
+        "run_id": run.run_id,
+        "url": run.url,
+        "backend": "",
+        "world_size": 0,
+        "n": 0,
+        "entrypoint": "",
+        "created_at": 0.0,
+    }
     row |= {"status": "unreadable", "problem": None}  # a power cut left half a record, or somebody wrote it
     try:
         record = run.record
-        row |= {"backend": record.backend, "world_size": record.world_size, "entrypoint": record.entrypoint}
+        n = record.world_size
+        row |= {"backend": record.backend, "world_size": n, "n": n, "entrypoint": record.entrypoint}
         row |= {"created_at": record.created_at, "status": "unknown"}  # no such backend here, or the store is away
-        row["status"] = str(run.status().status)
+        now = run.status()
+        row |= {"status": str(now.status), "backend": now.backend, "n": len(now.replicas)}
     except ReplicasError as error:
         row["problem"] = str(error)
     return row

@@ -38,7 +38,8 @@ def heading(run: Run, timeout_s: float | None = None) -> str:
     Args:
         timeout_s: the time limit of what was resumed. None: as launched.
     """
-    replicas = "1 replica" if run.world_size == 1 else f"{run.world_size} replicas"
+    n = len(run.ranks)
+    replicas = "1 replica" if n == 1 else f"{n} replicas"
     limit = name_limit(run.record.timeout_s if timeout_s is None else timeout_s)
     chaos = "".join(f", chaos {one_line(spec)}" for spec in run.record.chaos)
     signed = f", signed (key {run.record.key_id})" * run.record.signed
@@ -146,10 +147,10 @@ class Summary:
             self.print_failures(output)
             n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in self.outcomes)
             enough = self.run.record.min_replicas
-            if enough is not None and n_done < self.run.world_size:
+            if enough is not None and n_done < len(self.outcomes):
                 output.say()
                 asked = f"at least {enough} were asked for"
-                output.say(f"{n_done} of {self.run.world_size} replicas succeeded; {asked}.{self._others()}", "yellow")
+                output.say(f"{n_done} of {len(self.outcomes)} replicas succeeded; {asked}.{self._others()}", "yellow")
             if self.code == HOPELESS:
                 output.say()
                 output.say("Starting the run again unchanged does not help (exit code 93).", "yellow")
@@ -184,7 +185,7 @@ class Summary:
             ranks, frames = [outcome.rank for outcome in outcomes], last_frames(outcomes[0])
             output.say()
             if outcomes[0].error_line is not None:
-                output.say(headline(outcomes[0], ranks, self.run.world_size), "red")
+                output.say(headline(outcomes[0], ranks, len(self.outcomes)), "red")
             else:
                 what = f"{name_ranks(ranks).capitalize()} failed ({outcomes[0].reason})"
                 output.say(f"{what}: {words_of(outcomes[0])}", "red")

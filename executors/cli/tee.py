@@ -22,7 +22,8 @@ class Tee:
     """
 
     def __init__(self, run: Run, ranks: Sequence[int], show: Callable[[str], None]) -> None:
-        self._run = Run(run.store, run.run_id, executor=run.executor, handles=run.handles)  # looks from other threads
+        handles = run.handles[: run.world_size]
+        self._run = Run(run.store, run.run_id, executor=run.executor, handles=handles)  # looks from other threads
         self._ranks = ranks
         self._show = show
         self._thread = threading.Thread(target=self._follow, name="replicas-tee", daemon=True)

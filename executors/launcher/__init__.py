@@ -237,7 +237,7 @@ class LaunchPlan:
                 for rank in range(request.n):
                     Attempt(store, self.run_id, rank).abandon(error)
                 # No keeper goes on with it.
-                order_cancel(DecisionLog(store, self.run_id), None, request.n, half_way(error))
+                order_cancel(DecisionLog(store, self.run_id), None, half_way(error))
             raise
         keep_handles(store, self.run_id, 0, handles)
         run = Run(store, self.run_id, executor=executor, handles=handles)

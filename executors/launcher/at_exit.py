@@ -33,7 +33,7 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
             store = impatient_store(run.store.url, STORE_LIMIT_S)
             if not exists(store, f"{run.run_id}/run.json"):
                 return  # it was deleted
-            attempts = (Attempt(store, run.run_id, rank) for rank in range(run.world_size))
+            attempts = (Attempt(store, run.run_id, rank) for rank in run.fleet.ranks)
             # One by one: at the exit no thread can be started any more.
             if all(each.newest().outcome() is not None for each in attempts):
                 return

@@ -63,7 +63,7 @@ class Canceller:
 
     def end(self, why: str) -> None:
         """End all that still run, which nobody bars; returns when they are gone."""
-        self._end(self._observer.look(self._observer.ranks), why)
+        self._end(self._observer.look(), why)
 
     def _end(self, seen: Sequence[ReplicaState], why: str) -> None:
         observer, executor = self._observer, self._executor
@@ -89,11 +89,11 @@ class Canceller:
     def _bar(self, rank: int | None, why: str) -> Sequence[ReplicaState]:
         """Bar a rank, or all; return the states of these after that."""
         observer = self._observer
-        ranks = observer.ranks if rank is None else [rank]
+        ranks = None if rank is None else [rank]
         states = observer.look(ranks)
         if was_deleted(self._store, self._run_id) or all(s.status is ReplicaStatus.SUCCEEDED for s in states):
             return states
         log = DecisionLog(self._store, self._run_id)
         with contextlib.suppress(CorruptObjectError):  # then nobody can read it, so nothing is started
-            order_cancel(log, None if rank is None else ranks, len(ranks), why)
+            order_cancel(log, ranks, why)
         return observer.look(ranks)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from executors.attempt import Attempt, parse_handle
-from executors.errors import CorruptObjectError, StoreError
+from executors.errors import CorruptObjectError, StoreError, UnknownHandleError
 from executors.protocol import ReplicaHandle
 from executors.store import Store
 from executors.store.records import Fields, find_record, json_object, list_of, to_bytes
@@ -31,16 +31,18 @@ def keep_handles(store: Store, run_id: str, attempt: int, handles: Sequence[Any]
             store.put_if_absent(_key(run_id, attempt), data)
 
 
-def kept_handles(store: Store, run_id: str, attempt: int, backend: str) -> dict[int, ReplicaHandle]:
+def kept_handles(store: Store, run_id: str, attempt: int, backend_of: Callable[[int], str]) -> dict[int, ReplicaHandle]:
     """Return the handles of a launch by rank, as far as it left a copy that can be read."""
 
     def parse(data: Any, key: str, url: str) -> dict[int, ReplicaHandle]:
         found = [parse_handle(each, key, url) for each in Fields(data, key, url).take("handles", list_of(json_object))]
-        return {each.rank: Attempt(store, run_id, each.rank, attempt).own(each, backend) for each in found}
+        return {
+            each.rank: Attempt(store, run_id, each.rank, attempt).own(each, backend_of(each.rank)) for each in found
+        }
 
     try:
         return find_record(store, _key(run_id, attempt), parse, MAX_BYTES) or {}
-    except CorruptObjectError as error:
+    except (CorruptObjectError, UnknownHandleError) as error:
         log.warning("Reading the handle of each replica instead: %s", error)
         return {}
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from executors.errors import ReplicasError
 from executors.native import NativeExecutor, RunSpec
+from executors.protocol import ServerlessExecutor
 from executors.run.handles import keep_handles
 from executors.store import store_at
 
@@ -30,19 +31,27 @@ class LaunchHands:
     """Starts attempts through the run's executor, each in the background; one that another process began is left alone.
 
     Args:
+        executor: returns the executor of all ranks, which is native.
         say: gets a sentence on each start that failed.
     """
 
     how = "launch"
 
-    def __init__(self, executor: NativeExecutor, recipe: Recipe, say: Callable[[str], None]) -> None:
-        self.executor = executor
+    def __init__(self, executor: Callable[[], ServerlessExecutor], recipe: Recipe, say: Callable[[str], None]) -> None:
+        self._executor = executor
         self.free: frozenset[int] = frozenset()
         """The ranks whose supervisors are gone, or have left their ends to others."""
         self.say = say
         self._recipe = recipe
         self._busy: set[int] = set()
         self._again_at: dict[int, float] = {}
+
+    @property
+    def executor(self) -> NativeExecutor:
+        """The executor of all ranks."""
+        executor = self._executor()
+        assert isinstance(executor, NativeExecutor)
+        return executor
 
     def may_start(self, rank: int) -> bool:
         """Return whether this process can start that rank now."""

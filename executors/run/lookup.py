@@ -11,6 +11,7 @@ from executors.registry import check_backend_of, check_executor, executor_class
 from executors.run.run import Run
 from executors.run_index import find_preparation, known_run_ids, locate
 from executors.store.url import RUN_ID, check_run_id, existing_store, split_address
+from executors.task.record import Placement
 
 
 def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | ServerlessExecutor | None = None) -> Run:
@@ -44,10 +45,22 @@ def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | Se
     named = executor if executor is None or isinstance(executor, str) else check_executor(executor)
     found = Run(existing_store(url), check_run_id(run_id), executor=named)
     with contextlib.suppress(CorruptObjectError):  # who needs the record is told; such a run can be removed
-        record = found.record
+        placement = _placement_for(found, named)
         if named is not None:
-            check_backend_of(record, executor_class(named) if isinstance(named, str) else named)
+            check_backend_of(placement, executor_class(named) if isinstance(named, str) else named)
     return found
+
+
+def _placement_for(run: Run, named: str | ServerlessExecutor | None) -> Placement:
+    """Return the placement of a run that an executor is meant for: one of its backend, else the first."""
+    launched = run.record.placements
+    if named is None:
+        return launched[0]
+    backend = getattr(executor_class(named) if isinstance(named, str) else named, "backend_name", None)
+    if all(place.backend != backend for place in launched):
+        run.fleet.read_added()
+    places = (site.placement for site in run.fleet.sites)
+    return next((place for place in places if place.backend == backend), launched[0])
 
 
 def list_runs(rendezvous: str | Path | None = None) -> list[Run]:

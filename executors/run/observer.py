@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 from executors.attempt import Attempt, Beat
 from executors.errors import BackendError, CorruptObjectError, UnknownHandleError
 from executors.native import NativeExecutor, Observation, Unfinished
+from executors.pauses import pauses
 from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
+from executors.run.fleet import Fleet
 from executors.run.handles import kept_handles
 from executors.run.restart_states import Answers
-from executors.status import ReplicaState, RunStatus, pauses
+from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.inventory import Inventory
 from executors.store.parallel import in_parallel
@@ -37,7 +39,8 @@ class Observer:
     """What one process has seen of a run's replicas. A terminal status stays until a newer attempt is found.
 
     Args:
-        executor: returns the run's executor; not called while no replica needs it.
+        fleet: where the replicas are.
+        executor: returns the executor of all of them; not called while no replica needs it.
         handles: those of the launch, in rank order. None: they are read from the store.
     """
 
@@ -46,13 +49,16 @@ class Observer:
         store: Store,
         run_id: str,
         record: RunRecord,
+        fleet: Fleet,
         executor: Callable[[], ServerlessExecutor],
         handles: Sequence[Any] | None = None,
     ) -> None:
         self._store = store
         self._run_id = run_id
         self._record = record
+        self._fleet = fleet
         self._executor = executor
+        self._ranks: Sequence[int] = range(record.world_size)
         self._is_directory = directory_of(store.url) is not None
         self.is_near = is_near(store.url)
         self._inventory = Inventory()
@@ -76,22 +82,31 @@ class Observer:
         return self._inventory
 
     @property
-    def ranks(self) -> range:
-        """The ranks that were launched."""
-        return range(self._record.world_size)
+    def ranks(self) -> Sequence[int]:
+        """The ranks that were launched, or added since, as of the last look."""
+        return self._ranks
+
+    def backend(self, rank: int) -> str:
+        """Name the backend that a rank is on."""
+        return self._fleet.backend(rank)
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look and the next: a far store's requests cost."""
         return pauses() if self.is_near else pauses(*FAR_PAUSES_S)
 
-    def look(self, ranks: Sequence[int]) -> list[ReplicaState]:
+    def look(self, ranks: Sequence[int] | None = None) -> list[ReplicaState]:
         """Return the state of replicas, but for what they report. One whose next attempt is to come is pending.
+
+        Args:
+            ranks: None: all.
 
         One list, the outcomes and handles that are new, one call of the backend about all that have no outcome, and
         where one ended badly, what is new in the log of decisions.
         """
-        states = self._answers.over(self._look(ranks), self._ends())
-        self._hopeless = {state.rank for state in states if state.restart.is_hopeless} | self._hopeless - {*ranks}
+        seen = [replace(state, backend=self.backend(state.rank)) for state in self._look(ranks)]
+        states = self._answers.over(seen, self._ends())
+        hopeless = {state.rank for state in states if state.restart.is_hopeless}
+        self._hopeless = hopeless | self._hopeless - {state.rank for state in states}
         return states
 
     def status(self, states: Sequence[ReplicaState]) -> RunStatus:
@@ -99,7 +114,7 @@ class Observer:
         record, answers = self._record, self._answers
         return RunStatus(
             self._run_id,
-            record.backend,
+            self._fleet.backends,
             states,
             self.count_joined(),
             record.min_replicas,
@@ -135,8 +150,9 @@ class Observer:
     def _ends(self) -> dict[int, Outcome]:
         return {rank: end for rank in self.ranks if (end := self.outcome(rank)) is not None}
 
-    def _look(self, ranks: Sequence[int]) -> list[ReplicaState]:
+    def _look(self, asked: Sequence[int] | None) -> list[ReplicaState]:
         self.update()
+        ranks = self.ranks if asked is None else asked
         self.map(self._read_outcome, [rank for rank in ranks if self.outcome(rank) is None])
         self._ask_why_told_to_end(ranks)
         waiting = [rank for rank in ranks if self.outcome(rank) is None]
@@ -160,8 +176,8 @@ class Observer:
         return self.map(self._with_report, states)
 
     def count_joined(self) -> int:
-        """Return how many more ranks joined while the run went on, as of the last look."""
-        return self._inventory.count_joined(self._record.world_size)
+        """Return how many more ranks joined while the run went on, launched by nobody, as of the last look."""
+        return len(self._inventory.joined(self._record.world_size) - {*self._ranks})
 
     def update(self, max_age_s: float = 0.0) -> None:
         """List what the replicas have left, unless that was done a moment ago."""
@@ -169,6 +185,11 @@ class Observer:
             found = Inventory.of(self._store, self._run_id)
             with self._merging:  # of two threads, none takes back what the other found
                 self._inventory |= found
+                added = self._inventory.added(self._record.world_size)
+                if added:
+                    self._fleet.learn(added)
+                    placed = {*self._fleet.ranks}
+                    self._ranks = [*range(self._record.world_size), *(rank for rank in added if rank in placed)]
             self._updated_at = time.monotonic()
 
     def attempt(self, rank: int) -> Attempt:
@@ -214,7 +235,7 @@ class Observer:
         if attempt.number == self._inventory.newest_launched(attempt.rank):
             return self._readable_handle(attempt.rank)
         number, known = self._handles.get(attempt.rank, (None, None))
-        return known if number == attempt.number else attempt.handle(self._record.backend)
+        return known if number == attempt.number else attempt.handle(self.backend(attempt.rank))
 
     def collect_missing(self, ranks: Sequence[int]) -> None:
         """Take from the backend what the store does not have: replicas that succeeded without reaching the store.
@@ -283,7 +304,7 @@ class Observer:
         unread = Counter(number for rank, number in newest.items() if self._handles.get(rank, (None,))[0] != number)
         for number, n in unread.items():
             if number is not None and n > 1 and not self.is_near and number not in self._launches:
-                self._launches[number] = kept_handles(self._store, self._run_id, number, self._record.backend)
+                self._launches[number] = kept_handles(self._store, self._run_id, number, self.backend)
         return self.map(self._readable_handle, ranks)
 
     def _readable_handle(self, rank: int) -> Any:
@@ -299,10 +320,10 @@ class Observer:
         if launched is None or (known is not None and number == launched):
             return known
         attempt = self.attempt(rank).at(launched)
-        found = self._launches.get(launched, {}).get(rank) or attempt.handle(self._record.backend)
+        found = self._launches.get(launched, {}).get(rank) or attempt.handle(self.backend(rank))
         executor = self._executor() if found is None else None
         if isinstance(executor, NativeExecutor):
-            found = executor.find_handle(attempt.announced(self._record.backend))
+            found = executor.find_handle(attempt.announced(self.backend(rank)))
             if found is None and (outcome := attempt.outcome()):  # it was found that it was never started
                 self._outcomes[rank] = outcome
         self._handles[rank] = (launched, found)
@@ -346,7 +367,7 @@ class Observer:
         """Write the outcome that a third-party executor's replica could not."""
         (row,) = self._executor().collect([self.handle(attempt.rank)], timeout=0)
         if reported is not ReplicaStatus.CANCELLED and row.get("reason") not in REASONS:
-            return attempt.record_lost(f"{self._record.backend} reports it {reported}")
+            return attempt.record_lost(f"{self.backend(attempt.rank)} reports it {reported}")
         return attempt.record(Outcome.of_row(attempt.rank, attempt.number, {**row, "status": reported}))
 
     def _state(self, rank: int, reported: ReplicaStatus | None, doing: str) -> ReplicaState:

@@ -14,7 +14,7 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.run.launch_hands import LaunchHands
 from executors.run.observer import Observer
 from executors.status import ReplicaState
-from executors.supervision.decisions import Decision, DecisionLog, answer_to
+from executors.supervision.decisions import Decision, DecisionLog, answer_to, is_barred
 from executors.supervision.keeper import LEAVE_S, Keeper, Sight, Terms, hands_of_spare
 from executors.supervision.orders import ASKED, order_cancel, words_of_bar
 from executors.supervision.rules import is_own
@@ -28,6 +28,7 @@ class OutsideKeeper:
 
     Args:
         hands: start what follows.
+        may_start: whether a rank is one that somebody here wants to be started where it is.
         end: ends the replicas that run, for the reason given.
     """
 
@@ -38,12 +39,14 @@ class OutsideKeeper:
         observer: Observer,
         hands: LaunchHands,
         end: Callable[[str], None],
+        may_start: Callable[[int], bool],
     ) -> None:
         self.log = log
         self.hands = hands
         self._record = record
         self._observer = observer
         self._end = end
+        self._may_start = may_start
         terms = Terms(Restarts.of(record.restarts), record.world_size, record.created_at, record.min_replicas)
         self._keeper = Keeper(log, terms, hands=hands, spare=self._spare)
         self._gone: dict[tuple[int, int], Parent] = {}
@@ -85,7 +88,9 @@ class OutsideKeeper:
             end for end in ends.values() if end.status is ReplicaStatus.FAILED and newest[end.rank] == end.attempt
         ]
         parents = self._parents(failed)
-        self.hands.free = frozenset(end.rank for end in failed if self._is_free(end, parents[end.rank]))
+        self.hands.free = frozenset(
+            end.rank for end in failed if self._may_start(end.rank) and self._is_free(end, parents[end.rank])
+        )
         for end in failed:
             ends[end.rank] = self._as_its_service_says(end, parents[end.rank])
         wait_s = self._keeper.keep(Sight(newest, ends, self._has_progress(failed, states)))
@@ -131,9 +136,8 @@ class OutsideKeeper:
         """Return an end with the reason that only the service knows: a container hears no more than a signal."""
         if not end.notice or parent.is_alive or parent.reason is None:
             return end
-        if parent.reason == "cancelled":
-            words = f"cancelled at the backend {self._record.backend!r}"
-            order_cancel(self.log, [end.rank], self._record.world_size, words)
+        if parent.reason == "cancelled" and not is_barred(self.log.entries, end.rank):
+            order_cancel(self.log, [end.rank], f"cancelled at the backend {self._observer.backend(end.rank)!r}")
         if parent.reason not in TOLD_BY_SERVICES:
             return end
         self._observer.attempt(end.rank).at(end.attempt).note_why(parent.reason, parent.error)

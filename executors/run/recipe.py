@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from executors.errors import BackendError, StoreError, UntrustedTaskError
-from executors.native import KeepsOptions, NativeExecutor, RunSpec
-from executors.registry import is_given
+from executors.native import NativeExecutor, RunSpec
 from executors.run.launch_hands import Recipe
-from executors.run.run import Run
+from executors.run.traces import Traces
 from executors.run_index import KEYS, find_key
 from executors.run_key import RUN_KEY
 from executors.store.records import SHA256
@@ -22,7 +21,7 @@ from executors.task.stored import StoredTask, read_task
 MAX_SHOWN = 100  # characters of what a store says that nobody vouches for
 
 
-def native_executor(run: Run) -> NativeExecutor:
+def native_executor(run: Traces) -> NativeExecutor:
     """Return the executor of a run that can start single ranks.
 
     Raises:
@@ -34,7 +33,7 @@ def native_executor(run: Run) -> NativeExecutor:
 
 
 def recipe_of(
-    run: Run,
+    run: Traces,
     task: StoredTask,
     *,
     gpu: str | None = None,
@@ -42,19 +41,22 @@ def recipe_of(
     env: Mapping[str, str] | None = None,
     secrets: Sequence[str] = (),
     detach: bool = False,
+    starts_others: bool = True,
 ) -> Recipe:
     """Return what starts attempts of a run, after checking that a person gave here what is never recorded.
 
     Args:
         task: for which somebody vouched.
         gpu, timeout, env, secrets, detach: as for `resume`.
+        starts_others: whether it is to start ranks that the run has.
 
     Raises:
         ValueError: a value of the environment, a secret, an option or the run's key is missing.
         BackendError: the backend cannot start single ranks.
     """
-    launched, executor = task.launched_with, native_executor(run)
-    missing = sorted(set(launched.env) - set(env or {}))
+    launched = task.launched_with
+    places = [site.placement for site in run.fleet.sites]
+    missing = sorted({name for place in places for name in place.env} - set(env or {}))
     if missing:
         raise ValueError(
             f"Run {run.run_id!r} was launched with the variable {missing[0]!r}, whose value is not recorded. "
@@ -67,7 +69,7 @@ def recipe_of(
         world_size=run.world_size,
         ranks=tuple(range(run.world_size)),
         env=dict(env or {}),
-        secret_names=_secrets_to_give(run, task, secrets),
+        secret_names=_secrets_to_give(run, task, secrets, starts_others=starts_others),
         key=_key_of(run, launched),
         detach=detach,
         chaos=launched.chaos,
@@ -77,16 +79,15 @@ def recipe_of(
         restarts=launched.restarts,
         hang=launched.hang,
         launched_at=run.record.created_at,
-        lease_s=None if detach else executor.lease_s,
+        lease_s=None if detach or not starts_others else native_executor(run).lease_s,
     )
-    limits = {
-        "gpu": gpu if gpu is not None else launched.gpu,
-        "timeout": timeout if timeout is not None else launched.timeout_s,
-    }
+    limits = {"gpu": gpu, "timeout": timeout}  # on several backends, None is what each placement says
+    if len(places) == 1:
+        limits = {"gpu": gpu or launched.gpu, "timeout": launched.timeout_s if timeout is None else timeout}
     return Recipe(spec, launched.entrypoint, limits)
 
 
-def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tuple[str, ...]:
+def _secrets_to_give(run: Traces, task: StoredTask, secrets: Sequence[str], *, starts_others: bool) -> tuple[str, ...]:
     """Return the names of the secrets that the replicas get, after checking that a person named them here.
 
     The machine that launched this very task has noted them, and the options of its executor as far as they are JSON.
@@ -99,20 +100,20 @@ def _secrets_to_give(run: Run, task: StoredTask, secrets: Sequence[str]) -> tupl
             f"Run {run.run_id!r} was launched with the secret {missing[0]!r}, and this machine gives no secret away "
             f"because a record names it. Name it again: --secret {missing[0]} or secrets=[{missing[0]!r}]."
         )
-    given: Collection[str] = noted.executor_options if noted else ()  # an option that is not JSON is not noted either
-    if run.has_given_options and isinstance(run.executor, KeepsOptions):
-        given = {name for name, value in run.executor.options_to_keep.items() if is_given(value)}
-    if missing := sorted(set(launched.unrecorded_options) - set(given)):
-        option, backend = missing[0], run.backend
-        how = "--volume NAME:/path" if option == "volumes" else f"--option {option}=…"
-        raise ValueError(
-            f"Run {run.run_id!r} was launched with the option {option!r} of backend {backend!r}, which is not taken "
-            f"from a record. Give it again: --backend {backend} {how}, or attach(…, executor=…)."
-        )
+    for site in run.fleet.sites if starts_others else ():
+        place = site.placement
+        given = run.fleet.known_options(site)
+        if missing := sorted(set(place.unrecorded_options) - set(given)) if run.fleet.may_start(place.ranks[0]) else []:
+            option, backend = missing[0], place.backend
+            how = "--volume NAME:/path" if option == "volumes" else f"--option {option}=…"
+            raise ValueError(
+                f"Run {run.run_id!r} was launched with the option {option!r} of backend {backend!r}, which is not "
+                f"taken from a record. Give it again: --backend {backend} {how}, or attach(…, executor=…)."
+            )
     return tuple(secrets or (noted.secrets if noted else ()))
 
 
-def _key_of(run: Run, launched: LaunchedWith) -> str | None:
+def _key_of(run: Traces, launched: LaunchedWith) -> str | None:
     """Return the key of a signed run, which this machine keeps since it launched the run, or is told."""
     if launched.key_id is None:
         return None
@@ -127,7 +128,7 @@ def _key_of(run: Run, launched: LaunchedWith) -> str | None:
     return key
 
 
-def vouched_task(run: Run, *, task_digest: str | None = None, trust_bucket: bool = False) -> StoredTask:
+def vouched_task(run: Traces, *, task_digest: str | None = None, trust_bucket: bool = False) -> StoredTask:
     """Read the task that a resumed run starts again, after somebody vouched for it. Writes and starts nothing.
 
     Args:
@@ -169,6 +170,7 @@ def vouched_task(run: Run, *, task_digest: str | None = None, trust_bucket: bool
             )
     if trust_bucket:
         other = "" if kept in (None, digest) else f" This machine launched another task there: its digest is {kept}."
+        run.fleet.trusts_store = True
         print(f"replicas: trusting {run.store.url}. {_what_would_run(run)}{other}", file=sys.stderr)
     return task
 
@@ -179,7 +181,7 @@ def _check_digest(text: str) -> str:
     return text.lower()
 
 
-def _what_would_run(run: Run) -> str:
+def _what_would_run(run: Traces) -> str:
     """Say what the store says of a run: nobody vouches for any of it."""
     record = run.record
     entrypoint, by, digest = (_shown(value) for value in (record.entrypoint, record.created_by, record.task_digest))

@@ -13,7 +13,6 @@ from executors.errors import (
     RunExistsError,
     UnknownHandleError,
 )
-from executors.native import NativeExecutor
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.report.root_cause import raise_root_cause
 from executors.run.canceller import Canceller
@@ -63,10 +62,10 @@ class Run(Traces):
 
         Ctrl-C leaves the run alone.
         """
-        if n is not None and not 1 <= n <= self.world_size:
-            raise ValueError(f"Run {self.run_id!r} has {self.world_size} replicas, got n={n}.")
-        is_over = self._waiter.wait(n or self.world_size, timeout, self._view())
-        if is_over and n in (None, self.world_size):
+        if n is not None and not 1 <= n <= len(self.ranks):
+            raise ValueError(f"Run {self.run_id!r} has {len(self.ranks)} replicas, got n={n}.")
+        is_over = self._waiter.wait(n, timeout, self._view())
+        if is_over and n in (None, len(self._observer.ranks)):
             self._settle()
         return is_over
 
@@ -112,7 +111,7 @@ class Run(Traces):
         self.wait()
         outcomes = self.outcomes()
         n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
-        if n_done < (self.record.min_replicas or self.world_size):
+        if n_done < (self.record.min_replicas or len(outcomes)):
             raise_root_cause(outcomes)
         return [outcome.result for outcome in outcomes]
 
@@ -138,20 +137,65 @@ class Run(Traces):
         self._canceller.stop(within_s, wait or self.wait)
         self._settle()
 
+    def add(
+        self,
+        executor: str | ServerlessExecutor,
+        n: int,
+        *,
+        tell: Callable[[str], None] = lambda words: None,
+        **asked: Any,
+    ) -> list[int]:
+        """Start `n` more replicas of the run, anywhere its rendezvous can be reached; return their ranks.
+
+        They have new ranks, beyond those of the launch, and join the others at their next round. From then on they are
+        replicas of the run like the others: `wait`, `results`, `cancel` and all else count them. What they see as
+        `world_size` is that of the launch, which never changes; see `Replica.shard` for their data.
+
+        Args:
+            executor: a backend's name, or an executor.
+            tell: gets a few words on how far the start is, where it takes long.
+            asked: any of these. `gpu`, `timeout`: None: as launched. `env`, `secrets`: values are not recorded, so
+                those of the launch have to be given again. `detach`: let them go on when this process ends.
+                `task_digest`, `trust_bucket`: who vouches for the task where another machine launched the run; see
+                `resume`.
+
+        Raises:
+            ValueError: the run is over, or a value of its environment, or its key, is missing.
+            UntrustedTaskError: another machine launched the run, and nobody vouches for its task.
+            BackendError: the backend cannot start single ranks, or sees no such rendezvous; `LaunchError` when it
+                refused a replica.
+        """
+        from executors.run.addition import Addition, add_replicas
+
+        added = add_replicas(self, executor, Addition(n=n, **asked), tell)
+        ranks = list(added.recipe.spec.ranks)
+        if not added.recipe.spec.detach:
+            others = None if self._keeper is not None else ranks
+            self.keep_here(added.recipe, added.lease or self._lease, ranks=others)
+        return ranks
+
     def keep_here(
-        self, recipe: Recipe, lease: LeaseHolder | None, say: Callable[[str], None] | None = None
+        self,
+        recipe: Recipe,
+        lease: LeaseHolder | None,
+        say: Callable[[str], None] | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> OutsideKeeper:
         """Let this process answer ends whose supervisors are gone, whenever it looks at the run while it waits.
 
         Args:
             lease: where its replicas end unless somebody renews it; it ends with the run.
             say: gets a sentence on each start that failed. None: they go to stderr.
+            ranks: those that this process starts again. None: all that it may.
         """
-        executor = self.executor
-        assert isinstance(executor, NativeExecutor)
-        hands = LaunchHands(executor, recipe, say or (lambda words: print(f"replicas: {words}", file=sys.stderr)))
+        tell = say or (lambda words: print(f"replicas: {words}", file=sys.stderr))
+        hands = LaunchHands(lambda: self.executor, recipe, tell)
         log = DecisionLog(self.store, self.run_id)
-        self._keeper = OutsideKeeper(log, self.record, self._observer, hands, self._canceller.end)
+
+        def may_start(rank: int) -> bool:
+            return self.fleet.may_start(rank) if ranks is None else rank in ranks
+
+        self._keeper = OutsideKeeper(log, self.record, self._observer, hands, self._canceller.end, may_start)
         self._lease = lease
         return self._keeper
 

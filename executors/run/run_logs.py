@@ -219,7 +219,7 @@ class RunLogs:
         if text:
             return last_of(completed(text, outcome.output_tail), n_lines)
         if outcome.output_tail:
-            key, who = attempt.key("outcome.json"), self._executor.backend_name
+            key, who = attempt.key("outcome.json"), self._observer.backend(attempt.rank)
             self._note(f"Rank {attempt.rank}: {who} has no log of it. This was kept by its outcome, {key!r}.")
         return last_of(outcome.output_tail or outcome.error or "", n_lines)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -16,12 +16,13 @@ from executors.errors import (
 )
 from executors.metrics.metrics import Metrics, read_metrics
 from executors.protocol import Outcome, ServerlessExecutor
-from executors.registry import executor_of_record
+from executors.run.fleet import Fleet
 from executors.run.observer import RECENT_S, Observer
 from executors.run.run_logs import EVERYTHING, Lines, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
-from executors.run_index import Note, noted_at_launch
-from executors.status import ReplicaState, RunStatus
+from executors.run.spread import SpreadExecutor
+from executors.run_index import Note, noted_at_launch, noted_options
+from executors.status import ReplicaState, RunStatus, name_ranks
 from executors.store import Store
 from executors.store.artifacts import Artifact, find_artifacts
 from executors.store.inventory import Inventory
@@ -47,11 +48,12 @@ class Traces:
     ) -> None:
         self.store = store
         self.run_id = run_id
-        self._named_executor = executor if isinstance(executor, str) else None
-        self._executor = None if isinstance(executor, str) else executor
-        self.has_given_options = self._executor is not None
-        """Whether a person made the executor, and so gave its options, too."""
         self._launched = handles
+        given: list[ServerlessExecutor | str] = [] if executor is None else [executor]
+        if isinstance(executor, SpreadExecutor):
+            given = [each for _, each in executor.parts]
+        self.fleet = Fleet(store, run_id, lambda: self.record, given, self._noted_options)
+        """Where its replicas are."""
 
     @cached_property
     def record(self) -> RunRecord:
@@ -68,32 +70,45 @@ class Traces:
 
     @property
     def backend(self) -> str:
-        """The backend's name."""
-        return self.record.backend
+        """The backend's name; of a run on several each with its replicas, as in `slurm:4,modal:4`."""
+        return self.fleet.backends
 
     @property
     def world_size(self) -> int:
-        """How many replicas were launched."""
+        """How many replicas were launched; this stays the same when some are added."""
         return self.record.world_size
 
     @property
+    def ranks(self) -> list[int]:
+        """The ranks that were launched, and those that were added since."""
+        self._observer.update(RECENT_S)
+        return list(self._observer.ranks)
+
+    @property
     def executor(self) -> ServerlessExecutor:
-        """The executor; for an attached run one of the backend that its record names.
+        """The executor; for an attached run one of the backend that its record names; of several, all as one.
 
         Raises:
             BackendError: that backend is not installed here. Nothing is imported because a record names it: give the
                 executor to `attach`.
         """
-        if self._executor is None:
-            options = None if self.noted is None else self.noted.executor_options
-            self._executor = executor_of_record(self.record, named=self._named_executor, options=options)
-        return self._executor
+        sites = self.fleet.sites
+        return sites[0].executor if len(sites) == 1 else self._spread
+
+    @cached_property
+    def _spread(self) -> Any:
+        return SpreadExecutor(lambda: self.fleet.sites)
 
     @property
     def noted(self) -> Note | None:
         """What this machine noted when it launched the task that the record names. None on other machines."""
         note = noted_at_launch(self.run_id, self.store.url)
         return note if note is not None and note.task_digest == self.record.task_digest else None
+
+    def _noted_options(self, name: str) -> Mapping[str, Any] | None:
+        if self.noted is not None and name == self.record.backend:
+            return self.noted.executor_options
+        return noted_options(self.run_id, self.store.url, name)
 
     @property
     def task_digest(self) -> str | None:
@@ -111,7 +126,7 @@ class Traces:
         return self._observer.handle(rank)
 
     def __repr__(self) -> str:
-        return f"<Run {self.run_id!r}: {self.world_size} replicas on {self.backend!r}, {self.store.url}>"
+        return f"<Run {self.run_id!r}: {len(self.fleet.ranks)} replicas on {self.backend!r}, {self.store.url}>"
 
     def _repr_html_(self) -> str:
         return self.status().to_html()
@@ -206,7 +221,7 @@ class Traces:
             note: is given a line about each log that is not read where its replica writes to.
         """
         logs = RunLogs(self._observer, self.executor, attempt, lines, note, is_one=isinstance(rank, int))
-        chosen = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
+        chosen = self.ranks if rank is None else [rank] if isinstance(rank, int) else rank
         ranks = [self._check_rank(r) for r in chosen]
         return logs.followed(ranks, tail) if follow else logs.tails(ranks, tail)
 
@@ -283,12 +298,12 @@ class Traces:
 
     @cached_property
     def _observer(self) -> Observer:
-        return Observer(self.store, self.run_id, self.record, lambda: self.executor, self._launched)
+        return Observer(self.store, self.run_id, self.record, self.fleet, lambda: self.executor, self._launched)
 
     def _look(self) -> list[ReplicaState]:
-        return self._observer.look(self._observer.ranks)
+        return self._observer.look()
 
     def _check_rank(self, rank: int) -> int:
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"Run {self.run_id!r} has the ranks 0 to {self.world_size - 1}, got rank={rank}.")
+        if not 0 <= rank < self.world_size and rank not in self.ranks:
+            raise ValueError(f"Run {self.run_id!r} has the {name_ranks(self.ranks)}, got rank={rank}.")
         return rank

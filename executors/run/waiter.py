@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from executors.errors import BackendError, RunNotFoundError
+from executors.pauses import wait_until
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.observer import Observer
 from executors.run.progress import View
-from executors.status import FAILED_EARLY, ReplicaState, RunStatus, name_ranks, wait_until
+from executors.status import FAILED_EARLY, ReplicaState, RunStatus, name_ranks
 from executors.task.record import RunRecord
 
 MAX_WHY = 2000  # characters
@@ -42,10 +43,15 @@ class Waiter:
         self._watches_for_failures = True
         self._failing_since: float | None = None
 
-    def wait(self, n: int, timeout_s: float | None, view: View | None) -> bool:
-        """Wait until `n` replicas have ended; False if the time was over first."""
+    def wait(self, n: int | None, timeout_s: float | None, view: View | None) -> bool:
+        """Wait until `n` replicas have ended, None: all; False if the time was over first."""
+
+        def is_over() -> bool:
+            n_ended = len(self._ended(view))
+            return n_ended >= (len(self._observer.ranks) if n is None else n)
+
         with showing(view):
-            return wait_until(lambda: len(self._ended(view)) >= n, timeout_s, self._observer.pauses())
+            return wait_until(is_over, timeout_s, self._observer.pauses())
 
     def as_completed(self, view: View | None) -> Iterator[Outcome]:
         """Yield how each replica ended when it has, until all have; once more where one was resumed meanwhile."""
@@ -57,7 +63,7 @@ class Waiter:
         def has_news() -> bool:
             nonlocal is_over
             ended = self._ended(view)
-            is_over = len(ended) == self._record.world_size
+            is_over = len(ended) == len(observer.ranks)
             observer.collect_missing([state.rank for state in ended])
             outcomes = list(map(observer.ending, ended))
             new[:] = [outcome for outcome in outcomes if (outcome.rank, outcome.attempt) not in told]
@@ -86,7 +92,7 @@ class Waiter:
             ranks = f"{name_ranks(now.failed_early)} {FAILED_EARLY}"
             return f"{ranks}; the others train on without {them}. {option} ends the run instead."
         first = f"rank {now.failed_early[0]} {FAILED_EARLY}"
-        failed = now.replicas[now.failed_early[0]].outcome
+        failed = next(state.outcome for state in now.replicas if state.rank == now.failed_early[0])
         alive = [state.rank for state in now.replicas if not state.status.is_terminal]
         why = f"{first}: {failed.headline[:MAX_WHY]}" if failed else first
         self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), alive)
@@ -100,9 +106,9 @@ class Waiter:
     def _ended(self, view: View | None) -> list[ReplicaState]:
         """Look at the run once, show it, and return the replicas that have ended."""
         observer = self._observer
-        states = observer.look(observer.ranks)
+        states = observer.look()
         if self._keep(states):
-            states = observer.look(observer.ranks)
+            states = observer.look()
         has_failed = self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states)
         if view is not None or has_failed:
             reported = observer.with_reports(states)

@@ -57,10 +57,11 @@ def main() -> None:
         if not os.environ.get(name):
             refuse(f"{name} is not set.")
     get, put = open_run(os.environ["REPLICA_RENDEZVOUS"], os.environ["REPLICA_RUN_ID"])
-    task = json.loads(fetched(get, "task/task.json", os.environ["REPLICA_TASK_DIGEST"]))
+    task_folder = os.environ.get("REPLICA_TASK_FOLDER", "task")
+    task = json.loads(fetched(get, f"{task_folder}/task.json", os.environ["REPLICA_TASK_DIGEST"]))
     if "code_sha256" not in task:
         refuse("the run was launched without its code.")
-    code = fetched(get, "task/code.tar.gz", task["code_sha256"])
+    code = fetched(get, f"{task_folder}/code.tar.gz", task["code_sha256"])
     here = os.getcwd()
     folder = pathlib.Path(tempfile.mkdtemp(prefix="replica-", dir=here if os.access(here, os.W_OK) else None))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)  # of what does not become the worker,

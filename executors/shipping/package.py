@@ -117,6 +117,7 @@ def replica_environment(
         environment.LAUNCHED_AT: run.launched_at,
         environment.LEASE_S: run.lease_s,
         environment.SPARE: "1" if run.is_of_spares else None,
+        environment.TASK_FOLDER: None if run.task_folder == "task" else run.task_folder,
     }
     found |= {name: str(value) for name, value in for_the_worker.items() if value is not None}
     if version := installed_version("boto3"):

@@ -59,9 +59,14 @@ class Inventory:
         """Return the number of its newest attempt with a handle, or the intent to ask for one; None: it has none."""
         return next(reversed(self.launched(rank)), None)
 
-    def count_joined(self, world_size: int) -> int:
-        """Return how many ranks beyond those that were launched have joined the run since; their numbers are dense."""
-        rank = world_size
-        while self.has(rank, 0, "started"):
-            rank += 1
-        return rank - world_size
+    def added(self, world_size: int) -> list[int]:
+        """Return the ranks beyond the first world that somebody has begun to start, in their order."""
+        return sorted({rank for rank, _, name in self.records if rank >= world_size and name in ("handle", "intent")})
+
+    def ranks(self, world_size: int) -> list[int]:
+        """Return the ranks that were launched, and those that were added and begun since."""
+        return [*range(world_size), *self.added(world_size)]
+
+    def joined(self, world_size: int) -> set[int]:
+        """Return the ranks beyond the first world that take part."""
+        return {rank for rank, number, name in self.records if rank >= world_size and (number, name) == (0, "started")}

@@ -12,7 +12,7 @@ from executors.native import RunSpec
 from executors.policy import Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
-from executors.store.inventory import Inventory
+from executors.store.inventory import BEGINNINGS, Inventory
 from executors.supervision.decisions import MAX_ATTEMPT, Decision, DecisionLog, answer_to, barred_by, policy_of
 from executors.supervision.rules import LAST_CALL_S, RunFacts, decide, is_own, too_few_left
 from executors.task.record import find_run_record
@@ -21,6 +21,7 @@ LEAVE_S = 15.0  # how long an end is left to a supervisor that lives
 CARRY_S = 60.0  # what another keeper decided, and has not begun for so long, is carried out
 NEEDS_LAUNCH = ("start_failed", "lost", "preempted", "timeout")  # a time limit begins anew with a launch alone
 MOST_FORK_STRIKES = 2  # of a rank; then whoever has wider hands leaves the machine
+LOOK_AGAIN_S = 1.0
 
 
 class Hands(Protocol):
@@ -50,17 +51,25 @@ class Sight:
     def of(cls, store: Store, run_id: str, world_size: int) -> Sight:
         """Look at a run's records: one list, and what it has of ends and, until one shows progress, of heartbeats.
 
+        Of all ranks that were launched, or added and begun.
+
         Raises:
             StoreError: the store does not answer, or a record is none.
         """
         found = Inventory.of(store, run_id)
-        newest = {rank: found.newest(rank) for rank in range(world_size)}
+        newest = {rank: found.newest(rank) for rank in found.ranks(world_size)}
         attempts = [Attempt(store, run_id, rank, number) for rank, number in newest.items()]
         outcomes = [each.outcome() for each in attempts if found.has(each.rank, each.number, "outcome")]
         ends = {end.rank: end for end in outcomes if end is not None}
         beating = (each.beat() for each in attempts if found.has(each.rank, each.number, "heartbeat"))
         has_progress = any(end.marks for end in ends.values()) or any(beat and beat.reported for beat in beating)
         return cls(newest, ends, has_progress)
+
+    def of_first_world(self, world_size: int) -> Sight:
+        """Return it without ranks that were added: these may be on other backends."""
+        newest = {rank: number for rank, number in self.newest.items() if rank < world_size}
+        ends = {rank: end for rank, end in self.ends.items() if rank < world_size}
+        return replace(self, newest=newest, ends=ends)
 
 
 @dataclass(frozen=True)
@@ -149,9 +158,10 @@ class Keeper:
             self.log.read()
             due = self.due(sight)
         if due and self.hands is not None:
-            for rank, number in due.items():
-                self._leave_no_hole(rank, sight.newest[rank], number)
-            self.hands.start(due)
+            ready = {rank: to for rank, to in due.items() if self._close_holes(rank, to, sight)}
+            waits += [LOOK_AGAIN_S] * (len(due) - len(ready))
+            if ready:
+                self.hands.start(ready)
         waits += [self._ready_in(entry) for rank, entry in self._pending(sight).items() if rank not in due]
         return min((wait for wait in waits if wait is not None), default=None)
 
@@ -194,7 +204,8 @@ class Keeper:
             is_to_leave = self._has_wider and answer.strikes > most
             if hands.how == "fork" and (policy.how != "fork" or _needs_launch(end) or is_to_leave):
                 return None
-            return replace(answer, how=self._spare(entries) or hands.how)
+            spare = self._spare(entries) if end.rank < self._terms.world_size else None  # others may be elsewhere
+            return replace(answer, how=spare or hands.how)
 
         entry = self._append(compute)
         if entry is not None:
@@ -212,7 +223,8 @@ class Keeper:
         """Stop the run when fewer ranks than `min_replicas` can still succeed."""
 
         def compute(entries: Sequence[Decision]) -> Decision | None:
-            is_so = too_few_left(entries, sight.ends.values(), self._terms.world_size, self._terms.min_replicas)
+            n = max(self._terms.world_size, len(sight.newest))
+            is_so = too_few_left(entries, sight.ends.values(), n, self._terms.min_replicas)
             return Decision(kind="stop", why="min_replicas") if is_so else None
 
         return None if self.hands is None or self.policy is None else self._append(compute)
@@ -278,11 +290,19 @@ class Keeper:
                 self._answered.pop(rank, None)
         self._n_folded = len(entries)
 
-    def _leave_no_hole(self, rank: int, newest: int, number: int) -> None:
-        """Close attempts that were decided and never begun, since attempts are dense."""
-        for skipped in range(newest + 1, number):
-            attempt = Attempt(self.log.store, self.log.run_id, rank, skipped)
+    def _close_holes(self, rank: int, number: int, sight: Sight) -> bool:
+        """Close attempts that were decided and never begun, since attempts are dense.
+
+        Returns: False, and nothing was closed, while the attempt before them has left no record: its process may yet
+            claim it, or where somebody else has, one of these.
+        """
+        numbers = range(sight.newest[rank], number)
+        before, *skipped = [Attempt(self.log.store, self.log.run_id, rank, each) for each in numbers]
+        if skipped and rank not in sight.ends and not any(before.has(f"{name}.json") for name in BEGINNINGS):
+            return False
+        for attempt in skipped:
             attempt.record(attempt.ended(ReplicaStatus.FAILED, "fenced", error=f"Attempt {number} came before it."))
+        return True
 
 
 def _needs_launch(end: Outcome) -> bool:

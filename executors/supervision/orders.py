@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 
@@ -9,25 +10,25 @@ from executors.attempt import Attempt
 from executors.policy import HangLimits, Restarts
 from executors.process import this_process
 from executors.protocol import BY_USER, STOPPED
-from executors.supervision.decisions import MAX_WORDS, Decision, DecisionLog, answer_to, barred_by
+from executors.supervision.decisions import MAX_WORDS, Decision, DecisionLog, answer_to
 
 ASKED = "asked"
 
 
-def order_cancel(log: DecisionLog, ranks: Sequence[int] | None, world_size: int, words: str = BY_USER) -> None:
+def order_cancel(log: DecisionLog, ranks: Sequence[int] | None, words: str = BY_USER) -> None:
     """Bar ranks, None: all, so that nothing of theirs starts any more until somebody resumes them.
+
+    Added whatever bars them already: a resume may have come since that this process has not seen.
 
     Raises:
         StoreError: the store does not answer, or holds something else there.
     """
     for rank in (None,) if ranks is None else ranks:
+        log.append(functools.partial(_cancel, rank, words))
 
-        def entry(entries: Sequence[Decision], rank: int | None = rank) -> Decision | None:
-            barring = [barred_by(entries, each) for each in (range(world_size) if rank is None else (rank,))]
-            stands = all(each is not None and (each.kind, each.why) != ("stop", ASKED) for each in barring)
-            return None if stands else Decision(kind="cancel", rank=rank, words=words[:MAX_WORDS])
 
-        log.append(entry)
+def _cancel(rank: int | None, words: str, entries: Sequence[Decision]) -> Decision:
+    return Decision(kind="cancel", rank=rank, words=words[:MAX_WORDS])
 
 
 def order_stop(log: DecisionLog, within_s: float) -> Decision:
@@ -36,17 +37,17 @@ def order_stop(log: DecisionLog, within_s: float) -> Decision:
     Raises:
         StoreError: the store does not answer, or holds something else there.
     """
-    standing: list[Decision] = []
 
-    def entry(entries: Sequence[Decision]) -> Decision | None:
+    def entry(entries: Sequence[Decision]) -> Decision:
         last = next((each for each in reversed(entries) if each.kind in ("stop", "resume")), None)
-        standing[:] = [last] if last is not None and last.kind == "stop" else []
-        is_sooner = bool(standing) and time.time() + within_s < standing[0].at + (standing[0].within_s or 0.0)
-        if standing and not is_sooner:
-            return None
-        return Decision(kind="stop", why=ASKED, within_s=within_s, words=STOPPED)
+        left_s = within_s
+        if last is not None and last.kind == "stop":  # the sooner one counts
+            left_s = min(within_s, max(0.0, last.at + (last.within_s or 0.0) - time.time()))
+        return Decision(kind="stop", why=ASKED, within_s=left_s, words=STOPPED)
 
-    return log.append(entry) or standing[0]
+    added = log.append(entry)
+    assert added is not None
+    return added
 
 
 def order_resume(log: DecisionLog, start: Mapping[int, int], n_seen: int) -> Decision | None:

@@ -117,8 +117,8 @@ def made_progress(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome]
     return step is not None and step > max(earlier, default=0.0)
 
 
-def too_few_left(log: Sequence[Decision], ends: Iterable[Outcome], world_size: int, min_replicas: int | None) -> bool:
-    """Return whether fewer than `min_replicas` can still succeed, and nothing has ended the run.
+def too_few_left(log: Sequence[Decision], ends: Iterable[Outcome], n: int, min_replicas: int | None) -> bool:
+    """Return whether fewer than `min_replicas` of `n` can still succeed, and nothing has ended the run.
 
     What a person ended before they resumed anything does not count: they know.
     """
@@ -130,7 +130,7 @@ def too_few_left(log: Sequence[Decision], ends: Iterable[Outcome], world_size: i
         done += end.status is ReplicaStatus.SUCCEEDED
         if end.status is ReplicaStatus.CANCELLED and is_barred(since, end.rank) >= is_barred(log, end.rank):
             gone.add(end.rank)
-    return done < min_replicas and world_size - len(gone) < min_replicas
+    return done < min_replicas and n - len(gone) < min_replicas
 
 
 def _resumed(log: Sequence[Decision]) -> Sequence[Decision]:

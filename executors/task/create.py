@@ -29,11 +29,11 @@ from executors.native import GATHER_S, Package, RunSpec
 from executors.policy import HangLimits, Restarts
 from executors.run_key import key_id, new_key, parse_key
 from executors.store import Store
-from executors.store.records import FAR_AHEAD, MAX_DEPTH, is_deeper_than, to_bytes
+from executors.store.records import FAR_AHEAD, MAX_DEPTH, exists, is_deeper_than, to_bytes
 from executors.store.url import address_of, check_run_id, check_scheme
 from executors.task.record import MAX_WORLD_SIZE, LaunchedWith, RunRecord
 from executors.task.sources import sources_of
-from executors.task.stored import PYTHON, StoredTask
+from executors.task.stored import PYTHON, StoredTask, versions_here
 
 MASK = "***"  # shown instead of a value of the environment
 
@@ -275,11 +275,15 @@ def _write_run(store: Store, run_id: str, new: NewRun) -> None:
             f"Run {run_id!r} exists at {store.url}. Look at it with executors.attach({name!r}) or "
             f"`replicas status {shlex.quote(name)}`, or choose another run id."
         )
-    if new.callable_pickle is not None:
-        store.put(f"{run_id}/task/callable.pkl", new.callable_pickle)
-    if new.code is not None:
-        store.put(f"{run_id}/task/code.tar.gz", new.code)
-    store.put(f"{run_id}/task/task.json", new.task)  # last: who finds it finds the rest
+    _write_task(store, f"{run_id}/task", new.task, new.callable_pickle, new.code)
+
+
+def _write_task(store: Store, place: str, task: bytes, callable_pickle: bytes | None, code: bytes | None) -> None:
+    if callable_pickle is not None:
+        store.put(f"{place}/callable.pkl", callable_pickle)
+    if code is not None:
+        store.put(f"{place}/code.tar.gz", code)
+    store.put(f"{place}/task.json", task)  # last: who finds it finds the rest
 
 
 def _pack_task(
@@ -295,15 +299,7 @@ def _pack_task(
     record: dict[str, Any] = {"python": PYTHON, "rank_env": rank_env, "seed": request.seed}
     record["launched_with"] = asdict(launched_with)  # so that it cannot be exchanged either
     if package is not None:
-        from executors.task.stored import versions_here
-
-        record |= {
-            **versions_here(),
-            "code_sha256": package.sha256,
-            "requirements": list(package.requirements),
-            "pins": list(package.pins),
-            "paths": list(package.paths),
-        }
+        record |= _code_of(package)
     if isinstance(entrypoint, str):
         if is_deeper_than(kwargs, MAX_DEPTH - 1):
             raise EntrypointArgumentsError(f"The arguments of {entrypoint!r} are nested deeper than {MAX_DEPTH - 1}.")
@@ -328,6 +324,32 @@ def _pack_task(
     digest = hashlib.sha256(pickled).hexdigest()
     record |= {"entrypoint": None, "name": describe(entrypoint), "sources": sources_of(entrypoint, pickled)}
     return to_bytes({**record, "callable_sha256": digest}), pickled
+
+
+def _code_of(package: Package) -> dict[str, Any]:
+    return {
+        **versions_here(),
+        "code_sha256": package.sha256,
+        "requirements": list(package.requirements),
+        "pins": list(package.pins),
+        "paths": list(package.paths),
+    }
+
+
+def add_code(task: StoredTask, package: Package) -> tuple[str, str]:
+    """Write a task beside itself, with the code that replicas on other machines get; return its folder and digest.
+
+    For a run that was launched without: the process that starts them hands them the digest, so nobody else has to
+    vouch for it.
+    """
+    data = to_bytes({**json.loads(bytes(task.read("task.json", task.digest))), **_code_of(package)})
+    digest = hashlib.sha256(data).hexdigest()
+    folder = f"task-{digest[:16]}"
+    if not exists(task.store, f"{task.run_id}/{folder}/task.json"):
+        pickled = task.record.callable_sha256
+        callable_pickle = None if pickled is None else bytes(task.read("callable.pkl", pickled))
+        _write_task(task.store, f"{task.run_id}/{folder}", data, callable_pickle, package.archive)
+    return folder, digest
 
 
 def _not_json(value: Any, path: str) -> str | None:

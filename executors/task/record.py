@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 from executors.native import GATHER_S
 from executors.policy import HangLimits, Restarts
 from executors.run_key import KEY_ID
 from executors.store import Store
+from executors.store.added_ranks import RANKS
 from executors.store.records import (
     FAR_AHEAD,
     LONG_AGO,
@@ -46,12 +47,11 @@ NAMES = list_of(text(1000))
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchedWith(Record):
-    """What decides what runs where. `task.json` says it, too, so that the task's digest vouches for it."""
+class Placement(Record):
+    """Where some ranks of a run are, and what an attempt is started with there."""
 
     backend: str = checked(text(64, BACKEND_NAME))
-    world_size: int = checked(integer(1, MAX_WORLD_SIZE))
-    entrypoint: str = checked(text())
+    ranks: tuple[int, ...] = checked(RANKS, ())
     executor: str | None = checked(nullable(text(400, CLASS_PATH)), None)
     """The class of an executor that no installed package registers, as `module:Class`: for people, never imported."""
     executor_options: Mapping[str, Any] = checked(json_object, {})
@@ -60,9 +60,22 @@ class LaunchedWith(Record):
     """The names of its other options: who resumes the run on another machine gives their values again."""
     env: tuple[str, ...] = checked(NAMES, ())
     secrets: tuple[str, ...] = checked(NAMES, ())
-    chaos: tuple[str, ...] = checked(NAMES, ())
     gpu: str | None = checked(nullable(text(100)), None)
     timeout_s: float | None = checked(nullable(number(0.0, FAR_AHEAD)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchedWith(Placement):
+    """What decides what runs where. `task.json` says it, too, so that the task's digest vouches for it.
+
+    Its own `ranks` are empty: those that are at none of the others.
+    """
+
+    world_size: int = checked(integer(1, MAX_WORLD_SIZE))
+    entrypoint: str = checked(text())
+    others: tuple[Placement, ...] = checked(list_of(nested(Placement)), ())
+    """Where the other ranks are, of a launch on several backends."""
+    chaos: tuple[str, ...] = checked(NAMES, ())
     min_replicas: int | None = checked(nullable(integer(1, MAX_WORLD_SIZE)), None)
     """How many replicas are enough, to start with and to succeed. None: all."""
     gather_s: float = checked(number(0.0, FAR_AHEAD), GATHER_S)
@@ -87,6 +100,23 @@ class LaunchedWith(Record):
     task that the digest vouches for."""
     continues: str | None = checked(nullable(text(40, RUN_ID)), None)
     """The run, in the same store, from whose newest snapshot this one goes on."""
+
+    @classmethod
+    def parse(cls, data: Any, key: str = "run.json", url: str = "") -> Self:
+        """Parse what the store holds under the key; each rank is at one place."""
+        found = super().parse(data, key, url)
+        elsewhere = [rank for place in found.others for rank in place.ranks]
+        if len({*elsewhere}) < len(elsewhere) or not set(elsewhere) < {*range(found.world_size)}:
+            raise Fields({}, key, url).refusal("'others' have a rank twice, or one that was not launched, or all")
+        return found
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Where the ranks of the launch are."""
+        elsewhere = {rank for place in self.others for rank in place.ranks}
+        here = tuple(rank for rank in range(self.world_size) if rank not in elsewhere)
+        mine = {field.name: getattr(self, field.name) for field in fields(Placement)}
+        return (Placement(**{**mine, "ranks": here}), *self.others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +155,8 @@ class TaskRecord(Record):
     """The name of one more environment variable for the rank."""
     seed: int | None = checked(nullable(integer(-ANY_SEED, ANY_SEED)), None)
     """What the replicas' generators are seeded from; None: the run id."""
+    code_sha256: str | None = checked(nullable(text(64, SHA256)), None)
+    """Of the code that replicas on other machines get. None: there are none."""
     requirements: tuple[str, ...] = checked(list_of(text()), ())
     python_version: str | None = checked(nullable(text(100)), None)
     """The launcher's; None: the replicas have the launcher's Python."""

@@ -58,6 +58,8 @@ class StoredTask:
     record: TaskRecord
     digest: str
     """The sha256 of task.json."""
+    folder: str = "task"
+    """Where it is, under the run."""
 
     @property
     def launched_with(self) -> LaunchedWith:
@@ -67,7 +69,7 @@ class StoredTask:
             CorruptObjectError: the task does not say it.
         """
         if self.record.launched_with is None:
-            key = f"{self.run_id}/task/task.json"
+            key = f"{self.run_id}/{self.folder}/task.json"
             raise CorruptObjectError(
                 f"{key!r} in {self.store.url} does not say how the run was launched.", key=key, url=self.store.url
             )
@@ -79,7 +81,7 @@ class StoredTask:
         Raises:
             StoreError: it is not what was launched.
         """
-        return _get_checked(self.store, f"{self.run_id}/task/{name}", digest)
+        return _get_checked(self.store, f"{self.run_id}/{self.folder}/{name}", digest)
 
     def prepare(self) -> None:
         """Compile the entrypoint's file, if it is one, for this process and those it forks. Runs nothing of it."""
@@ -116,18 +118,20 @@ class StoredTask:
         return function, fill(args, replica)
 
 
-def read_task(store: Store, run_id: str, digest: str | None = None) -> StoredTask:
+def read_task(store: Store, run_id: str, digest: str | None = None, folder: str = "task") -> StoredTask:
     """Read a run's task, checking that it is the one that was launched.
 
     Args:
         digest: the sha256 of task.json that came with the launch; None where a launch cannot carry one.
+        folder: where it is, under the run.
 
     Raises:
         StoreError: what the store holds is not what was launched.
     """
-    key = f"{run_id}/task/task.json"
+    key = f"{run_id}/{folder}/task.json"
     data = _get_checked(store, key, digest)
-    return StoredTask(store, run_id, TaskRecord.parse(data, key, store.url), hashlib.sha256(data).hexdigest())
+    record = TaskRecord.parse(data, key, store.url)
+    return StoredTask(store, run_id, record, hashlib.sha256(data).hexdigest(), folder)
 
 
 def _get_checked(store: Store, key: str, digest: str | None) -> memoryview:

@@ -25,9 +25,14 @@ import pytest
 
 from executors.backends.jobs.service import ForeignJobError, Job, JobId, JobKey, JobService, JobServiceError, JobState
 from executors.errors import BackendError
+from executors.replica import RANK
 from executors.testing.helpers import KnownGaps, eventually
 
 OTHERS: list[dict[str, Any]] = [{"rank": 4}, {"attempt": 2}, {"run_id": "another"}, {"store_url": "s3://bucket/other"}]
+SAY_RANK = (  # as the bootstrap finds it
+    "import os; e = os.environ; "
+    "print('rank', e.get('REPLICA_RANK') or e['REPLICA_RANKS'].split(',')[int(e['JOB_COMPLETION_INDEX'])])"
+)
 HANG = "print('hanging', flush=True); import time; time.sleep(600)"
 
 
@@ -135,10 +140,32 @@ class JobServiceContract(KnownGaps):
         job = self.job(HANG)
         expected = [self.started(service, job)]
         with contextlib.suppress(JobServiceError):
-            expected.append(service.start(job))
+            expected += [job_id for job_id in [service.start(job)] if job_id not in expected]
         eventually(lambda: service.find(job.key) == expected, within_s=self.patience_s)
         for job_id in expected:
             service.stop(job_id)
+
+    def test_jobs_of_a_group_start_in_one_call_and_are_each_found_and_stopped_by_themselves(
+        self, service: JobService
+    ) -> None:
+        if not service.starts_together:
+            pytest.skip("it starts each job by itself")
+        job = self.job(f"{SAY_RANK}; {HANG}")
+        jobs = [replace(job, key=replace(job.key, rank=rank), env={RANK: str(rank)}) for rank in (1, 4, 2)]
+        ids = [*service.start_jobs(jobs[:2]), *service.start_jobs(jobs[2:])]  # two groups of one name
+        for each, job_id in zip(jobs, ids, strict=True):
+            said = f"rank {each.key.rank}\nhanging\n"
+            eventually(lambda job_id=job_id, said=said: service.logs(job_id, 10) == said, within_s=self.patience_s)  # type: ignore[misc]
+            assert service.find(each.key) == [job_id]
+            assert service.verify(job_id, each.key) == job_id
+        with pytest.raises(ForeignJobError):
+            service.verify(ids[0], jobs[1].key)
+        service.stop(ids[0])
+        self.ended(service, ids[0])
+        assert not any(service.state(job_id).has_ended for job_id in ids[1:])
+        for job_id in ids[1:]:
+            service.stop(job_id)
+            self.ended(service, job_id)
 
     def test_a_job_is_verified_for_its_own_key_alone(self, service: JobService) -> None:
         job = self.job("pass")

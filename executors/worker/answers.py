@@ -200,7 +200,7 @@ class Answers:
 
     def _sight(self) -> Sight:
         """Return how the run's ranks ended: this supervisor's own from memory, others from the store."""
-        if not self._ends or len(self._newest) == self._spec.world_size:
+        if not self._ends or self._newest.keys() >= {*range(self._spec.world_size)}:
             return Sight(dict(self._newest), dict(self._ends), self._has_progress)
         sight = Sight.of(self._store, self._spec.run_id, self._spec.world_size)
         newest = {rank: max(number, self._newest.get(rank, 0)) for rank, number in sight.newest.items()}

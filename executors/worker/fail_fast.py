@@ -31,8 +31,8 @@ def end_others(failed: Attempt, outcome: Outcome, world_size: int) -> bool:
     if any("round" in beat.reported for beat in (attempt.beat() for attempt in living) if beat is not None):
         return False
     why = f"rank {failed.rank} {FAILED_EARLY}: {outcome.headline[:MAX_WHY]}"
-    order_cancel(DecisionLog(failed.store, failed.run_id), None, world_size, why)
-    for rank in range(world_size):
+    order_cancel(DecisionLog(failed.store, failed.run_id), None, why)
+    for rank in found.ranks(world_size):
         peer = Attempt(failed.store, failed.run_id, rank, found.newest(rank))
         if rank != failed.rank and not found.has(rank, peer.number, "outcome"):
             peer.request_cancel(why)

@@ -156,7 +156,7 @@ class _Worker:
                 be_watched(assignment.page)
             self.heartbeat.start()
             spec = assignment.spec
-            task = assignment.task or read_task(self.attempt.store, spec.run_id, spec.task_digest)
+            task = assignment.task or read_task(self.attempt.store, spec.run_id, spec.task_digest, spec.task_folder)
             value = _called(self.load(task))
             self._let_finish()
             outcome = self.succeeded(value)

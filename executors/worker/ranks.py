@@ -151,7 +151,7 @@ def leave_supervisor(close: Iterable[int]) -> None:
 def read_task_ahead(spec: RunSpec) -> StoredTask | None:
     """Read a run's task once for all attempts. None when it cannot be read: each tries again, and says why."""
     try:
-        task = read_task(store_at(spec.store_url), spec.run_id, spec.task_digest)
+        task = read_task(store_at(spec.store_url), spec.run_id, spec.task_digest, spec.task_folder)
         task.prepare()
     except (ReplicasError, ValueError):
         return None

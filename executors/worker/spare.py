@@ -129,7 +129,7 @@ class Spare:
         if is_gone(self._store, f"{self._spec.run_id}/run.json"):
             return "the run was deleted"
         self._store.put(self._me.key("heartbeat.json"), to_bytes({"at": time.time()}))
-        sight = Sight.of(self._store, self._spec.run_id, self._spec.world_size)
+        sight = Sight.of(self._store, self._spec.run_id, self._spec.world_size).of_first_world(self._spec.world_size)
         if all(self._is_over(rank, sight.ends.get(rank)) for rank in sight.newest):
             return "the run is over"
         self._handle = self._handle or self._me.find("handle.json", parse_handle)

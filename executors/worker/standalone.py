@@ -100,6 +100,7 @@ def read_spec(environ: Mapping[str, str]) -> RunSpec:
         hang=environ.get(environment.HANG) or "auto",
         launched_at=_number(environ, environment.LAUNCHED_AT) or 0.0,
         lease_s=_number(environ, environment.LEASE_S),
+        task_folder=environ.get(environment.TASK_FOLDER) or "task",
     )
 
 

@@ -112,7 +112,7 @@ REFUSED = (
     ("--stacks --grep x", "--stacks shows whole dumps: leave --grep away."),
     ("-r 0-", "'0-' does not name ranks, as 3 or 0,2-5 do."),
     ("-r 5-2", "'5-2' does not name ranks"),
-    ("-r 0-9", "has the ranks 0 to 1, got rank=2."),
+    ("-r 0-9", "has the ranks 0-1, got rank=2."),
 )
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process", "shared_page", "run_key"),
     ("native", "errors", "durations"),
-    ("logs", "store", "entrypoint", "status", "shard", "policy"),
+    ("logs", "store", "entrypoint", "status", "pauses", "shard", "policy"),
     ("attempt", "task", "run_index", "registry", "chaos"),
     ("metrics", "supervision"),
     ("report",),

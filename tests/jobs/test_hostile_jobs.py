@@ -96,7 +96,12 @@ def test_why_a_service_ended_a_replica_is_taken_from_two_words_and_for_a_notice_
     good = outcome(told, reason="preempted", error="it was")
     assert good is not None
     assert (good.status, good.reason, good.error) == ("failed", "preempted", "it was")
-    bad = ({"reason": "cancelled", "error": ""}, {"reason": "preempted"}, {"reason": "timeout", "error": 5}, {})
+    bad: list[dict[str, Any]] = [
+        {"reason": "cancelled", "error": ""},
+        {"reason": "preempted"},
+        {"reason": "timeout", "error": 5},
+        {},
+    ]
     for word in (*bad, {"reason": "preempted", "error": LONG}):
         with pytest.raises(CorruptObjectError, match=r"bad/replicas/0000/0/service\.json"):
             outcome(told, **word)

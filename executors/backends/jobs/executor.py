@@ -172,7 +172,8 @@ class JobExecutor:
             with contextlib.suppress(StoreError):  # without a place for notes, a resume needs the digest or trust
                 remember(run.run_id, run.store_url, run.task_digest, self.options_to_keep)
         timeout_s = self._timeout_s(timeout)
-        requirements = read_task(store_at(run.store_url), run.run_id, run.task_digest).record.requirements
+        task = read_task(store_at(run.store_url), run.run_id, run.task_digest, run.task_folder)
+        requirements = task.record.requirements
         jobs = self._jobs(run, gpu, timeout_s, requirements)
 
         handle_of = functools.partial(self._handle, timeout_s=timeout_s)

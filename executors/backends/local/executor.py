@@ -24,11 +24,11 @@ from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError, StoreError
 from executors.logs import last_of, read_from, tail_lines
 from executors.native import Log, Observation, Parent, Recordable, RunSpec, Unfinished
+from executors.pauses import wait_until_terminal
 from executors.process import is_alive, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.run_index import folder_of_run, local_store, new_run_id, remember, settle, state_dir, state_path
-from executors.status import wait_until_terminal
 from executors.store.records import Record, checked, number, text
 from executors.task.create import MASK, LaunchRequest, create_run
 from executors.worker.supervisor_lock import wake

@@ -219,7 +219,7 @@ class Simulation:
         ranks = range(self.plan.n_ranks) if act.rank is None else [act.rank]
         log, began_s = self.log(), self.world.now
         if self.appends_cancel:
-            orders.order_cancel(log, None if act.rank is None else [act.rank], self.plan.n_ranks)
+            orders.order_cancel(log, None if act.rank is None else [act.rank])
         newest = self.sight(self.world.who()).newest
         log.read()
         for rank in ranks:

@@ -14,9 +14,10 @@ from executors.cli.live import PlainView, follow
 from executors.cli.output import Output
 from executors.cli.table import replica_table
 from executors.errors import BackendError, ReplicasError, StoreError
+from executors.pauses import pauses
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.run import Run
-from executors.status import Decided, ReplicaState, RestartState, RunStatus, pauses
+from executors.status import Decided, ReplicaState, RestartState, RunStatus
 from executors.task.record import RunRecord
 
 RUNNING, SUCCEEDED, FAILED = ReplicaStatus.RUNNING, ReplicaStatus.SUCCEEDED, ReplicaStatus.FAILED

@@ -223,6 +223,17 @@ def test_an_attempt_that_was_decided_and_never_begun_leaves_no_hole(scene: Scene
     assert skipped.reason == "fenced"
 
 
+def test_a_hole_stays_while_the_process_before_it_has_claimed_nothing(scene: Scene) -> None:
+    scene.add(Decision(kind="restart", rank=1, ended=0, start={0: 2}, how="fork"))
+    keeper = scene.keeper(hands := FakeHands())
+    before = Attempt(scene.store, "run", 0, 0)
+    assert keeper.keep(sight()) == 1.0
+    assert (hands.started, before.at(1).outcome()) == ([], None)
+    scene.store.put(before.key("started.json"), b"{}")
+    keeper.keep(sight())
+    assert hands.started == [{0: 2}]
+
+
 def test_a_rank_that_nobody_launched_is_not_started(scene: Scene) -> None:
     scene.add(Decision(kind="restart", rank=99, ended=0, start={99: 1}, how="fork"))
     scene.keeper(hands := FakeHands(ranks=range(100))).keep(sight())

@@ -137,5 +137,5 @@ def test_a_rank_that_the_run_does_not_have_is_refused() -> None:
     with launch(PLAIN, nothing, 2) as run:
         run.wait(30)
         for verb in (run.logs, run.cancel, run.artifacts):
-            with pytest.raises(ValueError, match="has the ranks 0 to 1, got rank=2"):
+            with pytest.raises(ValueError, match="has the ranks 0-1, got rank=2"):
                 verb(rank=2)

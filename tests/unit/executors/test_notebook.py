@@ -14,10 +14,11 @@ import pytest
 from executors.errors import StoreError
 from executors.metrics.metrics import Metrics
 from executors.metrics.rows import Numbers
+from executors.pauses import pauses
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run import notebook
 from executors.run.notebook import MAX_POINTS, Curves, Display, NotebookView, bar
-from executors.status import Decided, ReplicaState, RunStatus, pauses
+from executors.status import Decided, ReplicaState, RunStatus
 from executors.testing import eventually
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"

@@ -179,7 +179,7 @@ DONE = [Outcome(rank, 0, ReplicaStatus.SUCCEEDED) for rank in range(2, 5)]
 def test_too_few_are_left_when_fewer_than_min_replicas_can_succeed(
     log: list[Decision], ends: list[Outcome], is_so: bool
 ) -> None:
-    assert too_few_left(log, ends, world_size=4, min_replicas=3) == is_so
+    assert too_few_left(log, ends, n=4, min_replicas=3) == is_so
 
 
 class Counted(list[Decision]):

@@ -1,0 +1,146 @@
+"""Adding replicas to a run that goes on: new ranks, started by any executor that reaches the run's rendezvous."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from executors.attempt import Attempt
+from executors.errors import BackendError, LaunchError, MissingDependencyError, StoreError, UnknownBackendError
+from executors.native import NativeExecutor
+from executors.protocol import ReplicaHandle, ServerlessExecutor
+from executors.registry import check_executor, describe_executor, get_executor
+from executors.run.fleet import check_single_ranks
+from executors.run.launch_hands import Recipe
+from executors.run.recipe import recipe_of, vouched_task
+from executors.run.spread import SpreadExecutor, options_to_note
+from executors.run.traces import Traces
+from executors.run_index import remember_added
+from executors.store.records import exists
+from executors.store.url import directory_of
+from executors.supervision.decisions import DecisionLog, barred_by
+from executors.supervision.lease import LeaseHolder, hold_lease
+from executors.supervision.orders import order_resume
+from executors.task.added import take_ranks
+from executors.task.record import MAX_WORLD_SIZE, Placement
+from executors.task.stored import StoredTask
+
+NOBODY = 10**6  # a rank that only what is of all ranks concerns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Addition:
+    """What somebody asks to be added to a run. `Run.add` says what it means."""
+
+    n: int
+    gpu: str | None = None
+    timeout: float | None = None
+    env: Mapping[str, str] | None = None
+    secrets: Sequence[str] = ()
+    detach: bool = False
+    task_digest: str | None = None
+    trust_bucket: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.n) is not int or not 1 <= self.n <= MAX_WORLD_SIZE:
+            raise ValueError(f"n is a number of replicas from 1 to {MAX_WORLD_SIZE}, got n={self.n!r}.")
+
+
+@dataclass(frozen=True)
+class Added:
+    """Replicas that were added, and what starts them again."""
+
+    handles: Sequence[ReplicaHandle]
+    recipe: Recipe
+    lease: LeaseHolder | None
+
+
+def add_replicas(
+    run: Traces, executor: str | ServerlessExecutor, asked: Addition, tell: Callable[[str], None]
+) -> Added:
+    """Check everything, take ranks, and start them; raises what `Run.add` does."""
+    native = check_single_ranks(get_executor(executor) if isinstance(executor, str) else check_executor(executor))
+    task = vouched_task(run, task_digest=asked.task_digest, trust_bucket=asked.trust_bucket)
+    _check_run(run)
+    recipe = recipe_of(run, task, env=asked.env, secrets=asked.secrets, detach=asked.detach, starts_others=False)
+    launched = task.launched_with
+    timeout = asked.timeout or launched.timeout_s or native.default_timeout_s
+    limits: Any = {"gpu": asked.gpu or launched.gpu, "timeout": timeout}
+    _check_start(run, native, task, asked, limits)
+    is_barred = _check_bar(run)
+    place = Placement(
+        **describe_executor(native),
+        env=tuple(sorted(asked.env or {})),
+        secrets=tuple(sorted(recipe.spec.secret_names)),
+        gpu=limits["gpu"],
+        timeout_s=limits["timeout"],
+    )
+    ranks: list[int] = []
+    while len(ranks) < asked.n:
+        added = take_ranks(run.store, run.run_id, run.world_size, asked.n - len(ranks), place)
+        with contextlib.suppress(StoreError):  # without a place for notes, a resume names these ranks
+            remember_added(run.run_id, run.store.url, added.nonce, options_to_note(native)[0])
+        run.fleet.add(added, native)
+        # A joiner may have claimed one just before: it has it then.
+        ranks += [rank for rank in added.ranks if not Attempt(run.store, run.run_id, rank).has("started.json")]
+    spec = replace(recipe.spec, ranks=tuple(ranks), min_replicas=None, lease_s=None if asked.detach else native.lease_s)
+    recipe, lease = replace(recipe, spec=spec), hold_lease(run.store, spec)
+    if is_barred:
+        log = DecisionLog(run.store, run.run_id)
+        order_resume(log, dict.fromkeys(ranks, 0), len(log.read()))
+    try:
+        spread = SpreadExecutor(lambda: run.fleet.sites)
+        handles = spread.launch_replicas(len(ranks), recipe.entrypoint, {}, run=spec, tell=tell)
+    except BaseException as error:
+        if lease is not None:
+            lease.end()
+        with contextlib.suppress(StoreError):
+            for rank in ranks:
+                Attempt(run.store, run.run_id, rank).abandon(error)
+        raise
+    return Added(handles, recipe, lease)
+
+
+def _check_run(run: Traces) -> None:
+    """Raises: BackendError, ValueError, StoreError: nothing can be added to the run."""
+    for site in run.fleet.sites:
+        with contextlib.suppress(UnknownBackendError, MissingDependencyError):  # it need not be to be had here
+            check_single_ranks(site.executor)
+    if exists(run.store, f"{run.run_id}/abort.json"):
+        raise StoreError(f"Run {run.run_id!r} was aborted, which is final. Launch a new one.", url=run.store.url)
+    now = run.status(reports=False)
+    if now.is_terminal:
+        raise ValueError(
+            f"Run {run.run_id!r} is over ({now.counts}), so nothing can join it. Resume it first: "
+            f"replicas resume {run.run_id}"
+        )
+
+
+def _check_start(
+    run: Traces, executor: NativeExecutor, task: StoredTask, asked: Addition, limits: Mapping[str, Any]
+) -> None:
+    """Refuse what cannot work, before anything is written, started or paid for."""
+    name, store = executor.backend_name, run.store
+    if executor.needs_shared_rendezvous and directory_of(store.url) is not None:
+        raise BackendError(
+            f"Run {run.run_id!r} meets in {store.url}, a directory that replicas on {name!r} do not see. Only a run "
+            "that was launched with a rendezvous that all reach can have replicas there: --rendezvous s3://BUCKET/…"
+        )
+    entrypoint = task.record.entrypoint or len  # what was pickled is not loaded here
+    args = dict(task.record.args or {}) | dict.fromkeys(task.record.arg_texts, "") if task.record.entrypoint else {}
+    executor.check_launch(asked.n, entrypoint, args, **limits, secrets=asked.secrets)
+
+
+def _check_bar(run: Traces) -> bool:
+    """Return whether a cancel or stop of all ranks stands against new ones, though the run was resumed since.
+
+    Raises:
+        LaunchError: it was not: the run is being ended.
+    """
+    entries = DecisionLog(run.store, run.run_id).read()
+    bar = barred_by(entries, NOBODY)
+    if bar is not None and not any(entry.kind == "resume" for entry in entries[list(entries).index(bar) :]):
+        raise LaunchError(f"Run {run.run_id!r} was ended meanwhile: nothing is added to it.", cancelled=True)
+    return bar is not None

@@ -1,0 +1,319 @@
+"""The executors of a run on several backends as one: what concerns a replica goes to the executor of its rank."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from executors.attempt import Attempt, collect_rows
+from executors.errors import BackendError, LaunchError, ReplicasError, UnknownHandleError
+from executors.native import KeepsOptions, Log, NativeExecutor, Observation, Package, Parent, RunSpec, Unfinished
+from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
+from executors.registry import describe_executor
+from executors.run.fleet import Site
+from executors.store import store_at
+from executors.store.parallel import in_parallel
+from executors.task.create import add_code
+from executors.task.record import Placement
+from executors.task.stored import read_task
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class SpreadExecutor:
+    """Several executors, each with some ranks of a run.
+
+    Args:
+        sites: returns the placements of the run with their executors.
+    """
+
+    supports_inter_replica_network = False
+    default_timeout_s: float | None = None  # each has its own
+
+    def __init__(self, sites: Callable[[], Sequence[Site]]) -> None:
+        self._sites = sites
+
+    def __repr__(self) -> str:
+        return f"SpreadExecutor({self.backend_name!r})"
+
+    @property
+    def backend_name(self) -> str:
+        """Each with the number of its ranks, as in `slurm:4,modal:4`."""
+        return ",".join(f"{site.placement.backend}:{len(site.placement.ranks)}" for site in self._sites())
+
+    @property
+    def parts(self) -> list[tuple[Placement, NativeExecutor]]:
+        """The placements whose executors are to be had here."""
+        found = []
+        for site in self._sites():
+            with contextlib.suppress(BackendError):
+                found.append((site.placement, site.native))
+        return found
+
+    @property
+    def needs_shared_rendezvous(self) -> bool:
+        """Whether some replicas see no directory of this machine."""
+        return any(executor.needs_shared_rendezvous for _, executor in self.parts)
+
+    @property
+    def ends_with_launcher(self) -> bool:
+        """Whether some replicas of an attached run end with the process that launched it."""
+        return any(executor.ends_with_launcher for _, executor in self.parts)
+
+    @property
+    def lease_s(self) -> float | None:
+        """How long those replicas go on that need a lease, while no process renews it."""
+        return max((executor.lease_s for _, executor in self.parts if executor.lease_s is not None), default=None)
+
+    def described(self) -> dict[str, Any]:
+        """Return what the run's record says of them, as `describe_executor` does of one."""
+        (_, first), *others = self.parts
+        return {**describe_executor(first), "others": tuple(place for place, _ in others)}
+
+    def warm_up(self) -> None:
+        """Begin what takes long, at each."""
+        for _, executor in self.parts:
+            executor.warm_up()
+
+    def check_launch(
+        self,
+        n_replicas: int,
+        entrypoint: str | Callable[..., Any],
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: float | None = None,
+        secrets: Sequence[str] = (),
+    ) -> None:
+        """Refuse what cannot work at any of them; see `NativeExecutor.check_launch`."""
+        for place, executor in self.parts:
+            limits: Any = {"gpu": gpu, "timeout": executor.default_timeout_s if timeout is None else timeout}
+            executor.check_launch(len(place.ranks), entrypoint, entrypoint_args, **limits, secrets=secrets)
+
+    def package(self, entrypoint: str | Callable[..., Any]) -> Package | None:
+        """Return what replicas on other machines need, with the requirements of all."""
+        packages = [package for _, executor in self.parts if (package := executor.package(entrypoint)) is not None]
+        if not packages:
+            return None
+        requirements, pins = (
+            tuple(dict.fromkeys(line for package in packages for line in getattr(package, name)))
+            for name in ("requirements", "pins")
+        )
+        return replace(packages[0], requirements=requirements, pins=pins)
+
+    def price_per_hour(self, gpu: str | None) -> None:
+        """Return None: replicas cost not the same everywhere."""
+
+    def launch_replicas(
+        self,
+        n_replicas: int,
+        entrypoint: str | Callable[..., Any],
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: float | None = None,
+        run: RunSpec | None = None,
+        tell: Callable[[str], None] = lambda words: None,
+    ) -> list[ReplicaHandle]:
+        """Start replicas at all their backends at once; see `NativeExecutor.launch_replicas`.
+
+        Args:
+            gpu, timeout: None: those of the placement of each.
+
+        Raises:
+            LaunchError: too few could be started; those that were, everywhere, were ended.
+        """
+        if run is None:
+            raise ValueError("A run on several backends begins with executors.launch().")
+        sites: dict[Site, list[int]] = {}
+        for rank in run.ranks:
+            sites.setdefault(self._at(rank), []).append(rank)
+
+        def start(site: Site) -> list[ReplicaHandle]:
+            place, ranks, executor = site.placement, sites[site], site.native
+            limits: Any = {
+                "gpu": place.gpu if gpu is None else gpu,
+                "timeout": next((s for s in (timeout, place.timeout_s, executor.default_timeout_s) if s), None),
+            }
+            least = None if run.min_replicas is None else max(1, run.min_replicas - (len(run.ranks) - len(ranks)))
+            spec = replace(
+                run,
+                ranks=tuple(ranks),
+                min_replicas=None if least is None else min(least, len(ranks)),
+                lease_s=None if executor.lease_s is None else run.lease_s,
+                secret_names=tuple(name for name in run.secret_names if name in place.secrets),
+                chaos=run.chaos if place.backend == "local" else (),
+            )
+            spec = with_code(spec, executor)
+            return executor.launch_replicas(
+                len(ranks), entrypoint, entrypoint_args, **limits, run=spec,
+                tell=lambda words: tell(f"{place.backend}: {words}" if len(sites) > 1 else words),
+            )  # fmt: skip
+
+        if len(sites) == 1:
+            return start(next(iter(sites)))
+        return self._start_all(run, sites, start)
+
+    def _start_all(
+        self, run: RunSpec, sites: Mapping[Site, Sequence[int]], start: Callable[[Site], list[ReplicaHandle]]
+    ) -> list[ReplicaHandle]:
+        handles: dict[Site, list[ReplicaHandle]] = {}
+        errors: dict[Site, ReplicasError | OSError] = {}
+        with ThreadPoolExecutor(len(sites)) as pool:
+            futures = {site: pool.submit(start, site) for site in sites}
+            try:
+                for site, future in futures.items():
+                    try:
+                        handles[site] = future.result()
+                    except (ReplicasError, OSError) as error:
+                        errors[site] = error
+            except BaseException as interrupt:  # Ctrl-C: what is being started finds the markers
+                self._abandon(run, run.ranks, interrupt)
+                for future in futures.values():
+                    with contextlib.suppress(BaseException):
+                        self._end(run, future.result(), interrupt)
+                raise
+        started = [handle for each in handles.values() for handle in each]
+        if not errors and (run.min_replicas is None or len(started) >= run.min_replicas):
+            return sorted(started, key=lambda handle: handle.rank)
+        for site, problem in errors.items():
+            self._abandon(run, sites[site], problem)
+        if run.min_replicas is not None and len(started) >= run.min_replicas:
+            for problem in errors.values():
+                print(f"replicas: started with {len(started)} of {len(run.ranks)} replicas: {problem}", file=sys.stderr)
+            return sorted(started, key=lambda handle: handle.rank)
+        cause = next(iter(errors.values()), None)
+        why = f"only {len(started)} of {len(run.ranks)} replicas could be started" if cause is None else str(cause)
+        self._end(run, started, LaunchError(why))
+        raise LaunchError(
+            f"{why.rstrip('.')}. Those that had been started at other backends were ended.",
+            rank=getattr(cause, "rank", None),
+            cancelled=getattr(cause, "cancelled", False),
+        ) from cause
+
+    def _abandon(self, run: RunSpec, ranks: Sequence[int], error: BaseException) -> None:
+        for rank in ranks:
+            with contextlib.suppress(ReplicasError):
+                Attempt(store_at(run.store_url), run.run_id, rank, run.attempt).abandon(error)
+
+    def _end(self, run: RunSpec, handles: Sequence[ReplicaHandle], error: BaseException) -> None:
+        self._abandon(run, [handle.rank for handle in handles], error)
+
+        def end(handle: ReplicaHandle) -> None:
+            with contextlib.suppress(ReplicasError):
+                self.cancel(handle)
+
+        in_parallel(end, handles)
+
+    def describe_launch(
+        self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Return what each would ask for, by its backend."""
+        return {
+            place.backend: executor.describe_launch(
+                replace(run, ranks=place.ranks),
+                gpu=gpu,
+                timeout=executor.default_timeout_s if timeout is None else timeout,
+                requirements=requirements,
+            )
+            for place, executor in self.parts
+        }
+
+    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
+        """Return the replica's status."""
+        return ReplicaStatus(self._of(handle).poll(handle))
+
+    def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
+        """Return the last lines of the replica's output."""
+        return self._of(handle).stream_logs(handle, n_lines=n_lines)
+
+    def cancel(self, handle: ReplicaHandle) -> None:
+        """End a replica."""
+        self._of(handle).cancel(handle)
+
+    def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """Wait for the replicas' outcomes, and return them in the order of `handles`."""
+        return collect_rows(self.poll, self.backend_name, handles, timeout)
+
+    def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
+        """Look at several replicas; of a backend that is not to be had here, only the store tells."""
+        return self._in_groups(
+            replicas, lambda executor, some: executor.observe(some), lambda error: Observation(doing=str(error))
+        )
+
+    def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
+        """Tell whether what supervised replicas lives on; where nobody here can know, it counts as alive."""
+        return self._in_groups(
+            replicas, lambda executor, some: executor.parents(some), lambda error: Parent(is_alive=True)
+        )
+
+    def open_log(self, handle: ReplicaHandle) -> Log:
+        """Return the log of the attempt that a handle names."""
+        return self._of(handle).open_log(handle)
+
+    def find_handle(self, handle: ReplicaHandle) -> ReplicaHandle | None:
+        """Find a replica that was announced only."""
+        return self._of(handle).find_handle(handle)
+
+    def of(self, rank: int) -> ServerlessExecutor:
+        """Return the executor of a rank.
+
+        Raises:
+            UnknownHandleError: the run has no such rank.
+            BackendError: its backend is not to be had here.
+        """
+        return self._at(rank).executor
+
+    def _of(self, handle: ReplicaHandle) -> NativeExecutor:
+        return self._at(handle.rank).native
+
+    def _at(self, rank: int) -> Site:
+        found = next((site for site in self._sites() if rank in site.placement.ranks), None)
+        if found is None:
+            raise UnknownHandleError(f"The run has no rank {rank}.")
+        return found
+
+    def _in_groups(
+        self,
+        replicas: Sequence[Unfinished],
+        ask: Callable[[NativeExecutor, Sequence[Unfinished]], Sequence[T]],
+        instead: Callable[[BackendError], T],
+    ) -> list[T]:
+        """Ask each executor about its replicas; return the answers in the order of the replicas."""
+        groups: dict[Site, list[int]] = {}
+        for index, each in enumerate(replicas):
+            groups.setdefault(self._at(each.handle.rank), []).append(index)
+        found: dict[int, T] = {}
+        for site, indexes in groups.items():
+            try:
+                answers: Iterator[T] = iter(ask(site.native, [replicas[index] for index in indexes]))
+            except BackendError as error:
+                answers = (instead(error) for _ in indexes)
+            found |= dict(zip(indexes, answers, strict=True))
+        return [found[index] for index in range(len(replicas))]
+
+
+def with_code(run: RunSpec, executor: NativeExecutor) -> RunSpec:
+    """Return the run with a task that has code, where these replicas need some and it was launched without.
+
+    The code is that of this process, as at a launch.
+    """
+    task = read_task(store_at(run.store_url), run.run_id, run.task_digest, run.task_folder)
+    package = None if task.record.code_sha256 else executor.package(task.record.entrypoint or len)
+    if package is None:
+        return run
+    folder, digest = add_code(task, package)
+    return replace(run, task_folder=folder, task_digest=digest)
+
+
+def options_to_note(executor: ServerlessExecutor) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]:
+    """Return the options of an executor, and where it is several, those of the others by their backends."""
+    if isinstance(executor, SpreadExecutor):
+        (_, first), *others = executor.parts
+        return options_to_note(first)[0], {place.backend: options_to_note(each)[0] for place, each in others}
+    return (executor.options_to_keep if isinstance(executor, KeepsOptions) else {}), {}
