@@ -213,7 +213,7 @@ def slurm(_slurm_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name, value in {**_slurm_cluster.environment, "TMPDIR": str(tmp_path / "scratch")}.items():
         monkeypatch.setenv(name, value)
     for name in ("work", "scratch"):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(exist_ok=True)
     (tmp_path / "work" / "job.py").write_text(JOB)
     monkeypatch.chdir(tmp_path / "work")
     yield _slurm_cluster
@@ -232,7 +232,7 @@ def slurm_commands(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     """A user's folder with `job.py`, which is also this process's working directory."""
-    (tmp_path / "work").mkdir()
+    (tmp_path / "work").mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.syspath_prepend(tmp_path / "work")
     return Folder(tmp_path / "work")

@@ -34,19 +34,20 @@ from executors.backends.jobs.service import (
     option,
     shortened,
 )
-from executors.backends.local.local_log import FileLog
 from executors.backends.slurm_commands import (
     Row,
     ask,
     cancel,
     check_options,
     configuration,
+    find_job,
     gres_of,
     list_jobs,
     not_installed,
     script_of,
+    secrets_of,
 )
-from executors.errors import BackendError
+from executors.logs.readers import FileLog
 from executors.run_index import state_dir
 from executors.task.create import MASK
 
@@ -61,17 +62,14 @@ STORES_ENV = (
 )
 
 
-class SharedFileLog(FileLog):
-    """A log that another machine writes: a file system between may show its last lines late."""
-
-    may_lag = True
-
-
 @dataclass(eq=False, kw_only=True)
 class SlurmJobs(JobService):
     """The jobs of this user on one cluster. `SlurmExecutor` says what the fields mean."""
 
     name = "Slurm"
+    log_advice = (
+        "Its node writes it elsewhere. Name a folder that the nodes share with this machine: --option log_dir=…"
+    )
     starts_together = True
 
     partition: str | None = option(None, NAMES)
@@ -98,7 +96,7 @@ class SlurmJobs(JobService):
         return (self.python or sys.executable, *rest)
 
     def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
-        _secrets(secret_names)
+        secrets_of(secret_names)
         limit_s = None if timeout_s is None else int(timeout_s) + MARGIN_S
         ask("sbatch", "--test-only", *self._sizes(gpu, limit_s), script="#!/bin/sh\ntrue\n")
 
@@ -106,7 +104,7 @@ class SlurmJobs(JobService):
         for job in jobs:
             self._log_of(job.key).parent.mkdir(parents=True, exist_ok=True)
         job, group = jobs[0], jobs[0].key.group
-        env = {**common_env(jobs), **_secrets(job.secret_names), **job.credentials}
+        env = {**common_env(jobs), **secrets_of(job.secret_names), **job.credentials}
         try:
             answer = ask(*self._request(jobs), script=script_of(job.command), env=env, may_have_acted=True)
         finally:
@@ -130,14 +128,14 @@ class SlurmJobs(JobService):
         if not isinstance(array, str) or not ARRAY.fullmatch(array) or task != key.rank or type(task) is not int:
             raise ForeignJobError(self.name, key)
         self._check_cluster(job_id)
-        row = _row_of(array, task)
+        row = find_job(array, task)
         if row is not None and not _runs(row, key):
             raise ForeignJobError(self.name, key)
         return self._noted(array, key)
 
     def state(self, job_id: JobId) -> JobState:
         self._check_cluster(job_id)
-        return _state_of(_row_of(job_id["id"], job_id["task"]))
+        return _state_of(find_job(job_id["id"], job_id["task"]))
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
         asked = {key: str(job_id.get("id")) for key, job_id in jobs.items() if ARRAY.fullmatch(str(job_id.get("id")))}
@@ -158,7 +156,9 @@ class SlurmJobs(JobService):
     def open_log(self, job_id: JobId) -> FileLog:
         """Return the file that Slurm writes. Where it is comes from the key: a record names no file that is read."""
         key = self._keys.get((job_id["id"], job_id["task"]))
-        return SharedFileLog(Path(os.devnull) if key is None else self._log_of(key))
+        log = FileLog(Path(os.devnull) if key is None else self._log_of(key))
+        log.may_lag = True  # a file system between shows what another machine wrote late
+        return log
 
     def stop(self, job_id: JobId) -> None:
         self._check_cluster(job_id)
@@ -171,7 +171,6 @@ class SlurmJobs(JobService):
         return {"name": job.key.name, "command": self._request([job]), "runs": command, "env": env}
 
     def risks(self) -> Iterator[tuple[str, str]]:
-        """Yield what of the cluster's settings a user should know, and what may be done about it."""
         if JOB_ENV in configuration("AccountingStoreFlags").split(","):
             yield STORES_ENV, "Use a directory that all nodes share, or credentials that are found on the nodes."
 
@@ -260,16 +259,3 @@ def _runs(row: Row, key: JobKey) -> bool:
 def _state_of(row: Row | None) -> JobState:
     # A task of an array that is cancelled before it starts is forgotten at once.
     return JobState(True, "lost") if row is None else row.job_state
-
-
-def _row_of(array: str, task: int) -> Row | None:
-    return next((row for row in list_jobs(f"--jobs={array}_{task}") if (row.array, row.task) == (array, task)), None)
-
-
-def _secrets(names: Sequence[str]) -> dict[str, str]:
-    if missing := [name for name in names if name not in os.environ]:
-        raise BackendError(
-            f"The secret {missing[0]!r} is not set. Slurm's jobs get secrets from this environment: set it before the "
-            "launch."
-        )
-    return {name: os.environ[name] for name in names}

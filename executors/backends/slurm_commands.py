@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from executors.backends.jobs.service import JobServiceError, JobState, Kind
-from executors.errors import MissingDependencyError
+from executors.errors import BackendError, MissingDependencyError
 from executors.protocol import Reason
 
 CALL_LIMIT_S = 60.0  # a controller that is gone is told of after 9 s, one that is stopped after 10 s
@@ -146,6 +146,11 @@ def list_jobs(*which: str) -> list[Row]:
     return [Row(row[0], int(row[1]), *row[2:6]) for row in found if len(row) > len(COLUMNS) - 1 and row[1].isdecimal()]
 
 
+def find_job(array: str, task: int) -> Row | None:
+    """Return a job; None where Slurm does not know it, or not any more."""
+    return next((row for row in list_jobs(f"--jobs={array}_{task}") if (row.array, row.task) == (array, task)), None)
+
+
 def cancel(array: str, task: int) -> None:
     """End a job; one that has ended, or is not known, is not an error."""
     try:
@@ -189,3 +194,17 @@ def gres_of(gpu: str) -> str:
 def script_of(command: Sequence[str]) -> str:
     """Return the script of a job. `exec`: signals reach the command, and its exit code is the job's."""
     return SCRIPT.format(command=shlex.join(command))
+
+
+def secrets_of(names: Sequence[str]) -> dict[str, str]:
+    """Return variables of this environment.
+
+    Raises:
+        BackendError: one is not set.
+    """
+    if missing := [name for name in names if name not in os.environ]:
+        raise BackendError(
+            f"The secret {missing[0]!r} is not set. Slurm's jobs get secrets from this environment: set it before the "
+            "launch."
+        )
+    return {name: os.environ[name] for name in names}

@@ -19,6 +19,7 @@ from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecut
 from executors.run.fleet import Fleet
 from executors.run.handles import kept_handles
 from executors.run.restart_states import Answers
+from executors.run.service_reasons import ServiceReasons
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.inventory import Inventory
@@ -29,8 +30,6 @@ from executors.task.record import RunRecord
 
 FAR_PAUSES_S = (0.25, 4.0)  # 64 replicas watched for an hour are 60,000 requests
 RECENT_S = 0.2
-TELLS_WHY_S = 20.0
-ASK_WHY_S = 3600.0  # services forget their jobs
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -72,9 +71,7 @@ class Observer:
         self._beats: dict[int, tuple[int, Beat | None]] = {}
         self._answers = Answers(store, run_id, record, self._has_keeper)
         self._hopeless: set[int] = set()
-        self._explained: set[tuple[int, int]] = set()
-        """The attempts of which the service has said why it ended them, or that it does not know."""
-        self._asked_why_at: dict[tuple[int, int], float] = {}
+        self.reasons = ServiceReasons()
 
     @property
     def inventory(self) -> Inventory:
@@ -132,13 +129,6 @@ class Observer:
         """Whether, as of the last look, starting some rank again unchanged does not help."""
         return bool(self._hopeless)
 
-    def awaits_reason(self, rank: int) -> bool:
-        """Whether the service is about to say why it told a replica to end: it does so once the job is gone."""
-        end = self.outcome(rank)
-        place = (rank, end.attempt if end else -1)
-        asked_at = self._asked_why_at.get(place)
-        return asked_at is not None and place not in self._explained and time.monotonic() < asked_at + TELLS_WHY_S
-
     def _has_keeper(self, rank: int) -> bool:
         """Whether the supervisor of a rank that has ended lives, as far as its executor can tell."""
         with contextlib.suppress(BackendError, CorruptObjectError, UnknownHandleError):
@@ -154,7 +144,9 @@ class Observer:
         self.update()
         ranks = self.ranks if asked is None else asked
         self.map(self._read_outcome, [rank for rank in ranks if self.outcome(rank) is None])
-        self._ask_why_told_to_end(ranks)
+        ends = [end for rank in ranks if (end := self.outcome(rank)) is not None]
+        for end in self.reasons.ask(ends, self._executor, self.handle):
+            self._keep_outcome(self.attempt(end.rank).at(end.attempt))
         waiting = [rank for rank in ranks if self.outcome(rank) is None]
         handles = dict(zip(waiting, self._newest_handles(waiting), strict=True))
         known = (rank for rank, handle in handles.items() if handle is not None and self.problem(rank) is None)
@@ -276,28 +268,6 @@ class Observer:
         if outcome is not None:
             self._outcomes[attempt.rank] = outcome
         return outcome is not None
-
-    def _ask_why_told_to_end(self, ranks: Sequence[int]) -> None:
-        """Add what the service says to ends whose outcomes know no more than a signal, once it knows why."""
-        ends = [end for rank in ranks if (end := self.outcome(rank)) and end.was_told_to_end]
-        ends = [end for end in ends if (end.rank, end.attempt) not in self._explained]
-        if not ends or time.time() - max(end.finished_at for end in ends) > ASK_WHY_S:
-            return
-        with contextlib.suppress(BackendError, CorruptObjectError, UnknownHandleError):
-            executor = self._executor()
-            found = [(end, self.handle(end.rank)) for end in ends]
-            known = [Unfinished(handle, end.attempt) for end, handle in found if handle is not None]
-            if not isinstance(executor, NativeExecutor):
-                return
-            parents = executor.parents(known)
-            for replica, parent in zip(known, parents, strict=False):
-                attempt = self.attempt(replica.handle.rank)
-                if not parent.is_alive:
-                    self._explained.add((attempt.rank, attempt.number))
-                    attempt.note_why(parent.reason, parent.error)
-                    self._keep_outcome(attempt)
-                elif executor.lease_s is not None:  # its replicas run as jobs, which have reasons to end
-                    self._asked_why_at.setdefault((attempt.rank, attempt.number), time.monotonic())
 
     def _newest_handles(self, ranks: Sequence[int]) -> list[Any]:
         newest = {rank: self._inventory.newest_launched(rank) for rank in ranks}

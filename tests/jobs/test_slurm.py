@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from servers.slurm.cluster import Cluster
 from servers.slurm.commands import Commands
+from support.cli import HereInstead
 
 from executors import Run, SlurmExecutor, attach, launch
 from executors.attempt import Attempt
@@ -161,27 +162,6 @@ def test_a_start_that_is_refused_after_the_check_leaves_nothing(
     with pytest.raises(LaunchError, match="invalid partition specified: nope"):
         launch(SlurmExecutor(partition="nope"), "job.py:main", 2, run_id="otter")
     assert slurm.jobs() == before
-
-
-def test_options_that_are_set_here_are_refused_by_name(slurm: Cluster) -> None:
-    for option in (
-        "--requeue",
-        "--array=0-3",
-        "--arr=1",
-        "-a1",
-        "-a",
-        "--time=5",
-        "-t5",
-        "--wrap=true",
-        "-Jname",
-        "-W",
-    ):
-        with pytest.raises(ValueError, match=r"is set by `replicas` itself, got '-"):
-            SlurmExecutor(sbatch=[option])
-    for option in ("job.sh", "", "--", "-"):
-        with pytest.raises(ValueError, match="Write each as one word"):
-            SlurmExecutor(sbatch=[option])
-    SlurmExecutor(sbatch=["--exclude=n3", "--time-min=1", "-Cgpu", "--exclusive", "--mem-per-cpu=5"])
 
 
 # --- what jobs get
@@ -354,3 +334,18 @@ def test_a_record_chooses_neither_the_file_that_is_read_nor_a_job_of_another_clu
         with pytest.raises(JobServiceError, match="on the cluster 'another'; Slurm's commands here ask 'replicas'"):
             call(elsewhere)
     assert set(SlurmJobs.recordable_options()) == {"partition", "account", "qos", "cpus", "memory_mb"}
+
+
+def test_doctor_knows_what_the_cluster_keeps_and_proves_that_logs_come(
+    slurm: Cluster, here: HereInstead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def findings(*arguments: str) -> list[tuple[str, str]]:
+        rows = here.replicas("doctor", "--backend", "slurm", "--json", *arguments).json["findings"]
+        return [(row["what"], row["state"]) for row in rows if row["what"] not in ("runs", "disk")]
+
+    assert findings("--option", "partition=nope") == [("launch", "wrong")]
+    with slurm.configured(AccountingStoreFlags="job_env"):
+        assert findings("--probe") == [("launch", "ok"), ("service", "note"), ("probe", "ok")]
+    monkeypatch.setattr(sys.modules["executors.cli.doctor"], "LOG_LIMIT_S", 0.0)
+    monkeypatch.setattr(SlurmJobs, "logs", lambda *_: "")  # as where a node writes into a folder of its own
+    assert findings("--probe") == [("launch", "ok"), ("probe", "wrong")]
