@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from executors.backends import slurm_commands as commands
 from executors.backends.jobs.executor import MARGIN_S, JobExecutor, options_of
 from executors.backends.jobs.service import (
     ForeignJobError,
@@ -34,19 +35,6 @@ from executors.backends.jobs.service import (
     option,
     shortened,
 )
-from executors.backends.slurm_commands import (
-    Row,
-    ask,
-    cancel,
-    check_options,
-    configuration,
-    find_job,
-    gres_of,
-    list_jobs,
-    not_installed,
-    script_of,
-    secrets_of,
-)
 from executors.logs.readers import FileLog
 from executors.run_index import state_dir
 from executors.task.create import MASK
@@ -55,7 +43,6 @@ NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,199}")
 SUBMITTED = re.compile(r"(\d+)(?:;\S*)?")
 ARRAY = re.compile(r"\d{1,12}")
 FRESH_S = 0.5  # how long a list of a group's jobs is good: all its ranks are looked for at once
-JOB_ENV = "job_env"
 STORES_ENV = (
     "AccountingStoreFlags has job_env: the cluster's database keeps the environment of every job, and with it the "
     "credentials of an s3 rendezvous."
@@ -83,12 +70,12 @@ class SlurmJobs(JobService):
 
     def __post_init__(self) -> None:
         if shutil.which("sbatch") is None:
-            raise not_installed("sbatch")
-        check_options(self.sbatch)
+            raise commands.not_installed("sbatch")
+        commands.check_options(self.sbatch)
         self._keys: dict[
             tuple[str, int], JobKey
         ] = {}  # of jobs that this process started, or Slurm said whose they are
-        self._found: dict[str, tuple[float, list[Row]]] = {}
+        self._found: dict[str, tuple[float, list[commands.Row]]] = {}
         self._lock = threading.Lock()
 
     def command(self) -> tuple[str, ...]:
@@ -96,17 +83,18 @@ class SlurmJobs(JobService):
         return (self.python or sys.executable, *rest)
 
     def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
-        secrets_of(secret_names)
+        commands.secrets_of(secret_names)
         limit_s = None if timeout_s is None else int(timeout_s) + MARGIN_S
-        ask("sbatch", "--test-only", *self._sizes(gpu, limit_s), script="#!/bin/sh\ntrue\n")
+        commands.ask("sbatch", "--test-only", *self._sizes(gpu, limit_s), script="#!/bin/sh\ntrue\n")
 
     def start_jobs(self, jobs: Sequence[Job]) -> list[JobId]:
         for job in jobs:
             self._log_of(job.key).parent.mkdir(parents=True, exist_ok=True)
         job, group = jobs[0], jobs[0].key.group
-        env = {**common_env(jobs), **secrets_of(job.secret_names), **job.credentials}
+        env = {**common_env(jobs), **commands.secrets_of(job.secret_names), **job.credentials}
+        script = commands.script_of(job.command)
         try:
-            answer = ask(*self._request(jobs), script=script_of(job.command), env=env, may_have_acted=True)
+            answer = commands.ask(*self._request(jobs), script=script, env=env, may_have_acted=True)
         finally:
             self._found.pop(group, None)
         submitted = SUBMITTED.fullmatch(answer.strip().rpartition("\n")[2])
@@ -118,7 +106,7 @@ class SlurmJobs(JobService):
         with self._lock:  # who else looks for this group waits for the answer
             at, rows = self._found.get(key.group, (-math.inf, []))
             if time.monotonic() > at + FRESH_S:
-                rows = list_jobs("--me", f"--name={key.group}")
+                rows = commands.list_jobs("--me", f"--name={key.group}")
                 self._found[key.group] = (time.monotonic(), rows)
         found = sorted(int(row.array) for row in rows if _runs(row, key))
         return [self._noted(str(array), key) for array in found]
@@ -128,20 +116,21 @@ class SlurmJobs(JobService):
         if not isinstance(array, str) or not ARRAY.fullmatch(array) or task != key.rank or type(task) is not int:
             raise ForeignJobError(self.name, key)
         self._check_cluster(job_id)
-        row = find_job(array, task)
+        row = commands.find_job(array, task)
         if row is not None and not _runs(row, key):
             raise ForeignJobError(self.name, key)
         return self._noted(array, key)
 
     def state(self, job_id: JobId) -> JobState:
         self._check_cluster(job_id)
-        return _state_of(find_job(job_id["id"], job_id["task"]))
+        return _state_of(commands.find_job(job_id["id"], job_id["task"]))
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
         asked = {key: str(job_id.get("id")) for key, job_id in jobs.items() if ARRAY.fullmatch(str(job_id.get("id")))}
         if not (asked := {key: array for key, array in asked.items() if jobs[key] == self._job_id(array, key)}):
             return {}
-        listed = {(row.array, row.task): row for row in list_jobs(f"--jobs={','.join(sorted(set(asked.values())))}")}
+        rows = commands.list_jobs(f"--jobs={','.join(sorted(set(asked.values())))}")
+        listed = {(row.array, row.task): row for row in rows}
         found = {}
         for key, array in asked.items():
             row = listed.get((array, key.rank))
@@ -162,7 +151,7 @@ class SlurmJobs(JobService):
 
     def stop(self, job_id: JobId) -> None:
         self._check_cluster(job_id)
-        cancel(job_id["id"], job_id["task"])
+        commands.cancel(job_id["id"], job_id["task"])
 
     def describe(self, job: Job) -> dict[str, Any]:
         secrets = dict.fromkeys((*job.secret_names, *job.credentials), MASK)
@@ -171,12 +160,12 @@ class SlurmJobs(JobService):
         return {"name": job.key.name, "command": self._request([job]), "runs": command, "env": env}
 
     def risks(self) -> Iterator[tuple[str, str]]:
-        if JOB_ENV in configuration("AccountingStoreFlags").split(","):
+        if "job_env" in commands.configuration("AccountingStoreFlags").split(","):
             yield STORES_ENV, "Use a directory that all nodes share, or credentials that are found on the nodes."
 
     @functools.cached_property
     def _cluster(self) -> str:
-        return configuration("ClusterName")
+        return commands.configuration("ClusterName")
 
     def _check_cluster(self, job_id: JobId) -> None:
         """Refuse a job of another cluster: its number may be that of a job of this one, or of none."""
@@ -215,7 +204,7 @@ class SlurmJobs(JobService):
             "qos": self.qos,
             "cpus-per-task": self.cpus,
             "mem": self.memory_mb,
-            "gres": None if gpu is None else gres_of(gpu),
+            "gres": None if gpu is None else commands.gres_of(gpu),
             "time": None if limit_s is None else math.ceil(limit_s / 60),
         }
         sizes = [f"--{name}={value}" for name, value in given.items() if value is not None]
@@ -252,10 +241,10 @@ class SlurmExecutor(JobExecutor):
         super().__init__(service)
 
 
-def _runs(row: Row, key: JobKey) -> bool:
+def _runs(row: commands.Row, key: JobKey) -> bool:
     return row.name == key.group and row.task == key.rank
 
 
-def _state_of(row: Row | None) -> JobState:
+def _state_of(row: commands.Row | None) -> JobState:
     # A task of an array that is cancelled before it starts is forgotten at once.
     return JobState(True, "lost") if row is None else row.job_state

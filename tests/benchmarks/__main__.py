@@ -22,6 +22,7 @@ from . import (
     pages,
     restarts,
     rounds,
+    slurm,
     trainer,
     watching,
     wires,
@@ -57,6 +58,7 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("R4",): watching.marks,
     ("R5",): watching.false_alarms,
     ("R6",): restarts.goodput,
+    ("E1", "E2", "E3"): slurm.slurm,
     ("C1",): exactness.exactness,
 }
 LONG = ("R5", "R6", "W6")
