@@ -6,7 +6,7 @@ BIN := .venv/bin
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 SCHEDULES ?=
 
-.PHONY: help install demo test test-all test-browser test-radosgw test-slurm package picture lint bench simulate simulate-supervision clean
+.PHONY: help install demo test test-all test-browser test-radosgw test-slurm test-ray package picture lint bench simulate simulate-supervision clean
 
 help:
 	@echo "make demo      train a small model with four local replicas"
@@ -15,12 +15,13 @@ help:
 	@echo "make test-browser  the pages of replicas report in a real chromium (part of make test where there is one)"
 	@echo "make test-radosgw  the S3 store at a real Ceph, started on loopback (needs its Debian packages)"
 	@echo "make test-slurm  launches at a real Slurm, started on loopback (needs its Debian packages; part of make test-all)"
+	@echo "make test-ray  the backend ray at a real head on loopback; installs Ray (380 MB) into .venv-ray"
 	@echo "make package   wheel and sdist into dist/, installed and tried in empty environments (part of make test-all)"
 	@echo "make picture   examples/report.png: the page of a run with a kill in it, in chromium"
 	@echo "make bench     the benchmarks, each beside its peer"
 	@echo "make simulate  the rendezvous under 250,000 random schedules (SCHEDULES=n: as many)"
 	@echo "make simulate-supervision  the same of decisions and keepers: 1,000,000 schedules"
-	@echo "make clean     remove .venv and caches"
+	@echo "make clean     remove .venv, .venv-ray and caches"
 
 install: .venv/.installed
 
@@ -58,6 +59,14 @@ test-slurm: install
 		slurmctld slurmd slurm-client munge"; exit 1; }
 	$(BIN)/python -m pytest -m slurm $(PYTEST_FLAGS)
 
+test-ray: install .venv-ray/.installed
+	$(BIN)/python -m pytest -m ray
+
+.venv-ray/.installed:
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/pip install --quiet --disable-pip-version-check 'ray[default]==2.60.0'
+	@touch $@
+
 package: install
 	REPLICAS_DIST=$(CURDIR)/dist $(BIN)/python -m pytest tests/docs/test_package.py
 
@@ -74,4 +83,4 @@ simulate-supervision: install
 	$(BIN)/python -m tests.simulation --supervision $(or $(SCHEDULES),1000000)
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from executors.backends.inline import InlineExecutor
     from executors.backends.local.executor import LocalProcessExecutor
     from executors.backends.modal import ModalExecutor
+    from executors.backends.ray import RayExecutor
     from executors.backends.slurm import SlurmExecutor
     from executors.launcher import launch
     from executors.run.lookup import attach, list_runs
@@ -29,6 +30,7 @@ __all__ = [
     "InlineExecutor",
     "LocalProcessExecutor",
     "ModalExecutor",
+    "RayExecutor",
     "ReplicaHandle",
     "ReplicaStatus",
     "ReplicasError",
@@ -49,6 +51,7 @@ _LAZY = {
     "InlineExecutor": "executors.backends.inline",
     "LocalProcessExecutor": "executors.backends.local.executor",
     "ModalExecutor": "executors.backends.modal",
+    "RayExecutor": "executors.backends.ray",
     "Run": "executors.run.run",
     "SlurmExecutor": "executors.backends.slurm",
     "attach": "executors.run.lookup",

@@ -25,6 +25,7 @@ BUILT_IN = {
     "inline": "executors.backends.inline:InlineExecutor",
     "local": "executors.backends.local.executor:LocalProcessExecutor",
     "modal": "executors.backends.modal:ModalExecutor",
+    "ray": "executors.backends.ray:RayExecutor",
     "slurm": "executors.backends.slurm:SlurmExecutor",
 }
 VERBS = ("launch_replicas", "poll", "stream_logs", "cancel", "collect")

@@ -15,6 +15,7 @@ def test_executors_offers_exactly_these_names() -> None:
         "InlineExecutor",
         "LocalProcessExecutor",
         "ModalExecutor",
+        "RayExecutor",
         "ReplicaHandle",
         "ReplicaStatus",
         "ReplicasError",

@@ -72,6 +72,14 @@ def children_of(pid: int) -> list[int]:
     return [other for other in everyone if parent_of(other) == pid and is_alive(other)]
 
 
+def environment_of(pid: int) -> dict[str, str]:
+    """Return what a process was started with; nothing of one that is gone."""
+    with contextlib.suppress(OSError):
+        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
+    return {}
+
+
 def command_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()

@@ -1,0 +1,240 @@
+"""Replicas as jobs of a Ray cluster.
+
+A job's name is its attempt's, so that it is found by name, and a start that is repeated starts nothing. Ray has no
+secrets, no time limits and no gangs: a job that finds no room waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from executors.backends.jobs.executor import JobExecutor, options_of
+from executors.backends.jobs.service import (
+    ForeignJobError,
+    Job,
+    JobId,
+    JobKey,
+    JobService,
+    JobServiceError,
+    JobState,
+    masked,
+    option,
+)
+from executors.backends.ray_client import NAME, SCRIPT, RayClient, RayJob, package_of
+from executors.errors import BackendError
+from executors.logs import last_of
+from executors.logs.readers import OffsetLog
+from executors.replica import NOTICE_S
+from executors.run_key import RUN_KEY
+
+ADDRESS = re.compile(r"https?://[A-Za-z0-9.:\[\]-]+(/[A-Za-z0-9._~-]+)*")
+GPU = re.compile(r"([A-Za-z][A-Za-z0-9_.-]*)(?::(\d{1,3}))?|(\d{1,3})")
+REMOVED = re.compile(r"\$\{[A-Z0-9_]+\}")  # Ray leaves none of these in a value, whatever they come from
+STOP_GRACE_S = 3  # that Ray leaves between SIGTERM and SIGKILL
+OURS = ("working_dir", "env_vars")
+
+
+@dataclass(eq=False, kw_only=True)
+class RayJobs(JobService):
+    """The jobs of one Ray cluster. `RayExecutor` says what the fields mean."""
+
+    name = "Ray"
+
+    address: str | None = None  # not recorded, like what follows: a record could have our token sent anywhere
+    token_file: str | None = None
+    cpus: float = option(1, float)
+    memory_mb: int | None = option(None, int)
+    resources: Mapping[str, float] | None = None
+    python: str = option("python", re.compile("python3?"))
+    runtime_env: Mapping[str, Any] | None = field(default=None, repr=False)
+    credentials: Literal["nodes", "env"] = option("nodes", re.compile("nodes"))
+    shared_disk: bool = option(False, bool)
+
+    def __post_init__(self) -> None:
+        rays = os.environ.get("RAY_ADDRESS", "")
+        given = self.address or os.environ.get("RAY_API_SERVER_ADDRESS") or (rays if rays.startswith("http") else "")
+        address = (given or "http://127.0.0.1:8265").rstrip("/")
+        if not ADDRESS.fullmatch(address):
+            shown = address.rpartition("@")[2]
+            raise ValueError(f"address={shown!r} is not that of a Ray dashboard, as in 'http://127.0.0.1:8265'.")
+        if file := self.token_file or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+            self.token_file = str(Path(file).expanduser().absolute())
+        if self.credentials not in ("nodes", "env"):
+            raise ValueError(f"credentials must be 'nodes' or 'env', got {self.credentials!r}.")
+        if taken := [name for name in OURS if name in (self.runtime_env or {})]:
+            raise ValueError(f"runtime_env has {taken[0]!r}, which `replicas` sets itself. Leave it out; see env=.")
+        self.address = address
+        self._client = RayClient(address, self.token_file)
+        self._stopped: set[str] = set()
+        """The jobs that this process ended. Ray goes on to call those pending that wait for room."""
+        self._told: set[str] = set()
+
+    def command(self) -> tuple[str, ...]:
+        return (self.python, *super().command()[1:])
+
+    def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
+        if secret_names:
+            raise BackendError(
+                f"Ray has no secrets, so its jobs cannot have {secret_names[0]!r}. Set it on the nodes, or give it as "
+                "env=, which whoever may list the cluster's jobs sees."
+            )
+        _gpus(gpu)
+        self._client.check()
+
+    def start(self, job: Job) -> JobId:
+        request = self._request(job)
+        if seen := {name for name in job.env if not name.startswith("REPLICA_")} - self._told:
+            self._told |= seen
+            who = f"whoever may list the jobs of {self.address}"
+            print(f"replicas: {who} sees the values of {', '.join(sorted(seen))}", file=sys.stderr)
+        self._client.provide(job.command[-1])
+        try:
+            self._client.submit(request)
+        except JobServiceError as error:
+            if "already exists" not in str(error) or not self.find(job.key):
+                raise
+        return self._id(job.key.name)
+
+    def find(self, key: JobKey) -> list[JobId]:
+        job = self._client.job(key.name)
+        return [self._id(key.name)] if job is not None and job.is_of(key) else []
+
+    def verify(self, job_id: JobId, key: JobKey) -> JobId:
+        name = job_id.get("id")
+        if not isinstance(name, str) or not NAME.fullmatch(name):  # it becomes a path
+            raise ForeignJobError(self.name, key)
+        job, found = self._client.job(name), self._id(name)
+        if job is not None and not job.is_of(key):
+            raise ForeignJobError(self.name, key)
+        if job is None and job_id != found:
+            raise JobServiceError(
+                f"The Ray cluster at {self.address} does not know the job {name!r}, which was started at "
+                f"{str(job_id.get('url'))[:200]!r}. Give the address of its cluster: --backend ray --option address=…",
+                "rejected",
+            )
+        return found
+
+    def state(self, job_id: JobId) -> JobState:
+        job = self._client.job(job_id["id"])
+        return JobState(True, "lost") if job is None else self._state_of(job)
+
+    def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
+        ours = {key.name: key for key, job_id in jobs.items() if job_id == self._id(key.name)}
+        listed = self._client.jobs(ours) if ours else {}
+        return {ours[name]: self._state_of(job) for name, job in listed.items() if job.is_of(ours[name])}
+
+    def logs(self, job_id: JobId, n_lines: int) -> str:
+        return last_of(self._client.log(job_id["id"]), n_lines)
+
+    def open_log(self, job_id: JobId) -> _RayLog:
+        def read(offset: int | None, n_lines: int) -> tuple[bytes, int]:
+            text = self._client.log(job_id["id"])
+            whole = text.encode()
+            if offset is None:
+                return last_of(text, n_lines).encode(), len(whole)
+            return whole[offset:], max(offset, len(whole))
+
+        return _RayLog(read)
+
+    def stop(self, job_id: JobId) -> None:
+        self._client.stop(job_id["id"])
+        self._stopped.add(job_id["id"])
+
+    def describe(self, job: Job) -> dict[str, Any]:
+        request = self._request(job)
+        runtime_env = request["runtime_env"]
+        return {**request, "runtime_env": {**runtime_env, "env_vars": masked(runtime_env["env_vars"])}}
+
+    def _id(self, name: str) -> JobId:
+        return {"id": name, "url": f"{self.address}/#/jobs/{name}"}
+
+    def _state_of(self, job: RayJob) -> JobState:
+        if job.status == "PENDING" and job.submission_id in self._stopped:
+            return JobState(True, "cancelled")  # once there is room it starts, finds that out, and ends
+        return job.state
+
+    def _request(self, job: Job) -> dict[str, Any]:
+        n_gpus, resources = _gpus(job.gpu)
+        words = [word for word in job.command[:-1] if word != "-c"]
+        place = {"env_vars": self._env_vars(job), "working_dir": f"gcs://{package_of(job.command[-1])[0]}"}
+        return {
+            "submission_id": job.key.name,
+            "entrypoint": f"exec {shlex.join([*words, SCRIPT])}",
+            "entrypoint_num_cpus": self.cpus,
+            "entrypoint_num_gpus": n_gpus,
+            "entrypoint_memory": self.memory_mb and self.memory_mb << 20,
+            "entrypoint_resources": {**resources, **(self.resources or {})},
+            "metadata": job.key.labels,
+            "runtime_env": {**(self.runtime_env or {}), **place},
+        }
+
+    def _env_vars(self, job: Job) -> dict[str, str]:
+        """Return the environment that Ray, which replaces `${NAME}` in values, makes into the job's."""
+        if self.credentials == "nodes" and RUN_KEY in job.credentials:
+            raise JobServiceError(
+                "the key of a signed run would be seen by whoever may list the cluster's jobs. Launch without signed= "
+                "(--signed), or allow that: --option credentials=env",
+                "rejected",
+            )
+        hidden = job.credentials if self.credentials == "env" else {}
+        values = {NOTICE_S: str(STOP_GRACE_S), **job.env, **hidden}
+        for name, value in values.items():
+            if found := REMOVED.search(value):
+                raise JobServiceError(f"Ray would remove {found[0]!r} from the value of {name}.", "rejected")
+        dollar = {"$": "$"} if any("$" in value for value in values.values()) else {}
+        return {**dollar, **{name: value.replace("$", "${$}") for name, value in values.items()}}
+
+
+class RayExecutor(JobExecutor):
+    """Runs replicas as jobs of a Ray cluster.
+
+    Args:
+        address: of the cluster's dashboard. None: $RAY_API_SERVER_ADDRESS, $RAY_ADDRESS if it begins with http, or
+            http://127.0.0.1:8265.
+        token_file: holds the cluster's token. None: $RAY_AUTH_TOKEN_PATH. $RAY_AUTH_TOKEN, the token itself, wins.
+        cpus: of each replica. Replicas that find no room wait; Ray gives them up after 15 minutes.
+        memory_mb: of each replica, in MiB.
+        resources: more of Ray's resources, as in {"accelerator_type:A100": 0.001}, which gpu="A100" asks for.
+        python: the command of Python on the nodes.
+        pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
+        runtime_env: more of Ray's runtime environment, as in {"image_uri": "…"}.
+        credentials: "nodes": replicas open the rendezvous with what their nodes have. "env": with the credentials of
+            this machine, which whoever may list the cluster's jobs sees.
+        shared_disk: whether every node sees this machine's folders, as with one node, or a home on a network: then the
+            rendezvous may be a directory.
+
+    Raises:
+        ValueError: an option that is not one.
+    """
+
+    backend_name = "ray"
+    recordable_options = RayJobs.recordable_options()
+    supports_inter_replica_network = True  # Ray itself needs it
+    default_timeout_s = None
+
+    @options_of(RayJobs)
+    def __init__(self, service: RayJobs) -> None:
+        super().__init__(service)
+        self.needs_shared_rendezvous = not service.shared_disk
+
+
+class _RayLog(OffsetLog):
+    """A job's log, of which each look reads all."""
+
+    pause_s = 2.0
+
+
+def _gpus(gpu: str | None) -> tuple[int, dict[str, float]]:
+    """Return how many GPUs, and the resource that says of which type. Raises: ValueError: it is not a GPU."""
+    found = GPU.fullmatch("0" if gpu is None else gpu)
+    if found is None:
+        raise ValueError(f"gpu={gpu!r} is not a GPU as Ray takes it: give 'H100', 'H100:2', or '2' of any type.")
+    kind, n, of_any = found.groups()
+    return int(of_any or n or 1), {f"accelerator_type:{kind}": 0.001} if kind else {}

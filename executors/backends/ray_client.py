@@ -1,0 +1,244 @@
+"""RayClient: the requests of Ray's Jobs REST API that are needed here. Ray's own client would bring 380 MB.
+
+What the server says is foreign: answers are bounded, and parsed field by field. The token goes to the address that the
+user gave and nowhere else: no redirect is followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import io
+import json
+import os
+import re
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from executors.backends.jobs.sdk import call_with_timeout
+from executors.backends.jobs.service import JobKey, JobServiceError, JobState, Kind
+from executors.errors import CorruptObjectError
+from executors.protocol import Reason
+from executors.report.words import one_line
+from executors.store.records import Check, Fields, Record, checked, integer, json_object, nullable, text
+
+NAME = re.compile(r"[a-z0-9-]{1,100}")
+TOKEN = re.compile(r"[!-~]{1,8192}")
+TOKEN_ADVICE = "Set RAY_AUTH_TOKEN_PATH to a file that holds the cluster's token (or --option token_file=PATH)."
+CALL_LIMIT_S = 60.0
+MAX_ANSWER_BYTES = 4 << 20
+MAX_LIST_BYTES = 32 << 20  # some 20,000 jobs
+MAX_LOG_BYTES = 64 << 20
+MAX_REFUSAL_BYTES = 64 << 10
+SCRIPT = "replicas_bootstrap.py"
+PACKAGE_STAYS_S = 60.0  # what was asked for stays for ten minutes, also when no job refers to it
+WAITS = {"RUNNING": "", "PENDING": "waiting for room, or for its environment"}  # which Ray says at great length
+LOST = ("JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE")
+LOST_WORDS = ("supervisor actor died", "nexpected")  # of releases that name no types of errors
+RAYS_LINES = re.compile(
+    r"\A[^\n]*Runtime env is setting up\.[^\n]*\n|^Running entrypoint for job [a-z0-9-]+: exec [^\n]*\n", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class RayJob(Record):
+    """What Ray says of a job."""
+
+    submission_id: str = checked(text(100, NAME))
+    status: str = checked(text(40))
+    message: str | None = checked(nullable(text(1 << 20)), None)
+    error_type: str | None = checked(nullable(text(100)), None)
+    driver_exit_code: int | None = checked(nullable(integer(-255, 255)), None)
+    metadata: Mapping[str, Any] | None = checked(nullable(json_object), None)
+
+    def is_of(self, key: JobKey) -> bool:
+        """Return whether the job runs this attempt."""
+        return key.labels.items() <= (self.metadata or {}).items()
+
+    @property
+    def state(self) -> JobState:
+        code, message = self.driver_exit_code, self.message or ""
+        if self.status == "STOPPED":
+            return JobState(True, "cancelled")
+        if self.status == "SUCCEEDED" or (self.status == "FAILED" and code is not None):
+            return JobState(True, None, 128 - code if code and code < 0 else code or 0)
+        lines = message.strip().splitlines() or [""]
+        said = one_line(lines[-1 if "Traceback" in message else 0])
+        if self.status != "FAILED":
+            return JobState(False, message=WAITS.get(self.status, said))
+        is_lost = any(word in said for word in LOST_WORDS) if self.error_type is None else self.error_type in LOST
+        reason: Reason = "lost" if is_lost else "start_failed"
+        return JobState(True, reason, None, said)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects, which would take the token along."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+class RayClient:
+    """Asks the head of one cluster. Every call may come from several threads, and raises JobServiceError."""
+
+    def __init__(self, address: str, token_file: str | None) -> None:
+        self.address = address
+        self._token_file = token_file
+        self._opener = urllib.request.build_opener(_NoRedirects)
+        self._provided: dict[str, float] = {}
+        """When Ray was last asked for each package."""
+        self._providing = threading.Lock()
+
+    def check(self) -> None:
+        """Check that a head answers, and takes the token."""
+        self._take(self._need("GET", "/api/version"), "/api/version", "ray_version", text(100))
+
+    def job(self, name: str) -> RayJob | None:
+        """Return what Ray says of a job; None of one that it does not know."""
+        path = f"/api/jobs/{name}"
+        if (answer := self._ask("GET", path)) is None:
+            return None
+        with self._reading():
+            return RayJob.parse(answer, path, self.address)
+
+    def jobs(self, names: Collection[str]) -> dict[str, RayJob]:
+        """Return what Ray's list says of these jobs; nothing of those that are not read, as in a list too large."""
+        answer, found = self._need("GET", "/api/jobs/", max_bytes=MAX_LIST_BYTES), {}
+        with contextlib.suppress(ValueError, RecursionError):
+            listed = json.loads(answer)
+            for each in listed if isinstance(listed, list) else ():
+                if isinstance(each, dict) and str(each.get("submission_id")) in names:
+                    with contextlib.suppress(CorruptObjectError):
+                        job = RayJob.parse(each)
+                        found[job.submission_id] = job
+        return found
+
+    def submit(self, request: Mapping[str, Any]) -> None:
+        """Start a job. The error about a name that is taken says "already exists"."""
+        path = "/api/jobs/"
+        answer = self._need("POST", path, json.dumps(request).encode(), lost="unknown")
+        self._take(answer, path, "submission_id", text(100, NAME), "unknown")
+
+    def stop(self, name: str) -> None:
+        """End a job; one that has ended, or is unknown, is left alone."""
+        self._ask("POST", f"/api/jobs/{name}/stop", b"")
+
+    def log(self, name: str) -> str:
+        """Return all that a job wrote; nothing of one that is unknown, or whose node is gone."""
+        path = f"/api/jobs/{name}/logs"
+        answer = self._ask("GET", path, max_bytes=MAX_LOG_BYTES, none_at=(404, 500))
+        if answer is None:
+            return ""
+        if len(answer) > MAX_LOG_BYTES:
+            said = f"The log of {name} has more than {MAX_LOG_BYTES >> 20} MiB, and Ray sends whole logs alone."
+            raise JobServiceError(f"{said} Read it with: ray job logs {name}", "rejected")
+        return RAYS_LINES.sub("", self._take(answer, path, "logs", text(MAX_LOG_BYTES)), count=2)
+
+    def provide(self, script: str) -> None:
+        """Make sure that Ray has the package of a script, and keeps it until a job has begun that needs it."""
+        package, data = package_of(script)
+        with self._providing:
+            if time.monotonic() - self._provided.get(package, float("-inf")) > PACKAGE_STAYS_S:
+                path = f"/api/packages/gcs/{package}"
+                if self._ask("GET", path) is None:
+                    self._need("PUT", path, data)
+                self._provided[package] = time.monotonic()
+
+    def _take(self, answer: bytes, path: str, name: str, check: Check[str], lost: Kind = "unavailable") -> str:
+        """Return one field of an answer."""
+        with self._reading(lost):
+            return Fields(answer, path, self.address).take(name, check)
+
+    @contextlib.contextmanager
+    def _reading(self, lost: Kind = "unavailable") -> Iterator[None]:
+        try:
+            yield
+        except CorruptObjectError as error:
+            raise JobServiceError(f"This is no answer of Ray: {error}", lost) from error
+
+    def _need(self, method: str, path: str, body: bytes | None = None, **more: Any) -> bytes:
+        if (answer := self._ask(method, path, body, **more)) is None:
+            raise self._no_ray(path)
+        return answer
+
+    def _no_ray(self, path: str) -> JobServiceError:
+        return JobServiceError(f"{self.address} is not the dashboard of a Ray cluster: no {path} there.", "unavailable")
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        lost: Kind = "unavailable",
+        max_bytes: int = MAX_ANSWER_BYTES,
+        none_at: tuple[int, ...] = (404,),
+    ) -> bytes | None:
+        """Return the body of an answer, at most one byte more than `max_bytes`; None at some statuses.
+
+        Args:
+            lost: the kind of an error after which Ray may have done what was asked.
+        """
+        try:
+            status, answer = call_with_timeout(CALL_LIMIT_S, lambda: self._send(method, path, body, max_bytes))
+        except (OSError, http.client.HTTPException) as error:
+            why = error.reason if isinstance(error, urllib.error.URLError) else error
+            kind = "unavailable" if isinstance(why, (ConnectionRefusedError, socket.gaierror)) else lost
+            said = one_line(str(why)) or type(why).__name__
+            raise JobServiceError(f"Ray at {self.address} cannot be reached: {said}.", kind) from error
+        if status < 300:
+            return answer
+        if status in none_at and (status != 404 or b"does not exist" in answer):
+            return None
+        if status == 404:  # of a proxy before it, say: nothing is lost
+            raise self._no_ray(path)
+        lines = answer.decode(errors="replace").strip(" .\n").splitlines() or [""]
+        said = f"Ray at {self.address}: {one_line(lines[-1]).rstrip('.') or 'it gave no reason'} (HTTP {status})."
+        if status >= 500 or status in (408, 429):
+            raise JobServiceError(said, lost if status >= 500 else "unavailable")
+        if status < 400:
+            said += " It redirects, and would get the token there as well: give the address that is meant."
+        raise JobServiceError(f"{said} {TOKEN_ADVICE}" if status in (401, 403) else said, "rejected")
+
+    def _send(self, method: str, path: str, body: bytes | None, max_bytes: int) -> tuple[int, bytes]:
+        headers = {"Content-Type": "application/json", **self._authorization()}
+        request = urllib.request.Request(f"{self.address}{path}", body, headers, method=method)
+        try:
+            with self._opener.open(request, timeout=CALL_LIMIT_S) as answer:
+                return answer.status, answer.read(max_bytes + 1)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read(MAX_REFUSAL_BYTES)
+
+    def _authorization(self) -> dict[str, str]:
+        token, file = os.environ.get("RAY_AUTH_TOKEN", ""), self._token_file
+        if not token and file is not None:
+            try:
+                with Path(file).open("rb") as opened:
+                    token = opened.read(10_000).decode(errors="replace").strip()
+            except OSError as error:
+                said = f"Ray's token cannot be read from {file!r}: {error.strerror}."
+                raise JobServiceError(f"{said} {TOKEN_ADVICE}", "rejected") from error
+        if not token:
+            return {}
+        if not TOKEN.fullmatch(token):  # it is not to be shown
+            raise JobServiceError(f"Ray's token holds a letter that no token has. {TOKEN_ADVICE}", "rejected")
+        return {"Authorization": f"Bearer {token}"}
+
+
+def package_of(script: str) -> tuple[str, bytes]:
+    """Return name and bytes of a zip that holds a script: the same wherever it is made."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(zipfile.ZipInfo(SCRIPT), script)
+    data = file.getvalue()
+    return f"_ray_pkg_{hashlib.sha256(data).hexdigest()[:16]}.zip", data
