@@ -30,16 +30,11 @@ def count_time_at_the_end_of_a_plan(self: Phase, from_s: float) -> None:
     self.since = min(0.0, (self._clock() - from_s) / (self._plan.entry_s or 1.0))
 
 
-def forget_when_it_was_had(met: Any, self: Phase, n_entries: int, landed_s: float) -> None:
-    met(self, n_entries, -1e9)
-
-
 MUTANTS: dict[str, tuple[Patch, int]] = {
     "rounds are due by steps": (wrapped(Phase, "step_made", count_steps), 1),
     "all work weighs the same": (replaced(Participant, "_weight_of", lambda self, fragment: self._weight()), 0),
     "steps since a look count as entries": (replaced(Phase, "caught_up", count_the_steps_since_the_look), 9),
     "a last round waits for its time": (replaced(Phase, "_count_from", count_time_at_the_end_of_a_plan), 10),
-    "what was had late does not put off the next round": (wrapped(Phase, "met", forget_when_it_was_had), 108),
     "nobody waits for the slowest one's step": (replaced(Phase, "apart_s", lambda self, phase_s: 0.0), 1),
     "an overlap is told whole": (
         replaced(Phase, "ahead_s", lambda self, entry: 0.0 if self._plan.is_final(entry) else self._overlap_s),
