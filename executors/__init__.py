@@ -17,6 +17,7 @@ from executors.store import Store, open_store
 if TYPE_CHECKING:
     from executors.backends.hf_jobs import HFJobsExecutor
     from executors.backends.inline import InlineExecutor
+    from executors.backends.kubernetes import KubernetesExecutor
     from executors.backends.local.executor import LocalProcessExecutor
     from executors.backends.modal import ModalExecutor
     from executors.backends.ray import RayExecutor
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HFJobsExecutor",
     "InlineExecutor",
+    "KubernetesExecutor",
     "LocalProcessExecutor",
     "ModalExecutor",
     "RayExecutor",
@@ -49,6 +51,7 @@ __all__ = [
 _LAZY = {
     "HFJobsExecutor": "executors.backends.hf_jobs",
     "InlineExecutor": "executors.backends.inline",
+    "KubernetesExecutor": "executors.backends.kubernetes",
     "LocalProcessExecutor": "executors.backends.local.executor",
     "ModalExecutor": "executors.backends.modal",
     "RayExecutor": "executors.backends.ray",

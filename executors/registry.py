@@ -23,6 +23,7 @@ ENTRY_POINTS = "replicas.backends"
 BUILT_IN = {
     "hf": "executors.backends.hf_jobs:HFJobsExecutor",
     "inline": "executors.backends.inline:InlineExecutor",
+    "k8s": "executors.backends.kubernetes:KubernetesExecutor",
     "local": "executors.backends.local.executor:LocalProcessExecutor",
     "modal": "executors.backends.modal:ModalExecutor",
     "ray": "executors.backends.ray:RayExecutor",

@@ -19,6 +19,7 @@ from support.processes import MARK, end, left_over, marked_pids
 from executors import LocalProcessExecutor
 
 if TYPE_CHECKING:
+    from servers.kubernetes.server import ApiServer
     from servers.modal.server import ModalServer
     from servers.slurm.cluster import Cluster
     from servers.slurm.commands import Commands
@@ -37,7 +38,8 @@ for name in (
     "MASTER_PORT",
 ):
     os.environ.pop(name, None)
-LIVE = {name: os.environ[name] for name in ("HF_TOKEN", "REPLICAS_LIVE_RENDEZVOUS") if os.environ.get(name)}
+LIVE_NAMES = ("HF_TOKEN", "KUBECONFIG", "REPLICAS_LIVE_RENDEZVOUS")
+LIVE = {name: os.environ[name] for name in LIVE_NAMES if os.environ.get(name)}
 """What tests marked `live` need, and no other may use."""
 SLOW_FIRST = (
     "contract/test_stores.py",
@@ -58,6 +60,7 @@ SLOW_FIRST = (
 # huggingface_hub reads these when it is imported: none of the user's own, and no token of theirs.
 for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING_FACE_", "HUGGINGFACE_"))]:
     os.environ.pop(name)
+os.environ["KUBECONFIG"] = "/nonexistent/kubeconfig"
 os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": "/nonexistent/huggingface"}
 
 
@@ -227,6 +230,20 @@ def slurm_commands(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     return Commands(tmp_path / "bin")
+
+
+@pytest.fixture
+def k8s(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    """An API server of the test's own, and all that a user of it has: a kubeconfig, a rendezvous, and a folder."""
+    from servers.kubernetes.server import api_server
+
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path / "work")
+    with api_server() as server:
+        monkeypatch.setenv("KUBECONFIG", server.kubeconfig)
+        monkeypatch.setenv("REPLICAS_RENDEZVOUS", s3.url("runs"))
+        yield server
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from executors.process import usable_cores
 from executors.replica import BOOTSTRAP_S
 
 DRIVER = "/proc/driver/nvidia/version"
-PACKAGES = ("torch", "numpy", "boto3", "modal", "huggingface_hub")
+PACKAGES = ("torch", "numpy", "boto3", "modal", "huggingface_hub", "kubernetes")
 
 
 def describe_environment() -> dict[str, str]:

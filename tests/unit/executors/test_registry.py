@@ -136,7 +136,7 @@ def test_a_registered_backend_is_made_with_what_may_be_recorded(
 def test_a_class_that_is_not_registered_is_named_in_the_record_and_not_taken_from_it() -> None:
     assert describe_executor(Remote())["executor"] == "test_registry:Remote"
     assert describe_executor(LocalProcessExecutor())["executor"] is None
-    with pytest.raises(BackendError, match=r"'remote', which is not known here\. Known: hf, inline, local, "):
+    with pytest.raises(BackendError, match=r"'remote', which is not known here\. Known: hf, inline, "):
         executor_of_record(record_of("remote"))
     assert isinstance(executor_of_record(record_of("remote"), named="test_registry:Remote"), Remote)
     with pytest.raises(BackendError, match="launched on the backend 'remote'; LocalProcessExecutor is of"):
