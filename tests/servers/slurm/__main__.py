@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from servers.slurm.cluster import INSTALL, missing_programs, running_cluster
 def main() -> int:
     if missing := missing_programs():
         raise SystemExit(f"Not installed: {', '.join(missing)}. On Debian: {INSTALL}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the folder would stay
     with running_cluster() as cluster:
         return subprocess.run(sys.argv[1:], env={**os.environ, **cluster.environment}, check=False).returncode
 
