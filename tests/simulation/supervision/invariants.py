@@ -11,11 +11,13 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from executors.attempt import replica_key
 from executors.policy import DEFAULT_CAPS, Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.supervision.decisions import Decision, is_barred
 from simulation.invariants import Violation
 from simulation.supervision.plan import parse
+from simulation.supervision.records import RUN
 
 if TYPE_CHECKING:
     from simulation.supervision.simulation import Simulation
@@ -177,12 +179,17 @@ def _check_ends(simulation: Simulation) -> None:
     if living:
         raise Violation(f"S5: {living} live on")
     last = max((index for index, entry in enumerate(entries) if entry.kind == "resume"), default=-1)
-    since = entries[last + 1 :]
+    since, landed_s = entries[last + 1 :], simulation.landed_s[last + 1 :]
+    ended_s = [store.created_s.get(replica_key(RUN, *each, "outcome.json"), 0.0) for each in store.newest.items()]
+    over_s = max(ended_s, default=0.0)  # who cancels behind it cancels nothing, and nobody is there to stop the run
+    cancelled = {
+        entry.rank for entry, at_s in zip(since, landed_s, strict=True) if entry.kind == "cancel" and at_s <= over_s
+    }
     gone = {entry.rank for entry in since if entry.kind == "give_up"}
     for rank, number in store.newest.items():
         end = store.ends.get((rank, number))  # none: an intent that landed when all was over
         if end is not None and end.status is ReplicaStatus.CANCELLED:
-            gone |= {rank} & {entry.rank for entry in since if entry.kind == "cancel"}
+            gone |= {rank} & cancelled
     n_done = sum(end.status is ReplicaStatus.SUCCEEDED for end in store.ends.values())
     had_policy = any(keeper.policy is not None for keeper in simulation.keepers)  # one may come when nobody keeps it
     if not had_policy or plan.min_replicas is None:
