@@ -30,12 +30,6 @@ PROGRAM = Path(os.environ.get("REPLICAS_RAY") or Path(__file__).parents[2] / ".v
 START_LIMIT_S = 300  # 10 s, where nothing else runs
 STOP_LIMIT_S = 10.0
 LOOPBACK = "127.0.0.2"  # of 127.0.0.1 Ray makes the address that others see
-PATIENT = {
-    "RAY_health_check_failure_threshold": "100",
-    "RAY_agent_register_timeout_ms": f"{START_LIMIT_S}000",
-    "RAY_raylet_start_wait_time_s": f"{START_LIMIT_S}",
-}
-"""On a busy machine a head gives itself up while it starts."""
 N_CPUS = 16  # so many replicas run at once, whatever the machine has
 WHY_NOT = f"Ray is not installed at {PROGRAM}: make test-ray installs it"
 
@@ -146,29 +140,37 @@ def ray_head(n_cpus: int = N_CPUS) -> Iterator[RayHead]:
         }
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # a job's `python`
         more = {"PATH": path, "HOME": name, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
-        more |= PATIENT
-        with (folder / "output").open("wb") as output:
-            process = subprocess.Popen(
-                [str(PROGRAM), *command],
-                env={**kept, **more},
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
-        addresses = f"http://127.0.0.1:{ports['dashboard-port']}", f"{LOOPBACK}:{ports['port']}"
-        head = RayHead(*addresses, token_file, process)
-        try:
-            deadline = time.monotonic() + START_LIMIT_S
-            while not head.is_ready():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"The Ray head does not answer:\n{(folder / 'output').read_text()[-3000:]}")
-                time.sleep(0.1)
+        more |= {"RAY_health_check_failure_threshold": "100"}  # on a busy machine
+        output, until = folder / "output", time.monotonic() + START_LIMIT_S
+        with contextlib.ExitStack() as stack:
+            while True:  # on a busy machine its parts give each other up after 30 s
+                with output.open("wb") as file:
+                    process = subprocess.Popen(
+                        [str(PROGRAM), *command],
+                        env={**kept, **more},
+                        cwd=folder,
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                        preexec_fn=die_with_parent,
+                    )
+                addresses = f"http://127.0.0.1:{ports['dashboard-port']}", f"{LOOPBACK}:{ports['port']}"
+                head = RayHead(*addresses, token_file, process)
+                stack.callback(head.stop)
+                if _comes_up(head, until):
+                    break
+                if time.monotonic() > until:
+                    raise RuntimeError(f"No Ray head starts here:\n{output.read_text()[-3000:]}")
             yield head
-        finally:
-            head.stop()
+
+
+def _comes_up(head: RayHead, until: float) -> bool:
+    while not head.is_ready():
+        if head.process.poll() is not None or time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _below(pid: int) -> dict[int, str]:
