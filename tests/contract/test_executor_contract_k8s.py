@@ -48,6 +48,7 @@ class TestKubernetes(ExecutorContract):
 
 
 @pytest.mark.live
+@pytest.mark.k8s
 @pytest.mark.timeout(2 * PATIENCE_AT_A_CLUSTER_S)
 class TestKubernetesLive(ExecutorContract):
     """The same at the cluster of KUBECONFIG's current context, meeting at the S3 url REPLICAS_LIVE_RENDEZVOUS."""
