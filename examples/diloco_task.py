@@ -35,10 +35,10 @@ def train(steps: int, inner_steps: int) -> dict[str, float]:
     return {"loss": loss.item(), "rounds": diloco.rounds}
 
 
-def train_on(executor: ServerlessExecutor, description: str) -> None:
+def train_on(executor: str | ServerlessExecutor, description: str, n: int = 4) -> None:
     """Launch the training with the options of the command line; print its status, the results, and save the model."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n", type=int, default=4, help="how many replicas")
+    parser.add_argument("--n", type=int, default=n, help="how many replicas")
     parser.add_argument("--gpu", help="such as L4, H100 or H200:8; none without")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--inner-steps", type=int, default=50, help="steps between rounds")

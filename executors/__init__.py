@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from executors.backends.local.executor import LocalProcessExecutor
     from executors.backends.modal import ModalExecutor
     from executors.backends.ray import RayExecutor
+    from executors.backends.slurm import SlurmExecutor
     from executors.launcher import launch
     from executors.run.lookup import attach, list_runs
     from executors.run.run import Run
@@ -37,6 +38,7 @@ __all__ = [
     "ReplicasError",
     "Run",
     "ServerlessExecutor",
+    "SlurmExecutor",
     "Store",
     "attach",
     "current_replica",
@@ -54,6 +56,7 @@ _LAZY = {
     "ModalExecutor": "executors.backends.modal",
     "RayExecutor": "executors.backends.ray",
     "Run": "executors.run.run",
+    "SlurmExecutor": "executors.backends.slurm",
     "attach": "executors.run.lookup",
     "launch": "executors.launcher",
     "list_runs": "executors.run.lookup",

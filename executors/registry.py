@@ -27,6 +27,7 @@ BUILT_IN = {
     "local": "executors.backends.local.executor:LocalProcessExecutor",
     "modal": "executors.backends.modal:ModalExecutor",
     "ray": "executors.backends.ray:RayExecutor",
+    "slurm": "executors.backends.slurm:SlurmExecutor",
 }
 VERBS = ("launch_replicas", "poll", "stream_logs", "cancel", "collect")
 ATTRIBUTES = ("backend_name", "supports_inter_replica_network")

@@ -67,7 +67,9 @@ class Replica:
     """One replica, seen from inside."""
 
     rank: int
+    """Beyond `world_size` for one that was added to the run."""
     world_size: int
+    """How many were launched; it stays the same when replicas are added or lost."""
     run_id: str
     attempt: int
     rendezvous: str
@@ -128,7 +130,7 @@ class Replica:
         """Return this replica's share of a data set: every `world_size`th item, or for `datasets` what that splits.
 
         No two of the ranks that were launched have an item in common, and no item is left out; the longest share has
-        one item more than the shortest. A replica that joined later, whose rank is beyond these, gets one share of
+        one item more than the shortest. A replica that was added or joined later, whose rank is beyond these, gets one share of
         `rank + 1`: its items are others', too.
 
         Args:

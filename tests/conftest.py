@@ -21,6 +21,8 @@ from executors import LocalProcessExecutor
 if TYPE_CHECKING:
     from servers.kubernetes.server import ApiServer
     from servers.modal.server import ModalServer
+    from servers.slurm.cluster import Cluster
+    from servers.slurm.commands import Commands
     from support.fake_jobs import Machines
     from support.third_party import PopenExecutor
 
@@ -193,6 +195,43 @@ def modal_runs(modal_cloud: ModalServer, s3: S3Server, tmp_path: Path, monkeypat
     return modal_cloud
 
 
+@pytest.fixture(scope="session")
+def _slurm_cluster() -> Iterator[Cluster]:
+    from servers.slurm.cluster import INSTALL, missing_programs, running_cluster
+
+    if missing := missing_programs():
+        pytest.skip(f"there is no {missing[0]}. On Debian: {INSTALL}")
+    with running_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(_slurm_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A Slurm cluster with no jobs, and a folder with `job.py` to launch from. Its jobs use `tmp_path / "scratch"`.
+
+    Its daemons are shared by all tests, one after the other.
+    """
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_"))]:
+        monkeypatch.delenv(name)
+    for name, value in {**_slurm_cluster.environment, "TMPDIR": str(tmp_path / "scratch")}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("work", "scratch"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    (tmp_path / "work" / "job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path / "work")
+    yield _slurm_cluster
+    _slurm_cluster.end_jobs()
+
+
+@pytest.fixture
+def slurm_commands(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    """What of Slurm's commands is called in this test."""
+    from servers.slurm.commands import Commands
+
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return Commands(tmp_path / "bin")
+
+
 @pytest.fixture
 def k8s(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     """An API server of the test's own, and all that a user of it has: a kubeconfig, a rendezvous, and a folder."""
@@ -210,7 +249,7 @@ def k8s(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     """A user's folder with `job.py`, which is also this process's working directory."""
-    (tmp_path / "work").mkdir()
+    (tmp_path / "work").mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.syspath_prepend(tmp_path / "work")
     return Folder(tmp_path / "work")

@@ -54,8 +54,10 @@ def claim(
     joins = rank is None
     rank, attempt = world_size if rank is None else rank, 0
     added = AddedSoFar(store, keys)
+    if joins:
+        added.look()
     while True:
-        if joins and rank in added.ranks:
+        if rank in added.ranks:  # known to a joiner alone
             rank += 1
             continue
         key = keys.claim(rank, attempt)
@@ -66,8 +68,9 @@ def claim(
         if owner is None:
             pause()
         elif owner == nonce:
-            added.look()  # behind the claim: who adds ranks looks for claims behind the record
-            if joins and rank in added.ranks:
+            if joins:
+                added.look()  # behind the claim: who adds ranks looks for claims behind the record
+            if rank in added.ranks:
                 continue
             return Identity(rank, world_size, attempt, nonce)
         elif joins:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from executors.cli.add import add
 from executors.cli.backends import backends
 from executors.cli.collect import collect
 from executors.cli.config import config, use_settings
@@ -40,6 +41,7 @@ SYNONYMS = {
     **dict.fromkeys(("estimate", "budget"), "plan"),
     "attach": "wait",
     "keep": "watch",
+    **dict.fromkeys(("scale", "grow"), "add"),
     **dict.fromkeys(("results", "fetch", "get"), "collect"),
     **dict.fromkeys(("restart", "retry"), "resume"),
     **dict.fromkeys(("page", "html", "plot"), "report"),
@@ -93,7 +95,7 @@ app = typer.Typer(
     "\n\nreplicas logs RUN -f    replicas status RUN    replicas collect RUN --out results",
 )
 VERBS = (
-    launch, ls, status, logs, events, wait, watch, collect, report, export, stop, cancel, resume, rm, plan,
+    launch, ls, status, logs, events, wait, watch, collect, report, export, stop, cancel, resume, add, rm, plan,
     doctor, backends, config,
 )  # fmt: skip
 for verb in VERBS:

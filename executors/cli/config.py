@@ -77,6 +77,11 @@ def settings_of(context: Context) -> Settings:
     return context.meta[__name__]  # type: ignore[no-any-return]
 
 
+def is_flag(context: Context, key: str) -> bool:
+    """Return whether a flag says it, and no setting."""
+    return key in context.meta[GIVEN]
+
+
 def origins_of(context: Context, backend: str, *texts: Mapping[str, Any]) -> dict[str, str]:
     """Return who says what of a launch: a flag, a variable of the environment, a file.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Context, Option
 
 from executors.cli.backends import make_executor
-from executors.cli.config import ConfigOption, ProfileOption, origins_of, settings_of, with_origins
+from executors.cli.config import ConfigOption, ProfileOption, is_flag, origins_of, settings_of, with_origins
 from executors.cli.options import (
     BackendOptions,
     ColumnsOption,
@@ -37,6 +37,7 @@ from executors.native import GATHER_S, NativeExecutor
 if TYPE_CHECKING:
     from executors.cli.live import Interrupts
     from executors.launcher import LaunchPlan
+    from executors.protocol import ServerlessExecutor
     from executors.run.run import Run
 
 TASKS = "replicas.tasks"  # the group of entry points that names the default task
@@ -44,6 +45,7 @@ ENTRYPOINT = (
     "What each replica calls: pkg.mod:function, path/file.py:function, or path/file.py (its main). A file without a "
     "main, or with -- ARGV… behind all options, is run as a script. Default: the task that comes with the installation."
 )
+BACKEND = "A backend's name, or pkg.mod:Class; or several with their numbers of replicas, as in slurm:4,modal:4."
 ARG = "An argument of the entrypoint, as its annotation says; without one JSON, else a string. Repeatable."
 TIMEOUT = f"How long each replica may run ({DURATIONS}). Default: no limit locally, one hour elsewhere."
 MAX_COST = "What all replicas may cost together: a time limit, where the backend tells prices."
@@ -78,10 +80,8 @@ def launch(
     context: Context,
     entrypoint: Annotated[str | None, Argument(metavar="ENTRYPOINT", help=ENTRYPOINT)] = None,
     *,
-    n: Annotated[int, Option("--n", metavar="N", help="How many replicas.")],
-    backend: Annotated[str, Option("--backend", "-b", metavar="NAME", help="A backend's name, or pkg.mod:Class.")] = (
-        "local"
-    ),
+    n: Annotated[int | None, Option("--n", metavar="N", help="How many replicas.")] = None,
+    backend: Annotated[str, Option("--backend", "-b", metavar="NAME", help=BACKEND)] = "local",
     arg: Annotated[list[str] | None, Option("--arg", "-a", metavar="K=V", help=ARG)] = None,
     gpu: Annotated[str | None, Option(metavar="GPU", help="A GPU for each replica, as in H100 or H100:2.")] = None,
     timeout: Annotated[float | None, Option(metavar="DURATION", parser=parse_duration, help=TIMEOUT)] = None,
@@ -120,6 +120,7 @@ def launch(
     """
     from executors.cli.live import Interrupts
     from executors.launcher import named, plan_launch
+    from executors.launcher.parts import executor_of, options_by_part, total_of
     from executors.run_index import locate, preparing
     from executors.task.create import LaunchRequest
 
@@ -128,15 +129,17 @@ def launch(
     with Interrupts() as interrupts:
         try:
             with with_origins(context, backend), usage_errors():
-                if wrong := next((rank for rank in tee or () if rank >= n), None):
-                    refuse(f"--tee {wrong}: the ranks are 0 to {n - 1}.")
+                if (total := total_of(backend, n if is_flag(context, "n") else None) or n) is None:
+                    refuse("Missing option '--n'.")
+                if wrong := next((rank for rank in tee or () if rank >= total), None):
+                    refuse(f"--tee {wrong}: the ranks are 0 to {total - 1}.")
                 if tee and (detach or backend == "inline"):
                     refuse("--tee belongs to a run that is watched here: leave --detach and --backend inline away.")
                 given, chosen = parse_texts("--arg", arg), options_of(backend, option, volume)
                 request = named(
                     LaunchRequest(
                         entrypoint=entrypoint or default_task(),
-                        n=n,
+                        n=total,
                         args={name: value for name, value in args.items() if name not in given},
                         arg_texts={**texts, **given},
                         argv=context.obj,
@@ -162,11 +165,15 @@ def launch(
                         origins=origins_of(context, backend, given, chosen),
                     )
                 )
-                options = {**settings_of(context).options(backend), **chosen}
+                by_part = options_by_part(backend, chosen)
+
+                def make(name: str) -> ServerlessExecutor:
+                    return make_executor(name, {**settings_of(context).options(name), **by_part.get(name, {})})
+
                 known = contextlib.nullcontext() if dry_run else preparing(str(request.run_id))
                 with known:
                     with output.busy(f"Preparing {request.run_id}"):  # importing torch takes a second
-                        plan = plan_launch(request, make_executor(backend, options))
+                        plan = plan_launch(request, executor_of(backend, make))
                     note_python_words("--arg", plan.request.args or {})
                     if dry_run:
                         output.document(plan.dry_run())
@@ -189,6 +196,7 @@ launch.epilog = (  # type: ignore[attr-defined]
     "\n\nreplicas launch train.py --n 64 --option max_parallel=4 --option preload=\\[] --timeout 10m"
     "\n\nreplicas launch --n 4 --chaos kill:rank=1,round=20 --chaos store:delay=0.05,lost=0.02"
     "\n\nreplicas launch pkg.train:main --n 8 --backend my.cloud:Executor --rendezvous /shared/runs --detach"
+    "\n\nreplicas launch train.py --backend slurm:4,modal:4 --option slurm.partition=gpu --rendezvous s3://BUCKET/runs"
 )
 
 

@@ -94,9 +94,14 @@ WaitOption = Annotated[float | None, Option("--timeout", metavar="DURATION", par
 def options_of(backend: str, option: Sequence[str] | None, volume: Sequence[str] | None) -> dict[str, Any]:
     """Return the values of --option, and of --volume as the backend's option `volumes`."""
     from executors.launcher.launch_settings import volumes_of
+    from executors.launcher.parts import parts_of
 
     values = parse_values("--option", option)
     with usage_errors():
+        if len(parts_of(backend)) > 1:
+            if volume:
+                refuse("--volume belongs to one backend: of several, give --option NAME.volumes='{…}'.")
+            return values
         if volumes := volumes_of(volume, backend):
             values["volumes"] = {**values.get("volumes", {}), **volumes}
     return values

@@ -27,6 +27,7 @@ from executors.policy import HangLimits
 from executors.protocol import ServerlessExecutor
 from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED
 from executors.report.trackers import BUILT_IN, check_tracker
+from executors.run.spread import SpreadExecutor
 from executors.run_key import RUN_KEY
 from executors.store import open_store
 from executors.task.arguments import annotations_in, from_texts, to_json
@@ -132,7 +133,7 @@ def check_spares(executor: ServerlessExecutor, request: LaunchRequest) -> None:
     """Raises: ValueError: spares are asked for that nobody could start, or that could take nothing over."""
     if not request.spares:
         return
-    if not isinstance(executor, NativeExecutor) or executor.lease_s is None:
+    if not isinstance(executor, NativeExecutor) or executor.lease_s is None or isinstance(executor, SpreadExecutor):
         raise ValueError(
             f"Backend {executor.backend_name!r} takes no spares= (--spares): only services that run jobs do, as modal "
             "and hf. Leave it away."
@@ -145,6 +146,11 @@ def check_chaos(executor: ServerlessExecutor, request: LaunchRequest) -> Sequenc
     """Return the specs, checked. Raises: ValueError: a bad one, or the backend takes none."""
     from executors import chaos
 
+    if isinstance(executor, SpreadExecutor):
+        local = [rank for place, _ in executor.parts if place.backend == "local" for rank in place.ranks]
+        named = {rank for spec in request.chaos if (rank := chaos.parse(spec).rank) is not None}
+        if local and named <= {*local}:
+            return chaos.check_chaos(request.chaos, request.n)
     if executor.backend_name != "local":
         raise ValueError(
             f"Backend {executor.backend_name!r} takes no chaos: faults are injected into local replicas only. "

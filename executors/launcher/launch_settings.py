@@ -156,6 +156,7 @@ def filled(
     executor: Any, asked: Mapping[str, Any], config: str | Path | bool | Sequence[str | Path], profile: str | None
 ) -> tuple[Any, dict[str, Any]]:
     """Return an executor, and the fields of a request, with what was left at its default taken from the settings."""
+    from executors.launcher.parts import executor_of, total_of
     from executors.registry import get_executor
 
     given = [config] if isinstance(config, str | Path) else [] if isinstance(config, bool) else list(config)
@@ -177,10 +178,15 @@ def filled(
     merged["args"] = {**args, **mine} or None
     merged["arg_texts"] = {name: text for name, text in texts.items() if name not in mine} or None
     if executor is None or isinstance(executor, str):
-        options = settings.options(backend)
-        if volumes := volumes_of(values.get("volume"), backend):
-            options["volumes"] = {**options.get("volumes", {}), **volumes}
-        executor = get_executor(backend, options)
+
+        def make(name: str) -> Any:
+            options = settings.options(name)
+            if volumes := volumes_of(values.get("volume"), name):
+                options["volumes"] = {**options.get("volumes", {}), **volumes}
+            return get_executor(name, options)
+
+        merged["n"] = total_of(backend, merged["n"])
+        executor = executor_of(backend, make)
     others = settings.origins(backend)
     origins |= {name: others[name] for name in others if "." in name and name.removeprefix("args.") not in mine}
     merged["origins"] = origins

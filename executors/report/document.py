@@ -6,8 +6,8 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from itertools import groupby
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from itertools import groupby, zip_longest
 from statistics import fmean
 from typing import Any
 
@@ -81,7 +81,7 @@ def document(subject: Subject) -> dict[str, Any]:
     record, now, metrics = subject.record, subject.now, subject.metrics
     measures, met = Measures(metrics), meetings(metrics)
     rounds = rounds_document(met)
-    newest = [state.attempt for state in now.replicas]
+    newest = {state.rank: state.attempt for state in now.replicas}
     made: dict[str, Any] = {
         "run_id": now.run_id,
         "url": one_line(subject.url, MAX_VALUE),
@@ -104,15 +104,15 @@ def document(subject: Subject) -> dict[str, Any]:
                 "reason": state.outcome and state.outcome.reason,
                 **measures.of_rank(state.rank),
                 **rounds["by_rank"].get(state.rank, UNNOTICED),
-                "page": subject.pages[state.rank] if state.rank < len(subject.pages) else None,
+                "page": page,
             }
-            for state in now.replicas
+            for state, page in zip_longest(now.replicas, subject.pages[: len(now.replicas)])
         ],
         "timeline": timeline_document(metrics, subject.events),
         "rounds": rounds,
         "events": [_happened(event, metrics.began_at) for event in subject.events[-MAX_EVENTS:]],
         "n_events": len(subject.events),
-        "failures": failures_document(subject.outcomes, newest, record.world_size),
+        "failures": failures_document(subject.outcomes, newest, len(now.replicas)),
         "configuration": _configuration(subject),
         "problems": [one_line(each) for each in [*subject.problems, *metrics.problems][:MAX_PROBLEMS]],
     }
@@ -214,9 +214,13 @@ def _happened(event: Event, began_at: float) -> dict[str, Any]:
 def _launched(subject: Subject) -> list[list[str]]:
     """Return who launched what, when, and with which code and versions, as pairs of texts."""
     record, code = subject.record, subject.record.code or {}
+    where = f"{len(subject.now.replicas)} on {subject.now.backend}"
     pairs = [
         ("entrypoint", record.entrypoint.removesuffix(":__main__")),
-        ("replicas", f"{record.world_size} on {record.backend}" + (f", {record.gpu} each" if record.gpu else "")),
+        (
+            "replicas",
+            where + (f", {record.gpu} each" if record.gpu else ""),
+        ),
         ("launched", name_moment(record.created_at)),
         ("has run" if not subject.now.is_terminal else "ran", name_duration(subject.elapsed_s)),
         ("by", record.created_by),
@@ -254,7 +258,11 @@ def _configuration(subject: Subject) -> list[list[str]]:
     return [[name, text] for name, text in found.items()]
 
 
+def _plain(value: Any) -> Any:
+    return vars(value) if is_dataclass(value) else list(value)
+
+
 def _text(value: Any) -> str:
     """Return a value of a record on one line."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=list)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
     return one_line(text, MAX_VALUE)

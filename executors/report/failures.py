@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from executors.protocol import Outcome, ReplicaStatus
@@ -31,15 +31,16 @@ def group_failures(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
     return list(groups.values())
 
 
-def failures_document(outcomes: Iterable[Outcome], newest: Sequence[int], world_size: int) -> list[dict[str, Any]]:
+def failures_document(outcomes: Iterable[Outcome], newest: Mapping[int, int], n: int) -> list[dict[str, Any]]:
     """Return the failures as JSON: those that count first, the earliest of them, which is their cause, at the top.
 
     Args:
         newest: by rank, the number of its newest attempt: what failed before was resumed.
+        n: how many replicas the run has.
     """
     found, resumed = list[Outcome](), list[Outcome]()
     for outcome in outcomes:
-        is_resumed = outcome.rank < len(newest) and outcome.attempt < newest[outcome.rank]
+        is_resumed = outcome.attempt < newest.get(outcome.rank, 0)
         (resumed if is_resumed else found).append(outcome)
     groups = [
         *((group, False) for group in group_failures(found)),
@@ -47,7 +48,7 @@ def failures_document(outcomes: Iterable[Outcome], newest: Sequence[int], world_
     ]
     return [
         {
-            "words": _sentence(group, world_size),
+            "words": _sentence(group, n),
             "reason": group[0].reason,
             "replicas": [{"rank": each.rank, "attempt": each.attempt} for each in group],
             "resumed": is_resumed,

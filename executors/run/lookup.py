@@ -9,6 +9,7 @@ from executors.errors import CorruptObjectError, RunNotFoundError, StoreError, d
 from executors.protocol import ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class
 from executors.run.run import Run
+from executors.run.spread import SpreadExecutor
 from executors.run_index import find_preparation, known_run_ids, locate
 from executors.store.url import RUN_ID, check_run_id, existing_store, split_address
 from executors.task.record import Placement
@@ -45,9 +46,11 @@ def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | Se
     named = executor if executor is None or isinstance(executor, str) else check_executor(executor)
     found = Run(existing_store(url), check_run_id(run_id), executor=named)
     with contextlib.suppress(CorruptObjectError):  # who needs the record is told; such a run can be removed
-        placement = _placement_for(found, named)
-        if named is not None:
-            check_backend_of(placement, executor_class(named) if isinstance(named, str) else named)
+        given = [each for _, each in named.parts] if isinstance(named, SpreadExecutor) else [named]
+        for each in given:
+            placement = _placement_for(found, each)
+            if each is not None:
+                check_backend_of(placement, executor_class(each) if isinstance(each, str) else each)
     return found
 
 

@@ -7,11 +7,21 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from executors.attempt import Attempt, collect_rows
 from executors.errors import BackendError, LaunchError, ReplicasError, UnknownHandleError
-from executors.native import KeepsOptions, Log, NativeExecutor, Observation, Package, Parent, RunSpec, Unfinished
+from executors.native import (
+    KeepsOptions,
+    Log,
+    NativeExecutor,
+    Observation,
+    Package,
+    Parent,
+    Recordable,
+    RunSpec,
+    Unfinished,
+)
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.registry import describe_executor
 from executors.run.fleet import Site
@@ -34,6 +44,8 @@ class SpreadExecutor:
 
     supports_inter_replica_network = False
     default_timeout_s: float | None = None  # each has its own
+    recordable_options: ClassVar[Recordable] = {}
+    options_to_keep: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, sites: Callable[[], Sequence[Site]]) -> None:
         self._sites = sites
@@ -69,6 +81,17 @@ class SpreadExecutor:
     def lease_s(self) -> float | None:
         """How long those replicas go on that need a lease, while no process renews it."""
         return max((executor.lease_s for _, executor in self.parts if executor.lease_s is not None), default=None)
+
+    def with_terms(
+        self, *, gpu: str | None, timeout_s: float | None, env: Sequence[str], secrets: Sequence[str]
+    ) -> SpreadExecutor:
+        """Return them as they are launched: what each is started with is part of its placement."""
+        terms: Any = {"gpu": gpu, "env": tuple(sorted(env)), "secrets": tuple(sorted(secrets))}
+        sites = [
+            Site(replace(place, **terms, timeout_s=timeout_s or executor.default_timeout_s), lambda each=executor: each)  # type: ignore[misc]
+            for place, executor in self.parts
+        ]
+        return SpreadExecutor(lambda: sites)
 
     def described(self) -> dict[str, Any]:
         """Return what the run's record says of them, as `describe_executor` does of one."""
@@ -191,7 +214,7 @@ class SpreadExecutor:
         why = f"only {len(started)} of {len(run.ranks)} replicas could be started" if cause is None else str(cause)
         self._end(run, started, LaunchError(why))
         raise LaunchError(
-            f"{why.rstrip('.')}. Those that had been started at other backends were ended.",
+            f"{why.rstrip('.')}. Those at other backends were ended, too.",
             rank=getattr(cause, "rank", None),
             cancelled=getattr(cause, "cancelled", False),
         ) from cause

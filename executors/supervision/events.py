@@ -111,7 +111,7 @@ class EventReader:
         record, found = self._record, list[Event]()
         if not self._is_launch_told:
             self._is_launch_told = True
-            why = f"{record.world_size} on {record.backend}"
+            why = ", ".join(f"{len(place.ranks)} on {place.backend}" for place in record.placements)
             found.append(Event(kind="launched", at=record.created_at, actor=record.created_by, why=why))
         # Claims first: the durations of what follows count from them.
         for name, read in (("intent", self._intent), ("started", self._claim), ("outcome", self._end)):
@@ -141,7 +141,8 @@ class EventReader:
 
     def _intent(self, attempt: Attempt) -> list[Event]:
         intent = attempt.find("intent.json", Intent.parse)
-        if intent is None or attempt.number == 0:  # the launch itself is told already
+        is_of_launch = attempt.number == 0 and attempt.rank < self._record.world_size
+        if intent is None or is_of_launch:  # which is told already
             return []
         return [Event(kind="launched", at=intent.at, rank=attempt.rank, attempt=attempt.number, actor=intent.by)]
 

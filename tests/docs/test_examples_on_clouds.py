@@ -46,6 +46,11 @@ def test_the_example_for_modal_trains(modal_runs: ModalServer, s3: S3Server) -> 
     assert len(modal_runs.sandboxes) == 2
 
 
+def test_the_example_on_several_backends_trains(modal_runs: ModalServer, s3: S3Server) -> None:
+    check_it_trains("several_backends.py", Path.cwd(), s3.url("runs"))
+    assert len(modal_runs.sandboxes) == 1
+
+
 def test_the_example_for_hugging_face_jobs_trains(
     hub: HubServer, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

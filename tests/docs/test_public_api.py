@@ -22,6 +22,7 @@ def test_executors_offers_exactly_these_names() -> None:
         "ReplicasError",
         "Run",
         "ServerlessExecutor",
+        "SlurmExecutor",
         "Store",
         "attach",
         "current_replica",

@@ -1,0 +1,13 @@
+"""Train one model on this machine and at Modal at once: the replicas meet in a bucket and nowhere else.
+
+pip install 'serverless-replicas[modal,s3]' && modal token new
+python examples/several_backends.py --rendezvous s3://BUCKET/runs
+
+While it goes on, from here or from any machine that has the task's digest:
+replicas add RUN --n 4 --backend slurm
+"""
+
+from diloco_task import train_on
+
+if __name__ == "__main__":
+    train_on("local:1,modal:1", __doc__, n=2)

@@ -1,0 +1,88 @@
+"""`replicas add`: more replicas for a run that goes on."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from typer import Option
+
+from executors.cli.backends import make_executor
+from executors.cli.launch import TASK_DIGEST, TRUST_BUCKET
+from executors.cli.options import (
+    BackendOptions,
+    EnvOption,
+    RendezvousOption,
+    RunArgument,
+    SecretOption,
+    VolumeOption,
+    find_run,
+    options_of,
+    parse_duration,
+    parse_texts,
+)
+from executors.cli.output import CANCELLED, JsonOption, Output, name_ranks, usage_errors
+from executors.durations import DURATIONS
+
+BACKEND = "Where to start them: a backend's name, or pkg.mod:Class. It has to reach the run's rendezvous."
+GPU = "A GPU for each, as in H100 or H100:2. Default: as launched."
+TIMEOUT = f"How long each may run ({DURATIONS}). Default: as launched."
+DETACH = "Return when they are started; they go on alone."
+
+
+def add(
+    run: RunArgument,
+    *,
+    n: Annotated[int, Option("--n", metavar="K", help="How many replicas to add.")],
+    backend: Annotated[str, Option("--backend", "-b", metavar="NAME", help=BACKEND)] = "local",
+    gpu: Annotated[str | None, Option(metavar="GPU", help=GPU)] = None,
+    timeout: Annotated[float | None, Option(metavar="DURATION", parser=parse_duration, help=TIMEOUT)] = None,
+    env: EnvOption = None,
+    secret: SecretOption = None,
+    option: BackendOptions = None,
+    volume: VolumeOption = None,
+    detach: Annotated[bool, Option("--detach", "-d", help=DETACH)] = False,
+    task_digest: Annotated[str | None, Option(metavar="SHA256", help=TASK_DIGEST)] = None,
+    trust_bucket: Annotated[bool, Option("--trust-bucket", help=TRUST_BUCKET)] = False,
+    rendezvous: RendezvousOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Start K more replicas of a run, on any backend, and watch the run to its end.
+
+    They get new ranks and join the others at their next round. Ctrl-C ends those that were added here, and no others.
+
+    Exit code: as `launch`; 0 with --detach.
+    """
+    from executors.cli.live import watch
+    from executors.cli.summary import Summary, heading
+
+    output = Output(as_json)
+    found = find_run(run, rendezvous)
+    with usage_errors():
+        executor = make_executor(backend, options_of(backend, option, volume))
+        with output.busy(f"Adding {n} replicas to {found.run_id}") as tell:
+            ranks = found.add(
+                executor,
+                n,
+                gpu=gpu,
+                timeout=timeout,
+                env=parse_texts("--env", env),
+                secrets=secret or (),
+                detach=detach,
+                task_digest=task_digest,
+                trust_bucket=trust_bucket,
+                tell=tell,
+            )
+    output.say(f"Added {name_ranks(ranks)} on {executor.backend_name}.")
+    if detach:
+        if as_json:
+            output.document({"run_id": found.run_id, "added": ranks, "backend": executor.backend_name})
+        return 0
+    output.say(heading(found), "bold")
+    try:
+        watch(found, output)
+    except KeyboardInterrupt:
+        output.say(f"Cancelling {name_ranks(ranks)}; the others continue.", "yellow")
+        for rank in ranks:
+            found.cancel(rank)
+        return CANCELLED
+    return Summary.of(found).finish(output)

@@ -1,0 +1,92 @@
+"""A launch on several backends at once: `slurm:4,modal:4`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from executors.protocol import ServerlessExecutor
+from executors.registry import describe_executor
+from executors.run.fleet import Site, check_single_ranks
+from executors.run.spread import SpreadExecutor
+from executors.task.record import Placement
+
+PART = re.compile(r"(.+):([0-9]{1,6})")
+
+
+def parts_of(backend: str) -> dict[str, int]:
+    """Return how many replicas each backend is to have, of a text as `slurm:4,modal:4`; empty: it names one alone.
+
+    Raises:
+        ValueError: one of several has no number, or none but 0, or is named twice.
+    """
+    pieces = [piece.strip() for piece in backend.split(",")]
+    found = [PART.fullmatch(piece) for piece in pieces]
+    if found == [None]:
+        return {}
+    parts = {each[1]: int(each[2]) for each in found if each is not None}
+    if len(parts) < len(pieces) or not all(parts.values()):
+        raise ValueError(
+            f"backend {backend!r}: several backends are named once each, with their numbers of replicas, as in "
+            "'slurm:4,modal:4'."
+        )
+    return parts
+
+
+def total_of(backend: str, n: int | None) -> int | None:
+    """Return how many replicas a launch has: `n`, or the sum of its parts.
+
+    Raises:
+        ValueError: these differ.
+    """
+    parts = parts_of(backend)
+    if parts and n not in (None, sum(parts.values())):
+        raise ValueError(
+            f"backend {backend!r} has {sum(parts.values())} replicas, got n={n}. Leave n away, or mend it."
+        )
+    return sum(parts.values()) if parts else n
+
+
+def executor_of(backend: str, make: Callable[[str], ServerlessExecutor]) -> ServerlessExecutor:
+    """Return the executor of a backend, or of several as one.
+
+    Args:
+        make: returns the executor of one.
+
+    Raises:
+        ValueError: the text is not one.
+        BackendError: one of several cannot start single ranks.
+    """
+    parts = parts_of(backend)
+    if len(parts) < 2:
+        return make(next(iter(parts), backend))
+    sites, first = list[Site](), 0
+    for name, n in parts.items():
+        executor = check_single_ranks(make(name))
+        place = Placement(**describe_executor(executor), ranks=tuple(range(first, first + n)))
+        if place.backend in {site.placement.backend for site in sites}:
+            raise ValueError(f"backend {backend!r} names {place.backend!r} twice.")
+        sites.append(Site(place, lambda executor=executor: executor))  # type: ignore[misc]
+        first += n
+    spread: Any = SpreadExecutor(lambda: sites)
+    return spread  # type: ignore[no-any-return]
+
+
+def options_by_part(backend: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the options of each backend: of several they are named as `slurm.partition`.
+
+    Raises:
+        ValueError: an option says of none of them that it is its.
+    """
+    parts = parts_of(backend)
+    if len(parts) < 2:
+        return {next(iter(parts), backend): dict(options)}
+    found: dict[str, dict[str, Any]] = {name: {} for name in parts}
+    for key, value in options.items():
+        name, _, option = key.rpartition(".")
+        if name not in found:
+            known = " or ".join(f"{each}.{option}" for each in parts)
+            raise ValueError(f"Option {key!r} does not say of which backend it is: write {known}.")
+        found[name][option] = value
+    return found

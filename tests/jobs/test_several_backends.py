@@ -1,0 +1,240 @@
+"""One run on several backends: launched there at once, or joined later by replicas that somebody adds elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import Folder
+from support.fake_jobs import FakeExecutor, Machines
+
+from executors import LocalProcessExecutor, Run, attach, launch
+from executors.errors import BackendError, LaunchError, UntrustedTaskError
+from executors.launcher.parts import executor_of, options_by_part, parts_of, total_of
+from executors.protocol import ServerlessExecutor
+from executors.registry import get_executor
+from executors.resume import resume
+from executors.store.added_ranks import added_key
+from executors.store.records import exists, to_bytes
+from executors.testing import eventually
+
+MAIN = """
+import os, time
+from pathlib import Path
+from executors import current_replica
+
+def main(folder):
+    replica = current_replica()
+    print(f"rank {replica.rank} of {replica.world_size} waits", flush=True)
+    replica.report(step=replica.attempt)
+    Path(folder, f"{replica.rank}-{replica.attempt}").write_text(str(os.getpid()))
+    while not Path(folder, "go").exists():
+        time.sleep(0.02)
+    return [replica.rank, replica.attempt]
+"""
+FAKE = "support.fake_jobs:FakeExecutor"
+LOCAL = {"preload": (), "term_grace_s": 0.5}
+
+
+@pytest.fixture
+def folder(machines: Machines, tmp_path: Path) -> Iterator[Path]:
+    made = tmp_path / "said"
+    made.mkdir()
+    Path("job.py").write_text(MAIN)
+    yield made
+    (made / "go").touch()
+
+
+def made(name: str) -> ServerlessExecutor:
+    return get_executor(name, LOCAL if name == "local" else {})
+
+
+def launched(folder: Path, backend: str, **more: Any) -> Run:
+    n = total_of(backend, None) or 1
+    more = {"run_id": "otter", "args": {"folder": str(folder)}, **more}
+    run = launch(executor_of(backend, made), "job.py:main", n, **more)
+    eventually(lambda: len(list(folder.iterdir())) == n, "all wait")
+    return run
+
+
+def come(folder: Path, *names: str) -> None:
+    eventually(lambda: all((folder / name).exists() for name in names), f"{names} wait", within_s=60)
+
+
+def states(run: Run) -> list[tuple[int, str, str]]:
+    return [(each.rank, each.backend, str(each.status)) for each in run.status().replicas]
+
+
+def test_a_launch_on_two_backends_is_one_run_of_all(folder: Path) -> None:
+    run = launched(folder, f"local:1,{FAKE}:2", detach=True)
+    assert run.backend == run.status().backend == "local:1,fake:2"
+    seen = attach("otter", executor=FakeExecutor())
+    assert states(seen) == [(0, "local", "running"), (1, "fake", "running"), (2, "fake", "running")]
+    assert "backend" in seen.status().used_columns()
+    assert [part.backend for part in seen.record.others] == ["fake"]
+    lines = "".join(f"[{rank}] rank {rank} of 3 waits\n" for rank in range(3))
+    assert seen.logs() == lines
+    seen.cancel(2)
+    eventually(lambda: states(seen)[2][2] == "cancelled", "rank 2 has ended")
+    resume(run, ranks=[2], detach=True)
+    come(folder, "2-1")
+    (folder / "go").touch()
+    assert attach("otter", executor=FakeExecutor()).results() == [[0, 0], [1, 0], [2, 1]]
+
+
+@pytest.mark.usefixtures("quick_tries")
+@pytest.mark.parametrize("min_replicas", [None, 1])
+def test_what_one_backend_refuses_ends_the_others_unless_fewer_are_enough(
+    machines: Machines, folder: Path, capsys: pytest.CaptureFixture[str], min_replicas: int | None
+) -> None:
+    machines.fail("start", "rejected", times=None)
+    backend = f"{FAKE}:2,local:1"
+    asked: Any = {"run_id": "otter", "args": {"folder": str(folder)}, "min_replicas": min_replicas}
+    if min_replicas is None:
+        with pytest.raises(LaunchError, match=r"Fake: rejected, as the test asked.*at other backends were ended, too"):
+            launch(executor_of(backend, made), "job.py:main", 3, **asked)
+        run = attach("otter", executor=FakeExecutor())
+        assert run.status().is_terminal
+        *refused, ended = [str(outcome.status) for outcome in run.outcomes()]
+        assert ("failed" in refused, ended) == (True, "cancelled")
+    else:
+        run = launch(executor_of(backend, made), "job.py:main", 3, **asked)
+        assert "started with 1 of 3 replicas" in capsys.readouterr().err
+        (folder / "go").touch()
+        assert run.results() == [None, None, [2, 0]]
+
+
+def test_replicas_are_added_by_another_executor_and_count_like_the_others(machines: Machines, folder: Path) -> None:
+    run = launched(folder, "local:1", restarts="2", detach=True)
+    assert not list(run.store.list("otter/task-")), "a local run has no code for elsewhere"
+    assert run.add(FakeExecutor(), 2) == [1, 2]
+    come(folder, "1-0", "2-0")
+    assert states(run) == [(0, "local", "running"), (1, "fake", "running"), (2, "fake", "running")]
+    waiting = threading.Thread(target=run.wait, args=(120,))
+    waiting.start()
+    machines.end(machines.job_of(run, 2))
+    come(folder, "2-1")  # whoever added it starts it anew
+    (folder / "go").touch()
+    waiting.join()
+    assert run.results() == [[0, 0], [1, 0], [2, 1]]
+    assert [outcome.rank for outcome in run.outcomes()] == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"Run 'otter' is over .*, so nothing can join it"):
+        run.add(FakeExecutor(), 1)
+
+
+def test_another_machine_adds_with_the_digest_and_starts_again_what_it_is_told_to(
+    machines: Machines,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = launched(folder, "local:1", rendezvous=str(tmp_path / "shared"), detach=True, env={"WORD": "x"})
+    digest = run.task_digest
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+    there = attach(run.url)
+    with pytest.raises(UntrustedTaskError):
+        there.add(FakeExecutor(), 1)
+    with pytest.raises(ValueError, match="the variable 'WORD', whose value is not recorded"):
+        there.add(FakeExecutor(), 1, task_digest=digest)
+    assert not exists(run.store, added_key("otter", 0))
+    assert there.add(FakeExecutor(), 1, task_digest=digest, env={"WORD": "y"}, detach=True) == [1]
+    come(folder, "1-0")
+    machines.end(machines.job_of(there, 1))
+    there.cancel(0)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "third"))
+    third = attach(run.url, executor=FakeExecutor())
+    eventually(lambda: third.status().is_terminal, "both have ended")
+    known: Any = {"task_digest": digest, "env": {"WORD": "z"}, "detach": True}
+    resume(third, **known)
+    assert "rank 1 on fake: added elsewhere" in capsys.readouterr().err
+    come(folder, "0-1")
+    resume(third, ranks=[1], **known)
+    come(folder, "1-1")
+    (folder / "go").touch()
+    assert attach(run.url, executor=FakeExecutor()).results() == [[0, 1], [1, 1]]
+
+
+def test_who_adds_at_the_same_time_gets_other_ranks_and_a_record_of_somebody_hostile_adds_none(folder: Path) -> None:
+    run = launched(folder, "local:1", detach=True)
+    run.store.put(added_key("otter", 0), b"{" * 5)
+    hostile = {"backend": "os:system", "ranks": [0], "nonce": "x"}
+    run.store.put(added_key("otter", 1), to_bytes(hostile))
+    run.store.put(added_key("otter", 2), to_bytes({**hostile, "backend": "modal"}))
+    local = LocalProcessExecutor(preload=(), term_grace_s=0.5)
+    runs = [attach("otter") for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        ranks = list(pool.map(lambda each: each.add(local, 1, detach=True), runs))
+    assert sorted(ranks) == [[1], [2], [3]]
+    (folder / "go").touch()
+    assert run.results() == [[rank, 0] for rank in range(4)]
+
+
+def test_a_run_in_a_directory_takes_nothing_from_where_nobody_sees_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = launched(folder, "local:1", detach=True)
+    monkeypatch.setattr(FakeExecutor, "needs_shared_rendezvous", True)
+    with pytest.raises(BackendError, match="a directory that replicas on 'fake' do not see"):
+        run.add(FakeExecutor(), 1)
+    with pytest.raises(BackendError, match="Backend 'inline' starts all ranks or none"):
+        run.add("inline", 1)
+    with pytest.raises(BackendError, match="needs a rendezvous that both sides reach"):
+        launch(executor_of(f"local:1,{FAKE}:1", made), "job.py:main", 2, args={"folder": str(folder)})
+    assert not exists(run.store, added_key("otter", 0))
+    (folder / "go").touch()
+    assert run.wait(60)
+
+
+def test_the_command_adds_replicas_and_leaves_the_others_alone(folder: Path) -> None:
+    here, local = Folder(Path.cwd()), ("--option", "preload=[]")
+    Path("job.py").write_text(MAIN)
+    run = launched(folder, "local:1", detach=True)
+    added = here.replicas("add", "otter", "--n", 1, "--detach", *local)
+    assert (added.code, added.stdout) == (0, "Added rank 1 on local.\n"), added
+    come(folder, "1-0")
+    assert here.replicas("add", "otter", "--n", 1, "-b", "nowhere").stderr.startswith("Error: No backend named 'now")
+    (folder / "go").touch()
+    done = here.replicas("wait", "otter", "--json")
+    assert (done.code, [row["result"] for row in done.json["replicas"]]) == (0, [[0, 0], [1, 0]])
+    assert run.ranks == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("local", {}),
+        ("pkg.mod:Class", {}),
+        ("local:2", {"local": 2}),
+        ("slurm:4, modal:4", {"slurm": 4, "modal": 4}),
+        (f"local:1,{FAKE}:2", {"local": 1, FAKE: 2}),
+        ("slurm:4,modal", None),
+        ("slurm:4,slurm:2", None),
+        ("slurm:4,modal:0", None),
+    ],
+)
+def test_several_backends_are_named_with_their_numbers(text: str, parts: dict[str, int] | None) -> None:
+    if parts is None:
+        with pytest.raises(ValueError, match="named once each, with their numbers of replicas"):
+            parts_of(text)
+        return
+    assert parts_of(text) == parts
+    assert total_of(text, None) == (sum(parts.values()) or None)
+    assert total_of(text, 7 if not parts else None) == (sum(parts.values()) or 7)
+
+
+def test_an_option_says_of_which_backend_it_is() -> None:
+    assert options_by_part("local", {"a": 1}) == {"local": {"a": 1}}
+    assert options_by_part("slurm:1,modal:1", {"slurm.partition": "gpu"}) == {
+        "slurm": {"partition": "gpu"},
+        "modal": {},
+    }
+    for option in ("partition", "ray.cpus"):
+        with pytest.raises(ValueError, match=r"write slurm\..* or modal\."):
+            options_by_part("slurm:1,modal:1", {option: 1})
+    with pytest.raises(ValueError, match="has 2 replicas, got n=3"):
+        total_of("slurm:1,modal:1", 3)

@@ -1,0 +1,99 @@
+"""Ranks that were added to a run, as its replicas find them: beside joiners, and whether or not they ever start."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco import DiLoCo
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import Identity, Membership, claim
+from diloco.rendezvous.patient_store import PatientStore
+from diloco.testing import run_replicas
+from executors.attempt import replica_key
+from executors.store import MemoryStore
+from executors.store.added_ranks import added_key
+
+KEYS = Keys("test", "main")
+
+
+def patient(store: MemoryStore) -> PatientStore:
+    return PatientStore(store, clock=lambda: 0.0, error_patience_s=1e6)
+
+
+def add(store: MemoryStore, number: int, *ranks: int) -> None:
+    store.put(added_key("test", number), json.dumps({"ranks": ranks, "nonce": "n"}).encode())
+
+
+def join(store: MemoryStore) -> int:
+    return claim(patient(store), KEYS, None, 1, "joiner", lambda: None).rank
+
+
+def test_an_added_rank_that_never_starts_hides_no_other_and_is_taken_by_no_joiner() -> None:
+    store = MemoryStore()
+    members = Membership(patient(store), KEYS, Identity(0, 1, 0, "me"), lambda: 0.0)
+    add(store, 0, 1, 2)
+    store.put(added_key("test", 1), b"no record")
+    add(store, 2, 4)
+    assert join(store) == 3
+    for _ in range(3):  # what cannot be read is read again before it counts for nothing
+        members.look_for_joiners()
+    assert members.claimed == {0, 3}
+    for rank in (2, 5):
+        store.put(replica_key("test", rank, 0, "started.json"), b'{"nonce": "another"}')
+    members.look_for_joiners()
+    assert members.claimed == {0, 2, 3, 5}
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_joiner_leaves_a_rank_that_is_added_as_it_claims_it(is_before: bool) -> None:
+    class Meanwhile(MemoryStore):
+        def put_if_absent(self, key: str, data: Any) -> bool:
+            is_claim = key == replica_key("test", 1, 0, "started.json")
+            if is_claim and is_before:
+                add(self, 0, 1)
+            done = super().put_if_absent(key, data)
+            if is_claim and not is_before:
+                add(self, 0, 1)
+            return done
+
+    assert join(Meanwhile()) == 2
+
+
+def test_an_added_rank_joins_and_ends_with_the_anchor_of_all() -> None:
+    store = MemoryStore()
+    add(store, 0, 2, 3)
+    joined, go_on = threading.Event(), threading.Event()
+
+    def body(where: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        comes_later = where["rank"] == 2
+        if comes_later:
+            go_on.wait()
+        with DiLoCo(
+            nn.Linear(2, 2),
+            inner_steps=1,
+            snapshot_every=2,
+            **{**where, "world_size": 2, "rank": 3 if comes_later else where["rank"]},
+        ) as diloco:
+            if comes_later:
+                joined.set()
+            while diloco.rounds < 3:
+                diloco.step()
+            go_on.set()
+            joined.wait()
+            ranks = set[int]()
+            while diloco.rounds < 14:
+                ranks.update(getattr(diloco.step(), "ranks", ()))
+            assert ranks == {0, 1, 3}
+            return diloco.anchor()
+
+    one, two, late = run_replicas(3, body, store=store)
+    for name, value in one.items():
+        assert torch.equal(value, two[name])
+        assert torch.equal(value, late[name])
