@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 PATIENCE_AT_A_CLUSTER_S = 900.0  # its queue and the image come first
 
 
+@pytest.mark.timeout(300)  # 64 replicas are started, watched and cancelled
 class TestKubernetes(ExecutorContract):
     reaches_local_store = False
 
