@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 PATIENCE_AT_A_CLUSTER_S = 900.0  # its queue and the image come first
 
 
+@pytest.mark.timeout(300)  # 64 replicas are started, watched and cancelled
 class TestKubernetes(ExecutorContract):
     reaches_local_store = False
 
@@ -48,6 +49,7 @@ class TestKubernetes(ExecutorContract):
 
 
 @pytest.mark.live
+@pytest.mark.k8s
 @pytest.mark.timeout(2 * PATIENCE_AT_A_CLUSTER_S)
 class TestKubernetesLive(ExecutorContract):
     """The same at the cluster of KUBECONFIG's current context, meeting at the S3 url REPLICAS_LIVE_RENDEZVOUS."""

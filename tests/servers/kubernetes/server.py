@@ -221,6 +221,8 @@ class ApiServer:
 
     def _patch_pod(self, name: str, query: Mapping[str, str], body: Any) -> Any:
         pod, limit_s = self.cluster.pods[name], body.get("spec", {}).get("activeDeadlineSeconds")
+        if "merge-patch+json" not in query["Content-Type"]:
+            raise Refusal(415, f"the body of the request was in an unknown format: {query['Content-Type']}")
         if body != {"spec": {"activeDeadlineSeconds": limit_s}} or type(limit_s) is not int:
             raise Refusal(422, "Forbidden: pod updates may not change fields other than spec.activeDeadlineSeconds")
         if not 0 < limit_s <= pod.wire["spec"].get("activeDeadlineSeconds", limit_s):
@@ -250,6 +252,7 @@ def _handler_of(api: ApiServer) -> type[BaseHTTPRequestHandler]:
         def answer(self) -> None:
             place = urlsplit(self.path)
             query = {name: values[0] for name, values in parse_qs(place.query).items()}
+            query["Content-Type"] = self.headers.get("Content-Type", "application/json")
             text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             route, match = _route_of(self.command, place.path)
             if match is None:
