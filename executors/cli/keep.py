@@ -152,7 +152,8 @@ def _recipe(
     detach = run.record.detach or executor.lease_s is None
     recipe = recipe_of(run, task, env=parse_texts("--env", env), secrets=secrets or (), detach=detach)
     where = run.record.cwd
-    if not executor.needs_shared_rendezvous and where and os.path.realpath(where) != os.path.realpath(os.getcwd()):
+    is_shipped = executor.needs_shared_rendezvous or task.record.code_sha256 is not None
+    if not is_shipped and where and os.path.realpath(where) != os.path.realpath(os.getcwd()):
         refuse(
             f"Run {run.run_id!r} was launched in {where!r}, and what is started here finds its files from the folder "
             f"of this command: cd {shlex.quote(where)} && replicas watch {reference(run)}"
