@@ -52,6 +52,7 @@ SlurmdParameters=config_overrides
 MailProg=/bin/true
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 SwitchType=switch/none
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
