@@ -81,7 +81,7 @@ def add_replicas(
     while len(ranks) < asked.n:
         added = take_ranks(run.store, run.run_id, run.world_size, asked.n - len(ranks), place)
         with contextlib.suppress(StoreError):  # without a place for notes, a resume names these ranks
-            remember_added(run.run_id, run.store.url, added.nonce, options_to_note(native)[0])
+            remember_added(run.run_id, run.store.url, added.name, options_to_note(native)[0])
         run.fleet.add(added, native)
         # A joiner may have claimed one just before: it has it then.
         ranks += [rank for rank in added.ranks if not Attempt(run.store, run.run_id, rank).has("started.json")]
