@@ -86,7 +86,9 @@ def add_replicas(
         # A joiner may have claimed one just before: it has it then.
         ranks += [rank for rank in added.ranks if not Attempt(run.store, run.run_id, rank).has("started.json")]
     spec = replace(recipe.spec, ranks=tuple(ranks), min_replicas=None, lease_s=None if asked.detach else native.lease_s)
-    recipe, lease = replace(recipe, spec=spec), hold_lease(run.store, spec)
+    # What each is started with, also again, its placement says.
+    recipe = replace(recipe, spec=spec, limits={"gpu": None, "timeout": None})
+    lease = hold_lease(run.store, spec)
     if is_barred:
         log = DecisionLog(run.store, run.run_id)
         order_resume(log, dict.fromkeys(ranks, 0), len(log.read()))
