@@ -21,7 +21,7 @@ from executors.run_index import remember_added
 from executors.store.records import exists
 from executors.store.url import directory_of
 from executors.supervision.decisions import DecisionLog, barred_by
-from executors.supervision.lease import LeaseHolder, hold_lease
+from executors.supervision.lease import LeaseHolder
 from executors.supervision.orders import order_resume
 from executors.task.added import take_ranks
 from executors.task.record import MAX_WORLD_SIZE, Placement
@@ -88,7 +88,10 @@ def add_replicas(
     spec = replace(recipe.spec, ranks=tuple(ranks), min_replicas=None, lease_s=None if asked.detach else native.lease_s)
     # What each is started with, also again, its placement says.
     recipe = replace(recipe, spec=spec, limits={"gpu": None, "timeout": None})
-    lease = hold_lease(run.store, spec)
+    lease = None
+    if spec.lease_s is not None:  # beside that of the launch, if it has one
+        lease = LeaseHolder(run.store, run.run_id, is_second=True)
+        lease.start()
     if is_barred:
         log = DecisionLog(run.store, run.run_id)
         order_resume(log, dict.fromkeys(ranks, 0), len(log.read()))
