@@ -6,7 +6,7 @@ BIN := .venv/bin
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 SCHEDULES ?=
 
-.PHONY: help install demo test test-all test-browser test-radosgw test-ray package picture lint bench simulate simulate-supervision clean
+.PHONY: help install demo test test-all test-browser test-radosgw test-slurm test-ray package picture lint bench simulate simulate-supervision clean
 
 help:
 	@echo "make demo      train a small model with four local replicas"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-all  the same and the slow tests: launches at stand-ins for the clouds, chaos with real processes"
 	@echo "make test-browser  the pages of replicas report in a real chromium (part of make test where there is one)"
 	@echo "make test-radosgw  the S3 store at a real Ceph, started on loopback (needs its Debian packages)"
+	@echo "make test-slurm  launches at a real Slurm, started on loopback (needs its Debian packages; part of make test-all)"
 	@echo "make test-ray  the backend ray at a real head on loopback; installs Ray (380 MB) into .venv-ray"
 	@echo "make package   wheel and sdist into dist/, installed and tried in empty environments (part of make test-all)"
 	@echo "make picture   examples/report.png: the page of a run with a kill in it, in chromium"
@@ -40,7 +41,7 @@ lint: install
 	$(BIN)/mypy --num-workers 2
 
 test: lint
-	$(BIN)/python -m pytest -m 'not slow and not live' $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m 'not slow and not live and not slurm' $(PYTEST_FLAGS)
 
 test-all: lint
 	REPLICAS_SCHEDULES=$${REPLICAS_SCHEDULES:-3000} $(BIN)/python -m pytest $(PYTEST_FLAGS)
@@ -52,6 +53,11 @@ test-browser: install
 
 test-radosgw: install
 	PYTHONPATH=tests $(BIN)/python -m servers.s3.radosgw $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/contract/test_store_s3_radosgw.py
+
+test-slurm: install
+	@command -v sbatch >/dev/null || { echo "There is no Slurm. On Debian: apt-get install --no-install-recommends \
+		slurmctld slurmd slurm-client munge"; exit 1; }
+	$(BIN)/python -m pytest -m slurm $(PYTEST_FLAGS)
 
 test-ray: install .venv-ray/.installed
 	$(BIN)/python -m pytest -m ray

@@ -47,6 +47,8 @@ class Kept:
     arrays: Arrays
     uncounted_since: Sequence[int]
     """By fragment, the entry at which its live work began; may be of another number of fragments."""
+    steps: int = 0
+    """How many steps its attempts had made, by the clock."""
 
     def restored(self, sizes: Sequence[int]) -> Restored:
         """Return where it was, and the live work it had."""
@@ -80,7 +82,7 @@ class AttachedState:
         self._followers: list[Any] = []
         self.kept = self._find(keys) if me.attempt else None
         """What an earlier attempt left, if there was one."""
-        self.step = 0 if self.kept is None else plan.step_before(self.kept.position)
+        self.step = self._step_of_kept()
         """The run's step when `follow` was last called; before, the one that what was kept is of."""
         self._missed = 0
         """Steps of the run that what is attached did not take."""
@@ -146,14 +148,14 @@ class AttachedState:
         for name, thing in self._attached.items():
             state = to_arrays(_state_calls(name, thing)[0](), f"attached/{name}")
             arrays |= {key: np.array(value) for key, value in state.items()}
-        since = list(uncounted_since)
-        self._background(lambda: self._put(position, arrays, since))
+        since, steps = list(uncounted_since), self.step
+        self._background(lambda: self._put(position, steps, arrays, since))
 
-    def _put(self, position: int, arrays: Arrays, since: Sequence[int]) -> None:
+    def _put(self, position: int, steps: int, arrays: Arrays, since: Sequence[int]) -> None:
         store, me = self._store.for_thread(), self._me
         tensors = encode_part(arrays)
         digest, key = digest_of(tensors, self._proof), self._keys.own_record(me.rank, position, me.attempt)
-        about = {"rank": me.rank, "attempt": me.attempt, "position": position, "uncounted_since": since}
+        about = {"rank": me.rank, "attempt": me.attempt, "position": position, "uncounted_since": since, "steps": steps}
         record = {**about, "digest": digest}
         if store.write(self._keys.own_tensors(me.rank, position, me.attempt), tensors):
             store.write(key, frame(record, key, self._proof))
@@ -161,7 +163,12 @@ class AttachedState:
     def take_over(self, origin: str, position: int) -> None:
         """Load what is attached from what this rank kept in another run, up to this one's position."""
         self.kept = self._find(replace(self._keys, run_id=origin), position)
-        self.step = 0 if self.kept is None else self._plan.step_before(self.kept.position)
+        self.step = self._step_of_kept()
+
+    def _step_of_kept(self) -> int:
+        if self.kept is None:
+            return 0
+        return self._plan.step_before(self.kept.position) if self._plan.entry_s is None else self.kept.steps
 
     def _find(self, keys: Keys, most: int = sys.maxsize) -> Kept | None:
         """Return the newest record that can be read, of at most so many rounds."""
@@ -188,8 +195,9 @@ class AttachedState:
                     since = [
                         min(position, typed(int, entry)) for entry in typed(list, fields.get("uncounted_since", []))
                     ]
+                    steps = max(0, typed(int, fields.get("steps", 0)))
                     if fields["digest"] == self._proof.digest(tensors):
-                        return Kept(position, decode_part(tensors), since)
+                        return Kept(position, decode_part(tensors), since, steps)
         return None
 
 

@@ -61,6 +61,10 @@ def plan_fragments(model: nn.Module, fragments: FragmentSpec, *, sync_buffers: b
         if not parameter.is_floating_point() or parameter.is_meta:
             kind = "on the meta device" if parameter.is_meta else f"{parameter.dtype}"
             raise TypeError(f"Parameter {name!r} is {kind}; only real numbers with values can be averaged.")
+    if isinstance(fragments, (bool, str)) or not isinstance(fragments, (int, Sequence)):
+        raise TypeError(f"fragments must be a number, or lists of modules or names, got fragments={fragments!r}.")
+    if not isinstance(sync_buffers, bool):
+        raise TypeError(f"sync_buffers must be True or False, got sync_buffers={sync_buffers!r}.")
     if isinstance(fragments, int):
         groups = _dealt_out(model, parameters, fragments)
     else:

@@ -32,6 +32,8 @@ class Liaison:
     """What is told to a replica, and heard from it. Nothing, in a process that is none."""
 
     def __init__(self, replica: Replica | None, name: str) -> None:
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
+            raise ValueError(f"name must be a word without '/', as in 'main', got name={name!r}.")
         self._replica = replica
         self._name = name
 

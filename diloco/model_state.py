@@ -205,11 +205,16 @@ class ModelState:
         return {"anchor": anchor, "outer": [outer.state_dict() for outer in self.outer]}
 
     @torch.no_grad()
-    def load_checkpoint(self, state: Mapping[str, Any]) -> None:
+    def load_checkpoint(self, state: Mapping[str, Any], rounds: int) -> None:
         """Take anchor and outer state from a checkpoint. Leaves live work alone.
 
-        Raises: ValueError: it is of another model.
+        Raises: ValueError: it is of another model, or of another run, as one that had so many rounds cannot have it.
         """
+        if state["rounds"] > rounds:
+            raise ValueError(
+                f"This checkpoint is of round {state['rounds']}, the run is at {rounds}: it is of another run. To "
+                "begin a new run from a checkpoint, load the model's own state before making a DiLoCo."
+            )
         views = self.anchor_views()
         if state["anchor"].keys() != views.keys():
             raise ValueError("This checkpoint is of a model with other parameters.")

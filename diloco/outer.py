@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from torch import Tensor, nn
@@ -59,19 +58,23 @@ class DiLoCo:
 
     Args:
         model: any module. Its trainable parameters are shared, by name; the anchor is float32 on the CPU.
-        inner_steps: calls of `step()` from one round of a fragment to the next; a multiple of the fragments.
+        inner_steps: calls of `step()` from one round of a fragment to the next; a multiple of the fragments. None: 500.
+        round_seconds: rounds by the clock instead, for replicas of unlike speeds: a fragment's round is due so long
+            after its last one, and work weighs as many steps as it is made of. Train until `progress` is 1.
         outer_optimizer: from a list of parameters to a `torch.optim.Optimizer`, taken as it is. The default is
             Nesterov SGD with `outer_lr`, `outer_momentum`, the ramp and the final average.
         momentum_warmup: rounds over which the outer momentum grows to its value; "auto": half of the planned ones.
-        final_average: let each fragment's last planned round be a plain average. Needs `total_steps`.
+        final_average: let each fragment's last planned round be a plain average. Needs a total.
         total_steps: planned inner steps of the run, the same for all. Every fragment has its last round at the last
             of them, so that no step is in nobody's average and all replicas end with one model.
+        total_rounds: planned rounds of each fragment, with `round_seconds`; else as `total_steps`.
         fragments: how many parts, or lists of modules or names; one has its round every inner_steps / fragments.
         background: have rounds in a thread beside the training; "auto": where `overlap_steps` is not 0. An error in one
             is raised by the next `step()`. May differ between replicas, as the next three.
         overlap_steps: steps between sending a fragment and applying its mean, after which `step()` waits for it.
             "auto": it is applied at the first `step()` after it has come, before the next is sent at the latest; live
             parameters then depend on the store's speed, too. Anchors never do.
+        overlap_seconds: the same, with `round_seconds`.
         merge: "anchor": a mean replaces live values, and what was done since sending is lost, but for `mix`. "carry":
             they move with the anchor and keep it.
         mix: share of the live value that is kept when a mean is applied; with merge="anchor".
@@ -82,14 +85,14 @@ class DiLoCo:
             phase, "drop" also drops steps made after something was sent, unless that is counted.
         carry_rounds: uncounted work older than so many rounds of its fragment is given up, with a warning; None: never.
         min_quorum: contributions without which no round is decided, as far as so many replicas are left.
-        grace_s: how long to wait, at most, for a replica that took part in the last round and is not known to have
-            ended: from when the first of them waits. Less, down to a quarter, when replicas use to arrive close to
-            each other; at least a twentieth of the time between two rounds.
+        grace_s: how long to wait, at most, for a replica of the last round that is not known to have ended, from when
+            the first of them waits. Less, down to a quarter, when replicas use to arrive close to each other; at least
+            a twentieth of the time between two rounds.
         round_timeout_s: after which a round that does not come about raises `QuorumTimeoutError`. A replica that sees
             no member of the last round waits for two more phases before that.
         weight: of this replica's work in the mean, relative to the others'; a number, or a callable that is asked at
-            each contribution, as for the tokens it is made of. A number is scaled by the steps where work of fewer than
-            `inner_steps` is sent.
+            each contribution, as for the tokens it is made of. A number is scaled where work of fewer than
+            `inner_steps` is sent; with `round_seconds` it is the weight of one step.
         sync_buffers: average float buffers too, without the outer optimizer. Integer buffers stay local.
         snapshot_every: rounds between snapshots, from which later and returning replicas start.
         allow_no_rounds: let `close()` pass when there was no round: each replica has trained alone, on purpose.
@@ -110,16 +113,19 @@ class DiLoCo:
         self,
         model: nn.Module,
         *,
-        inner_steps: int = 500,
+        inner_steps: int | None = None,
+        round_seconds: float | None = None,
         outer_optimizer: OptimizerFactory | None = None,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         momentum_warmup: int | Literal["auto"] = "auto",
         final_average: bool = True,
         total_steps: int | None = None,
+        total_rounds: int | None = None,
         fragments: FragmentSpec = 1,
         background: bool | Literal["auto"] = "auto",
         overlap_steps: int | Literal["auto"] = 0,
+        overlap_seconds: float | Literal["auto"] = 0.0,
         merge: Literal["anchor", "carry"] = "anchor",
         mix: float = 0.0,
         wire: str = "fp32",
@@ -144,28 +150,20 @@ class DiLoCo:
     ) -> None:
         place = find_place(store, run_id, rank, world_size)
         self._liaison = Liaison(place.replica, name)
-        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
-            raise ValueError(f"name must be a word without '/', as in 'main', got name={name!r}.")
         limits = _limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
         if place.is_alone:  # its memory is not to fill up: what a mean is made of is deleted behind the last snapshot
             snapshot_every, limits = 1, replace(limits, small_bytes=0)
         fragments_ = plan_fragments(model, fragments, sync_buffers=sync_buffers)
-        self._settings = settings = Settings(
-            inner_steps=inner_steps, outer_optimizer=outer_optimizer, outer_lr=outer_lr,
-            outer_momentum=outer_momentum, momentum_warmup=momentum_warmup, final_average=final_average,
-            total_steps=total_steps, n_fragments=len(fragments_), background=background,
-            overlap_steps=overlap_steps, merge=merge, mix=mix, wire=wire, mean_wire=mean_wire, late=late,
-            carry_rounds=carry_rounds, min_quorum=min_quorum, grace_s=grace_s, round_timeout_s=round_timeout_s,
-            weight=weight, snapshot_every=snapshot_every, allow_no_rounds=allow_no_rounds, same_data=same_data,
-            key=place.key_of_run(key), world_size=place.world_size,
+        self._settings = settings = Settings.of(
+            locals(), n_fragments=len(fragments_), key=place.key_of_run(key), world_size=place.world_size,
             rank=place.world_size if place.rank is None else place.rank,
         )  # fmt: skip
         settings.check()
         settings.warn_of_few_rounds()
         self._model_state = ModelState(model, fragments_, settings, block_elements=limits.block_elements)
         watch = open_watch(place.store)
-        is_signed = settings.key is not None
-        patient = PatientStore(place.store, clock=monotonic, error_patience_s=limits.error_patience_s, copies=is_signed)
+        patience_s, copies = limits.error_patience_s, settings.key is not None
+        patient = PatientStore(place.store, clock=monotonic, error_patience_s=patience_s, copies=copies)
         keys = Keys(place.run_id, name)
         me = place.identify(patient, keys, watch)
         self._name = (me.nonce, name)
@@ -184,12 +182,12 @@ class DiLoCo:
         self._attached = AttachedState(patient, keys, me, workers.uploads, settings.plan, context.proof)
         self._same_data = SameData(same_data, me.rank, place.replica)
         self._participant = Participant(context)
-        self._steps, self._round_s, self._closed = 0, 0.0, False
-        kept = self._attached.kept
+        self._round_s, self._closed, kept = 0.0, False, self._attached.kept
         with self._liaison.waiting("first anchor"):
             self._participant.start(None if kept is None else kept.restored(self._model_state.sizes()))
         if context.origin is not None and kept is None:
             self._attached.take_over(context.origin, self.rounds)
+        self._steps_before = self._attached.step
         self._kept_period = self.rounds // settings.entries_per_snapshot
         is_open[self._name] = self
         self._liaison.plan(total_steps)
@@ -200,9 +198,8 @@ class DiLoCo:
     def step(self) -> RoundReport | None:
         """Count an inner step; when one is due, send a fragment or go through its round.
 
-        Out of phase it looks for the seal of the open round instead, now and then, and returns at once.
-
-        Call it after each `optimizer.step()`.
+        Call it after each `optimizer.step()`. Out of phase it looks for the seal of the open round instead, now and
+        then, and returns at once.
 
         Returns: the report of the round, if this step had one.
 
@@ -217,7 +214,6 @@ class DiLoCo:
         """
         self._check_open()
         self._liaison.progress()
-        self._steps += 1
         self._leave_if_asked(after_round=False)
         reports, began = self._in_round(self._participant.step)
         self._attached.follow(self.inner_step, made=1)
@@ -228,8 +224,8 @@ class DiLoCo:
     def sync(self) -> list[RoundReport]:
         """Have a round of every fragment now; all replicas must call it at the same step. Inner steps count from here.
 
-        A fragment that is on its way has this as its round. With `total_steps` these are some of the planned rounds, so
-        that the last one comes before the last step.
+        A fragment that is on its way has this as its round. With `total_steps` these are the next planned rounds, and
+        there is none until those after them are due. By the clock the run is so much nearer to its end.
         """
         self._check_open()
         self._liaison.progress()
@@ -247,7 +243,7 @@ class DiLoCo:
         round: call `step()` last, when everything else has taken its step.
 
         A run goes on without a replica that is away: `inner_step` is then further than what is attached, which a line
-        in the log says. Make schedules functions of `inner_step`, or let them follow it.
+        in the log says. Make schedules functions of `inner_step`, or of `progress`, or let them follow.
 
         Args:
             name: tells apart what is attached; the same in each attempt.
@@ -284,14 +280,13 @@ class DiLoCo:
         self._liaison.show(self.rounds, self._round_s)
         if in_order:
             self._workers.uploads.finish()
-            self._settings.check_what_was_averaged(self._steps, self.rounds, max(self._participant.phase.made))
+            phase = self._participant.phase
+            self._settings.check_what_was_averaged(phase.n_steps, self.rounds, max(phase.made))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
             return
@@ -307,8 +302,22 @@ class DiLoCo:
 
     @property
     def inner_step(self) -> int:
-        """Inner steps so far, as the run counts them: rounds that went on without this replica included."""
-        return self._participant.phase.inner_step
+        """Inner steps so far, as the run counts them: rounds that went on without this replica included.
+
+        With `round_seconds` they are this replica's own, with those of its earlier attempts that were kept.
+        """
+        phase = self._participant.phase
+        return int(phase.run_step) if self._settings.round_seconds is None else self._steps_before + phase.n_steps
+
+    @property
+    def progress(self) -> float:
+        """How much of the planned run is over, from 0 to 1: for learning rate schedules, and to know when to end.
+
+        Raises: DiLoCoError: nothing is planned.
+        """
+        if (total := self._settings.plan.total_steps) is None:
+            raise DiLoCoError("progress is a share of what is planned. Tell DiLoCo total_steps=…, or total_rounds=….")
+        return min(1.0, self._participant.phase.run_step / total)
 
     def anchor(self) -> dict[str, Tensor]:
         """Return a float32 copy of the shared parameters, and buffers, by name."""
@@ -321,12 +330,9 @@ class DiLoCo:
         What is on its way is waited for and merged first: save the model's own state after this.
         """
         self._drain()
-        return {
-            "rounds": self.rounds,
-            "base": self._participant.phase.base,
-            "since": self._participant.phase.since,
-            **self._participant.apart(self._model_state.checkpoint),
-        }
+        phase = self._participant.phase
+        position = {"rounds": self.rounds, "base": phase.base, "since": phase.since, "inner_step": self.inner_step}
+        return {**position, **self._participant.apart(self._model_state.checkpoint)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a checkpoint of this run, and then on to where the run is now.
@@ -338,21 +344,16 @@ class DiLoCo:
         """
         self._check_open()
         self._drain()
-        if state["rounds"] > self.rounds:
-            raise ValueError(
-                f"This checkpoint is of round {state['rounds']}, the run is at {self.rounds}: it is of another run. To "
-                "begin a new run from a checkpoint, load the model's own state before making a DiLoCo."
-            )
-        self._model_state.load_checkpoint(state)
-        self._attached.step = state["base"] + state["since"]
+        self._model_state.load_checkpoint(state, self.rounds)
+        self._attached.step = state["inner_step"]
+        self._steps_before = state["inner_step"] - self._participant.phase.n_steps
         self._participant.go_back(state["rounds"], state["base"], state["since"])
         self._attached.follow(self.inner_step)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Wait for what is on its way, and merge it."""
-        self._report(*self._in_round(self._participant.drain))
+        self._report(*self._in_round(self._participant.drain))  # what is on its way is waited for and merged
 
     def _in_round(self, act: Callable[[], list[RoundReport]]) -> tuple[list[RoundReport], float]:
         """Return what was reported, and when that began."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self
 
 from diloco.errors import DiLoCoError
 from diloco.outer_optimizer import OptimizerFactory, Schedule
@@ -19,22 +19,26 @@ from executors.run_key import key_id
 MAX_WARMUP_ROUNDS = 100
 UNKNOWN_WARMUP_ROUNDS = 40
 FEW_ROUNDS = 30
+DEFAULT_INNER_STEPS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How replicas train together; `DiLoCo` documents each."""
 
-    inner_steps: int
+    inner_steps: int | None
+    round_seconds: float | None
     outer_optimizer: OptimizerFactory | None
     outer_lr: float
     outer_momentum: float
     momentum_warmup: int | Literal["auto"]
     final_average: bool
     total_steps: int | None
+    total_rounds: int | None
     n_fragments: int
     background: bool | Literal["auto"]
     overlap_steps: int | Literal["auto"]
+    overlap_seconds: float | Literal["auto"]
     merge: str
     mix: float
     wire: str
@@ -52,28 +56,24 @@ class Settings:
     rank: int
     key: bytes | None = field(default=None, repr=False)
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any], **found: Any) -> Self:
+        """Return what was given under the names of the settings; some was found out."""
+        named: dict[str, Any] = {setting.name: given.get(setting.name) for setting in fields(cls)}
+        return cls(**{**named, **found})
+
     def check(self) -> None:
         """Raises: ValueError or TypeError: says which argument, its value, and what it may be."""
-        for name in ("inner_steps", "snapshot_every", "world_size"):
+        for name in ("snapshot_every", "world_size"):
             _at_least(name, getattr(self, name), 1)
         _at_least("rank", self.rank, 0)
-        if self.overlap_steps != "auto":
-            _at_least("overlap_steps", self.overlap_steps, 0, also='"auto" or ')
-        if self.inner_steps % self.n_fragments:
-            raise ValueError(
-                f"inner_steps must be a multiple of the number of fragments, "
-                f"got inner_steps={self.inner_steps} and {self.n_fragments} fragments."
-            )
-        if self.overlap_steps != "auto" and self.overlap_steps >= self.steps_per_entry:
-            raise ValueError(
-                f"overlap_steps must be less than inner_steps / fragments = {self.steps_per_entry}, "
-                f"got overlap_steps={self.overlap_steps}."
-            )
+        self._check_when()
         if not isinstance(self.background, bool) and self.background != "auto":
             raise TypeError(f'background must be True, False or "auto", got background={self.background!r}.')
-        if self.background is False and self.overlap_steps == "auto":
+        if self.background is False and self.plan.overlap_steps is None:
+            name = "overlap_steps" if self.round_seconds is None else "overlap_seconds"
             raise ValueError(
-                'overlap_steps="auto" lets training go on until a mean has come, which needs the rounds beside it, got '
+                f'{name}="auto" lets training go on until a mean has come, which needs the rounds beside it, got '
                 "background=False."
             )
         _one_of("merge", self.merge, ("anchor", "carry"))
@@ -91,13 +91,6 @@ class Settings:
             )
         if self.momentum_warmup != "auto":
             _at_least("momentum_warmup", self.momentum_warmup, 0, also='"auto" or ')
-        if self.total_steps is not None:
-            _at_least("total_steps", self.total_steps, 1)
-            if self.total_steps < self.inner_steps:
-                raise ValueError(
-                    f"total_steps must be at least inner_steps, the steps before a fragment's first round, "
-                    f"got total_steps={self.total_steps} and inner_steps={self.inner_steps}."
-                )
         if self.min_quorum is not None:
             _at_least("min_quorum", self.min_quorum, 1)
             if self.min_quorum > self.world_size:
@@ -123,10 +116,57 @@ class Settings:
                 raise ValueError(f"weight must be more than 0, got weight={self.weight}.")
             _number("weight", self.weight, high=MAX_WEIGHT)
 
+    def _check_when(self) -> None:
+        """Check when rounds are due: by steps or by the clock."""
+        by_steps = {"inner_steps": None, "total_steps": None, "overlap_steps": 0}
+        by_clock = {"round_seconds": None, "total_rounds": None, "overlap_seconds": 0}
+        others = by_clock if self.round_seconds is None else by_steps
+        for (name, default), instead in zip(others.items(), by_steps if others is by_clock else by_clock, strict=True):
+            if (value := getattr(self, name)) != default or isinstance(value, bool):
+                how = f"round_seconds={self.round_seconds}" if others is by_steps else "no round_seconds"
+                raise ValueError(f"{name} does not go with {how}, got {name}={value!r}. Use {instead}=… instead.")
+        if self.round_seconds is None:
+            self._check_steps()
+            return
+        _number("round_seconds", self.round_seconds)
+        if self.round_seconds == 0:
+            raise ValueError("round_seconds must be more than 0, got round_seconds=0.")
+        if self.total_rounds is not None:
+            _at_least("total_rounds", self.total_rounds, 1, also="None or ")
+        if self.overlap_seconds != "auto":
+            _number("overlap_seconds", self.overlap_seconds, also='"auto" or ')
+            if self.overlap_seconds >= (entry_s := self.round_seconds / self.n_fragments):
+                raise ValueError(
+                    f"overlap_seconds must be less than round_seconds / fragments = {entry_s:g}, "
+                    f"got overlap_seconds={self.overlap_seconds}."
+                )
+
+    def _check_steps(self) -> None:
+        _at_least("inner_steps", self.steps_of_round, 1)
+        if self.steps_of_round % self.n_fragments:
+            raise ValueError(
+                f"inner_steps must be a multiple of the number of fragments, "
+                f"got inner_steps={self.steps_of_round} and {self.n_fragments} fragments."
+            )
+        if self.overlap_steps != "auto":
+            _at_least("overlap_steps", self.overlap_steps, 0, also='"auto" or ')
+            if self.overlap_steps >= (steps_per_entry := self.steps_of_round // self.n_fragments):
+                raise ValueError(
+                    f"overlap_steps must be less than inner_steps / fragments = {steps_per_entry}, "
+                    f"got overlap_steps={self.overlap_steps}."
+                )
+        if self.total_steps is not None:
+            _at_least("total_steps", self.total_steps, 1)
+            if self.total_steps < self.steps_of_round:
+                raise ValueError(
+                    f"total_steps must be at least inner_steps, the steps before a fragment's first round, "
+                    f"got total_steps={self.total_steps} and inner_steps={self.steps_of_round}."
+                )
+
     @property
-    def steps_per_entry(self) -> int:
-        """Inner steps from one fragment's round to the next fragment's."""
-        return self.inner_steps // self.n_fragments
+    def steps_of_round(self) -> int:
+        """Inner steps from one round of a fragment to its next."""
+        return DEFAULT_INNER_STEPS if self.inner_steps is None else self.inner_steps
 
     @property
     def wire_of_means(self) -> str:
@@ -135,14 +175,25 @@ class Settings:
 
     @property
     def plan(self) -> Plan:
-        """How the inner steps are divided into rounds."""
-        overlap = None if self.overlap_steps == "auto" else self.overlap_steps
-        return Plan(self.steps_per_entry, self.n_fragments, overlap, self.total_steps)
+        """How the inner steps, or the time, are divided into rounds."""
+        n, overlap = self.n_fragments, None if self.overlap_steps == "auto" else self.overlap_steps
+        if self.round_seconds is None:
+            return Plan(self.steps_of_round // n, n, overlap, self.total_steps)
+        entry_s, total = self.round_seconds / n, None if self.total_rounds is None else n * self.total_rounds
+        share = None if self.overlap_seconds == "auto" else self.overlap_seconds / entry_s
+        return Plan(1, n, share, total, entry_s)
 
     @property
     def is_beside(self) -> bool:
         """Whether rounds go on beside the training."""
-        return self.overlap_steps != 0 if self.background == "auto" else self.background
+        return self.plan.overlaps if self.background == "auto" else self.background
+
+    @property
+    def when(self) -> str:
+        """What says when a round is due, and its value."""
+        if self.round_seconds is None:
+            return f"inner_steps is {self.steps_of_round}"
+        return f"round_seconds is {self.round_seconds:g}"
 
     @property
     def planned_rounds(self) -> int | None:
@@ -173,11 +224,12 @@ class Settings:
         """Warn of a plan too short for an outer momentum."""
         rounds = self.planned_rounds
         if self.outer_optimizer is None and self.outer_momentum and rounds is not None and rounds < FEW_ROUNDS:
+            by_steps = f" (total_steps={self.total_steps}, inner_steps={self.steps_of_round})"
+            name = "inner_steps" if self.round_seconds is None else "round_seconds"
             warnings.warn(
-                f"Only {rounds} rounds are planned (total_steps={self.total_steps}, "
-                f"inner_steps={self.inner_steps}): with fewer than {FEW_ROUNDS} the outer momentum "
-                "does more harm than good. Use a smaller inner_steps, or outer_lr=1.0 and outer_momentum=0.0: "
-                "plain averaging.",
+                f"Only {rounds} rounds are planned{by_steps if self.round_seconds is None else ''}: with fewer than "
+                f"{FEW_ROUNDS} the outer momentum does more harm than good. Use a smaller {name}, or outer_lr=1.0 and "
+                "outer_momentum=0.0: plain averaging.",
                 stacklevel=3,
             )
 
@@ -193,25 +245,25 @@ class Settings:
         """
         if not steps or (self.world_size == 1 and rounds):
             return
-        if self.world_size == 1 and steps < self.inner_steps and not self.allow_no_rounds:
+        if self.world_size == 1 and not self.allow_no_rounds:
             warnings.warn(
-                f"{steps} step{'s' * (steps > 1)} and no round: inner_steps is {self.inner_steps}. With other replicas "
-                "this is an error.",
+                f"{steps} step{'s' * (steps > 1)} and no round: {self.when}. With other replicas this is an error.",
                 stacklevel=5,
             )
         if self.world_size > 1 and not rounds and not self.allow_no_rounds:
             raise DiLoCoError(
-                f"{steps} steps and no round: inner_steps is {self.inner_steps}, so this replica has trained alone, "
-                "and the replicas end with different models. Use a smaller inner_steps, call sync(), or allow it: "
+                f"{steps} steps and no round: {self.when}, so this replica has trained alone, and the replicas end "
+                f"with different models. Use a smaller {self.when.split()[0]}, call sync(), or allow it: "
                 "DiLoCo(model, allow_no_rounds=True)."
             )
         if rounds and uncounted:
-            advice = "Tell DiLoCo total_steps=…, and its last round is at the last step; or call sync()."
+            total = "total_steps" if self.round_seconds is None else "total_rounds"
+            advice = f"Tell DiLoCo {total}=…, and its last round is at the last step; or call sync()."
             if self.plan.is_over(rounds):
-                advice = f"Each sync() took the place of one of the rounds planned for total_steps={self.total_steps}."
+                advice = f"They came after the last round of {total}={getattr(self, total)}: a sync() took its place."
             warnings.warn(
                 f"{uncounted} step{'s' * (uncounted > 1)} of this replica since its last round "
-                f"{'are' if uncounted > 1 else 'is'} in nobody's average (inner_steps is {self.inner_steps}). {advice}",
+                f"{'are' if uncounted > 1 else 'is'} in nobody's average ({self.when}). {advice}",
                 stacklevel=5,
             )
 
@@ -222,12 +274,16 @@ class Settings:
             outer: Any = {"outer_lr": float(self.outer_lr), "outer_momentum": float(self.outer_momentum)}
         else:
             outer = {"outer_optimizer": getattr(given, "__qualname__", type(given).__name__)}
+        by_clock: dict[str, Any] = {}
+        if self.round_seconds is not None:
+            by_clock = {"round_seconds": float(self.round_seconds), "total_rounds": self.total_rounds}
         return {
             "fragments": self.n_fragments,
             "wire": self.wire,
             "mean_wire": self.wire_of_means,
             "snapshot_every": self.entries_per_snapshot,
-            "inner_steps": self.inner_steps,
+            **by_clock,
+            "inner_steps": self.steps_of_round if self.round_seconds is None else None,
             "momentum_warmup": self.warmup,
             "last_entry": self.plan.last_entry,
             "final_average": self.final_average,
@@ -243,9 +299,9 @@ def _at_least(name: str, value: Any, least: int, also: str = "") -> None:
         raise ValueError(f"{name} must be {also}at least {least}, got {name}={value}.")
 
 
-def _number(name: str, value: Any, *, high: float | None = None, below: float | None = None) -> None:
+def _number(name: str, value: Any, *, high: float | None = None, below: float | None = None, also: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {name}={value!r}.")
+        raise TypeError(f"{name} must be {also}a number, got {name}={value!r}.")
     fits = math.isfinite(value) and value >= 0
     if not fits or (high is not None and value > high) or (below is not None and value >= below):
         upper = f" and at most {high:g}" if high is not None else f" and below {below:g}" if below is not None else ""

@@ -17,9 +17,11 @@ from executors.store import Store, open_store
 if TYPE_CHECKING:
     from executors.backends.hf_jobs import HFJobsExecutor
     from executors.backends.inline import InlineExecutor
+    from executors.backends.kubernetes import KubernetesExecutor
     from executors.backends.local.executor import LocalProcessExecutor
     from executors.backends.modal import ModalExecutor
     from executors.backends.ray import RayExecutor
+    from executors.backends.slurm import SlurmExecutor
     from executors.launcher import launch
     from executors.run.lookup import attach, list_runs
     from executors.run.run import Run
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HFJobsExecutor",
     "InlineExecutor",
+    "KubernetesExecutor",
     "LocalProcessExecutor",
     "ModalExecutor",
     "RayExecutor",
@@ -35,6 +38,7 @@ __all__ = [
     "ReplicasError",
     "Run",
     "ServerlessExecutor",
+    "SlurmExecutor",
     "Store",
     "attach",
     "current_replica",
@@ -47,10 +51,12 @@ __all__ = [
 _LAZY = {
     "HFJobsExecutor": "executors.backends.hf_jobs",
     "InlineExecutor": "executors.backends.inline",
+    "KubernetesExecutor": "executors.backends.kubernetes",
     "LocalProcessExecutor": "executors.backends.local.executor",
     "ModalExecutor": "executors.backends.modal",
     "RayExecutor": "executors.backends.ray",
     "Run": "executors.run.run",
+    "SlurmExecutor": "executors.backends.slurm",
     "attach": "executors.run.lookup",
     "launch": "executors.launcher",
     "list_runs": "executors.run.lookup",

@@ -23,9 +23,11 @@ ENTRY_POINTS = "replicas.backends"
 BUILT_IN = {
     "hf": "executors.backends.hf_jobs:HFJobsExecutor",
     "inline": "executors.backends.inline:InlineExecutor",
+    "k8s": "executors.backends.kubernetes:KubernetesExecutor",
     "local": "executors.backends.local.executor:LocalProcessExecutor",
     "modal": "executors.backends.modal:ModalExecutor",
     "ray": "executors.backends.ray:RayExecutor",
+    "slurm": "executors.backends.slurm:SlurmExecutor",
 }
 VERBS = ("launch_replicas", "poll", "stream_logs", "cancel", "collect")
 ATTRIBUTES = ("backend_name", "supports_inter_replica_network")

@@ -19,7 +19,10 @@ from support.processes import MARK, end, left_over, marked_pids
 from executors import LocalProcessExecutor
 
 if TYPE_CHECKING:
+    from servers.kubernetes.server import ApiServer
     from servers.modal.server import ModalServer
+    from servers.slurm.cluster import Cluster
+    from servers.slurm.commands import Commands
     from support.fake_jobs import Machines
     from support.third_party import PopenExecutor
 
@@ -35,7 +38,8 @@ for name in (
     "MASTER_PORT",
 ):
     os.environ.pop(name, None)
-LIVE = {name: os.environ[name] for name in ("HF_TOKEN", "REPLICAS_LIVE_RENDEZVOUS") if os.environ.get(name)}
+LIVE_NAMES = ("HF_TOKEN", "KUBECONFIG", "REPLICAS_LIVE_RENDEZVOUS")
+LIVE = {name: os.environ[name] for name in LIVE_NAMES if os.environ.get(name)}
 """What tests marked `live` need, and no other may use."""
 SLOW_FIRST = (
     "contract/test_stores.py",
@@ -56,6 +60,7 @@ SLOW_FIRST = (
 # huggingface_hub reads these when it is imported: none of the user's own, and no token of theirs.
 for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING_FACE_", "HUGGINGFACE_"))]:
     os.environ.pop(name)
+os.environ["KUBECONFIG"] = "/nonexistent/kubeconfig"
 os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": "/nonexistent/huggingface"}
 
 
@@ -190,10 +195,61 @@ def modal_runs(modal_cloud: ModalServer, s3: S3Server, tmp_path: Path, monkeypat
     return modal_cloud
 
 
+@pytest.fixture(scope="session")
+def _slurm_cluster() -> Iterator[Cluster]:
+    from servers.slurm.cluster import INSTALL, missing_programs, running_cluster
+
+    if missing := missing_programs():
+        pytest.skip(f"there is no {missing[0]}. On Debian: {INSTALL}")
+    with running_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(_slurm_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A Slurm cluster with no jobs, and a folder with `job.py` to launch from. Its jobs use `tmp_path / "scratch"`.
+
+    Its daemons are shared by all tests, one after the other.
+    """
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_"))]:
+        monkeypatch.delenv(name)
+    for name, value in {**_slurm_cluster.environment, "TMPDIR": str(tmp_path / "scratch")}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("work", "scratch"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    (tmp_path / "work" / "job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path / "work")
+    yield _slurm_cluster
+    _slurm_cluster.end_jobs()
+
+
+@pytest.fixture
+def slurm_commands(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    """What of Slurm's commands is called in this test."""
+    from servers.slurm.commands import Commands
+
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return Commands(tmp_path / "bin")
+
+
+@pytest.fixture
+def k8s(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    """An API server of the test's own, and all that a user of it has: a kubeconfig, a rendezvous, and a folder."""
+    from servers.kubernetes.server import api_server
+
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path / "work")
+    with api_server() as server:
+        monkeypatch.setenv("KUBECONFIG", server.kubeconfig)
+        monkeypatch.setenv("REPLICAS_RENDEZVOUS", s3.url("runs"))
+        yield server
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     """A user's folder with `job.py`, which is also this process's working directory."""
-    (tmp_path / "work").mkdir()
+    (tmp_path / "work").mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.syspath_prepend(tmp_path / "work")
     return Folder(tmp_path / "work")

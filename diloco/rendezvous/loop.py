@@ -229,9 +229,10 @@ class Rendezvous:
             return False
         mine, theirs = self._phase.seconds, seal.phase_s
         slower = f"; it is {mine / theirs:.1f} times slower than the round allows" if mine > theirs > 0 else ""
+        advice = "Use round_seconds." if self._context.plan.entry_s is None else "Use longer round_seconds."
         log.warning(
-            "Rank %s: work of %s round%s was not counted and is given up%s. A longer grace_s waits for it.",
-            self._me.rank, waited, "s" * (waited > 1), slower,
+            "Rank %s: work of %s round%s was not counted and is given up%s. A longer grace_s waits for it. %s",
+            self._me.rank, waited, "s" * (waited > 1), slower, advice,
         )  # fmt: skip
         return True
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from diloco.rendezvous.contribution import check_weight
+from diloco.rendezvous.frames import MAX_WEIGHT
 from diloco.rendezvous.restore import Restored
 from diloco.rendezvous.round import Context, Landing, RoundReport, Send
 from diloco.rendezvous.rounds_apart import Rounds
@@ -71,7 +72,7 @@ class Participant:
             self._turns.leave()
             raise
 
-    def go_back(self, position: int, base: int, since: int) -> None:
+    def go_back(self, position: int, base: float, since: float) -> None:
         """Continue from an earlier position, whose training state was loaded, and then on to where the run is now.
 
         Args:
@@ -89,7 +90,7 @@ class Participant:
         since = self.phase.since
         self.apart(self._rounds.join)
         self._take()
-        self.phase.since = since
+        self.phase.go_on(since)
         may_be_sent = not self.is_out and bool(self._context.me.attempt) and not self._plan.is_over(self.position)
         if may_be_sent and self.apart(self._rounds.rendezvous.has_predecessor):
             self._rounds.rendezvous.current().send = self._hold(is_early=True)  # the rounds do nothing until then
@@ -189,11 +190,14 @@ class Participant:
         self._turns.check()
         self.phase.called()
         reports: list[RoundReport] = []
-        step, before = self.phase.inner_step, self.position
+        plan, step, before = self._plan, self.phase.run_step, self.position
         for _ in range(self._n_fragments):
             reports += self._meet()
         missed = max(0, self.position - before - self._n_fragments)  # which the others had without this replica
-        self.phase.synchronised(step + missed * self._plan.steps_per_entry)
+        step += missed * plan.steps_per_entry
+        if plan.entry_s is not None:
+            step = plan.step_before(self.position)
+        self.phase.synchronised(step, step if plan.total_steps is None else plan.step_before(self.position))
         self.phase.left()
         return reports
 
@@ -266,17 +270,25 @@ class Participant:
             is_early: in the midst of a phase, weighed by the steps it is made of.
         """
         fragment = self.position % self._n_fragments
-        weight = self._early_weight(fragment) if is_early else self._weight()
+        weight = self._early_weight(fragment) if is_early else self._weight_of(fragment)
         steps = self.phase.made[fragment] if weight else 0
         work = float(steps)
         if callable(self._context.weight) and steps:
             work, self._work_per_step = weight, weight / steps
         self._training.hold(fragment, is_early=is_early)
+        self.phase.held()
         self._sent = Send(self.position, weight, steps, work, self.phase.n_steps, is_early)
         return self._sent
 
     def _weight(self, *, may_be_zero: bool = False) -> float:
         return check_weight(self._context.weight, self._context.me.rank, self.position, may_be_zero=may_be_zero)
+
+    def _weight_of(self, fragment: int) -> float:
+        """Weigh work by the steps that it is made of, where replicas make unlike numbers of them."""
+        weight = self._weight()
+        if self._plan.entry_s is None or callable(self._context.weight):
+            return weight
+        return min(weight * self.phase.made[fragment], MAX_WEIGHT)
 
     def _early_weight(self, fragment: int) -> float:
         """Weigh work of fewer steps than a phase has; 0 where there is none, or its number of steps is not known."""
@@ -285,6 +297,8 @@ class Participant:
             return 0.0
         if callable(self._context.weight):
             return self._weight(may_be_zero=True)
+        if self._plan.entry_s is not None:
+            return self._weight_of(fragment)
         return self._weight() * min(1.0, steps / self._plan.inner_steps)
 
     def _lands(self, landing: Landing) -> None:
@@ -304,7 +318,7 @@ class Participant:
             if self._plan.is_over(self.position) or not self.is_out or presented == PRESENTATIONS:
                 break
             self._turns.submit(partial(self._rounds.present, self._sent or self._hold(is_early=True)))
-            if self._turns.is_beside and self._plan.steps_per_entry > 1:
+            if self._turns.is_beside and not self.phase.has_one_step:
                 break
             self.apart(lambda: None)  # a step later the next seal would have come without this replica
         return reports
@@ -327,9 +341,9 @@ class Participant:
             self.position += landing.n_entries
             self._sent = None
             if landing.has_met:
-                phase.met(landing.n_entries)
+                phase.met(landing.n_entries, landing.landed_s)
             else:
-                phase.caught_up(landing.n_entries, landing.looked_step)
+                phase.caught_up(landing.n_entries, landing.looked_step, landing.looked_s)
         self.is_out = landing.is_out
         trained_s = phase.tell_trained_s() if landing.reports else 0.0
         reports = []

@@ -10,21 +10,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+STEPS_APART = 1.5
+"""Steps of the slowest replica that others wait for it, by the clock."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How the inner steps of a run are divided into entries of the log.
+    """How the inner steps of a run are divided into entries of the log, or its time.
 
     With a known total every fragment has its last round at the last step: the last entries, one for each fragment, are
     due there, one after the other.
+
+    By the clock, what is called a step of the plan is the time of one entry: `steps_per_entry` is 1, and each replica
+    makes as many inner steps in it as it can.
     """
 
     steps_per_entry: int = 1
     """Inner steps from one fragment's round to the next fragment's."""
     n_fragments: int = 1
-    overlap_steps: int | None = 0
+    overlap_steps: float | None = 0
     """Inner steps between sending a fragment and applying its mean; None: as few as the mean needs to arrive."""
     total_steps: int | None = None
+    entry_s: float | None = None
+    """By the clock: seconds from one fragment's round to the next fragment's, by each replica's own."""
 
     @property
     def overlaps(self) -> bool:
@@ -49,9 +57,9 @@ class Plan:
 
     def step_before(self, position: int) -> int:
         """Return the run's step at which everything before an entry has been adopted."""
-        return self.capped(position * self.steps_per_entry)
+        return int(self.capped(position * self.steps_per_entry))
 
-    def capped(self, step: int) -> int:
+    def capped(self, step: float) -> float:
         """Return the step, or the last planned one."""
         return step if self.total_steps is None else min(step, self.total_steps)
 
@@ -71,9 +79,9 @@ class Phase:
     """
 
     def __init__(self, plan: Plan, clock: Callable[[], float]) -> None:
-        self.base = 0
+        self.base: float = 0
         """The run's step when the newest entry was adopted."""
-        self.since = 0
+        self.since: float = 0
         """Steps that the run counts since then; negative where an entry was adopted before its round was due."""
         self.n_steps = 0
         """Steps of this process."""
@@ -103,23 +111,25 @@ class Phase:
         self._steps = 0
         self._trained_s = 0.0
         self._untold_s = 0.0
-        self._left_s = clock()
+        self._held_ahead_s = 0.0
+        """By the clock: how long before its round was due the newest work was held."""
+        self._left_s = self._counts_from_s = clock()
 
     # -- what the training counts --------------------------------------------------------------------------------------
 
     @property
-    def inner_step(self) -> int:
+    def run_step(self) -> float:
         """The run's step: that of its newest entry, and at most the steps beyond of what is open or on its way."""
         total, plan = self._plan.total_steps, self._plan
         if self.is_over or (total is not None and self.base >= total):
             return self.base + self.since  # beyond what was planned
-        most = plan.steps_per_entry * (2 if plan.overlap_steps is None else 1)
+        most = plan.steps_per_entry * (2 if plan.overlap_steps is None and plan.entry_s is None else 1)
         return plan.capped(self.base + min(self.since, most))
 
     @property
     def is_at_the_end(self) -> bool:
         """Whether all planned steps were made."""
-        return self._plan.total_steps is not None and self.inner_step >= self._plan.total_steps
+        return self._plan.total_steps is not None and self.run_step >= self._plan.total_steps
 
     @property
     def is_due(self) -> bool:
@@ -128,8 +138,15 @@ class Phase:
 
     @property
     def is_next_due(self) -> bool:
-        """Whether the round after the open one is due."""
-        return self.since >= 2 * self._plan.steps_per_entry or self.is_at_the_end
+        """Whether the round after the open one is due. By the clock it is so only some time after that was applied."""
+        is_due = self._plan.entry_s is None and self.since >= 2 * self._plan.steps_per_entry
+        return is_due or self.is_at_the_end
+
+    @property
+    def has_one_step(self) -> bool:
+        """Whether a phase has a single step."""
+        entry_s = self._plan.entry_s
+        return self._plan.steps_per_entry == 1 if entry_s is None else self.seconds >= 2 * entry_s
 
     def is_time_to_send(self, position: int) -> bool:
         """Return whether a contribution to this entry is to leave before its mean is applied."""
@@ -141,11 +158,20 @@ class Phase:
         """Count a step; called when the training calls the rendezvous."""
         self._trained_s += self.called()
         self._steps += 1
-        self.since += 1
         self.n_steps += 1
         self.made = [steps + 1 for steps in self.made]
-        self.seconds = self._trained_s / self._steps * self._plan.steps_per_entry
+        step_s, entry_s = self._trained_s / self._steps, self._plan.entry_s
+        if entry_s is None:
+            self.since += 1
+            self.seconds = step_s * self._plan.steps_per_entry
+        else:
+            self.since = (self._clock() - self._counts_from_s) / entry_s
+            self.seconds = entry_s + step_s  # the step in whose midst the round is due is made to its end
         self.has_trained = True
+
+    def held(self) -> None:
+        """Note that work is held, to be sent for the open entry."""
+        self._held_ahead_s = max(0.0, 1 - self.since) * (self._plan.entry_s or 0.0)
 
     def called(self) -> float:
         """Note that the training calls the rendezvous; return how long it has gone on since the last call."""
@@ -162,25 +188,47 @@ class Phase:
         """Note that training goes on from here: the time of the rendezvous is not part of it."""
         self._left_s = self._clock()
 
-    def begin(self, base: int, since: int = 0) -> None:
+    def begin(self, base: float, since: float = 0) -> None:
         """Continue from the step that others, or a checkpoint, have reached."""
-        self.base, self.since, self.is_over = self._plan.capped(base), since, False
+        self.base, self.is_over = self._plan.capped(base), False
+        self.go_on(since)
 
-    def met(self, n_entries: int) -> None:
-        """Go on after the rounds of a boundary, from which all go on together."""
-        spe = self._plan.steps_per_entry
-        step = self._plan.capped(self.inner_step + (n_entries - 1) * spe)
+    def go_on(self, since: float) -> None:
+        """Count on from so many steps since the newest entry."""
+        self.since = since
+        self._counts_from_s = self._clock() - since * (self._plan.entry_s or 0.0)
+
+    def met(self, n_entries: int, landed_s: float) -> None:
+        """Go on after the rounds of a boundary, from which all go on together.
+
+        By the clock, from the time at which they were had; or at which the last was due, where that was later.
+        """
+        spe, entry_s = self._plan.steps_per_entry, self._plan.entry_s
+        step = self._plan.capped(self.run_step + (n_entries - 1) * spe)
         self._advance(n_entries)
-        self.since = step - self.base
+        if entry_s is None:
+            self.since = step - self.base
+        else:
+            self._count_from(max(landed_s, self._counts_from_s + entry_s))
 
-    def caught_up(self, n_entries: int, looked_step: int) -> None:
+    def caught_up(self, n_entries: int, looked_step: int, looked_s: float) -> None:
         """Go on after seals that were seen in the midst of a phase, which began after the last look without them."""
         self._advance(n_entries)
-        self.since = max(0, self.n_steps - looked_step - (self._plan.overlap_steps or 0))
+        if self._plan.entry_s is None:
+            self.since = max(0, self.n_steps - looked_step - (self._plan.overlap_steps or 0))
+        else:
+            self._count_from(looked_s + self._overlap_s)
 
-    def synchronised(self, step: int) -> None:
-        """Go on after rounds outside the plan: they are worth the steps that were made, not an entry's."""
-        self.base, self.since = self._plan.capped(step), 0
+    def _count_from(self, from_s: float) -> None:
+        """Count from a time; nothing is due before the next step was made. A plan's end is not waited for."""
+        now, total = self._clock(), self._plan.total_steps
+        self._counts_from_s = from_s if total is None or self.base < total else min(from_s, now)
+        self.since = min(0.0, (now - self._counts_from_s) / (self._plan.entry_s or 1.0))
+
+    def synchronised(self, step: float, base: float) -> None:
+        """Go on after rounds outside their time: they are worth the steps that were made, not an entry's."""
+        self.base = self._plan.capped(base)
+        self.go_on(self._plan.capped(step) - self.base)
 
     def _advance(self, n_entries: int) -> None:
         self.base = self._plan.capped(self.base + n_entries * self._plan.steps_per_entry)
@@ -195,7 +243,8 @@ class Phase:
             is_beside: in the midst of a step, which counts from its beginning.
         """
         self.looked_s, self.looked_step = at_s, at_step
-        self.ahead_from_s = min(at_s, self._left_s) if is_beside else at_s
+        is_midst = is_beside and self._plan.entry_s is None
+        self.ahead_from_s = min(at_s, self._left_s) if is_midst else at_s
 
     def slack_s(self, entry: int) -> float:
         """Return how far apart the overlap may hold replicas that are in phase, where an entry is not overlapped."""
@@ -203,10 +252,22 @@ class Phase:
 
     def ahead_s(self, entry: int) -> float:
         """Return how long training goes on after a contribution to an entry was sent, before it waits for the mean."""
-        return 0.0 if self._plan.is_final(entry) else self._overlap_s
+        if self._plan.is_final(entry):
+            return 0.0
+        return self._overlap_s if self._plan.entry_s is None else self._held_ahead_s
+
+    def apart_s(self, phase_s: float) -> float:
+        """Return how far apart replicas come that are due at one time, where the longest phase is so long.
+
+        By the clock each comes at the end of a step. One whose step is longer than a phase is not waited for.
+        """
+        entry_s = self._plan.entry_s
+        return 0.0 if entry_s is None else min(STEPS_APART * max(0.0, phase_s - entry_s), entry_s)
 
     @property
     def _overlap_s(self) -> float:
         plan = self._plan
+        if plan.entry_s is not None:
+            return (plan.overlap_steps or 0.0) * plan.entry_s
         steps = plan.steps_per_entry if plan.overlap_steps is None else plan.overlap_steps
         return steps * self.seconds / plan.steps_per_entry

@@ -242,6 +242,10 @@ class Landing:
     """Whether it waited for the others at the end of its phase."""
     looked_step: int
     """Else: the count of its steps at the last look without a seal."""
+    looked_s: float
+    """And when that was."""
+    landed_s: float
+    """When all was brought about."""
     is_urgent: bool
     """Whether it is to be merged as soon as possible, also where the step is known at which a mean is applied."""
 

@@ -192,6 +192,8 @@ class Rounds:
             is_out=is_out,
             has_met=has_met,
             looked_step=phase.looked_step,
+            looked_s=phase.looked_s,
+            landed_s=self._context.clock(),
             is_urgent=is_out or cursor.is_reloaded or not is_plain,
         )
         cursor.settlements, cursor.is_reloaded, self._is_looking = [], False, False

@@ -300,7 +300,8 @@ class Sealer:
     @property
     def _most_grace_s(self) -> float:
         """What was asked for, or a twentieth of a phase; a seal's word is trusted for half the round's time."""
-        return max(self._limits.grace_s, min(self._phase_s * GRACE_PHASES, self._limits.round_timeout_s / 2))
+        needed_s = max(self._phase_s * GRACE_PHASES, self._phase.apart_s(self._phase_s))
+        return max(self._limits.grace_s, min(needed_s, self._limits.round_timeout_s / 2))
 
     def _grace_s(self, entry: EntryState) -> float:
         """Return how long to wait for the rest: several times the usual spread, within bounds."""
@@ -308,7 +309,8 @@ class Sealer:
         if self._rounds_learned < LEARNING_ROUNDS:
             return most_s
         looking_s = ANSWERS_PER_LOOK * min(self._store.answer_s, 1.0)
-        least_s = max(most_s * LEAST_GRACE + looking_s, self._phase_s * LEAST_GRACE_PHASES)
+        apart_s = self._phase.apart_s(self._phase_s)
+        least_s = max(most_s * LEAST_GRACE + looking_s, self._phase_s * LEAST_GRACE_PHASES, apart_s)
         return min(most_s, max(GRACE_SPREADS * max(self._spread_s, _spread_seen(entry)), least_s))
 
     def _seal_with(self, entry: EntryState, good: set[int], anchor: str) -> bool:

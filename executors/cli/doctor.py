@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Option
 
@@ -20,9 +20,13 @@ from executors.errors import BackendError, ReplicasError, StoreError
 from executors.native import NativeExecutor
 from executors.protocol import ServerlessExecutor
 
+if TYPE_CHECKING:
+    from executors.run.run import Run
+
 LOW_DISK_BYTES = 1 << 30
 STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
 PROBE_LIMIT_S = 900.0
+LOG_LIMIT_S = 60.0  # which a file system that caches may take to show a file of another machine
 WITHOUT_INOTIFY = (
     "Replicas ask their rendezvous in short intervals instead, which is slower. On Linux raise "
     "fs.inotify.max_user_instances, or: pip install inotify_simple"
@@ -107,6 +111,7 @@ def _check_backend(
     name: str, options: Mapping[str, Any], rendezvous: str | None, gpu: str | None, probe: bool
 ) -> Iterator[Finding]:
     """Check a backend; stop where later checks could only repeat the first failure."""
+    from executors.backends.jobs.executor import JobExecutor
     from executors.registry import get_executor
     from executors.store.url import shared_rendezvous
 
@@ -123,7 +128,12 @@ def _check_backend(
             executor.check_launch(1, "platform:node", {}, gpu=gpu)
             return f"the backend is ready; checked in {time.monotonic() - began:.1f} s"
 
-        yield check("launch", check_launch, "Nothing can be launched there until this works.")
+        ready = check("launch", check_launch, "Nothing can be launched there until this works.")
+        yield ready
+        if isinstance(executor, JobExecutor) and ready.state == "ok":
+            with contextlib.suppress(ReplicasError):
+                for problem, advice in executor.service.risks():
+                    yield Finding("service", "note", problem, advice)
     if isinstance(executor, NativeExecutor) and executor.needs_shared_rendezvous:
         try:
             url = shared_rendezvous(name, rendezvous, "train.py:main", 2)
@@ -188,12 +198,29 @@ def _probe(executor: ServerlessExecutor, rendezvous: str | None, gpu: str | None
     except BaseException:
         run.cancel()
         raise
+    _check_log(executor, run)
     started = run.outcomes()[0].started_at or launched  # by the replica's clock
     facts["launch"] = f"{launched - began:.1f} s"
     facts["its worker ran after"] = f"{max(0.0, started - began):.1f} s"
     facts["in all"] = f"{time.time() - began:.1f} s"
     run.remove()
     return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def _check_log(executor: ServerlessExecutor, run: Run) -> None:
+    """Check that the log of a replica is here, where its service has it written to a file.
+
+    Raises:
+        BackendError: it is not, and what to do.
+    """
+    from executors.backends.jobs.executor import JobExecutor
+
+    if isinstance(executor, JobExecutor) and executor.service.log_advice:
+        deadline = time.monotonic() + LOG_LIMIT_S
+        while not executor.stream_logs(run.handles[0]):
+            if time.monotonic() > deadline:
+                raise BackendError(f"A replica ran, and its log is not here. {executor.service.log_advice}")
+            time.sleep(0.2)
 
 
 def check(what: str, attempt: Callable[[], str], advice: str) -> Finding:

@@ -159,6 +159,8 @@ def plan(
     for line in _advice(found, free, source):
         output.say(line, "yellow", wrap=True)
     output.say(f"pass it on:  DiLoCo(model, {_settings(found)})")
+    if n > 1:
+        output.say(f"machines of unlike speeds:  DiLoCo(model, {_settings(found, by_clock=True)})")
     return 0
 
 
@@ -244,11 +246,15 @@ def _short(count: float) -> str:
     return name_number(count)
 
 
-def _settings(plan: Any) -> str:
-    choice = plan.choice
-    settings = [f"inner_steps={choice.inner_steps}"]
+def _settings(plan: Any, *, by_clock: bool = False) -> str:
+    choice, step_s = plan.choice, plan.job.step_s
+    when, overlap = f"inner_steps={choice.inner_steps}", f"overlap_steps={choice.overlap_steps}"
+    if by_clock:
+        when = f"round_seconds={choice.inner_steps * step_s:g}"
+        overlap = f"overlap_seconds={choice.overlap_steps * step_s:g}"
+    settings = [when]
     settings += [f"fragments={choice.fragments}"] if choice.fragments > 1 else []
-    settings += [f"overlap_steps={choice.overlap_steps}", 'merge="carry"'] if choice.overlap_steps else []
+    settings += [overlap, 'merge="carry"'] if choice.overlap_steps else []
     settings += [f'wire="{choice.wire}"']
     settings += [f'mean_wire="{choice.mean_wire}"'] if choice.mean_wire else []
     if plan.has_few_rounds:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+from executors.logs import read_from, tail_lines
 from executors.logs.gaps import place_after
+from executors.logs.times import offset_at
 from executors.native import Log, NativeExecutor, OffsetReader
 from executors.protocol import ServerlessExecutor
 
 LONGEST_LINE = 4 << 20  # characters; a text without a newline is cut there
+PART_BYTES = 256 * 1024
 WINDOW_LINES = 2000  # what is asked of an executor that can only give the last lines
 
 
@@ -94,6 +98,25 @@ class OffsetLog:
 
     def close(self) -> None:
         """Do nothing: it holds nothing open."""
+
+
+class FileLog(OffsetLog):
+    """A log that is a file of this machine; empty while there is none."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            lambda offset, n_lines: tail_lines(path, n_lines) if offset is None else read_from(path, offset, PART_BYTES)
+        )
+        self._path = path
+
+    def _span(self, since: float | None, until: float | None) -> tuple[int, int | None]:
+        if (since is None and until is None) or not self._path.exists():
+            return 0, None
+        try:
+            start = 0 if since is None else offset_at(self._path, since)
+            return start, None if until is None else offset_at(self._path, until)
+        except OSError:
+            raise ValueError(f"nobody kept when the lines of {self._path} came") from None
 
 
 class TailedLog:

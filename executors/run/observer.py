@@ -19,6 +19,7 @@ from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecut
 from executors.run.fleet import Fleet
 from executors.run.handles import kept_handles
 from executors.run.restart_states import Answers
+from executors.run.service_reasons import ServiceReasons
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.inventory import Inventory
@@ -29,7 +30,6 @@ from executors.task.record import RunRecord
 
 FAR_PAUSES_S = (0.25, 4.0)  # 64 replicas watched for an hour are 60,000 requests
 RECENT_S = 0.2
-ASK_WHY_S = 3600.0  # services forget their jobs
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -71,8 +71,7 @@ class Observer:
         self._beats: dict[int, tuple[int, Beat | None]] = {}
         self._answers = Answers(store, run_id, record, self._has_keeper)
         self._hopeless: set[int] = set()
-        self._explained: set[tuple[int, int]] = set()
-        """The attempts of which the service has said why it ended them, or that it does not know."""
+        self.reasons = ServiceReasons()
 
     @property
     def inventory(self) -> Inventory:
@@ -145,7 +144,9 @@ class Observer:
         self.update()
         ranks = self.ranks if asked is None else asked
         self.map(self._read_outcome, [rank for rank in ranks if self.outcome(rank) is None])
-        self._ask_why_told_to_end(ranks)
+        ends = [end for rank in ranks if (end := self.outcome(rank)) is not None]
+        for end in self.reasons.ask(ends, self._executor, self.handle):
+            self._keep_outcome(self.attempt(end.rank).at(end.attempt))
         waiting = [rank for rank in ranks if self.outcome(rank) is None]
         handles = dict(zip(waiting, self._newest_handles(waiting), strict=True))
         known = (rank for rank, handle in handles.items() if handle is not None and self.problem(rank) is None)
@@ -267,24 +268,6 @@ class Observer:
         if outcome is not None:
             self._outcomes[attempt.rank] = outcome
         return outcome is not None
-
-    def _ask_why_told_to_end(self, ranks: Sequence[int]) -> None:
-        """Add what the service says to ends whose outcomes know no more than a signal, once it knows why."""
-        ends = [end for rank in ranks if (end := self.outcome(rank)) and end.was_told_to_end]
-        ends = [end for end in ends if (end.rank, end.attempt) not in self._explained]
-        if not ends or time.time() - max(end.finished_at for end in ends) > ASK_WHY_S:
-            return
-        with contextlib.suppress(BackendError, CorruptObjectError, UnknownHandleError):
-            executor = self._executor()
-            found = [(end, self.handle(end.rank)) for end in ends]
-            known = [Unfinished(handle, end.attempt) for end, handle in found if handle is not None]
-            parents = executor.parents(known) if isinstance(executor, NativeExecutor) else []
-            for replica, parent in zip(known, parents, strict=False):
-                attempt = self.attempt(replica.handle.rank)
-                if not parent.is_alive:
-                    self._explained.add((attempt.rank, attempt.number))
-                    attempt.note_why(parent.reason, parent.error)
-                    self._keep_outcome(attempt)
 
     def _newest_handles(self, ranks: Sequence[int]) -> list[Any]:
         newest = {rank: self._inventory.newest_launched(rank) for rank in ranks}

@@ -119,7 +119,9 @@ class Waiter:
                 print(f"replicas: {self._run_id}: {told}", file=sys.stderr)
             if has_failed:
                 self._watches_for_failures = self._watches_for_failures and bool(now.failed_early)
-        return [state for state in states if state.is_over]
+        return [
+            state for state in states if state.is_over and not observer.reasons.is_awaited(observer.outcome(state.rank))
+        ]
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from executors.process import usable_cores
 from executors.replica import BOOTSTRAP_S
 
 DRIVER = "/proc/driver/nvidia/version"
-PACKAGES = ("torch", "numpy", "boto3", "modal", "huggingface_hub")
+PACKAGES = ("torch", "numpy", "boto3", "modal", "huggingface_hub", "kubernetes")
 
 
 def describe_environment() -> dict[str, str]:
@@ -35,6 +35,7 @@ def describe_environment() -> dict[str, str]:
 def probe(gpu: str | None = None) -> dict[str, str]:
     """Return the facts about a replica; where a GPU was asked for, also what torch sees, and how long that took."""
     facts = describe_environment()
+    print("probed", flush=True)  # `doctor` looks for its log
     if gpu is None:
         return facts
     began = time.monotonic()

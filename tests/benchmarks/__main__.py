@@ -23,6 +23,7 @@ from . import (
     ray_jobs,
     restarts,
     rounds,
+    slurm,
     trainer,
     watching,
     wires,
@@ -59,6 +60,7 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("R4",): watching.marks,
     ("R5",): watching.false_alarms,
     ("R6",): restarts.goodput,
+    ("E1", "E2", "E3"): slurm.slurm,
     ("C1",): exactness.exactness,
 }
 LONG = ("R5", "R6", "W6")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -17,10 +16,6 @@ INNER_STEPS = 10
 
 def by_the_clock(options: Options) -> list[Comparison]:
     """W9: four replicas of the demo's model, of which one makes 0.4 steps while the others make one."""
-    from diloco import DiLoCo
-
-    if "round_seconds" not in signature(DiLoCo).parameters:
-        return []  # there are no rounds by the clock yet
     speeds, for_s = (SPEEDS[2:], 2.0) if options.quick else (SPEEDS, 60.0)
     samples: dict[str, list[float]] = {WAITING: [], BY_THE_CLOCK: []}
     for seed in range(options.repetitions(2)):

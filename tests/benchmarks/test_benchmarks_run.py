@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers.slurm.cluster import Cluster
 
 from benchmarks.__main__ import main
 
@@ -91,6 +92,12 @@ def test_replicas_are_exactly_alike_and_data_parallel_up_to_rounding(found: Foun
 def test_the_loss_of_wires_and_the_time_of_signatures_are_measured(tmp_path: Path) -> None:
     found = run_benchmarks(tmp_path / "found.json", "W6", "W8")
     assert {name: rows[-1]["base"] for name, rows in found.items()} == {"W6": None, "W8": "unsigned"}
+
+
+@pytest.mark.slurm
+def test_launching_at_slurm_is_measured(slurm: Cluster, tmp_path: Path) -> None:
+    found = run_benchmarks(tmp_path / "found.json", "E1")
+    assert sorted(found) == ["E1", "E2", "E3"]
 
 
 @pytest.mark.slow

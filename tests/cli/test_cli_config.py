@@ -11,6 +11,7 @@ import pytest
 from support.cli import HereInstead
 
 from executors import list_runs
+from executors.registry import BUILT_IN
 
 SETTINGS = """\
 entrypoint = "job:echo"
@@ -72,11 +73,12 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(
 
 
 def test_what_is_wrong_with_a_launch_is_said_with_the_file_that_says_it(here: HereInstead, file: Path) -> None:
+    known = ", ".join(sorted(BUILT_IN))
     for change, message in (
         ("n = 0", f"Error: n must be at least 1, got n=0.\n  n is set by {file}.\n"),
         (
             "backend = 'modla'",
-            f"Did you mean 'modal'? Known: hf, inline, local, modal, ray.\n  backend is set by {file}.\n",
+            f"Did you mean 'modal'? Known: {known}.\n  backend is set by {file}.\n",
         ),
         ("entrypoint = 'jb.py'", f"does not exist. Did you mean 'job.py'?\n  entrypoint is set by {file}.\n"),
         ("option.local.gpu = 1", f"max_parallel, preload, term_grace_s.\n  option.gpu is set by {file}.\n"),

@@ -31,6 +31,8 @@ def test_a_plan_says_what_to_pass_on_and_what_it_costs(here: HereInstead) -> Non
         "per replica and 50 steps: 1.49 GB up, 2.32 GB down; 400 rounds: 12.2 TB in all, $0.64 of requests, "
         "$667 of egress unless the replicas run in eu-west-1",
         'pass it on:  DiLoCo(model, inner_steps=50, fragments=2, overlap_steps=20, merge="carry", wire="int8")',
+        "machines of unlike speeds:  DiLoCo(model, round_seconds=45, fragments=2, overlap_seconds=18, "
+        'merge="carry", wire="int8")',
     ], result
     found = here.replicas(
         "plan", *EXAMPLE, *BY_HAND, "--store", BUCKET, "--price", "put=0,get=0,egress=0.01", "--json"

@@ -13,6 +13,7 @@ def test_executors_offers_exactly_these_names() -> None:
     assert sorted(executors.__all__) == [
         "HFJobsExecutor",
         "InlineExecutor",
+        "KubernetesExecutor",
         "LocalProcessExecutor",
         "ModalExecutor",
         "RayExecutor",
@@ -21,6 +22,7 @@ def test_executors_offers_exactly_these_names() -> None:
         "ReplicasError",
         "Run",
         "ServerlessExecutor",
+        "SlurmExecutor",
         "Store",
         "attach",
         "current_replica",

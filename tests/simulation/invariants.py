@@ -49,6 +49,8 @@ class Process:
     is_new: bool = True
     """Whether it is in its first round in phase."""
     left_out_of_phase: bool = False
+    is_restored: bool = False
+    """Whether it goes on with another's work, whose steps it does not know."""
     phase: rounds.Phase | None = None
 
     def is_here(self, at_s: float) -> bool:
@@ -110,8 +112,10 @@ class Invariants:
         if plan.sharded or (adopted and self.steps.is_final(adopted[-1].round - 1)):
             return  # waits for a mean are not counted; at the end of a plan there is nothing to do but wait
         grace_s = max(plan.grace_s, plan.phase_s / 20)
+        if plan.entry_s is not None:
+            grace_s = max(grace_s, min(plan.entry_s, 1.5 * plan.longest_step_s))
         for entry in adopted:
-            early_s = 1.05 * plan.step_s[1] + 1.0 if was_out or process.is_new else 0.0  # a step and a look
+            early_s = plan.longest_step_s + 1.0 if was_out or process.is_new else 0.0  # a step and a look
             most_s = grace_s + early_s if was_named else 2 * plan.phase_s + 2 * grace_s
             waited_s = entry.late_s if plan.is_beside else entry.wait_s
             if waited_s > most_s + calls_s:
@@ -261,7 +265,7 @@ class Invariants:
             member = seal.members[rank]
             if head.anchor != seal.anchor:
                 raise Violation(f"entry {entry}: the work of rank {rank} was made from another anchor than the seal's")
-            self._check_weight(rank, head, sent[rank][1])
+            self._check_weight(rank, head, sent[rank][1], member.nonce)
             if (head.weight, head.in_phase, head.nonce) != (member.weight, member.in_phase, member.nonce):
                 raise Violation(f"entry {entry}: the seal does not say of rank {rank} what its contribution does")
         if seal.phase_s != max(head.phase_s for head, _ in sent.values()):
@@ -285,13 +289,15 @@ class Invariants:
                 raise Violation(f"entry {entry}: the mean of slot {slot} is {mean[slot]}, of the sealed {expected}")
             counted[slot] += sum(sent[rank][1][slot] for rank in members)
 
-    def _check_weight(self, rank: int, head: Contribution, payload: Floats) -> None:
-        """Work that is sent early is weighed by the steps that it is made of; nothing weighs nothing."""
-        whole = self.plan.weights[rank % len(self.plan.weights)]
+    def _check_weight(self, rank: int, head: Contribution, payload: Floats, nonce: str) -> None:
+        """Work that is sent early, and any by the clock, weighs as the steps it is made of; nothing weighs nothing."""
+        whole, is_clocked = self.plan.weights[rank % len(self.plan.weights)], self.plan.entry_s is not None
         expected = whole
-        if not head.in_phase:
-            expected *= min(1.0, head.steps / self.steps.inner_steps) if payload.size else 0.0
-            if abs(payload.sum() - head.steps) > MOST_LEFT[self.plan.is_lossy]:
+        if not head.in_phase or is_clocked:
+            share = head.steps if is_clocked else min(1.0, head.steps / self.steps.inner_steps)
+            expected *= share if payload.size else 0.0
+            is_known = not (is_clocked and self.processes[int(nonce[5:])].is_restored)
+            if is_known and abs(payload.sum() - head.steps) > MOST_LEFT[self.plan.is_lossy]:
                 raise Violation(f"rank {rank} sent {payload.sum()} units and calls them {head.steps} steps")
         if abs(head.weight - expected) > 1e-6:
             raise Violation(f"rank {rank} sent {head.steps} steps with a weight of {head.weight}, not {expected}")

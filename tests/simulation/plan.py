@@ -74,21 +74,34 @@ class Plan:
     absences: list[Absence] = field(default_factory=list)
     until_s: float | None = None
     """When everything is stopped; None: when all have finished."""
+    entry_s: float | None = None
+    """By the clock: how long after an entry the next one is due."""
+    overlap_share: float = 0.0
+    """By the clock: the share of that time for which an overlap lasts."""
 
     @property
     def phase_s(self) -> float:
+        if self.entry_s is not None:
+            return self.entry_s + self.longest_step_s
         return self.steps_per_entry * sum(self.step_s) / 2
 
     @property
-    def overlap_steps(self) -> int | None:
+    def longest_step_s(self) -> float:
+        return self.step_s[1] * (max([1.0, *self.speeds]) if self.entry_s is not None else 1.05)
+
+    @property
+    def overlap_steps(self) -> float | None:
         if self.overlap is None:
             return None
+        if self.entry_s is not None:
+            return self.overlap_share if self.overlap else 0
         return self.overlap_by if self.overlap and self.steps_per_entry > 1 else 0
 
     @classmethod
     def from_seed(cls, seed: int) -> Plan:
         plan = cls.phased(seed) if seed % PHASED_SHARE == 0 else cls.random(seed)
-        return plan.beside(random.Random(f"sides {seed}"))
+        plan = plan.beside(random.Random(f"sides {seed}"))
+        return plan.by_the_clock() if random.Random(f"is clocked {seed}").random() < 0.25 else plan
 
     def beside(self, rng: random.Random) -> Plan:
         """Return the same plan, perhaps with rounds beside the training, and with other merges."""
@@ -103,6 +116,24 @@ class Plan:
             overlap_by=max(1, rng.choice([1, most])),
             keeps_later_work=rng.random() < 0.6,
             carry_rounds=rng.choice([None, None, 1, 2]),
+        )
+
+    def by_the_clock(self) -> Plan:
+        """Return the same plan with rounds by the clock, and replicas of unlike speeds.
+
+        In phases a step of the slowest is shorter than an entry; else it may be longer.
+        """
+        rng = random.Random(f"clock {self.seed}")
+        entry_s, slowest, step_s = self.phase_s, 5.0, self.step_s
+        if self.is_phased:
+            step_s = (min(step_s[0], entry_s / 2),) * 2
+            slowest = min(slowest, 0.6 * entry_s / step_s[1])
+        return replace(
+            self,
+            entry_s=entry_s,
+            step_s=step_s,
+            overlap_share=rng.choice([0.2, 0.5, 0.9]),
+            speeds=[rng.choice([1.0, rng.uniform(1.0, slowest), slowest]) for _ in range(self.world_size)],
         )
 
     @classmethod

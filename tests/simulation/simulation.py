@@ -53,8 +53,9 @@ class Simulation(Invariants):
         if not plan.streams:
             self.store.put_if_absent_streamed = None  # type: ignore[method-assign,assignment]
         self.keys = Keys(RUN, "main")
-        total = max(plan.entries) * plan.steps_per_entry if plan.is_planned else None
-        self.steps = rounds.Plan(plan.steps_per_entry, plan.n_fragments, plan.overlap_steps, total)
+        spe = plan.steps_per_entry if plan.entry_s is None else 1
+        total = max(plan.entries) * spe if plan.is_planned else None
+        self.steps = rounds.Plan(spe, plan.n_fragments, plan.overlap_steps, total, plan.entry_s)
 
     def run(self) -> None:
         plan, rng = self.plan, self.world.rng
@@ -86,7 +87,7 @@ class Simulation(Invariants):
         toy = Toy(plan.n_fragments, slot % SLOTS, slot, is_lossy=plan.is_lossy, keeps_later_work=plan.keeps_later_work)
         toy.is_final, toy.trains_on = self.steps.is_final, self.steps.overlaps or plan.is_beside
         toy.proof = self.proof
-        process = Process(name, rank, slot, toy)
+        process = Process(name, rank, slot, toy, is_restored=checkpoint is not None)
         self.processes.append(process)
         self.world.spawn(name, lambda: self._process(process, checkpoint), delay_s)
 
@@ -188,6 +189,8 @@ class Simulation(Invariants):
             if adopted:
                 world.note(f"has adopted {adopted[-1].round}{', and is out of phase' * participant.phase.is_out}")
                 process.adopted_s.append(world.now)
+            if self.steps.is_over(participant.position) and participant.phase.run_step < (self.steps.total_steps or 0):
+                raise Violation(f"{process.name}: the plan is over, and its steps are not")
             if checkpoint is None:
                 self._check_ledger(process, participant.phase)
             if plan.is_phased:
@@ -209,7 +212,7 @@ class Simulation(Invariants):
     def _has_finished(self, participant: Participant, entries: int) -> bool:
         if self.steps.total_steps is None:
             return participant.position >= entries
-        return participant.phase.inner_step >= self.steps.total_steps
+        return participant.phase.run_step >= self.steps.total_steps
 
     def _perhaps_copy(self, me: Identity, participant: Participant, toy: Toy) -> None:
         world = self.world

@@ -181,11 +181,11 @@ def test_steps_count_from_the_last_look_that_saw_no_seal_less_the_overlap() -> N
     phase = stepped(Phase(StepPlan(steps_per_entry=10, overlap_steps=2), lambda: 0.0), 3)
     looked_step = phase.n_steps
     stepped(phase, 5)
-    phase.caught_up(1, looked_step)
+    phase.caught_up(1, looked_step, 0.0)
     assert (phase.base, phase.since) == (10, 3)
     looked_step = phase.n_steps
     stepped(phase, 1)
-    phase.caught_up(2, looked_step)
+    phase.caught_up(2, looked_step, 0.0)
     assert (phase.base, phase.since) == (30, 0)
 
 
@@ -203,15 +203,15 @@ def test_a_head_start_counts_for_one_round() -> None:
 
 def test_the_runs_step_is_that_of_its_newest_entry_and_at_most_a_phase_more() -> None:
     phase = stepped(Phase(StepPlan(steps_per_entry=10, total_steps=25), lambda: 0.0), 14)
-    assert phase.inner_step == 10, "others may be in the midst of their phase still"
-    phase.caught_up(1, 0)
-    assert 10 <= phase.inner_step <= 20
-    phase.met(1)
-    assert stepped(phase, 9).inner_step == 25
+    assert phase.run_step == 10, "others may be in the midst of their phase still"
+    phase.caught_up(1, 0, 0.0)
+    assert 10 <= phase.run_step <= 20
+    phase.met(1, 0.0)
+    assert stepped(phase, 9).run_step == 25
     assert phase.is_at_the_end
     for n_entries in (1, 5):
-        phase.met(n_entries)
-        assert phase.inner_step == 25
+        phase.met(n_entries, 0.0)
+        assert phase.run_step == 25
 
 
 def test_a_last_round_does_not_overlap_with_training() -> None:

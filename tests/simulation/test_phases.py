@@ -176,7 +176,7 @@ def three_of_ten_steps_tell_how_long_ten_take() -> None:
         now[0] += 5.0  # the rendezvous' own time is not counted
         phase.left()
     assert phase.seconds == pytest.approx(phase_s)
-    phase.met(1)
+    phase.met(1, 0.0)
     assert phase.seconds == pytest.approx(phase_s), "what it knew last"
 
 

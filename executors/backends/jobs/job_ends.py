@@ -65,7 +65,7 @@ class JobEnds:
 
     def _ended_without_outcome(self, replica: JobReplica, state: JobState) -> Outcome:
         attempt, service = replica.attempt, self._service
-        if state.reason == "lost":
+        if state.reason == "lost" and not attempt.has("cancel.json"):
             return attempt.record_lost(f"{service.name} reports it gone")
         output = ""
         with contextlib.suppress(JobServiceError):

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
@@ -166,6 +166,8 @@ class JobService(abc.ABC):
     starts_at_once: ClassVar[int] = 10_000
     """How many jobs may be asked for at once; `starts_per_s` more follow each second."""
     starts_per_s: ClassVar[float] = 1000.0
+    log_advice: ClassVar[str] = ""
+    """What to do where logs are files, and the one of a replica that ran is not here."""
     starts_together: ClassVar[bool] = False
     """Whether one call starts jobs of one group, all of them or none: `start_jobs`."""
     states_name_ranks: ClassVar[bool] = True
@@ -260,6 +262,10 @@ class JobService(abc.ABC):
     @abc.abstractmethod
     def stop(self, job_id: JobId) -> None:
         """End a job. One that has ended, or is unknown, is not an error."""
+
+    def risks(self) -> Iterator[tuple[str, str]]:
+        """Yield what users should know of the service's settings, each with what may be done about it."""
+        return iter(())
 
     @abc.abstractmethod
     def describe(self, job: Job) -> dict[str, Any]:

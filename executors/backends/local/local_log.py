@@ -7,13 +7,11 @@ from pathlib import Path
 
 from executors.attempt import Attempt
 from executors.errors import StoreError
-from executors.logs import MAX_READ_BYTES, last_of, read_from, tail_lines
-from executors.logs.readers import OffsetLog, TailedLog
-from executors.logs.times import offset_at
+from executors.logs import MAX_READ_BYTES, last_of
+from executors.logs.readers import FileLog, TailedLog
 from executors.native import Log
 from executors.store.protocol import Entry
 
-PART_BYTES = 256 * 1024
 PAUSE_S = 15.0  # a supervisor puts its object every 60 s
 
 
@@ -34,25 +32,6 @@ def open_local_log(attempt: Attempt, path: Path | None, runs_here: bool) -> Log:
         except OSError as error:
             return StoredLog(attempt, f"{path} cannot be read ({error.strerror}); ")
     return StoredLog(attempt)
-
-
-class FileLog(OffsetLog):
-    """A log that is a file of this machine; empty while there is none."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(
-            lambda offset, n_lines: tail_lines(path, n_lines) if offset is None else read_from(path, offset, PART_BYTES)
-        )
-        self._path = path
-
-    def _span(self, since: float | None, until: float | None) -> tuple[int, int | None]:
-        if (since is None and until is None) or not self._path.exists():
-            return 0, None
-        try:
-            start = 0 if since is None else offset_at(self._path, since)
-            return start, None if until is None else offset_at(self._path, until)
-        except OSError:
-            raise ValueError(f"nobody kept when the lines of {self._path} came") from None
 
 
 class StoredLog(TailedLog):

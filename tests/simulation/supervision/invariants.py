@@ -179,15 +179,17 @@ def _check_ends(simulation: Simulation) -> None:
     if living:
         raise Violation(f"S5: {living} live on")
     last = max((index for index, entry in enumerate(entries) if entry.kind == "resume"), default=-1)
+    since, landed_s = entries[last + 1 :], simulation.landed_s[last + 1 :]
     ended_s = [store.created_s.get(replica_key(RUN, *each, "outcome.json"), 0.0) for each in store.newest.items()]
     over_s = max(ended_s, default=0.0)  # who cancels behind it cancels nothing, and nobody is there to stop the run
-    landed = zip(entries[last + 1 :], simulation.landed_s[last + 1 :], strict=True)
-    since = [entry for entry, at_s in landed if entry.kind != "cancel" or at_s <= over_s]
+    cancelled = {
+        entry.rank for entry, at_s in zip(since, landed_s, strict=True) if entry.kind == "cancel" and at_s <= over_s
+    }
     gone = {entry.rank for entry in since if entry.kind == "give_up"}
     for rank, number in store.newest.items():
         end = store.ends.get((rank, number))  # none: an intent that landed when all was over
         if end is not None and end.status is ReplicaStatus.CANCELLED:
-            gone |= {rank} & {entry.rank for entry in since if entry.kind == "cancel"}
+            gone |= {rank} & cancelled
     n_done = sum(end.status is ReplicaStatus.SUCCEEDED for end in store.ends.values())
     had_policy = any(keeper.policy is not None for keeper in simulation.keepers)  # one may come when nobody keeps it
     if not had_policy or plan.min_replicas is None:

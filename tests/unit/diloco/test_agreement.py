@@ -29,9 +29,13 @@ def two_layers(order: str = "ab", size: int = 2) -> nn.Module:
 
 
 PLANNED: dict[str, Any] = {"inner_steps": 2, "total_steps": 400, "momentum_warmup": 9, "round_timeout_s": 5.0}
+CLOCKED: dict[str, Any] = {"inner_steps": None, "total_steps": None, "round_seconds": 30, "total_rounds": 40}
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "snapshot_every": ({}, {"snapshot_every": 11}, "snapshot_every is 10 there and 11 here"),
     "inner_steps": ({}, {"inner_steps": 4, "total_steps": 800}, "inner_steps is 2 there and 4 here"),
+    "round_seconds": (CLOCKED, {**CLOCKED, "round_seconds": 40}, "round_seconds is 30.0 there and 40.0 here"),
+    "total_rounds": (CLOCKED, {**CLOCKED, "total_rounds": 41}, "total_rounds is 40 there and 41 here"),
+    "steps or the clock": ({}, CLOCKED, "inner_steps is 2 there and None here"),
     "momentum_warmup": ({}, {"momentum_warmup": 8}, "momentum_warmup is 9 there and 8 here"),
     "last_entry": ({}, {"total_steps": 402}, "last_entry is 199 there and 200 here"),
     "final_average": ({}, {"final_average": False}, "final_average is True there and False here"),
@@ -92,7 +96,8 @@ def test_no_setting_that_replicas_must_share_is_left_out_of_the_comparison(outer
     with DiLoCo(two_layers(), outer_optimizer=outer_optimizer, **place(MemoryStore())) as diloco:
         contract = dict(diloco._model_state.agreement())
     outer = {"outer_lr", "outer_momentum"} if outer_optimizer is None else {"outer_optimizer"}
-    optional = {"outer_lr", "outer_momentum", "outer_optimizer", "a given outer_optimizer", "no outer_optimizer"}
+    optional = {"round_seconds", "total_rounds", "steps or the clock"}
+    optional |= {"outer_lr", "outer_momentum", "outer_optimizer", "a given outer_optimizer", "no outer_optimizer"}
     assert set(contract) == (set(SETTINGS) - optional) | outer | {"tensors", "fragments", "stepped"}
     for setting in set(contract) - {"tensors"}:
         for other in ({**contract, setting: "another"}, {k: v for k, v in contract.items() if k != setting}):

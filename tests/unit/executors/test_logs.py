@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executors.backends.local.local_log import FileLog
 from executors.logs import MAX_READ_BYTES, last_of, read_from, tail_lines, tail_text
 from executors.logs.follower import Sight, follow_logs
 from executors.logs.gaps import completed
-from executors.logs.readers import TailedLog
+from executors.logs.readers import FileLog, TailedLog
 from executors.logs.times import PAIR, TimesWriter, times_of
 from executors.native import Log
 

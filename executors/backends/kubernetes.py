@@ -1,0 +1,250 @@
+"""Replicas as pods of Kubernetes, over the official client: one Indexed Job a group.
+
+A Job is made first, then the Secret that it owns: so no Secret is left where a launcher dies, or its Job is deleted. A
+pod whose Secret is late waits for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from executors.backends.jobs.executor import JobExecutor, options_of
+from executors.backends.jobs.service import (
+    ForeignJobError,
+    Job,
+    JobId,
+    JobKey,
+    JobService,
+    JobServiceError,
+    JobState,
+    option,
+    shortened,
+)
+from executors.backends.kubernetes_client import ADVICE, Cluster, StatusError, client
+from executors.backends.kubernetes_manifest import NAME, PodOptions, group_labels, name_of, secret_data, selector_of
+from executors.backends.kubernetes_pods import INDEX, JOB_NAME, index_of, place_of, state_of
+from executors.errors import BackendError
+from executors.task.create import MASK
+
+ID = ("job", "namespace", "index", "server")
+SERVER = re.compile(r"https?://[A-Za-z0-9.:_/\[\]-]{1,300}")
+FRESH_S = 1.0  # how long a list of Jobs answers for all ranks of a group
+CHECK = Job(JobKey("", "check", 0, 0), ("true",), (), {}, {})
+
+
+@dataclass(eq=False, kw_only=True)
+class KubernetesJobs(PodOptions, JobService):
+    """The Jobs of one namespace. `KubernetesExecutor` says what the fields mean."""
+
+    name = "Kubernetes"
+    starts_together = True
+    namespace: str | None = option(None, NAME)
+    context: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        client.ApiClient  # noqa: B018 - a missing client is found out now, before anything is planned
+        self._lock = threading.Lock()
+        self._listed: dict[str, tuple[float, list[Any]]] = {}
+        self._owed: dict[str, dict[str, str]] = {}  # the data of Secrets that Jobs of this process lack yet
+        self._stopped: dict[str, set[int]] = {}
+        self._disrupted: dict[tuple[str, int], str] = {}  # why a pod is being deleted: soon nothing tells it
+
+    @functools.cached_property
+    def _cluster(self) -> Cluster:
+        found = Cluster.connected(self.context, self.namespace)
+        self.namespace = found.namespace
+        return found
+
+    def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
+        cluster, body = self._cluster, self.job([replace(CHECK, gpu=gpu)])
+        if missing := ", ".join(cluster.missing_rights()):
+            raise BackendError(f"Kubernetes does not let you {missing} in the namespace {self.namespace!r}. {ADVICE}")
+        for name in (*self.secrets, *secret_names):
+            if not cluster.has_secret(name):
+                raise BackendError(f"The namespace {self.namespace!r} has no Secret {name!r}. Make it first.")
+        if cluster.create_job(body, dry_run="All").spec.backoff_limit_per_index is None:
+            raise BackendError(f"Kubernetes at {cluster.server} is too old: 1.33 or later is needed.")
+
+    def start_jobs(self, jobs: Sequence[Job]) -> list[JobId]:
+        body, name, data = self.job(jobs), name_of(jobs), secret_data(jobs)
+        with self._lock:
+            self._listed.clear()
+            self._owed[name] = data
+        try:
+            made = self._cluster.create_job(body)
+        except StatusError as error:
+            made = self._cluster.job(name) if error.status == 409 else None  # of a try whose answer was lost
+            if made is None or [index_of(job.key, made) for job in jobs] != list(range(len(jobs))):
+                raise
+        try:
+            self._give_secret(made)
+        except JobServiceError as error:
+            if error.kind == "rejected":
+                self._cluster.delete_job(name)
+                raise
+            raise JobServiceError(str(error), "unknown", retry_after_s=error.retry_after_s) from error
+        return [self._job_id(name, index) for index in range(len(jobs))]
+
+    def find(self, key: JobKey) -> list[JobId]:
+        found = []
+        for job in self._jobs(selector_of(group_labels(key))):
+            self._give_secret(job)
+            if (index := index_of(key, job)) is not None:
+                found.append(self._job_id(job.metadata.name, index))
+        return found
+
+    def verify(self, job_id: JobId, key: JobKey) -> JobId:
+        name, space, index, server = (job_id.get(part) for part in ID)
+        is_id = all(isinstance(part, str) and NAME.fullmatch(part) for part in (name, space))
+        if not is_id or type(index) is not int or not isinstance(server, str) or not SERVER.fullmatch(server):
+            raise ForeignJobError(self.name, key)
+        job = self._cluster.job(str(name), str(space))
+        if job is None:
+            self._check_is_here(job_id)
+        elif index_of(key, job) != index:
+            raise ForeignJobError(self.name, key)
+        return dict(zip(ID, (name, space, index, server), strict=True))
+
+    def state(self, job_id: JobId) -> JobState:
+        job, pod = None, self._pod(job_id)
+        if pod is None:
+            job = self._cluster.job(job_id["job"], job_id["namespace"])
+            pod = self._pod(job_id)  # again: it may have come and failed in between
+        if pod is None and job is None:
+            self._check_is_here(job_id)
+        return self._told(pod, job, job_id["job"], job_id["index"])
+
+    def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
+        """Tell of all pods of the run from one request; where some have none, Jobs and pods are asked again."""
+        if not jobs:
+            return {}
+        selector, found, of_jobs = selector_of(next(iter(jobs)).run_labels), dict[JobKey, JobState](), dict[str, Any]()
+        pods = {place_of(pod): pod for pod in self._cluster.pods(selector)}
+        if any((job_id.get("job"), str(job_id.get("index"))) not in pods for job_id in jobs.values()):
+            of_jobs = {job.metadata.name: job for job in self._jobs(selector)}
+            pods = {place_of(pod): pod for pod in self._cluster.pods(selector)}  # one may have come and ended meanwhile
+        for key, job_id in jobs.items():
+            name, index = str(job_id.get("job")), job_id.get("index")
+            pod = pods.get((name, str(index)))
+            owner = pod or of_jobs.get(name)
+            ours = {**self._job_id(name, index), "server": job_id.get("server")}  # which a pod knows by another name
+            if owner is not None and index is not None and index_of(key, owner) == index and job_id == ours:
+                found[key] = self._told(pod, owner, name, index)
+        return found
+
+    def _told(self, pod: Any, job: Any, name: str, index: int) -> JobState:
+        state = state_of(pod, job, index)
+        if pod is not None and pod.status.phase == "Running" and state.message:
+            self._disrupted[name, index] = state.message
+        if pod is None and state.reason == "lost" and index in self._stopped.get(name, ()):
+            return JobState(True, "cancelled")
+        if pod is None and state.reason == "lost" and (why := self._disrupted.get((name, index))):
+            return JobState(True, "preempted", message=why)
+        return state
+
+    def logs(self, job_id: JobId, n_lines: int) -> str:
+        pod = self._pod(job_id) if n_lines > 0 else None
+        return "" if pod is None else self._cluster.log(pod, n_lines)
+
+    def stop(self, job_id: JobId) -> None:
+        """End a pod that runs by its own limit, so that its log stays; and delete one that waits.
+
+        One that comes again, or late, finds its cancel marker. A Job whose ranks were all stopped before it had a pod,
+        as in a queue, is deleted.
+        """
+        name, space, pod = job_id["job"], job_id["namespace"], self._pod(job_id)
+        stopped = self._stopped.setdefault(name, set())
+        stopped.add(job_id["index"])
+        if pod is None:
+            job = self._cluster.job(name, space)
+            if job and len(stopped) == job.spec.completions and not self._cluster.pods(f"{JOB_NAME}={name}", space):
+                self._cluster.delete_job(name, space)
+        elif pod.status.phase == "Pending":
+            self._cluster.delete_pod(pod)
+        elif pod.status.phase not in ("Succeeded", "Failed"):
+            self._cluster.end_pod(pod)
+
+    def describe(self, job: Job) -> dict[str, Any]:
+        body = self.job([job])
+        body["spec"]["template"]["spec"]["containers"][0]["command"] = shortened(job.command)
+        return {"name": job.key.name, "job": body, "secret": dict.fromkeys(secret_data([job]), MASK)}
+
+    def _give_secret(self, job: Any) -> None:
+        """Give a Job that this process asked for its Secret, unless it has it."""
+        name = job.metadata.name
+        with self._lock:
+            data = self._owed.pop(name, None)
+        if data:
+            try:
+                self._cluster.give_secret(job, data)
+            except JobServiceError:
+                self._owed[name] = data
+                raise
+
+    def _check_is_here(self, job_id: JobId) -> None:
+        """Refuse to call a Job gone that is at another cluster."""
+        if job_id["server"] != self._cluster.server:
+            raise JobServiceError(
+                f"Kubernetes at {self._cluster.server} has no Job {job_id['job']!r}: it was launched at "
+                f"{job_id['server']}. Name that one of `kubectl config get-contexts`: --option context=NAME.",
+                "rejected",
+            )
+
+    def _jobs(self, selector: str) -> list[Any]:
+        """Return the Jobs with some labels as of a second ago at most: all ranks of a group ask for the same."""
+        with self._lock:
+            asked_at, found = self._listed.get(selector, (-FRESH_S, []))
+            if time.monotonic() - asked_at >= FRESH_S:
+                found = self._cluster.jobs(selector)
+                self._listed[selector] = (time.monotonic(), found)
+            return found
+
+    def _pod(self, job_id: JobId) -> Any:
+        """Return the newest pod of an index; None where there is none."""
+        found = self._cluster.pods(f"{JOB_NAME}={job_id['job']},{INDEX}={job_id['index']}", job_id["namespace"])
+        return found[-1] if found else None
+
+    def _job_id(self, name: str, index: int | None) -> JobId:
+        return dict(zip(ID, (name, self._cluster.namespace, index, self._cluster.server), strict=True))
+
+
+class KubernetesExecutor(JobExecutor):
+    """Runs replicas as pods of Kubernetes 1.33 or later: the ranks that start together are one Indexed Job.
+
+    Args:
+        namespace: None: that of the context.
+        context: of the kubeconfig. None: the cluster that this process runs in, else the current context.
+        image: it needs Python and pip. None: Docker's `python`, in this Python's minor version.
+        cpu: cores to request for each replica.
+        memory_mb: memory to request for each replica, in MiB.
+        gpu_resource: what GPUs are called in the limits of a container.
+        node_selector: labels of the nodes to run on.
+        queue: a LocalQueue of Kueue. The Job waits there until it is admitted.
+        service_account: None: the namespace's default. No token of it is mounted.
+        image_pull_secrets: names of Secrets for the image's registry.
+        secrets: names of Secrets whose keys every replica gets as variables.
+        pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
+        labels: more labels for Job and pods.
+        gpu_products: the value of the nodes' label `nvidia.com/gpu.product` for each name that `gpu=` may have, as in
+            {"H100": "NVIDIA-H100-80GB-HBM3"}.
+        keep_s: how long Kubernetes keeps what has ended, with its log.
+
+    Raises:
+        MissingDependencyError: the client is not installed.
+        ValueError: a label that Kubernetes does not take.
+    """
+
+    backend_name = "k8s"
+    recordable_options = KubernetesJobs.recordable_options()
+    default_timeout_s = None
+
+    @options_of(KubernetesJobs)
+    def __init__(self, service: KubernetesJobs) -> None:
+        super().__init__(service)

@@ -1,0 +1,219 @@
+"""Calls of the official Kubernetes client with a time limit, its errors translated, and no repetitions of its own."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from executors.backends.jobs.sdk import LazyModule, call_each
+from executors.backends.jobs.service import JobServiceError, Kind
+from executors.errors import BackendError
+
+if TYPE_CHECKING:
+    from kubernetes import client, config
+else:
+    MISSING = "Backend 'k8s' needs the Kubernetes client. Install it with: pip install 'serverless-replicas[k8s]'"
+    client, config = LazyModule("kubernetes.client", MISSING), LazyModule("kubernetes.config", MISSING)
+urllib3: Any = LazyModule("urllib3.exceptions", "")
+
+__all__ = ["ADVICE", "Cluster", "StatusError", "client"]
+LIMIT_S = (5.0, 30.0)  # to connect, and between two bytes; the client itself waits without end
+IN_A_POD = "KUBERNETES_SERVICE_HOST"
+NAMESPACE_OF_A_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+NEEDED = [
+    *[("batch", verb, "jobs") for verb in ("create", "get", "list", "delete")],
+    *[("", verb, "pods") for verb in ("list", "patch", "delete")],
+    ("", "create", "secrets"),
+    ("", "get", "pods/log"),
+]
+ADVICE = "What you may do there: kubectl auth can-i --list."
+
+T = TypeVar("T")
+
+
+class StatusError(JobServiceError):
+    """The API server answered with an error."""
+
+    def __init__(self, message: str, kind: Kind, status: int, retry_after_s: float) -> None:
+        super().__init__(message, kind, retry_after_s=retry_after_s)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The requests to one API server about one namespace; where a namespace is given, a record names that one."""
+
+    api: client.ApiClient
+    namespace: str
+
+    @classmethod
+    def connected(cls, context: str | None, namespace: str | None) -> Cluster:
+        """Return the cluster of a context of the kubeconfig; None: the one that this pod is in, or the current context.
+
+        Raises:
+            BackendError: there is none.
+        """
+        found, file = client.Configuration(), os.environ.get("KUBECONFIG")
+        try:
+            if context is None and not file and os.environ.get(IN_A_POD):
+                config.load_incluster_config(client_configuration=found)
+                usual = NAMESPACE_OF_A_POD.read_text().strip()
+            else:
+                file = file or "~/.kube/config"
+                config.load_kube_config(file, context, client_configuration=found)
+                contexts, current = config.list_kube_config_contexts(file)
+                chosen = next((each for each in contexts if each["name"] == context), current)
+                usual = chosen["context"].get("namespace") or "default"
+        except (config.ConfigException, OSError) as error:
+            raise BackendError(
+                f"Backend 'k8s' finds no cluster: {str(error).rstrip('.')}. Set KUBECONFIG to the file that kubectl "
+                "uses, or name one of `kubectl config get-contexts`: --option context=NAME."
+            ) from error
+        found.retries = False
+        return cls(client.ApiClient(found), namespace or usual)
+
+    @functools.cached_property
+    def _batch(self) -> client.BatchV1Api:
+        return client.BatchV1Api(self.api)
+
+    @functools.cached_property
+    def _core(self) -> client.CoreV1Api:
+        return client.CoreV1Api(self.api)
+
+    @property
+    def server(self) -> str:
+        return str(self.api.configuration.host)
+
+    def missing_rights(self) -> list[str]:
+        """Return what this account may not do in the namespace, as in "create jobs"."""
+        review = client.AuthorizationV1Api(self.api).create_self_subject_access_review
+
+        def is_missing(needed: tuple[str, str, str]) -> bool:
+            group, verb, resource = needed
+            resource, _, part = resource.partition("/")
+            attributes = {"namespace": self.namespace, "group": group, "resource": resource, "verb": verb}
+            body = {"spec": {"resourceAttributes": {**attributes, **({"subresource": part} if part else {})}}}
+            return not _ask(review, body).status.allowed
+
+        answers = zip(NEEDED, call_each(is_missing, NEEDED, len(NEEDED)), strict=True)
+        return [f"{verb} {what}" for (_, verb, what), missing in answers if missing]
+
+    def create_job(self, body: Mapping[str, Any], **more: Any) -> Any:
+        create = self._batch.create_namespaced_job
+        return _ask(create, self.namespace, body, may_have_acted=True, field_validation="Strict", **more)
+
+    def job(self, name: str, namespace: str | None = None) -> Any:
+        """Return a Job; None where there is none."""
+        return _unless_gone(self._batch.read_namespaced_job, name, namespace or self.namespace)
+
+    def jobs(self, selector: str) -> list[Any]:
+        """Return the Jobs with some labels, oldest first, but for those that are being deleted."""
+        found = _ask(self._batch.list_namespaced_job, self.namespace, label_selector=selector).items
+        found = [job for job in found if job.metadata.deletion_timestamp is None]
+        return sorted(found, key=lambda job: job.metadata.creation_timestamp)
+
+    def delete_job(self, name: str, namespace: str | None = None) -> None:
+        """Delete a Job, and with it, soon, its pods and its Secret."""
+        space = namespace or self.namespace
+        _unless_gone(self._batch.delete_namespaced_job, name, space, propagation_policy="Background")
+
+    def pods(self, selector: str, namespace: str | None = None) -> list[Any]:
+        """Return the pods with some labels, the newest last."""
+        found = _ask(self._core.list_namespaced_pod, namespace or self.namespace, label_selector=selector).items
+        return sorted(found, key=lambda pod: pod.metadata.creation_timestamp)
+
+    def end_pod(self, pod: Any) -> None:
+        """End a pod that runs, by its own limit: it stays, and so does its log."""
+        body = {"spec": {"activeDeadlineSeconds": 1}}  # the least that there is
+        _unless_gone(self._core.patch_namespaced_pod, pod.metadata.name, pod.metadata.namespace, body)
+
+    def delete_pod(self, pod: Any) -> None:
+        _unless_gone(self._core.delete_namespaced_pod, pod.metadata.name, pod.metadata.namespace)
+
+    def log(self, pod: Any, n_lines: int) -> str:
+        """Return the last lines of a pod's log; empty where there is none yet, or no more."""
+
+        def read(**more: Any) -> Any:  # the client itself would make something else of a log that is JSON
+            where = (pod.metadata.name, pod.metadata.namespace)
+            return self._core.read_namespaced_pod_log(*where, tail_lines=n_lines, _preload_content=False, **more).data
+
+        try:
+            return (_unless_gone(read) or b"").decode(errors="replace")
+        except StatusError as error:
+            if error.status == 400:  # it waits to start
+                return ""
+            raise
+
+    def has_secret(self, name: str) -> bool:
+        try:
+            return _unless_gone(self._core.read_namespaced_secret, name, self.namespace) is not None
+        except StatusError as error:
+            if error.status == 403:  # who may use a Secret need not be allowed to read it
+                return True
+            raise
+
+    def give_secret(self, job: Any, data: Mapping[str, str]) -> None:
+        """Make the Secret that a Job owns: it is deleted with its Job, also when that one is gone already."""
+        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": job.metadata.name, "uid": job.metadata.uid}
+        labels = job.spec.template.metadata.labels
+        metadata = {"name": job.metadata.name, "labels": labels, "ownerReferences": [owner]}
+        body = {"metadata": metadata, "stringData": dict(data)}
+        try:
+            _ask(self._core.create_namespaced_secret, self.namespace, body, may_have_acted=True)
+        except StatusError as error:
+            if error.status != 409:
+                raise
+            _ask(self._core.replace_namespaced_secret, job.metadata.name, self.namespace, body)  # of a lost answer
+
+
+def _ask(call: Callable[..., Any], *args: Any, may_have_acted: bool = False, **more: Any) -> Any:
+    """Make a request of the client.
+
+    Args:
+        may_have_acted: whether the server may have done what was asked when its answer is lost.
+
+    Raises:
+        JobServiceError: a StatusError where the server answered.
+    """
+    lost: Kind = "unknown" if may_have_acted else "unavailable"
+    try:
+        return call(*args, _request_timeout=LIMIT_S, **more)
+    except client.ApiException as error:
+        status = int(error.status or 0)  # 0: its certificate is not trusted
+        busy: Kind = "unavailable" if status == 429 else lost
+        text = f"Kubernetes: {_said(error).rstrip('.')} (HTTP {status}).{f' {ADVICE}' if status in (401, 403) else ''}"
+        kind: Kind = busy if status == 429 or status >= 500 else "rejected"
+        pause = str((error.headers or {}).get("Retry-After", ""))
+        raise StatusError(text, kind, status, float(pause) if pause.isdecimal() else 0.0) from error
+    except (OSError, urllib3.HTTPError) as error:
+        never_sent = isinstance(error, (urllib3.NewConnectionError, urllib3.ConnectTimeoutError))
+        text = f"Kubernetes cannot be reached: {str(error) or type(error).__name__}"
+        raise JobServiceError(text, "unavailable" if never_sent else lost) from error
+    except config.ConfigException as error:  # a token that has run out, and its command gives no other
+        raise JobServiceError(f"Kubernetes: no credentials: {error}", "rejected") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        text = f"Kubernetes sent a malformed answer ({type(error).__name__}: {error}). Is there a proxy in between?"
+        raise JobServiceError(text, lost) from error
+
+
+def _unless_gone(call: Callable[..., T], *args: Any, **more: Any) -> T | None:
+    """Make a request as `_ask`; None where there is no such object."""
+    try:
+        return _ask(call, *args, **more)  # type: ignore[no-any-return]
+    except StatusError as error:
+        if error.status == 404:
+            return None
+        raise
+
+
+def _said(error: Any) -> str:
+    """Return the message of a server's error, or what a proxy says in its place."""
+    try:
+        return str(json.loads(error.body)["message"])
+    except (ValueError, LookupError, TypeError):
+        return str(error.reason or "an error without a message")

@@ -1,0 +1,162 @@
+"""What a group of replicas is in Kubernetes: an Indexed Job, and the Secret that holds its environment."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from executors.backends.jobs.service import Job, JobKey, JobServiceError, common_env, option
+from executors.task.record import OPTION_NAME
+
+RANKS = "REPLICA_RANKS"  # those of a group, as the bootstrap reads them
+QUEUE = "kueue.x-k8s.io/queue-name"
+GPU_PRODUCT = "nvidia.com/gpu.product"
+OUR_LABELS = "replicas-"
+SPARE = "replicas-spare"
+WEEK_S = 604_800
+GRACE_S = 30
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+PYTHON_IMAGE = re.compile(r"python:3\.\d{1,2}")  # Docker's own; any other one from a record would get our secrets
+GPU = re.compile(r"(?:(?P<product>[A-Za-z][A-Za-z0-9._-]*)(?::(?P<n>[1-9]\d*))?|(?P<any>[1-9]\d*))")
+LABEL = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(eq=False, kw_only=True)
+class PodOptions:
+    """What users choose of the pods. `KubernetesExecutor` says what the fields mean."""
+
+    image: str | None = option(None, PYTHON_IMAGE)
+    cpu: float | None = option(None, float)
+    memory_mb: int | None = option(None, int)
+    gpu_resource: str = option("nvidia.com/gpu", LABEL)
+    node_selector: Mapping[str, str] | None = option(None, dict)
+    queue: str | None = option(None, OPTION_NAME)
+    service_account: str | None = None
+    image_pull_secrets: Sequence[str] = ()
+    secrets: Sequence[str] = ()
+    labels: Mapping[str, str] | None = option(None, dict)
+    gpu_products: Mapping[str, str] | None = option(None, dict)
+    keep_s: int = option(WEEK_S, int)
+
+    def __post_init__(self) -> None:
+        self.image = self.image or "python:{}.{}".format(*sys.version_info)
+        for what in ("node_selector", "labels", "gpu_products"):
+            named = {str(name): str(value) for name, value in (getattr(self, what) or {}).items()}
+            setattr(self, what, named)
+            for name, value in named.items():
+                if not LABEL.fullmatch(name) or (value and not LABEL.fullmatch(value)):
+                    raise ValueError(f"{what}: {name!r}: {value!r} is not a label that Kubernetes takes.")
+        if ours := [name for name in self.labels or {} if name.startswith(OUR_LABELS) or name == QUEUE]:
+            raise ValueError(f"The label {ours[0]!r} is set by `replicas` itself. Choose another name, or queue=.")
+
+    def job(self, jobs: Sequence[Job]) -> dict[str, Any]:
+        """Return the Job that runs jobs of one group; its pod number i has the i-th of their ranks."""
+        first, n, name = jobs[0], len(jobs), name_of(jobs)
+        labels = {**(self.labels or {}), **group_labels(first.key)}
+        env = {**common_env(jobs), RANKS: ",".join(str(job.key.rank) for job in jobs)}
+        plain = [{"name": name, "value": literal(value)} for name, value in env.items() if name.startswith("REPLICA_")]
+        secrets = [*dict.fromkeys((*self.secrets, *first.secret_names)), *([name] if secret_data(jobs) else [])]
+        requests = {"cpu": self.cpu, "memory": self.memory_mb and f"{self.memory_mb}Mi"}
+        gpu, selector = self.gpu(first.gpu)
+        container = {
+            "name": "replica",
+            "image": self.image,
+            "command": [literal(word) for word in first.command],
+            "env": plain,
+            "envFrom": [{"secretRef": {"name": each}} for each in secrets],
+            "resources": {
+                "limits": {self.gpu_resource: str(gpu)} if gpu else {},
+                "requests": {what: str(amount) for what, amount in requests.items() if amount},
+            },
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+        }
+        pod = {
+            "restartPolicy": "Never",
+            "activeDeadlineSeconds": first.limit_s,  # of the pod: the Job's counts what it waits in a queue
+            "terminationGracePeriodSeconds": GRACE_S,
+            "automountServiceAccountToken": False,
+            "serviceAccountName": self.service_account,
+            "imagePullSecrets": [{"name": each} for each in self.image_pull_secrets],
+            "nodeSelector": {**(self.node_selector or {}), **selector},
+            "containers": [container],
+        }
+        spec = {
+            "completionMode": "Indexed",
+            "completions": n,
+            "parallelism": n,
+            "backoffLimitPerIndex": 0,
+            "maxFailedIndexes": n,  # one that fails ends neither the others nor the Job
+            "podReplacementPolicy": "Failed",  # never two of one index
+            "suspend": True if self.queue else None,  # until Kueue has room
+            "ttlSecondsAfterFinished": self.keep_s,
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        }
+        metadata = {"name": name, "labels": {**labels, **({QUEUE: self.queue} if self.queue else {})}}
+        made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+        return {name: _without_nulls(each) for name, each in made.items()}
+
+    def gpu(self, gpu: str | None) -> tuple[int, dict[str, str]]:
+        """Return how many GPUs a pod has, and the label of the nodes that have those.
+
+        Raises:
+            ValueError: it is none, or nothing says which nodes have it.
+        """
+        if gpu is None:
+            return 0, {}
+        if (parts := GPU.fullmatch(gpu)) is None:
+            raise ValueError(f"gpu is a name, as in H100 or H100:2, or how many of any kind, as in 2; got gpu={gpu!r}.")
+        n, product = int(parts["n"] or parts["any"] or 1), parts["product"]
+        if product is None or GPU_PRODUCT in (self.node_selector or {}):
+            return n, {}
+        if label := (self.gpu_products or {}).get(product):
+            return n, {GPU_PRODUCT: label}
+        if self.node_selector:  # clouds have labels of their own
+            return n, {}
+        example = f'gpu_products={{"{product}": "…"}}'
+        raise ValueError(
+            f"Nothing says which nodes have a {product}. Give the value of their label {GPU_PRODUCT} (kubectl get "
+            f'nodes -L {GPU_PRODUCT}): {example}, or a node_selector; or ask for any: gpu="{n}".'
+        )
+
+
+def name_of(jobs: Sequence[Job]) -> str:
+    """Return the name of a group's Job and of its Secret: one rank is in one group of an attempt number alone."""
+    return f"{jobs[0].key.group}-r{min(job.key.rank for job in jobs)}"
+
+
+def group_labels(key: JobKey) -> dict[str, str]:
+    spare = {SPARE: "true"} if key.is_spare else {}
+    return {**key.run_labels, "replicas-attempt": str(key.attempt), **spare}
+
+
+def selector_of(labels: Mapping[str, str]) -> str:
+    return ",".join(f"{name}={value}" for name, value in labels.items())
+
+
+def secret_data(jobs: Sequence[Job]) -> dict[str, str]:
+    """Return what only the pods may see: what the user gave as `env`, and credentials.
+
+    Raises:
+        JobServiceError: a variable that Kubernetes would leave out.
+    """
+    env = {name: value for name, value in common_env(jobs).items() if not name.startswith("REPLICA_")}
+    found = {**env, **jobs[0].credentials}
+    if unfit := [name for name in found if not VARIABLE.fullmatch(name)]:
+        raise JobServiceError(f"Kubernetes takes no variable {unfit[0]!r}: letters, digits and '_' alone.", "rejected")
+    return found
+
+
+def literal(text: str) -> str:
+    """Return a text that Kubernetes hands on as it is: it replaces `$(NAME)`, and `$$` by `$`."""
+    return text.replace("$", "$$")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out what is None or empty, at any depth."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None and each not in ({}, [])}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

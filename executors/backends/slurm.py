@@ -1,0 +1,250 @@
+"""Replicas as jobs of a Slurm cluster, over its own commands: `sbatch`, `squeue`, `scancel`.
+
+The replicas that one launch or resume starts are one array, whose task ids are their ranks. What Slurm knows of a job
+it forgets minutes after its end, so the outcome comes from the store.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import shlex
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from executors.backends import slurm_commands as commands
+from executors.backends.jobs.executor import MARGIN_S, JobExecutor, options_of
+from executors.backends.jobs.service import (
+    ForeignJobError,
+    Job,
+    JobId,
+    JobKey,
+    JobService,
+    JobServiceError,
+    JobState,
+    common_env,
+    masked,
+    option,
+    shortened,
+)
+from executors.logs.readers import FileLog
+from executors.run_index import state_dir
+from executors.task.create import MASK
+
+NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,199}")
+SUBMITTED = re.compile(r"(\d+)(?:;\S*)?")
+ARRAY = re.compile(r"\d{1,12}")
+FRESH_S = 0.5  # how long a list of a group's jobs is good: all its ranks are looked for at once
+STORES_ENV = (
+    "AccountingStoreFlags has job_env: the cluster's database keeps the environment of every job, and with it the "
+    "credentials of an s3 rendezvous."
+)
+
+
+@dataclass(eq=False, kw_only=True)
+class SlurmJobs(JobService):
+    """The jobs of this user on one cluster. `SlurmExecutor` says what the fields mean."""
+
+    name = "Slurm"
+    log_advice = (
+        "Its node writes it elsewhere. Name a folder that the nodes share with this machine: --option log_dir=…"
+    )
+    starts_together = True
+
+    partition: str | None = option(None, NAMES)
+    account: str | None = option(None, NAMES)
+    qos: str | None = option(None, NAMES)
+    cpus: int | None = option(None, int)
+    memory_mb: int | None = option(None, int)
+    sbatch: Sequence[str] = ()
+    python: str | None = None
+    log_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if shutil.which("sbatch") is None:
+            raise commands.not_installed("sbatch")
+        commands.check_options(self.sbatch)
+        self._keys: dict[
+            tuple[str, int], JobKey
+        ] = {}  # of jobs that this process started, or Slurm said whose they are
+        self._found: dict[str, tuple[float, list[commands.Row]]] = {}
+        self._lock = threading.Lock()
+
+    def command(self) -> tuple[str, ...]:
+        _, *rest = super().command()
+        return (self.python or sys.executable, *rest)
+
+    def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
+        commands.secrets_of(secret_names)
+        limit_s = None if timeout_s is None else int(timeout_s) + MARGIN_S
+        commands.ask("sbatch", "--test-only", *self._sizes(gpu, limit_s), script="#!/bin/sh\ntrue\n")
+
+    def start_jobs(self, jobs: Sequence[Job]) -> list[JobId]:
+        for job in jobs:
+            self._log_of(job.key).parent.mkdir(parents=True, exist_ok=True)
+        job, group = jobs[0], jobs[0].key.group
+        env = {**common_env(jobs), **commands.secrets_of(job.secret_names), **job.credentials}
+        script = commands.script_of(job.command)
+        try:
+            answer = commands.ask(*self._request(jobs), script=script, env=env, may_have_acted=True)
+        finally:
+            self._found.pop(group, None)
+        submitted = SUBMITTED.fullmatch(answer.strip().rpartition("\n")[2])
+        if submitted is None:
+            raise JobServiceError(f"Slurm: sbatch answered {answer.strip()!r}, and no job id.", "unknown")
+        return [self._noted(submitted[1], job.key) for job in jobs]
+
+    def find(self, key: JobKey) -> list[JobId]:
+        with self._lock:  # who else looks for this group waits for the answer
+            at, rows = self._found.get(key.group, (-math.inf, []))
+            if time.monotonic() > at + FRESH_S:
+                rows = commands.list_jobs("--me", f"--name={key.group}")
+                self._found[key.group] = (time.monotonic(), rows)
+        found = sorted(int(row.array) for row in rows if _runs(row, key))
+        return [self._noted(str(array), key) for array in found]
+
+    def verify(self, job_id: JobId, key: JobKey) -> JobId:
+        array, task = job_id.get("id"), job_id.get("task")
+        if not isinstance(array, str) or not ARRAY.fullmatch(array) or task != key.rank or type(task) is not int:
+            raise ForeignJobError(self.name, key)
+        self._check_cluster(job_id)
+        row = commands.find_job(array, task)
+        if row is not None and not _runs(row, key):
+            raise ForeignJobError(self.name, key)
+        return self._noted(array, key)
+
+    def state(self, job_id: JobId) -> JobState:
+        self._check_cluster(job_id)
+        return _state_of(commands.find_job(job_id["id"], job_id["task"]))
+
+    def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
+        asked = {key: str(job_id.get("id")) for key, job_id in jobs.items() if ARRAY.fullmatch(str(job_id.get("id")))}
+        if not (asked := {key: array for key, array in asked.items() if jobs[key] == self._job_id(array, key)}):
+            return {}
+        rows = commands.list_jobs(f"--jobs={','.join(sorted(set(asked.values())))}")
+        listed = {(row.array, row.task): row for row in rows}
+        found = {}
+        for key, array in asked.items():
+            row = listed.get((array, key.rank))
+            if row is None or _runs(row, key):
+                self._keys[array, key.rank] = key
+                found[key] = _state_of(row)
+        return found
+
+    def logs(self, job_id: JobId, n_lines: int) -> str:
+        return self.open_log(job_id).tail(n_lines)
+
+    def open_log(self, job_id: JobId) -> FileLog:
+        """Return the file that Slurm writes. Where it is comes from the key: a record names no file that is read."""
+        key = self._keys.get((job_id["id"], job_id["task"]))
+        log = FileLog(Path(os.devnull) if key is None else self._log_of(key))
+        log.may_lag = True  # a file system between shows what another machine wrote late
+        return log
+
+    def stop(self, job_id: JobId) -> None:
+        self._check_cluster(job_id)
+        commands.cancel(job_id["id"], job_id["task"])
+
+    def describe(self, job: Job) -> dict[str, Any]:
+        secrets = dict.fromkeys((*job.secret_names, *job.credentials), MASK)
+        command = shlex.join(shortened(job.command))
+        env = {**masked(job.env), **secrets}
+        return {"name": job.key.name, "command": self._request([job]), "runs": command, "env": env}
+
+    def risks(self) -> Iterator[tuple[str, str]]:
+        if "job_env" in commands.configuration("AccountingStoreFlags").split(","):
+            yield STORES_ENV, "Use a directory that all nodes share, or credentials that are found on the nodes."
+
+    @functools.cached_property
+    def _cluster(self) -> str:
+        return commands.configuration("ClusterName")
+
+    def _check_cluster(self, job_id: JobId) -> None:
+        """Refuse a job of another cluster: its number may be that of a job of this one, or of none."""
+        if (named := job_id.get("cluster")) != self._cluster:
+            raise JobServiceError(
+                f"The job runs on the cluster {str(named)[:100]!r}; Slurm's commands here ask {self._cluster!r}.",
+                "rejected",
+            )
+
+    def _noted(self, array: str, key: JobKey) -> JobId:
+        self._keys[array, key.rank] = key
+        return self._job_id(array, key)
+
+    def _job_id(self, array: str, key: JobKey) -> JobId:
+        return {"id": array, "task": key.rank, "cluster": self._cluster}
+
+    def _log_of(self, key: JobKey) -> Path:
+        """Return the file of a job's log, in the layout of local logs."""
+        place = Path(key.run_id, "spares" if key.is_spare else "replicas", f"{key.rank:04d}", str(key.attempt))
+        return Path(self.log_dir or state_dir()).absolute() / place / "output.log"
+
+    def _request(self, jobs: Sequence[Job]) -> list[str]:
+        job, ranks = jobs[0], ",".join(str(job.key.rank) for job in jobs)
+        log = self._log_of(job.key)
+        output = f"{str(log.parents[2]).replace('%', '%%')}/%4a/{log.parent.name}/{log.name}"
+        return [
+            *("sbatch", "--parsable", *self._sizes(job.gpu, job.limit_s), f"--job-name={job.key.group}"),
+            *(f"--array={ranks}", "--no-requeue", "--open-mode=append", f"--output={output}", "--chdir=/"),
+            "--export=ALL",
+        ]
+
+    def _sizes(self, gpu: str | None, limit_s: int | None) -> list[str]:
+        given = {
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "cpus-per-task": self.cpus,
+            "mem": self.memory_mb,
+            "gres": None if gpu is None else commands.gres_of(gpu),
+            "time": None if limit_s is None else math.ceil(limit_s / 60),
+        }
+        sizes = [f"--{name}={value}" for name, value in given.items() if value is not None]
+        return [*self.sbatch, *sizes, "--nodes=1", "--ntasks=1"]
+
+
+class SlurmExecutor(JobExecutor):
+    """Runs replicas as jobs of a Slurm cluster.
+
+    Args:
+        partition: where to run. None: as $SBATCH_PARTITION or the cluster says, and so on for the next ones.
+        account: who pays.
+        qos: the quality of service.
+        cpus: cores of each replica.
+        memory_mb: memory of each replica, in MiB.
+        sbatch: more options of `sbatch`, each as one word, as in ("--constraint=a100", "--exclude=n7").
+        python: the Python that replicas start with, on the nodes. None: this one's path.
+        pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
+        log_dir: a folder that the nodes share with this machine, for logs. None: the directory of runs, in the home.
+
+    Raises:
+        MissingDependencyError: Slurm's commands are not installed here.
+        ValueError: an option of `sbatch` that is set by `replicas` itself.
+    """
+
+    backend_name = "slurm"
+    recordable_options = SlurmJobs.recordable_options()
+    supports_inter_replica_network = True
+    needs_shared_rendezvous = False
+    default_timeout_s = None
+
+    @options_of(SlurmJobs)
+    def __init__(self, service: SlurmJobs) -> None:
+        super().__init__(service)
+
+
+def _runs(row: commands.Row, key: JobKey) -> bool:
+    return row.name == key.group and row.task == key.rank
+
+
+def _state_of(row: commands.Row | None) -> JobState:
+    # A task of an array that is cancelled before it starts is forgotten at once.
+    return JobState(True, "lost") if row is None else row.job_state

@@ -1,0 +1,24 @@
+"""Kubernetes keeps the contract of the calls: at a stand-in made from the client's models."""
+
+from __future__ import annotations
+
+import pytest
+from servers.kubernetes.server import ApiServer
+
+from executors import KubernetesExecutor
+from executors.backends.jobs.service import JobId, JobService
+from executors.testing import JobServiceContract
+
+
+class TestKubernetesJobs(JobServiceContract):
+    @pytest.fixture
+    def service(self, k8s: ApiServer) -> JobService:
+        k8s.cluster.kubelet.grace_s = 0.1
+        self.server = k8s
+        return KubernetesExecutor().service
+
+    def another(self, service: JobService) -> JobService:
+        return KubernetesExecutor(**service.options).service
+
+    def unknown(self, service: JobService) -> JobId:
+        return {"job": "never-was-a0-r0", "namespace": "team", "index": 0, "server": self.server.url}

@@ -1,0 +1,377 @@
+"""The calls to Kubernetes at a stand-in made from the client's models: Secrets, errors, queues, and what ends a pod."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from servers.kubernetes.server import ApiServer
+
+from executors import attach, launch
+from executors.backends.jobs.service import ForeignJobError, Job, JobKey, JobServiceError, JobState
+from executors.backends.kubernetes import KubernetesJobs
+from executors.errors import BackendError, LaunchError
+from executors.resume import resume
+from executors.testing import eventually
+
+SLEEP = "echo hanging; exec sleep 600"
+
+
+@pytest.fixture
+def service(k8s: ApiServer) -> KubernetesJobs:
+    k8s.cluster.kubelet.grace_s = 0.1
+    return KubernetesJobs()
+
+
+def job(script: str = "true", rank: int = 0, **more: Any) -> Job:
+    usual: dict[str, Any] = {"env": {"MINE": "my-own-value"}, "credentials": {"KEY": "hush"}, "limit_s": 300, **more}
+    return Job(JobKey("s3://bucket/runs", "otter", rank, 1), ("sh", "-c", script), (), **usual)
+
+
+def state(service: KubernetesJobs, job_id: dict[str, Any]) -> JobState:
+    """Wait for the end of a job."""
+    eventually(lambda: service.state(job_id).has_ended)
+    return service.state(job_id)
+
+
+def started(service: KubernetesJobs, *jobs: Job) -> list[dict[str, Any]]:
+    """Start a group, and wait until each says a line."""
+    ids = service.start_jobs(jobs)
+    for job_id in ids:
+        eventually(lambda job_id=job_id: service.logs(job_id, 1) == "hanging\n")  # type: ignore[misc]
+    return ids
+
+
+# Secrets
+
+
+def test_a_secret_goes_with_its_job_and_the_job_shows_no_value_of_it(k8s: ApiServer, service: KubernetesJobs) -> None:
+    (job_id,) = service.start_jobs([job("echo $MINE $KEY", env={"MINE": "x $(KEY) $$"})])
+    assert state(service, job_id) == JobState(True, None, 0)
+    assert service.logs(job_id, 5) == "x $(KEY) $$ hush\n"
+    assert not any(
+        "hush" in str(body) or "$(KEY)" in str(body) for route, body in k8s.bodies if route != "create_secret"
+    )
+    (made,) = k8s.cluster.secrets.values()
+    assert made["metadata"]["ownerReferences"][0]["name"] == made["metadata"]["name"] == job_id["job"]
+    k8s.cluster.delete_job(job_id["job"])
+    assert not k8s.cluster.secrets
+    assert service.state(job_id) == JobState(True, "lost")
+
+
+def test_a_secret_goes_when_its_job_does_after_its_time(k8s: ApiServer) -> None:
+    service = KubernetesJobs(keep_s=1)
+    (job_id,) = service.start_jobs([job()])
+    k8s.until(lambda: not k8s.cluster.jobs and not k8s.cluster.secrets and not k8s.cluster.pods)
+    assert service.state(job_id) == JobState(True, "lost")
+
+
+@pytest.mark.parametrize("after_applying", [False, True])
+@pytest.mark.parametrize("status", [500, 0])
+@pytest.mark.parametrize("route", ["create_job", "create_secret"])
+def test_a_lost_answer_leaves_one_job_that_has_its_secret(
+    k8s: ApiServer, service: KubernetesJobs, route: str, status: int, after_applying: bool
+) -> None:
+    jobs = [job("echo $KEY", rank) for rank in (0, 3)]
+    k8s.fail(route, status, after_applying=after_applying)
+    with pytest.raises(JobServiceError) as raised:
+        service.start_jobs(jobs)
+    assert raised.value.kind == "unknown"
+    found = [service.find(each.key) for each in jobs]
+    if route == "create_job" and not after_applying:
+        assert found == [[], []]
+        assert not k8s.cluster.secrets
+    else:  # whoever finds the Job has given it its Secret
+        assert len(k8s.cluster.jobs) == len(k8s.cluster.secrets) == 1
+    ids = service.start_jobs(jobs)
+    assert [each for each in found if each] in ([], [[ids[0]], [ids[1]]])
+    assert [state(service, job_id).exit_code for job_id in ids] == [0, 0]
+    assert [service.logs(job_id, 5) for job_id in ids] == ["hush\n", "hush\n"]
+    assert len(k8s.cluster.jobs) == len(k8s.cluster.secrets) == 1
+
+
+def test_a_job_whose_secret_is_refused_is_deleted(k8s: ApiServer, service: KubernetesJobs) -> None:
+    k8s.fail("create_secret", 403)
+    with pytest.raises(JobServiceError, match="as the test asked") as raised:
+        service.start_jobs([job()])
+    assert raised.value.kind == "rejected"
+    assert not k8s.cluster.jobs
+    assert not k8s.cluster.secrets
+
+
+def test_pods_wait_for_a_secret_whose_launcher_died_and_nothing_of_it_is_left(
+    k8s: ApiServer, service: KubernetesJobs
+) -> None:
+    k8s.fail("create_secret", 500)
+    with contextlib.suppress(JobServiceError):
+        service.start_jobs([job()])
+    assert not k8s.cluster.secrets
+    other = KubernetesJobs()  # which has no value for it
+    (job_id,) = other.find(job().key)
+    eventually(lambda: "secret" in other.state(job_id).message)
+    assert other.state(job_id).message == f'CreateContainerConfigError: secret "{job_id["job"]}" not found'
+    other.stop(job_id)
+    assert state(other, job_id) == JobState(True, "cancelled")
+
+
+def test_a_job_of_that_name_that_is_another_is_left_alone(k8s: ApiServer, service: KubernetesJobs) -> None:
+    (job_id,) = started(service, job(SLEEP))
+    with pytest.raises(JobServiceError, match="already exists"):
+        service.start_jobs([job(SLEEP), job(SLEEP, 5)])
+    assert not service.state(job_id).has_ended
+    assert service.start_jobs([job(SLEEP)]) == [job_id]
+
+
+# Before a launch
+
+
+def test_an_account_that_may_not_do_what_is_needed_is_refused_by_name(k8s: ApiServer, service: KubernetesJobs) -> None:
+    service.check_account(None, None, ())
+    assert k8s.count("dry_run") == 1
+    assert not k8s.cluster.jobs
+    k8s.denied = {("create", "secrets"), ("get", "pods/log")}
+    with pytest.raises(BackendError, match="does not let you create secrets, get pods/log in the namespace 'team'"):
+        service.check_account(None, None, ())
+
+
+def test_what_cannot_run_is_refused_before_a_launch(k8s: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendError, match="has no Secret 'NOT_THERE'"):
+        KubernetesJobs(secrets=["NOT_THERE"]).check_account(None, None, ())
+    k8s.fail("read_secret", 403)
+    KubernetesJobs(secrets=["unreadable"]).check_account(None, None, ())
+    with pytest.raises(JobServiceError, match=r"resources\.requests\[cpu\]: Invalid value"):
+        KubernetesJobs(cpu=-1).check_account(None, None, ())
+    with pytest.raises(ValueError, match="which nodes have a H100"):
+        KubernetesJobs().check_account("H100:2", None, ())
+    k8s.cluster.drops = {"backoffLimitPerIndex"}
+    with pytest.raises(BackendError, match=r"is too old: 1\.33 or later"):
+        KubernetesJobs().check_account(None, None, ())
+    k8s.write_kubeconfig("another-token")
+    with pytest.raises(JobServiceError, match=r"Unauthorized \(HTTP 401\)\. .*kubectl auth can-i"):
+        KubernetesJobs().check_account(None, None, ())
+    with pytest.raises(BackendError, match=r"finds no cluster: .*no-such-context.*--option context=NAME"):
+        KubernetesJobs(context="no-such-context").check_account(None, None, ())
+    monkeypatch.setenv("KUBECONFIG", "/nonexistent")
+    with pytest.raises(BackendError, match=r"finds no cluster: .*Set KUBECONFIG"):
+        KubernetesJobs().check_account(None, None, ())
+
+
+# Errors
+
+READS: list[Callable[[KubernetesJobs, dict[str, Any]], Any]] = [
+    lambda service, job_id: service.state(job_id),
+    lambda service, job_id: service.states({job().key: job_id}),
+    lambda service, job_id: service.logs(job_id, 5),
+    lambda service, job_id: service.stop(job_id),
+]
+
+
+@pytest.mark.parametrize(
+    ("status", "of_reads", "of_a_create"),
+    [
+        (400, "rejected", "rejected"),
+        (401, "rejected", "rejected"),
+        (403, "rejected", "rejected"),
+        (422, "rejected", "rejected"),
+        (429, "unavailable", "unavailable"),
+        (500, "unavailable", "unknown"),
+        (503, "unavailable", "unknown"),
+        (0, "unavailable", "unknown"),
+    ],
+)
+def test_each_error_is_of_its_kind(
+    k8s: ApiServer, service: KubernetesJobs, status: int, of_reads: str, of_a_create: str
+) -> None:
+    (job_id,) = service.start_jobs([job()])
+    for read in READS:
+        k8s.fail("list_pods", status, retry_after="7")
+        with pytest.raises(JobServiceError) as raised:
+            read(service, job_id)
+        assert raised.value.kind == of_reads
+        assert raised.value.retry_after_s == (7.0 if status else 0.0)
+    k8s.fail("create_job", status)
+    with pytest.raises(JobServiceError) as raised:
+        service.start_jobs([job(rank=1)])
+    assert raised.value.kind == of_a_create
+
+
+def test_a_server_that_cannot_be_reached_is_unavailable_and_nothing_is_asked_twice(k8s: ApiServer) -> None:
+    service = KubernetesJobs(context="nowhere")
+    calls: list[Callable[[], Any]] = [lambda: service.start_jobs([job()]), lambda: service.find(job().key)]
+    for call in calls:
+        with pytest.raises(JobServiceError, match="Kubernetes cannot be reached") as raised:
+            call()
+        assert raised.value.kind == "unavailable"
+    assert k8s.requests == []
+    k8s.fail("list_jobs", 0, times=2)
+    with pytest.raises(JobServiceError):
+        KubernetesJobs().find(job().key)
+    assert k8s.requests == ["list_jobs"]
+
+
+def test_a_job_of_another_cluster_is_not_called_lost(k8s: ApiServer, service: KubernetesJobs) -> None:
+    elsewhere = {"job": "otter-a0-r0", "namespace": "team", "index": 0, "server": "https://10.0.0.1:6443"}
+    for call in (lambda: service.state(elsewhere), lambda: service.verify(elsewhere, job().key)):
+        with pytest.raises(
+            JobServiceError, match=r"it was launched at https://10\.0\.0\.1:6443\. .*context=NAME"
+        ) as raised:
+            call()
+        assert raised.value.kind == "rejected"
+        assert not isinstance(raised.value, ForeignJobError)
+    (job_id,) = service.start_jobs([job()])
+    by_another_name = {**job_id, "server": "https://10.96.0.1:443"}  # as a pod knows it
+    assert service.verify(by_another_name, job().key) == by_another_name
+    assert service.states({job().key: by_another_name}).keys() == {job().key}
+
+
+# What is shown
+
+
+def test_a_run_is_told_from_one_list_and_64_ranks_are_found_by_one(k8s: ApiServer, service: KubernetesJobs) -> None:
+    k8s.cluster.kubelet.room = 0
+    jobs = [job(rank=rank) for rank in range(64)]
+    ids = service.start_jobs(jobs)
+    named = {each.key: job_id for each, job_id in zip(jobs, ids, strict=True)}
+    before = len(k8s.requests)
+    states = KubernetesJobs().states(named)
+    assert k8s.requests[before:] == ["list_pods"]
+    assert set(states.values()) == {
+        JobState(False, message="Unschedulable: 0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
+    }
+    assert [service.find(each.key) for each in jobs] == [[job_id] for job_id in ids]
+    assert k8s.requests[before:] == ["list_pods", "list_jobs"]
+
+
+def test_ranks_that_start_together_end_each_by_itself(k8s: ApiServer, service: KubernetesJobs) -> None:
+    """Of one Job: a success, a failure, a kill for memory, an eviction, a drained node, a limit, and one that stays."""
+    scripts = ["true", "exit 7", *[SLEEP] * 5]
+    jobs = [job(script, rank) for rank, script in enumerate(scripts)]
+    ids = service.start_jobs([replace(each, command=(*each.command[:2], script_of(scripts)), env={}) for each in jobs])
+    for job_id in ids[2:]:
+        eventually(lambda job_id=job_id: service.logs(job_id, 1) == "hanging\n")  # type: ignore[misc]
+    pods = [k8s.pod(job_id["job"], job_id["index"]).name for job_id in ids if not service.state(job_id).has_ended]
+    k8s.cluster.kill(pods[0], "OOMKilled")
+    k8s.cluster.evict(pods[1])
+    k8s.cluster.drain(pods[2])
+    k8s.cluster.limit_pod(pods[3], 1)
+    ends = [state(service, job_id) for job_id in ids[:-1]]
+    drained = (ends[4].reason, None)
+    assert drained[0] in ("lost", "preempted"), "as it was seen while it ended, or not"
+    assert [(each.reason, each.exit_code) for each in ends] == [
+        (None, 0),
+        (None, 7),
+        ("oom", 137),
+        ("preempted", 143),
+        drained,
+        ("timeout", 143),
+    ]
+    assert not service.state(ids[-1]).has_ended, "none of them ends another"
+    assert service.states({jobs[-1].key: ids[-1]}) == {jobs[-1].key: JobState(False)}
+    service.stop(ids[-1])
+    assert state(service, ids[-1]).has_ended
+    k8s.until(lambda: k8s.cluster.jobs[ids[0]["job"]]["status"]["conditions"][0]["reason"] == "FailedIndexes")
+
+
+def test_a_pod_that_was_seen_being_evicted_was_preempted(k8s: ApiServer, service: KubernetesJobs) -> None:
+    k8s.cluster.kubelet.grace_s = 30.0
+    (job_id,) = started(service, job("trap '' TERM; echo hanging; while :; do sleep 0.1; done"))
+    pod = k8s.pod(job_id["job"], 0)
+    k8s.cluster.drain(pod.name)
+    told = {job().key: job_id}
+    assert service.states(told) == {job().key: JobState(False, message="EvictionByEvictionAPI: Eviction API: evicting")}
+    k8s.cluster.kill(pod.name)
+    k8s.until(lambda: not k8s.cluster.pods)
+    preempted = JobState(True, "preempted", None, "EvictionByEvictionAPI: Eviction API: evicting")
+    assert service.states(told) == {job().key: preempted}
+    assert service.state(job_id) == preempted
+    assert KubernetesJobs().state(job_id) == JobState(True, "lost", None, "its pod was deleted")
+
+
+def script_of(scripts: list[str]) -> str:
+    return "case $JOB_COMPLETION_INDEX in " + " ".join(f"{n}) {script};;" for n, script in enumerate(scripts)) + " esac"
+
+
+def test_a_log_is_handed_on_as_it_was_written(k8s: ApiServer, service: KubernetesJobs) -> None:
+    (job_id,) = service.start_jobs([job("""echo '{"loss": 1.50}'; echo 12""")])
+    state(service, job_id)
+    assert service.logs(job_id, 2) == '{"loss": 1.50}\n12\n'
+    assert service.logs(job_id, 1) == "12\n"
+
+
+# Ending
+
+
+def test_a_pod_that_is_stopped_keeps_its_log_and_one_that_waits_is_deleted(
+    k8s: ApiServer, service: KubernetesJobs
+) -> None:
+    k8s.cluster.kubelet.room = 1
+    ids = service.start_jobs([job(SLEEP, rank) for rank in (0, 1)])
+    eventually(lambda: "hanging\n" in [service.logs(job_id, 1) for job_id in ids])
+    running, pending = sorted(ids, key=lambda job_id: bool(service.state(job_id).message))
+    service.stop(pending)
+    assert state(service, pending) == JobState(True, "cancelled")
+    assert k8s.count("delete_pod") == 1
+    service.stop(running)
+    assert state(service, running).reason == "timeout", "which the cancel marker explains"
+    assert service.logs(running, 1) == "hanging\n"
+    for job_id in ids:
+        service.stop(job_id)
+    assert (k8s.count("delete_pod"), k8s.count("patch_pod"), k8s.count("delete_job")) == (1, 1, 0)
+
+
+def test_a_job_in_a_queue_is_deleted_once_all_its_ranks_are_stopped(k8s: ApiServer) -> None:
+    service = KubernetesJobs(queue="team")
+    jobs = [job(SLEEP, rank) for rank in (0, 1)]
+    ids = service.start_jobs(jobs)
+    assert service.state(ids[0]) == JobState(False, message="suspended, as in a queue")
+    service.stop(ids[0])
+    assert k8s.cluster.jobs
+    service.stop(ids[1])
+    assert not k8s.cluster.jobs
+    assert not k8s.cluster.secrets
+    assert {service.state(job_id) for job_id in ids} == {JobState(True, "cancelled")}
+    assert KubernetesJobs().state(ids[0]) == JobState(True, "lost")
+
+
+def test_a_queue_takes_pods_back_and_lets_them_come_again(k8s: ApiServer) -> None:
+    service = KubernetesJobs(queue="team")
+    (job_id,) = service.start_jobs([job(SLEEP)])
+    for _ in range(2):
+        k8s.cluster.suspend(job_id["job"], is_suspended=False)
+        eventually(lambda: service.logs(job_id, 1) == "hanging\n")
+        k8s.cluster.suspend(job_id["job"], is_suspended=True)
+        k8s.until(lambda: not k8s.cluster.pods)
+        assert service.state(job_id) == JobState(False, message="suspended, as in a queue")
+    service.stop(job_id)
+
+
+# As a run
+
+
+def test_a_launch_that_the_server_refuses_leaves_nothing(k8s: ApiServer, quick_tries: None) -> None:
+    k8s.fail("create_job", 422, times=1)
+    with pytest.raises((LaunchError, BackendError), match="as the test asked"):
+        launch("k8s", "job.py:main", 2)
+    k8s.fail("create_secret", 403)
+    with pytest.raises(LaunchError, match="as the test asked"):
+        launch("k8s", "job.py:main", 2)
+    assert not k8s.cluster.jobs
+    assert not k8s.cluster.secrets
+
+
+def test_ranks_are_resumed_as_one_more_job(k8s: ApiServer) -> None:
+    run = launch("k8s", "job.py:fail", 3, args={"ranks": [0, 2]}, env={"MINE": "my-own-value"}, run_id="otter")
+    assert run.wait(60)
+    (first,) = k8s.cluster.jobs
+    again = resume(attach("otter"), env={"MINE": "another-value"})
+    assert again.wait(60)
+    assert [outcome.attempt for outcome in again.outcomes()] == [1, 0, 1]
+    (second,) = k8s.cluster.jobs.keys() - {first}
+    assert second == f"{first.removesuffix('-a0-r0')}-a1-r0"
+    assert [again.handle(rank).metadata["job"]["index"] for rank in range(3)] == [0, 1, 1]
+    k8s.until(lambda: k8s.cluster.jobs[second]["status"].get("failedIndexes") == "0-1")
+    assert k8s.cluster.secrets.keys() == {first, second}
+    assert "my-own-value" not in str(k8s.cluster.jobs)

@@ -1,0 +1,240 @@
+"""Pods as a kubelet runs them: each a local process, with what Kubernetes says of it."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import re
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from servers.isolation.process import IsolatedProcess, container_environment
+from servers.isolation.python import shared_python
+
+IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z0-9_.-]+)\)")
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def expanded(text: str, variables: Mapping[str, str]) -> str:
+    """Replace `$(NAME)` of variables that there are, and `$$` by `$`, as Kubernetes does in commands and values."""
+    return REFERENCE.sub(lambda m: "$" if m[0] == "$$" else variables.get(m[1], m[0]), text)
+
+
+@dataclass(eq=False)
+class Pod:
+    """A pod: `wire` is what the API shows, the rest is the kubelet's."""
+
+    wire: dict[str, Any]
+    lines: list[str] = field(default_factory=list)
+    process: IsolatedProcess | None = None
+    code: int | None = None
+    ending: tuple[str, str] | None = None
+    """Reason and message of the end that the kubelet or the control plane brings."""
+    killed_for: str = ""
+
+    @property
+    def name(self) -> str:
+        return str(self.wire["metadata"]["name"])
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return self.wire["status"]  # type: ignore[no-any-return]
+
+    @property
+    def is_over(self) -> bool:
+        return self.status["phase"] in ("Succeeded", "Failed")
+
+    @property
+    def is_deleted(self) -> bool:
+        return "deletionTimestamp" in self.wire["metadata"]
+
+    def condition(self, kind: str, status: str, reason: str = "", message: str = "") -> None:
+        """Set a condition."""
+        others = [each for each in self.status.get("conditions", []) if each["type"] != kind]
+        self.status["conditions"] = [*others, {"type": kind, "status": status, "reason": reason, "message": message}]
+
+    def container(self, state: str, **more: Any) -> None:
+        """Say what the container does."""
+        image = self.wire["spec"]["containers"][0]["image"]
+        row = {"name": "replica", "image": image, "imageID": "", "ready": state == "running", "restartCount": 0}
+        self.status["containerStatuses"] = [{**row, "state": {state: more}}]
+
+
+class Kubelet:
+    """Runs pods. `changed` guards them and is notified when one changes.
+
+    Args:
+        secret: returns a Secret by its name, or None.
+        on_end: called, under the lock, when a pod has ended.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        changed: threading.Condition,
+        secret: Callable[[str], dict[str, Any] | None],
+        on_end: Callable[[Pod], None],
+    ) -> None:
+        self.changed = changed
+        self.grace_s = 1.0
+        """The longest grace, whatever a pod asks for."""
+        self.room: int | None = None
+        """How many pods have a node; None: all. More wait, `Unschedulable`."""
+        self.broken: dict[str, tuple[str, str]] = {}
+        """By image: reason and message of containers that cannot be made."""
+        self.is_closing = False
+        self._folder = folder
+        self._secret = secret
+        self._on_end = on_end
+        self._threads: list[threading.Thread] = []
+        self._running: set[str] = set()
+
+    def start(self, pod: Pod) -> None:
+        pod.wire["status"] = {"phase": "Pending"}
+        thread = threading.Thread(target=self._run, args=(pod,), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def close(self) -> None:
+        with self.changed:
+            self.is_closing = True
+            self.changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, pod: Pod) -> None:
+        with self.changed:
+            if self._has_node(pod) and (variables := self._made(pod)) is not None:
+                self._launch(pod, variables)
+                self._wait(pod)
+            else:
+                self._end(pod, None)
+            return
+
+    def _must_end(self, pod: Pod) -> bool:
+        return self.is_closing or pod.is_deleted or pod.ending is not None
+
+    def _has_node(self, pod: Pod) -> bool:
+        """Wait for a node."""
+
+        def is_there() -> bool:
+            return self._must_end(pod) or self.room is None or len(self._running) < self.room
+
+        if not is_there():
+            message = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
+            pod.condition("PodScheduled", "False", "Unschedulable", message)
+            self.changed.wait_for(is_there)
+        if self._must_end(pod):
+            return False
+        self._running.add(pod.name)
+        pod.condition("PodScheduled", "True")
+        pod.status["startTime"] = now()
+        return True
+
+    def _made(self, pod: Pod) -> dict[str, str] | None:
+        """Wait until the container can be made; return its variables, or None for a pod that was ended before."""
+        container = pod.wire["spec"]["containers"][0]
+
+        def problem() -> tuple[str, str] | None:
+            missing = [name for name in names if self._secret(name) is None]
+            missing_secret = ("CreateContainerConfigError", f'secret "{missing[0]}" not found') if missing else None
+            return self.broken.get(container["image"]) or missing_secret
+
+        names = [source["secretRef"]["name"] for source in container.get("envFrom", ())]
+        while found := problem():
+            pod.container("waiting", reason=found[0], message=found[1])
+            self.changed.wait_for(lambda found=found: self._must_end(pod) or problem() != found)  # type: ignore[misc]
+            if self._must_end(pod):
+                return None
+        variables: dict[str, str] = {}
+        for name in names:
+            data = (self._secret(name) or {}).get("data", {})
+            values = {key: base64.b64decode(value).decode() for key, value in data.items()}
+            variables |= {
+                key: value for key, value in values.items() if IDENTIFIER.fullmatch(key)
+            }  # others are left out
+        for each in container.get("env", ()):
+            variables[each["name"]] = expanded(each.get("value", ""), variables)
+        return variables
+
+    def _launch(self, pod: Pod, variables: dict[str, str]) -> None:
+        container, directory = pod.wire["spec"]["containers"][0], self._folder / pod.name
+        usual = {
+            **container_environment(shared_python(), directory),
+            "HOSTNAME": pod.name,
+            "KUBERNETES_SERVICE_HOST": "-",
+        }
+
+        def keep(line: str) -> None:
+            with self.changed:
+                pod.lines.append(line)
+
+        command = [expanded(word, variables) for word in container["command"]]
+        pod.process = process = IsolatedProcess(command, {**usual, **variables}, directory, on_line=keep)
+        pod.status["phase"] = "Running"
+        pod.container("running", startedAt=now())
+        self.changed.notify_all()
+
+        def follow() -> None:
+            code = process.wait()
+            with self.changed:
+                pod.code = code
+                self.changed.notify_all()
+
+        thread = threading.Thread(target=follow, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _wait(self, pod: Pod) -> None:
+        """Wait for the end of a pod's process, and end it where it must end."""
+        assert pod.process is not None
+        began = datetime.now(UTC)
+
+        def stirs(limit_s: int | None) -> bool:
+            is_less = pod.wire["spec"].get("activeDeadlineSeconds") != limit_s
+            return pod.code is not None or self._must_end(pod) or is_less
+
+        while pod.code is None and not self._must_end(pod):
+            limit_s = pod.wire["spec"].get("activeDeadlineSeconds")  # which may have been lowered meanwhile
+            left_s = None if limit_s is None else limit_s - (datetime.now(UTC) - began).total_seconds()
+            if left_s is not None and left_s <= 0:
+                pod.ending = ("DeadlineExceeded", "Pod was active on the node longer than the specified deadline")
+            else:
+                self.changed.wait_for(functools.partial(stirs, limit_s), left_s)
+        if pod.code is None:
+            asked_s = pod.wire["spec"].get("terminationGracePeriodSeconds", 30)
+            pod.process.terminate()
+            self.changed.wait_for(lambda: pod.code is not None or self.is_closing, min(asked_s, self.grace_s))
+            if pod.code is None:
+                pod.process.kill()
+                self.changed.wait_for(lambda: pod.code is not None)
+        self._end(pod, pod.code)
+
+    def _end(self, pod: Pod, code: int | None) -> None:
+        """Say how a pod has ended. One that was deleted before it ran has failed, too: its Job waits for that."""
+        self._running.discard(pod.name)
+        if code is not None:
+            reason = pod.killed_for or ("Completed" if code == 0 else "Error")
+            pod.container(
+                "terminated", exitCode=code, reason=reason, message="\n".join(pod.lines[-80:]), finishedAt=now()
+            )
+        is_fine = code == 0 and pod.ending is None
+        pod.status["phase"] = "Succeeded" if is_fine else "Failed"
+        if pod.ending:
+            pod.status["reason"], pod.status["message"] = pod.ending
+        if not self.is_closing:
+            self._on_end(pod)
+        self.changed.notify_all()
+
+
+def random_suffix() -> str:
+    return "".join(secrets.choice("bcdfghjklmnpqrstvwxz2456789") for _ in range(5))

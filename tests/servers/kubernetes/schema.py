@@ -1,0 +1,45 @@
+"""What is wrong with a body by the official client's models: `openapi_types` and `attribute_map` of each.
+
+That is the published schema. What the types do not say is in `rules`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from kubernetes import client
+
+PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "datetime": str, "object": object, "bytes": str}
+INSIDE = re.compile(r"(?:List\[(?P<item>.+)\]|Dict\[str, (?P<value>.+)\])")
+
+
+def problems(value: Any, kind: str, path: str = "") -> Iterator[str]:
+    """Walk through a JSON value; give each unknown field, wrong type and missing field with its path."""
+    if inside := INSIDE.fullmatch(kind):
+        expected = list if inside["item"] else dict
+        if not isinstance(value, expected):
+            yield f"{path}: Invalid value: expected {expected.__name__}, got {type(value).__name__}"
+            return
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from problems(each, inside["item"] or inside["value"], f"{path}[{name}]")
+    elif kind in PLAIN:
+        if not isinstance(value, PLAIN[kind]) or (kind in ("int", "float") and isinstance(value, bool)):  # type: ignore[arg-type]
+            yield f"{path}: Invalid value: expected {kind}, got {type(value).__name__}"
+    elif not isinstance(value, dict):
+        yield f"{path}: Invalid value: expected {kind}, got {type(value).__name__}"
+    else:
+        yield from _of_model(value, getattr(client, kind), path)
+
+
+def _of_model(value: dict[str, Any], model: Any, path: str) -> Iterator[str]:
+    attributes = {name: attribute for attribute, name in model.attribute_map.items()}
+    for name in value.keys() - attributes.keys():
+        yield f'unknown field "{path}.{name}"'.replace('".', '"')
+    for name, attribute in attributes.items():
+        place = f"{path}.{name}".lstrip(".")
+        if value.get(name) is not None:
+            yield from problems(value[name], model.openapi_types[attribute], place)
+        elif model.model_fields[attribute].is_required():
+            yield f"{place}: Required value"

@@ -1,0 +1,326 @@
+"""A Kubernetes API server on loopback, for the real `kubernetes` client: what Jobs need, and nothing else.
+
+    with api_server() as server:
+        os.environ["KUBECONFIG"] = server.kubeconfig
+
+Every body is held against the client's own models (`schema`) and against the rules of batch/v1 (`rules`). It proves
+requests against the published schema, and nothing about a real server. Pods really run, as local processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import re
+import secrets
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from servers.kubernetes.cluster import Cluster, Conflict
+from servers.kubernetes.pods import Pod
+from servers.kubernetes.rules import wrong_with_job, wrong_with_secret
+from servers.kubernetes.schema import problems
+
+NAMESPACE = "team"
+CORE, BATCH = "/api/v1/namespaces/team", "/apis/batch/v1/namespaces/team"
+ROUTES = {
+    "review": ("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"),
+    "create_job": ("POST", f"{BATCH}/jobs"),
+    "list_jobs": ("GET", f"{BATCH}/jobs"),
+    "read_job": ("GET", f"{BATCH}/jobs/(?P<name>[^/]+)"),
+    "delete_job": ("DELETE", f"{BATCH}/jobs/(?P<name>[^/]+)"),
+    "create_secret": ("POST", f"{CORE}/secrets"),
+    "read_secret": ("GET", f"{CORE}/secrets/(?P<name>[^/]+)"),
+    "replace_secret": ("PUT", f"{CORE}/secrets/(?P<name>[^/]+)"),
+    "list_pods": ("GET", f"{CORE}/pods"),
+    "log": ("GET", f"{CORE}/pods/(?P<name>[^/]+)/log"),
+    "delete_pod": ("DELETE", f"{CORE}/pods/(?P<name>[^/]+)"),
+    "patch_pod": ("PATCH", f"{CORE}/pods/(?P<name>[^/]+)"),
+}
+REASONS = {
+    400: "BadRequest",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "NotFound",
+    409: "AlreadyExists",
+    422: "Invalid",
+}
+
+
+class Refusal(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass
+class Fault:
+    """What becomes of the next requests for a route: an error status, or the connection is reset (0)."""
+
+    status: int
+    times: int
+    after_applying: bool
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class ApiServer:
+    """The server, as tests see it.
+
+    `requests` has the route of every request so far, `complaints` what was asked for and is not here.
+    """
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="kubernetes-"))
+        self.cluster = Cluster(self.folder)
+        self.token = secrets.token_hex(16)
+        self.requests: list[str] = []
+        self.bodies: list[tuple[str, Any]] = []
+        self.complaints: list[str] = []
+        self.denied: set[tuple[str, str]] = set()
+        """Verb and resource of what this account may not do."""
+        self._faults: dict[str, list[Fault]] = {}
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
+        self.kubeconfig = str(self.folder / "kubeconfig")
+        self.write_kubeconfig(self.token)
+
+    def write_kubeconfig(self, token: str) -> None:
+        contexts = [
+            {"name": name, "context": {"cluster": name, "user": "ada", "namespace": NAMESPACE}}
+            for name in ("here", "nowhere")
+        ]
+        servers = {"here": self.url, "nowhere": "http://127.0.0.1:9"}
+        document = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "here",
+            "contexts": contexts,
+            "clusters": [{"name": name, "cluster": {"server": server}} for name, server in servers.items()],
+            "users": [{"name": "ada", "user": {"token": token}}],
+        }
+        Path(self.kubeconfig).write_text(json.dumps(document))
+
+    def fail(
+        self, route: str, status: int = 500, *, times: int = 1, after_applying: bool = False, **headers: str
+    ) -> None:
+        """Answer the next requests for a route with an error, or not at all (0).
+
+        Args:
+            after_applying: do what was asked first, so that only the answer is lost.
+            headers: more headers of the answer, as in `retry_after="7"`.
+        """
+        assert route in (*ROUTES, "dry_run")
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self._faults.setdefault(route, []).append(Fault(status, times, after_applying, named))
+
+    def forgive(self) -> None:
+        self._faults.clear()
+
+    def count(self, route: str) -> int:
+        return self.requests.count(route)
+
+    def pod(self, job: str, index: int) -> Pod:
+        """Return the newest pod of an index of a Job."""
+        named = f"{job}-{index}-"
+        return [pod for pod in list(self.cluster.pods.values()) if pod.name.startswith(named)][-1]
+
+    def until(self, ready: Callable[[], object], timeout_s: float = 60.0) -> None:
+        """Wait until something is so in the cluster."""
+        with self.cluster.changed:
+            assert self.cluster.changed.wait_for(ready, timeout_s), f"it was not so within {timeout_s} s"
+
+    def close(self) -> None:
+        self.cluster.close()
+        self._http.shutdown()
+        self._http.server_close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def take(self, route: str) -> Fault | None:
+        for fault in self._faults.get(route, []):
+            if fault.times > 0:
+                fault.times -= 1
+                return fault
+        return None
+
+    def apply(self, route: str, name: str, query: Mapping[str, str], body: Any) -> Any:
+        """Do what a request asks for. Raises: Refusal."""
+        try:
+            return getattr(self, f"_{route}")(name, query, body)
+        except KeyError:
+            raise Refusal(404, f'"{name}" not found') from None
+        except Conflict as conflict:
+            raise Refusal(409, str(conflict)) from None
+
+    def _check(
+        self, body: Any, kind: str, rules: Callable[[Any], Iterator[str]], query: Mapping[str, str] | None = None
+    ) -> None:
+        if query is not None and query.get("fieldValidation") not in ("Strict", None):
+            self.complaints.append(f"fieldValidation={query['fieldValidation']}")
+        found = list(problems(body, kind)) or list(rules(body))
+        if found:
+            raise Refusal(422, f"{kind.removeprefix('V1')} is invalid: {'; '.join(found)}")
+
+    def _review(self, name: str, query: Mapping[str, str], body: Any) -> Any:
+        self._check(body, "V1SelfSubjectAccessReview", lambda _: iter(()))
+        asked = body["spec"]["resourceAttributes"]
+        resource = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
+        return {**body, "status": {"allowed": (asked["verb"], resource) not in self.denied}}
+
+    def _create_job(self, name: str, query: Mapping[str, str], body: Any) -> Any:
+        self._check(body, "V1Job", wrong_with_job, query)
+        return self.cluster.create_job(body, is_dry=query.get("dryRun") == "All")
+
+    def _list_jobs(self, name: str, query: Mapping[str, str], body: Any) -> Any:
+        return self._listed("JobList", "batch/v1", list(self.cluster.jobs.values()), query)
+
+    def _read_job(self, name: str, query: Mapping[str, str], body: Any) -> Any:
+        return copy.deepcopy(self.cluster.jobs[name])
+
+    def _delete_job(self, name: str, query: Mapping[str, str], body: Any) -> Any:
+        if not self.cluster.delete_job(name):
+            raise KeyError(name)
+        return {"kind": "Status", "status": "Success"}
+
+    def _create_secret(self, name: str, query: Mapping[str, str], body: Any) -> Any:
+        self._check(body, "V1Secret", wrong_with_secret)
+        return self.cluster.put_secret(body)
+
+    def _replace_secret(self, name: str, query: Mapping[str, str], body: Any) -> Any:
+        self._check(body, "V1Secret", wrong_with_secret)
+        return self.cluster.put_secret(body, replaces=bool(self.cluster.secrets[name]))
+
+    def _read_secret(self, name: str, query: Mapping[str, str], body: Any) -> Any:
+        return copy.deepcopy(self.cluster.secrets[name])
+
+    def _list_pods(self, name: str, query: Mapping[str, str], body: Any) -> Any:
+        return self._listed("PodList", "v1", [pod.wire for pod in list(self.cluster.pods.values())], query)
+
+    def _log(self, name: str, query: Mapping[str, str], body: Any) -> Any:
+        pod = self.cluster.pods[name]
+        if pod.process is None:
+            raise Refusal(400, f'container "replica" in pod "{name}" is waiting to start: ContainerCreating')
+        lines = list(pod.lines)[-int(query["tailLines"]) :]
+        return "".join(f"{line}\n" for line in lines).encode()
+
+    def _delete_pod(self, name: str, query: Mapping[str, str], body: Any) -> Any:
+        wire = copy.deepcopy(self.cluster.pods[name].wire)
+        self.cluster.delete_pod(name)
+        return wire
+
+    def _patch_pod(self, name: str, query: Mapping[str, str], body: Any) -> Any:
+        pod, limit_s = self.cluster.pods[name], body.get("spec", {}).get("activeDeadlineSeconds")
+        if body != {"spec": {"activeDeadlineSeconds": limit_s}} or type(limit_s) is not int:
+            raise Refusal(422, "Forbidden: pod updates may not change fields other than spec.activeDeadlineSeconds")
+        if not 0 < limit_s <= pod.wire["spec"].get("activeDeadlineSeconds", limit_s):
+            raise Refusal(422, "spec.activeDeadlineSeconds: must be less than or equal to the value before")
+        self.cluster.limit_pod(name, limit_s)
+        return copy.deepcopy(pod.wire)
+
+    def _listed(self, kind: str, version: str, items: list[Any], query: Mapping[str, str]) -> Any:
+        wanted = dict(part.split("=", 1) for part in query.get("labelSelector", "").split(",") if part)
+        with self.cluster.changed:
+            found = [item for item in items if wanted.items() <= item["metadata"].get("labels", {}).items()]
+            return {"apiVersion": version, "kind": kind, "metadata": {}, "items": copy.deepcopy(found)}
+
+
+def _route_of(command: str, path: str) -> tuple[str, re.Match[str] | None]:
+    for route, (method, pattern) in ROUTES.items():
+        if method == command and (match := re.fullmatch(pattern, path)):
+            return route, match
+    return "", None
+
+
+def _handler_of(api: ApiServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def answer(self) -> None:
+            place = urlsplit(self.path)
+            query = {name: values[0] for name, values in parse_qs(place.query).items()}
+            text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            route, match = _route_of(self.command, place.path)
+            if match is None:
+                if "/namespaces/" in place.path and not place.path.startswith((CORE, BATCH)):
+                    self.send(403, _status(403, "forbidden: no such namespace for this account"))
+                    return
+                api.complaints.append(f"no such route: {self.command} {self.path}")
+                self.send(404, _status(404, "the server could not find the requested resource"))
+                return
+            name, body = match.groupdict().get("name", ""), json.loads(text or b"null")
+            shown = "dry_run" if "dryRun" in query else route
+            api.requests.append(shown)
+            api.bodies.append((shown, body))
+            fault = api.take(shown)
+            if fault is None or fault.after_applying:
+                try:
+                    if self.headers.get("Authorization") != f"Bearer {api.token}":
+                        raise Refusal(401, "Unauthorized")
+                    found = api.apply(route, name, query, body)
+                except Refusal as refusal:
+                    self.send(refusal.status, _status(refusal.status, str(refusal)))
+                    return
+                if fault is None:
+                    self.send(200, found)
+                    return
+            if fault.status:
+                self.send(fault.status, _status(fault.status, "as the test asked"), fault.headers)
+            else:
+                self.close_connection = True
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.close()
+
+        do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = answer
+
+        def send(self, status: int, found: Any, headers: Mapping[str, str] | None = None) -> None:
+            data = found if isinstance(found, bytes) else json.dumps(found).encode()
+            kind = "text/plain" if isinstance(found, bytes) else "application/json"
+            self.send_response(status)
+            for each, value in {"Content-Type": kind, "Content-Length": str(len(data)), **(headers or {})}.items():
+                self.send_header(each, value)
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    return Handler
+
+
+def _status(code: int, message: str) -> dict[str, Any]:
+    reason = REASONS.get(code, "InternalError")
+    return {
+        "apiVersion": "v1",
+        "kind": "Status",
+        "status": "Failure",
+        "reason": reason,
+        "message": message,
+        "code": code,
+    }
+
+
+@contextlib.contextmanager
+def api_server() -> Iterator[ApiServer]:
+    """Start a server on a free port of loopback; stop it, and every pod, with the block.
+
+    Raises:
+        AssertionError: at the end, when the server was asked for what it does not have.
+    """
+    server = ApiServer()
+    try:
+        yield server
+    finally:
+        server.close()
+    assert not server.complaints, "\n".join(server.complaints)

@@ -1,0 +1,76 @@
+"""Each rule of rounds by the clock undone in turn: schedules with replicas of unlike speeds must notice."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from diloco.rendezvous.participant import Participant
+from diloco.rendezvous.phase import Phase
+from simulation.invariants import Violation
+from simulation.plan import Plan
+from simulation.simulation import Simulation
+from simulation.test_mutants import BROKEN, Patch, replaced, wrapped
+
+
+def count_steps(step_made: Any, self: Phase) -> None:
+    step_made(self)
+    self.since = self._steps / 4
+
+
+def count_the_steps_since_the_look(self: Phase, n_entries: int, looked_step: int, looked_s: float) -> None:
+    self._advance(n_entries)
+    self.go_on(self.n_steps - looked_step)
+
+
+def count_time_at_the_end_of_a_plan(self: Phase, from_s: float) -> None:
+    self._counts_from_s = from_s
+    self.since = min(0.0, (self._clock() - from_s) / (self._plan.entry_s or 1.0))
+
+
+def forget_when_it_was_had(met: Any, self: Phase, n_entries: int, landed_s: float) -> None:
+    met(self, n_entries, -1e9)
+
+
+MUTANTS: dict[str, tuple[Patch, int]] = {
+    "rounds are due by steps": (wrapped(Phase, "step_made", count_steps), 1),
+    "all work weighs the same": (replaced(Participant, "_weight_of", lambda self, fragment: self._weight()), 0),
+    "steps since a look count as entries": (replaced(Phase, "caught_up", count_the_steps_since_the_look), 9),
+    "a last round waits for its time": (replaced(Phase, "_count_from", count_time_at_the_end_of_a_plan), 10),
+    "what was had late does not put off the next round": (wrapped(Phase, "met", forget_when_it_was_had), 108),
+    "nobody waits for the slowest one's step": (replaced(Phase, "apart_s", lambda self, phase_s: 0.0), 1),
+    "an overlap is told whole": (
+        replaced(Phase, "ahead_s", lambda self, entry: 0.0 if self._plan.is_final(entry) else self._overlap_s),
+        199,
+    ),
+}
+"""And the seed of a schedule that shows each; should it no longer do so, others do."""
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_undoing_a_rule_of_the_clock_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, shown_by = MUTANTS[mutant]
+    patch(monkeypatch)
+    found = first_violation(shown_by)
+    assert found, f"150 schedules did not notice that {mutant}."
+    assert not BROKEN.search(found), f"not the rule, the mutant is broken: {found}"
+
+
+def clocked(seed: int) -> Plan:
+    return Plan.phased(seed).beside(random.Random(f"sides {seed}")).by_the_clock()
+
+
+def first_violation(shown_by: int) -> str:
+    for seed in (shown_by, *range(150)):
+        try:
+            Simulation(clocked(seed), is_traced=False).run()
+        except Violation as violation:
+            return f"{seed}: {violation}"
+    return ""
+
+
+def test_without_a_mutant_replicas_of_unlike_speeds_are_in_every_round() -> None:
+    for seed in (*range(8), 199):
+        Simulation(clocked(seed)).run()

@@ -1,0 +1,145 @@
+"""What is made of the answers of Slurm's commands, and which are given. No cluster is asked here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from executors.backends.jobs.service import JobServiceError, JobState
+from executors.backends.slurm_commands import Row, ask, cancel, check_options, environment, gres_of, list_jobs
+from executors.errors import MissingDependencyError
+
+
+@pytest.fixture
+def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the commands: what a file there prints on stderr, a command fails with."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for name in ("sbatch", "squeue", "scancel"):
+        script = tmp_path / name
+        script.write_text(f"#!/bin/sh\ncat {tmp_path}/said\ncat {tmp_path}/failed >&2\nexit $(cat {tmp_path}/code)\n")
+        script.chmod(0o755)
+    for name, text in (("said", ""), ("failed", ""), ("code", "0")):
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("row", "state"),
+    [
+        ("PENDING|Priority|0", JobState(False, message="pending: Priority")),
+        ("RUNNING|None|0", JobState(False)),
+        ("CONFIGURING|None|0", JobState(False, message="CONFIGURING")),
+        ("COMPLETING|None|0", JobState(False, message="COMPLETING")),
+        ("SOMETHING_NEW|None|0", JobState(False, message="SOMETHING_NEW")),
+        ("COMPLETED|None|0", JobState(True, None, 0, "COMPLETED")),
+        ("FAILED|NonZeroExitCode|1792", JobState(True, None, 7, "FAILED (NonZeroExitCode)")),
+        ("FAILED|None|9", JobState(True, None, 137, "FAILED")),
+        ("FAILED|None|", JobState(True, None, None, "FAILED")),
+        ("CANCELLED|None|15", JobState(True, "cancelled", None, "CANCELLED")),
+        ("TIMEOUT|TimeLimit|0", JobState(True, "timeout", None, "TIMEOUT (TimeLimit)")),
+        ("DEADLINE|None|0", JobState(True, "timeout", None, "DEADLINE")),
+        ("OUT_OF_MEMORY|OutOfMemory|125", JobState(True, "oom", None, "OUT_OF_MEMORY (OutOfMemory)")),
+        ("PREEMPTED|None|15", JobState(True, "preempted", None, "PREEMPTED")),
+        ("NODE_FAIL|NodeDown|1", JobState(True, "lost", None, "NODE_FAIL (NodeDown)")),
+        ("BOOT_FAIL|None|1", JobState(True, "start_failed", None, "BOOT_FAIL")),
+    ],
+)
+def test_each_state_of_a_job_is_told_in_our_words(answer: Path, row: str, state: JobState) -> None:
+    (answer / "said").write_text(f"184|3|{row}|otter-a0|\n185|N/A|RUNNING|None|0|not an array|\n")
+    (found,) = list_jobs("--jobs=184")
+    assert (found.array, found.task, found.name) == ("184", 3, "otter-a0")
+    assert found.job_state == state
+
+
+@pytest.mark.parametrize(
+    ("failed", "of_sbatch", "of_others", "words"),
+    [
+        ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
+         "unavailable", "unavailable", "Slurm: Unable to contact slurm controller (connect failure)."),
+        ("error: slurm_persist_conn_open: Connection refused", "unavailable", "unavailable", "Connection refused"),
+        ("sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying", "unavailable", "unavailable",
+         "temporarily unable"),
+        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", "unknown",
+         "unavailable", "Slurm: Socket timed out on send/recv operation."),
+        ("sbatch: error: invalid partition specified: x\nallocation failure: Invalid partition name specified",
+         "rejected", "rejected", "Slurm: invalid partition specified: x; Invalid partition name specified."),
+        ("", "rejected", "rejected", "Slurm: sbatch ended with 1."),
+    ],
+)  # fmt: skip
+def test_each_kind_of_failure_is_told_apart(
+    answer: Path, failed: str, of_sbatch: str, of_others: str, words: str
+) -> None:
+    (answer / "failed").write_text(failed)
+    (answer / "code").write_text("1")
+    for may_have_acted, kind in ((True, of_sbatch), (False, of_others)):
+        with pytest.raises(JobServiceError) as caught:
+            ask("sbatch", may_have_acted=may_have_acted)
+        assert caught.value.kind == kind
+        assert words in str(caught.value)
+
+
+def test_a_command_that_was_killed_or_gives_no_answer_may_have_acted(
+    answer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (answer / "sbatch").write_text("#!/bin/sh\nkill -9 $$\n")
+    (answer / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr("executors.backends.slurm_commands.CALL_LIMIT_S", 0.2)
+    for command in ("sbatch", "squeue"):
+        for may_have_acted, kind in ((True, "unknown"), (False, "unavailable")):
+            with pytest.raises(JobServiceError) as caught:
+                ask(command, may_have_acted=may_have_acted)
+            assert caught.value.kind == kind, command
+
+
+def test_a_job_that_is_not_known_is_none_and_is_no_error_to_end(answer: Path) -> None:
+    (answer / "code").write_text("1")
+    for failed in ("slurm_load_jobs error: Invalid job id specified", "scancel: error: Invalid job id 184_3"):
+        (answer / "failed").write_text(failed)
+        assert list_jobs("--jobs=184_3") == []
+        cancel("184", 3)
+    (answer / "failed").write_text("scancel: error: Kill job error on job id 184: Access/permission denied")
+    with pytest.raises(JobServiceError, match="permission denied"):
+        cancel("184", 3)
+
+
+def test_without_slurm_it_is_said_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingDependencyError, match="no 'sbatch' on the PATH"):
+        ask("sbatch")
+    from executors import SlurmExecutor
+
+    with pytest.raises(MissingDependencyError, match="such as a login node"):
+        SlurmExecutor()
+
+
+def test_nothing_of_a_surrounding_job_and_no_default_of_a_command_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped = ("SLURM_JOB_ID", "SLURM_NTASKS", "SQUEUE_STATES", "SCANCEL_INTERACTIVE", "SBATCH_WAIT", "REPLICA_RANK")
+    kept = ("SLURM_CONF", "SLURM_JWT", "SBATCH_PARTITION", "REPLICAS_RENDEZVOUS", "MINE")
+    for name in (*dropped, *kept):
+        monkeypatch.setenv(name, "x")
+    found = environment()
+    assert [name for name in dropped if name in found] == []
+    assert [name for name in kept if name not in found] == []
+
+
+def test_options_that_are_set_here_are_refused_by_name_also_abbreviated() -> None:
+    for option in ("--requeue", "--array=0-3", "--arr=1", "-a1", "-a", "--time=5", "-t5", "--wrap=true", "-Jme", "-W"):
+        with pytest.raises(ValueError, match=r"is set by `replicas` itself, got '-"):
+            check_options([option])
+    for option in ("job.sh", "", "--", "-"):
+        with pytest.raises(ValueError, match="Write each as one word"):
+            check_options([option])
+    check_options(["--exclude=n3", "--time-min=1", "-Cgpu", "--exclusive", "--mem-per-cpu=5"])
+
+
+def test_gpus_are_written_as_slurm_names_them() -> None:
+    assert [gres_of(gpu) for gpu in ("H100:2", "a100", "2")] == ["gpu:h100:2", "gpu:a100", "gpu:2"]
+    for gpu in ("", "H100:", "H100,license:1", "H100:two", "-x"):
+        with pytest.raises(ValueError, match=f"got gpu='{gpu}'"):
+            gres_of(gpu)
+
+
+def test_a_row_of_another_shape_is_left_out(answer: Path) -> None:
+    (answer / "said").write_text("\n184|3|RUNNING\n184|x|RUNNING|None|0|otter|\n184|3|RUNNING|None|0|otter|\n")
+    assert list_jobs() == [Row("184", 3, "RUNNING", "None", "0", "otter")]
