@@ -130,8 +130,8 @@ class Replica:
         """Return this replica's share of a data set: every `world_size`th item, or for `datasets` what that splits.
 
         No two of the ranks that were launched have an item in common, and no item is left out; the longest share has
-                one item more than the shortest. A replica that was added, or joined later, has a rank beyond these: it gets one
-                share of `rank + 1`: its items are others', too.
+        one item more than the shortest. A replica that was added or joined later, whose rank is beyond these, gets one
+        share of `rank + 1`: its items are others', too.
 
         Args:
             dataset: of `datasets` (by its `split_dataset_by_node`); a sequence, an array or a table; anything with
