@@ -103,7 +103,7 @@ class Note(Record):
     executor_options: Mapping[str, Any] = checked(json_object, {})
     """What its executor was made with."""
     more_options: Mapping[str, Any] = checked(json_object, {})
-    """The same of the others of a run on several backends: by backend, or by the nonce of what was added here."""
+    """The same of the others of a run on several backends: by backend, or by the name of what was added here."""
     secrets: tuple[str, ...] = checked(list_of(text()), ())
 
     @property
@@ -138,13 +138,13 @@ def _of_json(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if is_json(value)}
 
 
-def remember_added(run_id: str, store_url: str, nonce: str, options: Mapping[str, Any]) -> None:
-    """Note what the executor of replicas was made with that were added from here."""
+def remember_added(run_id: str, store_url: str, name: str, options: Mapping[str, Any]) -> None:
+    """Note under the name of an addition that it was made here, and what its executor was made with."""
     known = locate(run_id)
     if known is not None and not _is_same_place(known, store_url):
         return  # the folder of this id is of another run
     note = _find_note(run_id) or Note(store_url)
-    more = {**note.more_options, nonce: options}
+    more = {**note.more_options, name: options}
     remember(run_id, store_url, note.task_digest, note.executor_options, note.secrets, more)
 
 

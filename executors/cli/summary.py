@@ -40,11 +40,13 @@ def heading(run: Run, timeout_s: float | None = None) -> str:
     """
     n = len(run.ranks)
     replicas = "1 replica" if n == 1 else f"{n} replicas"
-    limit = name_limit(run.record.timeout_s if timeout_s is None else timeout_s)
+    limit = f", {name_limit(run.record.timeout_s if timeout_s is None else timeout_s)}"
+    if run.record.others and timeout_s is None:  # each backend has its own
+        limit = ""
     chaos = "".join(f", chaos {one_line(spec)}" for spec in run.record.chaos)
     signed = f", signed (key {run.record.key_id})" * run.record.signed
     what = one_line(shown(run.record.entrypoint))
-    return f"{run.run_id}: {replicas} of {what} on {run.backend}, {limit}{chaos}{signed}"
+    return f"{run.run_id}: {replicas} of {what} on {run.backend}{limit}{chaos}{signed}"
 
 
 def reference(run: Run) -> str:

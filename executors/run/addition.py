@@ -21,7 +21,7 @@ from executors.run_index import remember_added
 from executors.store.records import exists
 from executors.store.url import directory_of
 from executors.supervision.decisions import DecisionLog, barred_by
-from executors.supervision.lease import LeaseHolder, hold_lease
+from executors.supervision.lease import LeaseHolder
 from executors.supervision.orders import order_resume
 from executors.task.added import take_ranks
 from executors.task.record import MAX_WORLD_SIZE, Placement
@@ -81,12 +81,17 @@ def add_replicas(
     while len(ranks) < asked.n:
         added = take_ranks(run.store, run.run_id, run.world_size, asked.n - len(ranks), place)
         with contextlib.suppress(StoreError):  # without a place for notes, a resume names these ranks
-            remember_added(run.run_id, run.store.url, added.nonce, options_to_note(native)[0])
+            remember_added(run.run_id, run.store.url, added.name, options_to_note(native)[0])
         run.fleet.add(added, native)
         # A joiner may have claimed one just before: it has it then.
         ranks += [rank for rank in added.ranks if not Attempt(run.store, run.run_id, rank).has("started.json")]
     spec = replace(recipe.spec, ranks=tuple(ranks), min_replicas=None, lease_s=None if asked.detach else native.lease_s)
-    recipe, lease = replace(recipe, spec=spec), hold_lease(run.store, spec)
+    # What each is started with, also again, its placement says.
+    recipe = replace(recipe, spec=spec, limits={"gpu": None, "timeout": None})
+    lease = None
+    if spec.lease_s is not None:  # beside that of the launch, if it has one
+        lease = LeaseHolder(run.store, run.run_id, is_second=True)
+        lease.start()
     if is_barred:
         log = DecisionLog(run.store, run.run_id)
         order_resume(log, dict.fromkeys(ranks, 0), len(log.read()))

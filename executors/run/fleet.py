@@ -46,7 +46,7 @@ class Fleet:
         record: returns the run's record.
         given: the executors, or the names or classes of some, that a person gave, each for its backend.
         options: what this machine noted of the options of a placement's executor, by its backend if it is of the
-            launch, else by its nonce; None: nothing.
+            launch, else by `Added.name`; None: nothing.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class Fleet:
         for added in read_added(self._store, self._run_id, self._record().world_size, self._additions):
             self._additions.append(added)
             if added is not None:
-                self._added.append(self._site(added, added.nonce))
+                self._added.append(self._site(added, added.name))
 
     def add(self, added: Added, executor: NativeExecutor) -> None:
         """Note which executor this process itself adds ranks with."""
-        self._own[added.nonce] = executor
+        self._own[added.name] = executor
         self.read_added()
 
     def site(self, rank: int) -> Site:
@@ -123,7 +123,7 @@ class Fleet:
         machine: else whoever can write to a bucket could have jobs started on the account of whoever watches the run.
         """
         place = self.site(rank).placement
-        is_ours = not isinstance(place, Added) or place.nonce in self._own or self._options(place.nonce) is not None
+        is_ours = not isinstance(place, Added) or place.name in self._own or self._options(place.name) is not None
         return is_ours or rank in self.named or self.trusts_store
 
     @property
@@ -147,7 +147,7 @@ class Fleet:
             site.executor, KeepsOptions
         ):
             return {name for name, value in site.executor.options_to_keep.items() if is_given(value)}
-        return self._options(place.nonce if isinstance(place, Added) else place.backend) or ()
+        return self._options(place.name if isinstance(place, Added) else place.backend) or ()
 
     @property
     def _at(self) -> Mapping[int, Site]:

@@ -55,6 +55,7 @@ def recipe_of(
         BackendError: the backend cannot start single ranks.
     """
     launched = task.launched_with
+    run.fleet.read_added()
     places = [site.placement for site in run.fleet.sites]
     missing = sorted({name for place in places for name in place.env} - set(env or {}))
     if missing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
@@ -256,8 +256,13 @@ class SpreadExecutor:
         return self._of(handle).stream_logs(handle, n_lines=n_lines)
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """End a replica."""
-        self._of(handle).cancel(handle)
+        """End a replica; where its backend is not to be had, its supervisor is left the marker."""
+        try:
+            executor = self._of(handle)
+        except BackendError:
+            Attempt.named_by(handle, handle.backend_name).newest().request_cancel()
+            return
+        executor.cancel(handle)
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Wait for the replicas' outcomes, and return them in the order of `handles`."""
@@ -314,9 +319,9 @@ class SpreadExecutor:
         found: dict[int, T] = {}
         for site, indexes in groups.items():
             try:
-                answers: Iterator[T] = iter(ask(site.native, [replicas[index] for index in indexes]))
+                answers = list(ask(site.native, [replicas[index] for index in indexes]))
             except BackendError as error:
-                answers = (instead(error) for _ in indexes)
+                answers = [instead(error) for _ in indexes]
             found |= dict(zip(indexes, answers, strict=True))
         return [found[index] for index in range(len(replicas))]
 

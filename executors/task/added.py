@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
@@ -36,6 +37,11 @@ class Added(AddedRanks, Placement):
 
     added_at: float = checked(number(LONG_AGO, FAR_AHEAD), 0.0)
     added_by: str = checked(text(1000), "")
+
+    @property
+    def name(self) -> str:
+        """What this machine notes it under: another record of the same ranks, or nonce, has another name."""
+        return f"added:{hashlib.sha256(to_bytes(asdict(self))).hexdigest()}"
 
 
 def read_added(store: Store, run_id: str, world_size: int, known: Sequence[Added | None]) -> Iterator[Added | None]:
@@ -79,8 +85,9 @@ def take_ranks(store: Store, run_id: str, world_size: int, n: int, placement: Pl
         store.put_if_absent(key, to_bytes(asdict(mine)))
         # What stands decides: an answer may be lost, and another machine may have added ranks meanwhile.
         try:
-            if read_record(store, key, Added.parse).nonce == mine.nonce:
-                return mine
+            standing = read_record(store, key, Added.parse)
+            if standing.nonce == mine.nonce:
+                return standing
         except CorruptObjectError:
             continue
 

@@ -144,16 +144,24 @@ def test_another_machine_adds_with_the_digest_and_starts_again_what_it_is_told_t
     assert not exists(run.store, added_key("otter", 0))
     assert there.add(FakeExecutor(), 1, task_digest=digest, env={"WORD": "y"}, detach=True) == [1]
     come(folder, "1-0")
-    machines.end(machines.job_of(there, 1))
     there.cancel(0)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "third"))
+    backend_unknown_here = attach(run.url)
+    assert states(backend_unknown_here)[1] == (1, "fake", "running")
+    assert "no installed package registers" in backend_unknown_here.status().replicas[1].note
     third = attach(run.url, executor=FakeExecutor())
+    machines.end(machines.job_of(third, 1))
     eventually(lambda: third.status().is_terminal, "both have ended")
     known: Any = {"task_digest": digest, "env": {"WORD": "z"}, "detach": True}
     resume(third, **known)
     assert "rank 1 on fake: added elsewhere" in capsys.readouterr().err
     come(folder, "0-1")
-    resume(third, ranks=[1], **known)
+    forged = added_key("otter", 1)
+    run.store.put(forged, bytes(run.store.get(added_key("otter", 0))).replace(b"[1]", b"[7]"))
+    third.fleet.read_added()
+    assert (there.fleet.may_start(1), third.fleet.may_start(1), third.fleet.may_start(7)) == (True, False, False)
+    run.store.delete(forged)
+    resume(attach(run.url, executor=FakeExecutor()), ranks=[1], **known)
     come(folder, "1-1")
     (folder / "go").touch()
     assert attach(run.url, executor=FakeExecutor()).results() == [[0, 1], [1, 1]]
