@@ -88,13 +88,13 @@ def test_a_resume_after_a_cancel_starts_what_it_names_and_nothing_else(failed: R
     assert [outcome.status for outcome in failed.outcomes()] == ["failed", "succeeded"]
     assert ran(tmp_path) == ["1-1"]
     failed.cancel(0)
-    assert kinds(failed) == [("cancel", None, {}), ("resume", None, {1: 1})]
+    assert kinds(failed) == [("cancel", None, {}), ("resume", None, {1: 1}), ("cancel", 0, {})]
 
 
 def test_cancelling_one_rank_bars_that_one_alone(failed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed.cancel(1)
     failed.cancel(1)
-    assert kinds(failed) == [("cancel", 1, {})]
+    assert kinds(failed) == [("cancel", 1, {})] * 2, "a resume may have come between that this process has not seen"
 
 
 def test_a_run_that_has_succeeded_is_not_written_to(tmp_path: Path) -> None:
