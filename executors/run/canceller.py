@@ -15,7 +15,7 @@ from executors.status import ReplicaState
 from executors.store import Store
 from executors.store.parallel import in_parallel
 from executors.store.url import was_deleted
-from executors.supervision.decisions import DecisionLog
+from executors.supervision.decisions import DecisionLog, is_barred
 from executors.supervision.orders import order_cancel, order_stop
 
 
@@ -95,5 +95,7 @@ class Canceller:
             return states
         log = DecisionLog(self._store, self._run_id)
         with contextlib.suppress(CorruptObjectError):  # then nobody can read it, so nothing is started
-            order_cancel(log, ranks, why)
+            # A person's order is always added: a resume may have come since that this process has not seen.
+            if why == BY_USER or not all(is_barred(log.read(), state.rank) for state in states):
+                order_cancel(log, ranks, why)
         return observer.look(ranks)

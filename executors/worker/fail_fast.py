@@ -6,7 +6,7 @@ from executors.attempt import Attempt
 from executors.protocol import Outcome, ReplicaStatus
 from executors.status import FAILED_EARLY, is_failure
 from executors.store.inventory import Inventory
-from executors.supervision.decisions import DecisionLog
+from executors.supervision.decisions import DecisionLog, is_barred
 from executors.supervision.orders import order_cancel
 from executors.task.record import find_run_record
 
@@ -31,8 +31,10 @@ def end_others(failed: Attempt, outcome: Outcome, world_size: int) -> bool:
     if any("round" in beat.reported for beat in (attempt.beat() for attempt in living) if beat is not None):
         return False
     why = f"rank {failed.rank} {FAILED_EARLY}: {outcome.headline[:MAX_WHY]}"
-    order_cancel(DecisionLog(failed.store, failed.run_id), None, why)
-    for rank in found.ranks(world_size):
+    log, ranks = DecisionLog(failed.store, failed.run_id), found.ranks(world_size)
+    if not all(is_barred(log.read(), rank) for rank in ranks):  # another that failed has not done it
+        order_cancel(log, None, why)
+    for rank in ranks:
         peer = Attempt(failed.store, failed.run_id, rank, found.newest(rank))
         if rank != failed.rank and not found.has(rank, peer.number, "outcome"):
             peer.request_cancel(why)
