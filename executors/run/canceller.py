@@ -96,6 +96,7 @@ class Canceller:
         log = DecisionLog(self._store, self._run_id)
         with contextlib.suppress(CorruptObjectError):  # then nobody can read it, so nothing is started
             # A person's order is always added: a resume may have come since that this process has not seen.
-            if why == BY_USER or not all(is_barred(log.read(), state.rank) for state in states):
+            entries = log.read()  # once: each reading asks the store
+            if why == BY_USER or not all(is_barred(entries, state.rank) for state in states):
                 order_cancel(log, ranks, why)
         return observer.look(ranks)

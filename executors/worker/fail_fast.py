@@ -32,7 +32,8 @@ def end_others(failed: Attempt, outcome: Outcome, world_size: int) -> bool:
         return False
     why = f"rank {failed.rank} {FAILED_EARLY}: {outcome.headline[:MAX_WHY]}"
     log, ranks = DecisionLog(failed.store, failed.run_id), found.ranks(world_size)
-    if not all(is_barred(log.read(), rank) for rank in ranks):  # another that failed has not done it
+    entries = log.read()
+    if not all(is_barred(entries, rank) for rank in ranks):  # another that failed has not done it
         order_cancel(log, None, why)
     for rank in ranks:
         peer = Attempt(failed.store, failed.run_id, rank, found.newest(rank))
