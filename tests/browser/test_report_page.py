@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -74,6 +75,14 @@ class Shown:
         self.page.close()
 
 
+def until(tab: Any, predicate: str, given: Any = None) -> None:
+    """Wait as `wait_for_function` does, whose second look is an eval() in the page, which its policy forbids."""
+    deadline = monotonic() + 30
+    while not tab.evaluate(predicate, given):
+        assert monotonic() < deadline, predicate
+        tab.wait_for_timeout(20)
+
+
 @pytest.mark.parametrize("scene", SCENES)
 def test_a_page_draws_every_chart_fits_any_width_and_asks_for_nothing(
     browser: Any, files: Callable[[str], Path], scene: str
@@ -82,7 +91,7 @@ def test_a_page_draws_every_chart_fits_any_width_and_asks_for_nothing(
         for width, scheme, color in ((NARROW, "light", "rgb(255, 255, 255)"), (WIDE, "dark", "rgb(16, 21, 27)")):
             tab.set_viewport_size({"width": width, "height": 900})
             tab.emulate_media(color_scheme=scheme)
-            tab.wait_for_function(REDRAWN, arg=width)
+            until(tab, REDRAWN, width)
             canvases = tab.query_selector_all("canvas")
             assert len(canvases) == CHARTS[scene]
             assert not any(canvas.evaluate(BLANK) for canvas in canvases)
@@ -161,7 +170,7 @@ def test_any_reported_number_can_be_chosen_and_what_is_under_the_pointer_is_told
         tab.locator("svg.timeline").hover()
         assert "rank 2 at" in tab.locator(".lanes .tip").text_content()
         tab.set_viewport_size({"width": 700, "height": 900})
-        tab.wait_for_function("document.querySelector('figure.curves canvas').clientWidth < 700")
+        until(tab, "() => document.querySelector('figure.curves canvas').clientWidth < 700")
 
 
 def test_what_a_round_took_and_what_it_held_up_is_told_under_the_pointer(

@@ -202,9 +202,10 @@ def test_an_outcome_says_how_far_its_attempt_came_and_what_another_alike_has_in_
 def test_a_file_that_has_the_number_of_the_stacks_is_left_alone(tmp_path: Path) -> None:
     def close_all_and_open(replica: Replica) -> None:
         os.closerange(3, 1000)
-        files = [(tmp_path / str(number)).open("w") for number in range(20)]
         assert replica.page is not None
-        assert replica.page.stacks_file in [file.fileno() for file in files]
+        files = [(tmp_path / "0").open("w")]
+        while files[-1].fileno() < replica.page.stacks_file:
+            files.append((tmp_path / str(len(files))).open("w"))
         replica.report(step=0)
         HANGS["loop"]()
 
@@ -212,4 +213,4 @@ def test_a_file_that_has_the_number_of_the_stacks_is_left_alone(tmp_path: Path) 
     watch([rank])
     assert rank.exit_code == 3
     assert [finding.stacks for finding in rank.findings] == [None, None]
-    assert [file.read_text() for file in tmp_path.iterdir()] == [""] * 20
+    assert {file.read_text() for file in tmp_path.iterdir()} == {""}

@@ -166,7 +166,7 @@ def test_other_versions_than_the_launchers_are_told_before_the_entrypoint_is_loa
 ) -> None:
     workspace = write_files(tmp_path / "work space", loud_of_user="print('loaded')\ndef main(): ...")
     launchers = {"python_version": "3.99.1", "torch": "1.0.0"}
-    monkeypatch.setattr("executors.task.stored.versions_here", lambda: launchers)
+    monkeypatch.setattr("executors.task.create.versions_here", lambda: launchers)
     spec = ship(shared, workspace, "loud_of_user")
     code, out, _ = ended(cloud.start(spec))
     here = "{}.{}".format(*sys.version_info)

@@ -121,7 +121,7 @@ def test_a_record_that_was_changed_beside_its_task_is_refused(
     if trust != "kept":
         elsewhere()
     given: dict[str, Any] = {"carried": {"task_digest": run.record.task_digest}, "bucket": {"trust_bucket": True}}
-    monkeypatch.setattr("executors.run.traces.executor_of_record", None)  # no executor is even made
+    monkeypatch.setattr("executors.run.fleet.executor_of_record", None)  # no executor is even made
     launched = written(run)
     for name, value in ALTERED.items():
         run.store.put("otter/run.json", to_bytes({**launched, name: value}))
@@ -305,6 +305,7 @@ def test_this_machines_note_is_read_by_nobody_else(tmp_path: Path) -> None:
         "rendezvous": None,
         "task_digest": run.task_digest,
         "executor_options": PLAIN.options_to_keep,
+        "more_options": {},
         "secrets": [],
     }
     forget(folder_of_run("otter", run.store.url))

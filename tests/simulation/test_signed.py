@@ -36,6 +36,7 @@ KEY = b"the key of this run"
 STRANGER = proof_of(b"the key of somebody else")
 OBJECTS = re.compile(r"/(contribution|mean|seal|snapshot|part)/")
 STOPPED = re.compile(r": (Divergence|Contribution|Aborted|Corrupt|QuorumTimeout)\w*Error: |^I4|^I13")
+STEERED = re.compile(r"V8: |Violation: entry \d+: what rank \d+ is sealed with was never stored")
 SCHEDULES = 12
 
 
@@ -207,7 +208,7 @@ def test_a_signed_run_is_stopped_at_most() -> None:
         simulation.check()
         attacks += simulation.attacks
         adopted += sum(len(process.adopted_s) for process in simulation.processes)
-    assert min(attacks.values()) > 10 * SCHEDULES, attacks
+    assert min(attacks.values()) > 5 * SCHEDULES, attacks
     assert len(attacks) == 5
     assert adopted > 3 * SCHEDULES, "hardly a round came about, so nothing is shown"
 
@@ -227,7 +228,7 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_undoing_a_rule_of_signing_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*MUTANTS[mutant])
-    assert "V8: " in first_violation()
+    assert STEERED.search(first_violation())
 
 
 def first_violation() -> str:

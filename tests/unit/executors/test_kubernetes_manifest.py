@@ -16,7 +16,8 @@ from executors.backends.kubernetes import KubernetesJobs
 from executors.backends.kubernetes_manifest import name_of, secret_data
 from executors.backends.kubernetes_pods import index_of, indexes, ranks_of, state_of
 
-LONG_AGO, JUST_NOW = (datetime.now(UTC) - timedelta(seconds=s) for s in (400, 10))
+LONG_AGO = datetime.now(UTC) - timedelta(seconds=400)
+JUST_NOW = datetime.now(UTC) + timedelta(hours=1)  # when this module is loaded: its tests may run long after
 DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "evicting"}
 UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "Insufficient cpu"}
 
