@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from executors.attempt import Attempt, half_way
@@ -30,6 +31,7 @@ from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
 from executors.run.spread import SpreadExecutor, options_to_note
 from executors.run_index import NOTE, keep_key, local_store, locate, new_run_id, remember, state_path
+from executors.shipping.checkout import Checkout, look_at
 from executors.shipping.script_header import check_python, script_header, script_of
 from executors.store import Store, open_store
 from executors.store.records import exists
@@ -55,6 +57,8 @@ class LaunchPlan:
     executor: ServerlessExecutor
     run_id: str
     package: Package | None
+    checkout: Checkout
+    """What git says of the code that is launched."""
 
     def start(self, tell: Callable[[str], None] = lambda words: None) -> Run:
         """Write the run and start its replicas. If that fails half-way, the run is left cancelled, not waiting.
@@ -75,7 +79,7 @@ class LaunchPlan:
                 f"Run {self.run_id!r} exists at {known}. Look at it with executors.attach({self.run_id!r}) or "
                 f"`replicas status {self.run_id}`. Choose another run id, or `replicas rm {self.run_id}`."
             )
-        spec = create_run(request, self.run_id, store, _described(executor), self.package)
+        spec = create_run(request, self.run_id, store, _described(executor), self.package, code=self.checkout.about)
         lease = None
         try:
             options, more = options_to_note(executor)
@@ -146,7 +150,7 @@ class LaunchPlan:
             EntrypointError: the task cannot travel.
         """
         request, executor, url = self.request, self.executor, self._check_store()
-        new = plan_run(request, self.run_id, url, _described(executor), self.package)
+        new = plan_run(request, self.run_id, url, _described(executor), self.package, code=self.checkout.about)
         if isinstance(executor, NativeExecutor):
             requirements = () if self.package is None else self.package.requirements
             asked = executor.describe_launch(
@@ -214,21 +218,22 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
         )
     package = None
     args = request.args or {}
-    if native is not None:
-        native.warm_up()
-        for module in NEEDED_SOON:  # meanwhile another process warms up
-            importlib.import_module(module)
-        native.check_launch(
-            request.n, request.entrypoint, args, gpu=request.gpu, timeout=timeout, secrets=request.secrets
-        )
-        package = native.package(request.entrypoint)
-        if package is not None and rendezvous is None:  # for other machines, which see directories of this one
-            request = replace(request, rendezvous=default_rendezvous())
-        if package is not None and request.tracker is not None:
-            package = with_tracker(package, request.tracker)
-    elif isinstance(request.entrypoint, str):
-        check_entrypoint(request.entrypoint, split_rank_env(args)[0])
-    return LaunchPlan(request, executor, request.run_id or new_run_id(), package)
+    with look_at(Path.cwd()) as look:
+        if native is not None:
+            native.warm_up()
+            for module in NEEDED_SOON:  # meanwhile other processes warm up, and ask git
+                importlib.import_module(module)
+            native.check_launch(
+                request.n, request.entrypoint, args, gpu=request.gpu, timeout=timeout, secrets=request.secrets
+            )
+            package = native.package(request.entrypoint)
+            if package is not None and rendezvous is None:  # for other machines, which see directories of this one
+                request = replace(request, rendezvous=default_rendezvous())
+            if package is not None and request.tracker is not None:
+                package = with_tracker(package, request.tracker)
+        elif isinstance(request.entrypoint, str):
+            check_entrypoint(request.entrypoint, split_rank_env(args)[0])
+        return LaunchPlan(request, executor, request.run_id or new_run_id(), package, look.result())
 
 
 def _described(executor: ServerlessExecutor) -> dict[str, Any]:

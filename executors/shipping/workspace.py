@@ -20,7 +20,6 @@ import hashlib
 import io
 import os
 import stat
-import subprocess
 import tarfile
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
@@ -28,6 +27,7 @@ from pathlib import Path
 
 from executors.errors import EntrypointError
 from executors.native import Package
+from executors.shipping.checkout import Checkout, git
 
 WORKSPACE, PACKAGES = "workspace", "packages"  # the archive's two folders
 LIMIT_BYTES = 64 << 20
@@ -42,7 +42,6 @@ KEY_FILES = ("*.pem", "*.key")  # certificates are called so, too, and may be ne
 LARGEST_KEY_BYTES = 1 << 20
 KEY_MARK = b"PRIVATE KEY-----"
 LIST = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
-GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
 
 
 def snapshot_workspace(root: Path, *, limit_bytes: int = LIMIT_BYTES) -> Package:
@@ -56,7 +55,7 @@ def snapshot_workspace(root: Path, *, limit_bytes: int = LIMIT_BYTES) -> Package
     """
     root = root.resolve()
     left_out: list[str] = []
-    listed = _git(root, *LIST)
+    listed = git(root, *LIST)
     files = dict(sorted(_choose(root, listed, left_out)))
     sizes = {name: path.stat().st_size for name, path in files.items()}
     if (size_bytes := sum(sizes.values())) > limit_bytes:
@@ -74,15 +73,14 @@ def snapshot_workspace(root: Path, *, limit_bytes: int = LIMIT_BYTES) -> Package
         raise EntrypointError(
             f"The workspace {str(root)!r} cannot be packed: {error}. Make the file readable, or name it in .gitignore."
         ) from error
-    commit = _git(root, "rev-parse", "--verify", "--quiet", "HEAD") if listed else None
-    dirty = None if commit is None else bool(_git(root, "status", "--porcelain", "--", "."))
+    checkout = Checkout.of(root) if listed else Checkout()
     return Package(
         archive,
         hashlib.sha256(archive).hexdigest(),
         n_files=len(files),
         size_bytes=size_bytes,
-        commit=None if commit is None else commit.decode().strip(),
-        dirty=dirty,
+        commit=checkout.commit,
+        dirty=checkout.dirty,
         files=tuple(files),
         left_out=tuple(sorted(left_out)),
     )
@@ -122,7 +120,7 @@ def _names(root: Path, listed: bytes | None, left_out: list[str]) -> Iterator[st
         if path.is_symlink() or not path.is_dir():
             yield name
         elif (path / ".git").exists():  # a submodule, or a repository within this one
-            yield from (f"{name.rstrip('/')}/{inner}" for inner in _names(path, _git(path, *LIST), left_out))
+            yield from (f"{name.rstrip('/')}/{inner}" for inner in _names(path, git(path, *LIST), left_out))
         else:
             left_out.append(f"{name} (a submodule that is not checked out)")
 
@@ -140,26 +138,6 @@ def _walk(root: Path) -> Iterator[str]:
         for name in (*names, *links):
             if not name.startswith("."):
                 yield os.path.relpath(os.path.join(folder, name), root)
-
-
-def _git(root: Path, *command: str) -> bytes | None:
-    """Return what git says; None without git or a repository, or where there is no commit yet.
-
-    Raises:
-        EntrypointError: there is a repository, and git refuses: it belongs to somebody else, or is broken.
-    """
-    environment = {name: value for name, value in os.environ.items() if name not in GIT_VARIABLES}
-    environment.update(LC_ALL="C", GIT_OPTIONAL_LOCKS="0")
-    try:
-        done = subprocess.run(["git", *command], cwd=root, env=environment, capture_output=True, check=False)
-    except OSError:  # there is no git
-        return None
-    said = done.stderr.decode(errors="replace").strip()
-    if done.returncode == 0:
-        return done.stdout
-    if not said or "not a git repository" in said:
-        return None
-    raise EntrypointError(f"The workspace {str(root)!r} cannot be listed: git says: {said}")
 
 
 def _is_secret(name: str, path: Path) -> bool:

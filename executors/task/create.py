@@ -148,13 +148,20 @@ class NewRun:
 
 
 def plan_run(
-    request: LaunchRequest, run_id: str, store_url: str, executor: Mapping[str, Any], package: Package | None = None
+    request: LaunchRequest,
+    run_id: str,
+    store_url: str,
+    executor: Mapping[str, Any],
+    package: Package | None = None,
+    *,
+    code: Mapping[str, Any] | None = None,
 ) -> NewRun:
     """Compose a new run and its task, writing nothing.
 
     Args:
         executor: what its record says of the executor: at least the name of its `backend`.
         package: the code, for replicas on other machines.
+        code: what its record says of the code that does not travel.
 
     Raises:
         EntrypointError: the task cannot travel.
@@ -189,7 +196,7 @@ def plan_run(
         python=sys.version.split()[0],
         detach=request.detach,
         seed=request.seed,
-        code=None if package is None else package.about,
+        code=code if package is None else package.about,
         origins=request.origins,
     )
     written = {"run_id": check_run_id(run_id), **asdict(record)}
@@ -220,7 +227,13 @@ def plan_run(
 
 
 def create_run(
-    request: LaunchRequest, run_id: str, store: Store, executor: Mapping[str, Any], package: Package | None = None
+    request: LaunchRequest,
+    run_id: str,
+    store: Store,
+    executor: Mapping[str, Any],
+    package: Package | None = None,
+    *,
+    code: Mapping[str, Any] | None = None,
 ) -> RunSpec:
     """Write a new run and its task into the store. Takes what `plan_run` takes.
 
@@ -228,7 +241,7 @@ def create_run(
         RunExistsError: the id is taken; nothing was changed.
         EntrypointError: the task cannot travel; nothing was written.
     """
-    new = plan_run(request, run_id, store.url, executor, package)
+    new = plan_run(request, run_id, store.url, executor, package, code=code)
     _write_run(store, run_id, new)
     return new.spec
 

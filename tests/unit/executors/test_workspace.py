@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
+from support.git import git, repository
 from support.new_runs import create_run
 from support.records import read_json
 
@@ -19,14 +19,7 @@ from executors.shipping.package import make_package
 from executors.shipping.workspace import snapshot_workspace
 from executors.store import MemoryStore
 
-IDENTITY = {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
 KEY = "-----BEGIN PRIVATE KEY-----\nAAAA\n"
-
-
-def git(folder: Path, *command: str) -> str:
-    environment = {**os.environ, **IDENTITY, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
-    done = subprocess.run(["git", *command], cwd=folder, env=environment, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
 
 
 def write(folder: Path, **files: str) -> None:
@@ -41,11 +34,7 @@ def write(folder: Path, **files: str) -> None:
 def root(tmp_path: Path) -> Path:
     """A repository with one commit."""
     folder = tmp_path / "work space"
-    write(folder, train_dot_py="x = 1", pkg__mod_dot_py="", _dot_gitignore="ignored.txt\n/data/\n")
-    git(folder, "init", "--quiet")
-    git(folder, "add", ".")
-    git(folder, "commit", "--quiet", "--message", "first")
-    return folder
+    return repository(folder, {"train.py": "x = 1", "pkg/mod.py": "", ".gitignore": "ignored.txt\n/data/\n"})
 
 
 def unpacked(package: Package) -> dict[str, tarfile.TarInfo]:

@@ -1,0 +1,108 @@
+"""What git has checked out where a run is launched: which code it was, for those who look at the run later."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from executors.errors import EntrypointError
+
+COMMIT = ("rev-parse", "--verify", "--quiet", "HEAD")
+CHANGES = ("status", "--porcelain", "--", ".")
+PATIENCE_S = 0.25  # a launch on this machine is not to wait for a large repository
+GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """The state of a folder in git."""
+
+    commit: str | None = None
+    """What is checked out; None outside a git repository."""
+    dirty: bool | None = None
+    """Whether the files differ from that commit; None: unknown."""
+
+    @classmethod
+    def of(cls, root: Path) -> Checkout:
+        """Look at a folder, however long it takes.
+
+        Raises:
+            EntrypointError: there is a repository, and git refuses.
+        """
+        commit = git(root, *COMMIT)
+        return cls() if commit is None else cls(commit.decode().strip(), bool(git(root, *CHANGES)))
+
+    @property
+    def about(self) -> dict[str, Any] | None:
+        """What `run.json` says of the code, where no archive of it travels."""
+        return asdict(self) if self.commit else None
+
+
+class Look:
+    """A look at a folder, in processes beside this one."""
+
+    def __init__(self, root: Path) -> None:
+        quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._asked: list[subprocess.Popen[bytes]] = []
+        with contextlib.suppress(OSError):  # there is no git
+            for command in (COMMIT, CHANGES):
+                self._asked.append(subprocess.Popen(["git", *command], cwd=root, env=_environment(), **quiet))
+
+    def result(self) -> Checkout:
+        """Return what was seen; what takes more than `PATIENCE_S` from now is unknown, as is what git refuses."""
+        until = monotonic() + PATIENCE_S
+        commit, changes, *_ = *(_said(process, until) for process in self._asked), None, None
+        return Checkout(commit.decode().strip(), None if changes is None else bool(changes)) if commit else Checkout()
+
+    def end(self) -> None:
+        """End what still goes on."""
+        for process in self._asked:
+            process.kill()
+            process.communicate()
+
+
+@contextlib.contextmanager
+def look_at(root: Path) -> Iterator[Look]:
+    """Begin to look at a folder, beside what is done within."""
+    look = Look(root)
+    try:
+        yield look
+    finally:
+        look.end()
+
+
+def git(root: Path, *command: str) -> bytes | None:
+    """Return what git says; None without git or a repository, or where there is no commit yet.
+
+    Raises:
+        EntrypointError: there is a repository, and git refuses: it belongs to somebody else, or is broken.
+    """
+    try:
+        done = subprocess.run(["git", *command], cwd=root, env=_environment(), capture_output=True, check=False)
+    except OSError:  # there is no git
+        return None
+    said = done.stderr.decode(errors="replace").strip()
+    if done.returncode == 0:
+        return done.stdout
+    if not said or "not a git repository" in said:
+        return None
+    raise EntrypointError(f"The workspace {str(root)!r} cannot be listed: git says: {said}")
+
+
+def _said(process: subprocess.Popen[bytes], until: float) -> bytes | None:
+    try:
+        output, _ = process.communicate(timeout=max(0.0, until - monotonic()))
+    except subprocess.TimeoutExpired:
+        return None
+    return None if process.returncode else output
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in GIT_VARIABLES}
+    return {**kept, "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}

@@ -1,0 +1,52 @@
+"""What git says of the folder that a run is launched from, and that no launch waits long for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support.git import git, repository
+
+from executors import launch
+from executors.shipping.checkout import Checkout, look_at
+
+
+def test_the_commit_is_told_and_whether_the_files_differ_from_it(tmp_path: Path) -> None:
+    root = repository(tmp_path / "work", {"train.py": "x = 1"})
+    commit = git(root, "rev-parse", "HEAD")
+    for is_dirty in (False, True):
+        with look_at(root) as look:
+            assert look.result() == Checkout.of(root) == Checkout(commit, is_dirty)
+        (root / "train.py").write_text("x = 2")
+
+
+def test_outside_a_repository_and_without_git_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (os.environ["PATH"], str(tmp_path)):
+        monkeypatch.setenv("PATH", path)
+        with look_at(tmp_path) as look:
+            assert look.result().about is None
+
+
+def test_a_git_that_takes_long_is_not_waited_for_and_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, pids = tmp_path / "git", tmp_path / "pids"
+    slow.write_text(f"#!/bin/sh\necho $$ >> {pids}\n[ $1 = rev-parse ] && echo abc && exit\nexec sleep 600\n")
+    slow.chmod(0o755)
+    pids.touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with look_at(tmp_path) as look:
+        while len(pids.read_text().split()) < 2:
+            os.sched_yield()
+        assert look.result() == Checkout("abc", None)
+    for pid in pids.read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+def test_a_run_on_this_machine_remembers_what_was_checked_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = repository(tmp_path / "work", {"train.py": "def main(): pass"})
+    monkeypatch.chdir(root)
+    run = launch("inline", "train.py:main", 1)
+    assert run.record.code == {"commit": git(root, "rev-parse", "HEAD"), "dirty": False}
