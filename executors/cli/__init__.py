@@ -1,7 +1,8 @@
 """The command `replicas`: launch, watch, collect and cancel runs. Python code can do all of it without the command.
 
-Each verb is a function in one of the modules here. They import what they need when they run, so that `replicas --help`
-stays quick. Exit codes: 0, 1 a replica failed, 2 usage, 124 only timeouts, 130 cancelled.
+Each verb is a function in one of the modules here, and a call imports the one that it names alone. They import what
+they need when they run, so that `replicas --help` stays quick. Exit codes: 0, 1 a replica failed, 2 usage, 124 only
+timeouts, 130 cancelled.
 """
 
 from __future__ import annotations
@@ -10,27 +11,23 @@ import io
 import json
 import os
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from executors.cli.add import add
-from executors.cli.backends import backends
-from executors.cli.collect import collect
-from executors.cli.config import config, use_settings
-from executors.cli.doctor import doctor
-from executors.cli.export import export
-from executors.cli.happened import events
-from executors.cli.keep import stop, watch
-from executors.cli.launch import launch, resume
-from executors.cli.logs import logs
 from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, inert
-from executors.cli.plan import plan
-from executors.cli.report import report
-from executors.cli.runs import cancel, ls, rm, status, wait
 from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
 
+VERBS = {
+    "launch": "launch", "ls": "runs", "status": "runs", "logs": "logs", "events": "happened", "wait": "runs",
+    "watch": "keep", "collect": "collect", "report": "report", "export": "export", "stop": "keep", "cancel": "runs",
+    "resume": "launch", "add": "add", "rm": "runs", "plan": "plan", "doctor": "doctor", "backends": "backends",
+    "config": "config",
+}  # fmt: skip
+"""In which module here each verb is, in the order of the help."""
 SYNONYMS = {
     **dict.fromkeys(("run", "start", "submit", "exec"), "launch"),
     **dict.fromkeys(("ps", "list", "runs"), "ls"),
@@ -49,6 +46,13 @@ SYNONYMS = {
     **dict.fromkeys(("remove", "delete", "del"), "rm"),
 }
 """What other tools call our verbs."""
+FIRST_STEPS = """[bold]First steps[/bold]
+
+replicas launch --n 4
+
+replicas launch train.py:main --n 8 --arg steps=500
+
+replicas logs RUN -f    replicas status RUN    replicas collect RUN --out results"""
 HINTS = {
     "-n": ". How many replicas is --n; -n is how many lines.",
     "--arg": ". A run keeps the arguments it was launched with.",
@@ -63,6 +67,8 @@ class _Verb(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if self.name == "launch":
+            from executors.cli.config import use_settings
+
             use_settings(self, ctx, args)
         return super().parse_args(ctx, args)
 
@@ -84,24 +90,6 @@ def _without_types_of_flags(options: list[Any]) -> list[Any]:
     return options
 
 
-app = typer.Typer(
-    name="replicas",
-    cls=_Verbs,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Launch N ranked replicas on a serverless backend, and watch, collect or cancel them from anywhere.",
-    epilog="[bold]First steps[/bold]\n\nreplicas launch --n 4\n\nreplicas launch train.py:main --n 8 --arg steps=500"
-    "\n\nreplicas logs RUN -f    replicas status RUN    replicas collect RUN --out results",
-)
-VERBS = (
-    launch, ls, status, logs, events, wait, watch, collect, report, export, stop, cancel, resume, add, rm, plan,
-    doctor, backends, config,
-)  # fmt: skip
-for verb in VERBS:
-    app.command(cls=_Verb, epilog=getattr(verb, "epilog", None))(verb)
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
@@ -110,13 +98,32 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     pass
+
+
+def command_of(arguments: Sequence[str] = ()) -> Any:
+    """Return the command with the verb that these arguments begin with, or with all: importing them takes time."""
+    is_alone = arguments[:1] != ["config"] and {*arguments[:1]} <= {*VERBS} and bool(arguments)  # config asks launch
+    verbs = arguments[:1] if is_alone else VERBS
+    app = typer.Typer(
+        name="replicas",
+        cls=_Verbs,
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help="Launch N ranked replicas on a serverless backend, and watch, collect or cancel them from anywhere.",
+        epilog=FIRST_STEPS,
+    )
+    app.callback()(_options)
+    for name in verbs:
+        verb = getattr(import_module(f"executors.cli.{VERBS[name]}"), name)
+        app.command(cls=_Verb, epilog=getattr(verb, "epilog", None))(verb)
+    return typer.main.get_command(app)
 
 
 def main() -> int:
@@ -147,10 +154,9 @@ def main() -> int:
 
 def _call() -> int:
     """Call the verb that the command line names."""
-    command: Any = typer.main.get_command(app)
     try:
         arguments, argv = _split_argv(sys.argv[1:])
-        returned = command.main(arguments, prog_name="replicas", standalone_mode=False, obj=argv)
+        returned = command_of(arguments).main(arguments, prog_name="replicas", standalone_mode=False, obj=argv)
     except (KeyboardInterrupt, typer.Abort):
         return CANCELLED
     except ReplicasError as error:

@@ -6,11 +6,10 @@ import sys
 from typing import Any
 
 import pytest
-import typer
 
-from executors.cli import SYNONYMS, app, main
+from executors.cli import SYNONYMS, command_of, main
 
-VERBS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+VERBS: dict[str, Any] = command_of().commands
 SHORT = {
     "-a": {"--arg"},
     "-b": {"--backend"},
