@@ -19,7 +19,7 @@ from diloco.pseudo_gradient import difference, live_tensors, pack, set_live
 from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.training_state import Agreement, Array, Arrays, Packed, Verdict
 from diloco.settings import Settings
-from diloco.shadow import Shadow
+from diloco.shadow import Room, Shadow
 from diloco.wires import wire_named
 from diloco.wires.wire import BLOCK_ELEMENTS, blocks_of, decoded
 
@@ -53,8 +53,9 @@ class ModelState:
             for slot, live in live_tensors(model, fragment):
                 anchor[slot.start : slot.end].copy_(live.reshape(-1))
         self._trains_on = settings.plan.overlaps or settings.is_beside
+        room = Room(max(fragment.n_elements for fragment in self.fragments), keeps=self._trains_on)
         self._shadows = [
-            Shadow(model, fragment, anchor, keeps=self._trains_on)
+            Shadow(model, fragment, anchor, room)
             for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
         ]
         self.outer: list[OuterOptimizer] = [

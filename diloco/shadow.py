@@ -24,24 +24,52 @@ from diloco.pseudo_gradient import Values, check_shapes, live_tensors
 from diloco.wires.wire import Floats
 
 
+class Room:
+    """Memory that fragments use in turn, as few are on their way at a time.
+
+    Args:
+        n_elements: of the largest fragment.
+        keeps: keep what is given back: the first use of a page costs several times a copy.
+    """
+
+    def __init__(self, n_elements: int, *, keeps: bool) -> None:
+        self.keeps = keeps
+        self._n_elements = n_elements
+        self._free: dict[bool, list[Tensor]] = {False: [], True: []}
+
+    def take(self, n_elements: int, *, is_pinned: bool) -> Tensor:
+        """Return memory of (n_elements,) float32 for a fragment, page-locked or not."""
+        if not self.keeps:
+            return torch.empty(n_elements)
+        free = self._free[is_pinned]
+        return (free.pop() if free else torch.zeros(self._n_elements, pin_memory=is_pinned))[:n_elements]
+
+    def give(self, memory: Tensor, *, is_pinned: bool) -> None:
+        """Take memory back. What more is used than two fragments at a time, as at a reload, is let go."""
+        if self.keeps and len(self._free[is_pinned]) < 2:
+            self._free[is_pinned].append(memory._base if memory._base is not None else memory)
+
+
 class Shadow:
-    """One fragment's memory between the training and the rounds.
+    """One fragment's part between the training and the rounds.
 
     Args:
         anchor: (n_elements,) float32; the rounds step it.
-        keeps: take the memory now, and keep it: the first use of a page costs several times a copy.
+        room: where its memory is taken from, while it is used.
     """
 
-    def __init__(self, model: nn.Module, fragment: Fragment, anchor: Tensor, *, keeps: bool) -> None:
+    def __init__(self, model: nn.Module, fragment: Fragment, anchor: Tensor, room: Room) -> None:
         self.is_held = False
         """Whether the memory holds live work; else the live parameters are as they were when that was sent."""
         self._model = model
         self._fragment = fragment
         self._anchor = anchor
-        self._keeps = keeps
-        self._copies = DeviceCopies.of(live_tensors(model, fragment)) if keeps else None
-        is_pinned = self._copies is not None
-        self._memory: Tensor | None = torch.zeros(fragment.n_elements, pin_memory=is_pinned) if keeps else None
+        self._room = room
+        self._copies = DeviceCopies.of(live_tensors(model, fragment)) if room.keeps else None
+        self._is_pinned = self._copies is not None
+        self._memory: Tensor | None = None
+        if room.keeps:
+            room.give(room.take(fragment.n_elements, is_pinned=self._is_pinned), is_pinned=self._is_pinned)
         self._landed: list[Tensor] = []
         """On the device, what is to be merged: by slot."""
         self._kind: Literal["add", "set", "anchor"] | None = None
@@ -97,7 +125,7 @@ class Shadow:
     def memory(self) -> Tensor:
         """(n_elements,) float32."""
         if self._memory is None:
-            self._memory = torch.empty(self._fragment.n_elements)
+            self._memory = self._room.take(self._fragment.n_elements, is_pinned=self._is_pinned)
         return self._memory
 
     def values(self) -> Values:
@@ -181,7 +209,10 @@ class Shadow:
     def forget(self) -> None:
         """Return the memory to the training."""
         self._kind, self._mix, self.is_held = None, 0.0, False
-        if not self._keeps:
+        if self._memory is not None:
+            if self._copies is not None:
+                self._copies.wait()  # nobody else gets what is still being written
+            self._room.give(self._memory, is_pinned=self._is_pinned)
             self._memory = None
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from diloco.fragments import plan_fragments
-from diloco.shadow import Shadow
+from diloco.shadow import Room, Shadow
 
 pytestmark = [
     pytest.mark.cuda,
@@ -23,7 +23,7 @@ def test_what_is_held_and_merged_on_a_device_has_the_bits_of_the_cpu(dtype: torc
         model = nn.Linear(300, 70).to(dtype).to(device)
         (fragment,) = plan_fragments(model, 1, sync_buffers=False)
         anchor = torch.randn(fragment.n_elements)
-        shadow = Shadow(model, fragment, anchor, keeps=True)
+        shadow = Shadow(model, fragment, anchor, Room(fragment.n_elements, keeps=True))
         with torch.no_grad():
             shadow.hold("I")
             for parameter in model.parameters():
