@@ -14,7 +14,7 @@ from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor
 from executors.run.fleet import check_single_ranks
 from executors.run.launch_hands import Recipe
-from executors.run.recipe import recipe_of, vouched_task
+from executors.run.recipe import check_env, secrets_to_give, spec_of, vouched_task
 from executors.run.spread import SpreadExecutor, options_to_note
 from executors.run.traces import Traces
 from executors.run_index import remember_added
@@ -64,16 +64,24 @@ def add_replicas(
     native = check_single_ranks(get_executor(executor) if isinstance(executor, str) else check_executor(executor))
     task = vouched_task(run, task_digest=asked.task_digest, trust_bucket=asked.trust_bucket)
     _check_run(run)
-    recipe = recipe_of(run, task, env=asked.env, secrets=asked.secrets, detach=asked.detach, starts_others=False)
-    launched = task.launched_with
+    launched, env = task.launched_with, dict(asked.env or {})
+    check_env(run, launched, env)
+    secrets = secrets_to_give(run, launched, asked.secrets)
+    spec = replace(
+        spec_of(run, task, detach=asked.detach),
+        env=env,
+        secret_names=tuple(asked.secrets) or secrets,
+        min_replicas=None,
+        lease_s=None if asked.detach else native.lease_s,
+    )
     timeout = asked.timeout or launched.timeout_s or native.default_timeout_s
     limits: Any = {"gpu": asked.gpu or launched.gpu, "timeout": timeout}
-    _check_start(run, native, task, asked, limits)
+    _check_start(run, native, task, asked.n, {**limits, "secrets": spec.secret_names})
     is_barred = _check_bar(run)
     place = Placement(
         **describe_executor(native),
-        env=tuple(sorted(asked.env or {})),
-        secrets=tuple(sorted(recipe.spec.secret_names)),
+        env=tuple(sorted(env)),
+        secrets=tuple(sorted(spec.secret_names)),
         gpu=limits["gpu"],
         timeout_s=limits["timeout"],
     )
@@ -85,9 +93,7 @@ def add_replicas(
         run.fleet.add(added, native)
         # A joiner may have claimed one just before: it has it then.
         ranks += [rank for rank in added.ranks if not Attempt(run.store, run.run_id, rank).has("started.json")]
-    spec = replace(recipe.spec, ranks=tuple(ranks), min_replicas=None, lease_s=None if asked.detach else native.lease_s)
-    # What each is started with, also again, its placement says.
-    recipe = replace(recipe, spec=spec, limits={"gpu": None, "timeout": None})
+    spec = replace(spec, ranks=tuple(ranks))
     lease = None
     if spec.lease_s is not None:  # beside that of the launch, if it has one
         lease = LeaseHolder(run.store, run.run_id, is_second=True)
@@ -97,7 +103,7 @@ def add_replicas(
         order_resume(log, dict.fromkeys(ranks, 0), len(log.read()))
     try:
         spread = SpreadExecutor(lambda: run.fleet.sites)
-        handles = spread.launch_replicas(len(ranks), recipe.entrypoint, {}, run=spec, tell=tell)
+        handles = spread.launch_replicas(len(ranks), launched.entrypoint, {}, run=spec, tell=tell)
     except BaseException as error:
         if lease is not None:
             lease.end()
@@ -105,7 +111,7 @@ def add_replicas(
             for rank in ranks:
                 Attempt(run.store, run.run_id, rank).abandon(error)
         raise
-    return Added(handles, recipe, lease)
+    return Added(handles, Recipe(spec, launched.entrypoint, limits), lease)
 
 
 def _check_run(run: Traces) -> None:
@@ -123,9 +129,7 @@ def _check_run(run: Traces) -> None:
         )
 
 
-def _check_start(
-    run: Traces, executor: NativeExecutor, task: StoredTask, asked: Addition, limits: Mapping[str, Any]
-) -> None:
+def _check_start(run: Traces, executor: NativeExecutor, task: StoredTask, n: int, terms: Mapping[str, Any]) -> None:
     """Refuse what cannot work, before anything is written, started or paid for."""
     name, store = executor.backend_name, run.store
     if executor.needs_shared_rendezvous and directory_of(store.url) is not None:
@@ -135,7 +139,7 @@ def _check_start(
         )
     entrypoint = task.record.entrypoint or len  # what was pickled is not loaded here
     args = dict(task.record.args or {}) | dict.fromkeys(task.record.arg_texts, "") if task.record.entrypoint else {}
-    executor.check_launch(asked.n, entrypoint, args, **limits, secrets=asked.secrets)
+    executor.check_launch(n, entrypoint, args, **terms)
 
 
 def _check_bar(run: Traces) -> bool:

@@ -80,6 +80,12 @@ class Fleet:
         return [*self._launched, *self._added]
 
     @property
+    def groups(self) -> Sequence[Sequence[Site]]:
+        """The same, those that were started with the same values: of the launch, and of each addition."""
+        sites = self.sites
+        return [sites[: len(self._launched)], *([site] for site in sites[len(self._launched) :])]
+
+    @property
     def ranks(self) -> Sequence[int]:
         """The ranks of all placements that are known, in their order."""
         return sorted(rank for site in self.sites for rank in site.placement.ranks)
@@ -123,8 +129,12 @@ class Fleet:
         machine: else whoever can write to a bucket could have jobs started on the account of whoever watches the run.
         """
         place = self.site(rank).placement
-        is_ours = not isinstance(place, Added) or place.name in self._own or self._options(place.name) is not None
+        is_ours = not isinstance(place, Added) or self.is_added_here(place)
         return is_ours or rank in self.named or self.trusts_store
+
+    def is_added_here(self, place: Added) -> bool:
+        """Return whether this process or this machine added these ranks, as this very record says."""
+        return place.name in self._own or self._options(place.name) is not None
 
     @property
     def backends(self) -> str:

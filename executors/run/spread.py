@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from executors.attempt import Attempt, collect_rows
 from executors.errors import BackendError, LaunchError, ReplicasError, UnknownHandleError
@@ -168,8 +168,7 @@ class SpreadExecutor:
                 run,
                 ranks=tuple(ranks),
                 min_replicas=None if least is None else min(least, len(ranks)),
-                lease_s=None if executor.lease_s is None else run.lease_s,
-                secret_names=tuple(name for name in run.secret_names if name in place.secrets),
+                lease_s=None if run.lease_s is None else executor.lease_s,
                 chaos=run.chaos if place.backend == "local" else (),
             )
             spec = with_code(spec, executor)
@@ -337,6 +336,12 @@ def with_code(run: RunSpec, executor: NativeExecutor) -> RunSpec:
         return run
     folder, digest = add_code(task, package)
     return replace(run, task_folder=folder, task_digest=digest)
+
+
+def as_one(sites: Callable[[], Sequence[Site]]) -> ServerlessExecutor:
+    """Return the executor of some placements: of several, all as one."""
+    (first, *others), spread = sites(), cast(Any, SpreadExecutor(sites))
+    return spread if others else first.executor
 
 
 def options_to_note(executor: ServerlessExecutor) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]:
