@@ -345,8 +345,8 @@ def as_one(sites: Callable[[], Sequence[Site]]) -> ServerlessExecutor:
 
 
 def options_to_note(executor: ServerlessExecutor) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]:
-    """Return the options of an executor, and where it is several, those of the others by their backends."""
+    """Return the options of an executor, and where it is several, those of the others by their placements."""
     if isinstance(executor, SpreadExecutor):
         (_, first), *others = executor.parts
-        return options_to_note(first)[0], {place.backend: options_to_note(each)[0] for place, each in others}
+        return options_to_note(first)[0], {place.name: options_to_note(each)[0] for place, each in others}
     return (executor.options_to_keep if isinstance(executor, KeepsOptions) else {}), {}

@@ -49,9 +49,9 @@ class Traces:
         self.store = store
         self.run_id = run_id
         self._launched = handles
-        given: list[ServerlessExecutor | str] = [] if executor is None else [executor]
+        given: Any = executor
         if isinstance(executor, SpreadExecutor):
-            given = [each for _, each in executor.parts]
+            given = {place.name: each for place, each in executor.parts}
         self.fleet = Fleet(store, run_id, lambda: self.record, given, self._noted_options)
         """Where its replicas are."""
 

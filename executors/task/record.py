@@ -63,6 +63,11 @@ class Placement(Record):
     gpu: str | None = checked(nullable(text(100)), None)
     timeout_s: float | None = checked(nullable(number(0.0, FAR_AHEAD)), None)
 
+    @property
+    def name(self) -> str:
+        """What this machine notes it under."""
+        return self.backend
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedWith(Placement):
