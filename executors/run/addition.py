@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from executors.attempt import Attempt
-from executors.errors import BackendError, LaunchError, MissingDependencyError, StoreError, UnknownBackendError
+from executors.attempt import Attempt, half_way
+from executors.errors import BackendError, LaunchError, StoreError
 from executors.native import NativeExecutor
 from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor
@@ -22,7 +22,7 @@ from executors.store.records import exists
 from executors.store.url import directory_of
 from executors.supervision.decisions import DecisionLog, barred_by
 from executors.supervision.lease import LeaseHolder
-from executors.supervision.orders import order_resume
+from executors.supervision.orders import order_cancel, order_resume
 from executors.task.added import take_ranks
 from executors.task.record import MAX_WORLD_SIZE, Placement
 from executors.task.stored import StoredTask
@@ -77,7 +77,7 @@ def add_replicas(
     timeout = asked.timeout or launched.timeout_s or native.default_timeout_s
     limits: Any = {"gpu": asked.gpu or launched.gpu, "timeout": timeout}
     _check_start(run, native, task, asked.n, {**limits, "secrets": spec.secret_names})
-    is_barred = _check_bar(run)
+    n_seen, is_barred = _check_bar(run)
     place = Placement(
         **describe_executor(native),
         env=tuple(sorted(env)),
@@ -98,16 +98,17 @@ def add_replicas(
     if spec.lease_s is not None:  # beside that of the launch, if it has one
         lease = LeaseHolder(run.store, run.run_id, is_second=True)
         lease.start()
-    if is_barred:
-        log = DecisionLog(run.store, run.run_id)
-        order_resume(log, dict.fromkeys(ranks, 0), len(log.read()))
+    log = DecisionLog(run.store, run.run_id)
     try:
+        if is_barred and order_resume(log, dict.fromkeys(ranks, 0), n_seen) is not None:
+            raise _ended_meanwhile(run)
         spread = SpreadExecutor(lambda: run.fleet.sites)
         handles = spread.launch_replicas(len(ranks), launched.entrypoint, {}, run=spec, tell=tell)
     except BaseException as error:
         if lease is not None:
             lease.end()
         with contextlib.suppress(StoreError):
+            order_cancel(log, ranks, half_way(error))  # no keeper goes on with it
             for rank in ranks:
                 Attempt(run.store, run.run_id, rank).abandon(error)
         raise
@@ -117,14 +118,22 @@ def add_replicas(
 def _check_run(run: Traces) -> None:
     """Raises: BackendError, ValueError, StoreError: nothing can be added to the run."""
     for site in run.fleet.sites:
-        with contextlib.suppress(UnknownBackendError, MissingDependencyError):  # it need not be to be had here
-            check_single_ranks(site.executor)
+        executor = None
+        with contextlib.suppress(BackendError):  # it need not be to be had here
+            executor = site.executor
+        if executor is not None:
+            check_single_ranks(executor)
     if exists(run.store, f"{run.run_id}/abort.json"):
         raise StoreError(f"Run {run.run_id!r} was aborted, which is final. Launch a new one.", url=run.store.url)
-    now = run.status(reports=False)
-    if now.is_terminal:
+    try:
+        now = run.status(reports=False)
+        ended = now.counts if now.is_terminal else ""
+    except BackendError:  # of its replicas the store tells
+        attempts = (Attempt(run.store, run.run_id, rank).newest() for rank in run.fleet.ranks)
+        ended = "all have ended" if all(each.outcome() is not None for each in attempts) else ""
+    if ended:
         raise ValueError(
-            f"Run {run.run_id!r} is over ({now.counts}), so nothing can join it. Resume it first: "
+            f"Run {run.run_id!r} is over ({ended}), so nothing can join it. Resume it first: "
             f"replicas resume {run.run_id}"
         )
 
@@ -142,14 +151,18 @@ def _check_start(run: Traces, executor: NativeExecutor, task: StoredTask, n: int
     executor.check_launch(n, entrypoint, args, **terms)
 
 
-def _check_bar(run: Traces) -> bool:
-    """Return whether a cancel or stop of all ranks stands against new ones, though the run was resumed since.
+def _check_bar(run: Traces) -> tuple[int, bool]:
+    """Return how long the log of decisions is, and whether a cancel or stop of all ranks stands against new ones.
 
     Raises:
-        LaunchError: it was not: the run is being ended.
+        LaunchError: it does, and the run was not resumed since: it is being ended.
     """
     entries = DecisionLog(run.store, run.run_id).read()
     bar = barred_by(entries, NOBODY)
     if bar is not None and not any(entry.kind == "resume" for entry in entries[list(entries).index(bar) :]):
-        raise LaunchError(f"Run {run.run_id!r} was ended meanwhile: nothing is added to it.", cancelled=True)
-    return bar is not None
+        raise _ended_meanwhile(run)
+    return len(entries), bar is not None
+
+
+def _ended_meanwhile(run: Traces) -> LaunchError:
+    return LaunchError(f"Run {run.run_id!r} was ended meanwhile: nothing is added to it.", cancelled=True)
