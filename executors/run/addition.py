@@ -14,7 +14,7 @@ from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor
 from executors.run.fleet import check_single_ranks
 from executors.run.launch_hands import Recipe
-from executors.run.recipe import check_env, secrets_to_give, spec_of, vouched_task
+from executors.run.recipe import check_env, secrets_to_give, spec_of, vouched_task, with_own_task
 from executors.run.spread import SpreadExecutor, options_to_note
 from executors.run.traces import Traces
 from executors.run_index import remember_added
@@ -24,6 +24,7 @@ from executors.supervision.decisions import DecisionLog, barred_by
 from executors.supervision.lease import LeaseHolder
 from executors.supervision.orders import order_cancel, order_resume
 from executors.task.added import take_ranks
+from executors.task.create import add_code
 from executors.task.record import MAX_WORLD_SIZE, Placement
 from executors.task.stored import StoredTask
 
@@ -78,12 +79,16 @@ def add_replicas(
     limits: Any = {"gpu": asked.gpu or launched.gpu, "timeout": timeout}
     _check_start(run, native, task, asked.n, {**limits, "secrets": spec.secret_names})
     n_seen, is_barred = _check_bar(run)
+    # Of a run that was launched without code for other machines, they get that of this process, now and later.
+    package = None if task.record.code_sha256 else native.package(task.record.entrypoint or len)
+    own_task = None if package is None else add_code(task, package)
     place = Placement(
         **describe_executor(native),
         env=tuple(sorted(env)),
         secrets=tuple(sorted(spec.secret_names)),
         gpu=limits["gpu"],
         timeout_s=limits["timeout"],
+        own_task=own_task,
     )
     ranks: list[int] = []
     while len(ranks) < asked.n:
@@ -93,7 +98,7 @@ def add_replicas(
         run.fleet.add(added, native)
         # A joiner may have claimed one just before: it has it then.
         ranks += [rank for rank in added.ranks if not Attempt(run.store, run.run_id, rank).has("started.json")]
-    spec = replace(spec, ranks=tuple(ranks))
+    spec = with_own_task(replace(spec, ranks=tuple(ranks)), place)
     lease = None
     if spec.lease_s is not None:  # beside that of the launch, if it has one
         lease = LeaseHolder(run.store, run.run_id, is_second=True)

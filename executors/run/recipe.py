@@ -21,7 +21,7 @@ from executors.status import name_ranks
 from executors.store.records import SHA256
 from executors.task.added import Added
 from executors.task.record import LaunchedWith, Placement
-from executors.task.stored import StoredTask, read_task
+from executors.task.stored import StoredTask, folder_of, read_task
 
 MAX_SHOWN = 100  # characters of what a store says that nobody vouches for
 
@@ -61,6 +61,7 @@ def recipes_of(
     Raises:
         ValueError: a value of the environment, a secret, an option or the run's key is missing.
         BackendError: the backend cannot start single ranks.
+        UntrustedTaskError: they were added elsewhere, with code for which nobody here vouches.
     """
     native_executor(run)
     run.fleet.read_added()
@@ -78,7 +79,8 @@ def recipes_of(
             check_env(run, place, its_env)
             given = secrets_to_give(run, place, its_secrets)
             _check_options(run, sites)
-        except ValueError:
+            _check_own_task(run, place)
+        except (ValueError, UntrustedTaskError):
             if ranks is None or {*ranks} & {*its}:
                 raise
             continue
@@ -86,7 +88,7 @@ def recipes_of(
         limits = {"gpu": gpu, "timeout": timeout}  # on several backends, None is what each placement says
         if len(sites) == 1:
             limits = {"gpu": gpu or place.gpu, "timeout": place.timeout_s if timeout is None else timeout}
-        its_spec = replace(spec, ranks=its, env=its_env, secret_names=given, lease_s=lease_s)
+        its_spec = replace(with_own_task(spec, place), ranks=its, env=its_env, secret_names=given, lease_s=lease_s)
         found.append(Recipe(its_spec, task.launched_with.entrypoint, limits))
     return found
 
@@ -114,6 +116,22 @@ def spec_of(run: Traces, task: StoredTask, *, detach: bool) -> RunSpec:
         hang=launched.hang,
         launched_at=run.record.created_at,
     )
+
+
+def with_own_task(spec: RunSpec, place: Placement) -> RunSpec:
+    """Return a run with the task of some ranks, where theirs has code of its own."""
+    own = place.own_task
+    return spec if own is None else replace(spec, task_digest=own, task_folder=folder_of(own))
+
+
+def _check_own_task(run: Traces, place: Placement) -> None:
+    if not isinstance(place, Added) or place.own_task is None or run.fleet.trusts_store:
+        return
+    if not run.fleet.is_added_here(place):
+        raise UntrustedTaskError(
+            f"{_who(run, place)} with code of its own, for which only its rendezvous vouches. Resume it on the machine "
+            "that added it, or trust whoever can write to that rendezvous: --trust-bucket, or trust_bucket=True."
+        )
 
 
 def _is_for(place: Placement, places: Sequence[Placement], kind: str, name: str) -> bool:

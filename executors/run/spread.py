@@ -27,9 +27,7 @@ from executors.registry import describe_executor
 from executors.run.fleet import Site
 from executors.store import store_at
 from executors.store.parallel import in_parallel
-from executors.task.create import add_code
 from executors.task.record import Placement
-from executors.task.stored import read_task
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -171,7 +169,6 @@ class SpreadExecutor:
                 lease_s=None if run.lease_s is None else executor.lease_s,
                 chaos=run.chaos if place.backend == "local" else (),
             )
-            spec = with_code(spec, executor)
             return executor.launch_replicas(
                 len(ranks), entrypoint, entrypoint_args, **limits, run=spec,
                 tell=lambda words: tell(f"{place.backend}: {words}" if len(sites) > 1 else words),
@@ -323,19 +320,6 @@ class SpreadExecutor:
                 answers = [instead(error) for _ in indexes]
             found |= dict(zip(indexes, answers, strict=True))
         return [found[index] for index in range(len(replicas))]
-
-
-def with_code(run: RunSpec, executor: NativeExecutor) -> RunSpec:
-    """Return the run with a task that has code, where these replicas need some and it was launched without.
-
-    The code is that of this process, as at a launch.
-    """
-    task = read_task(store_at(run.store_url), run.run_id, run.task_digest, run.task_folder)
-    package = None if task.record.code_sha256 else executor.package(task.record.entrypoint or len)
-    if package is None:
-        return run
-    folder, digest = add_code(task, package)
-    return replace(run, task_folder=folder, task_digest=digest)
 
 
 def as_one(sites: Callable[[], Sequence[Site]]) -> ServerlessExecutor:

@@ -11,13 +11,17 @@ import pytest
 from support.fake_jobs import FakeExecutor, FakeJobs, Machines
 
 from executors import LocalProcessExecutor, Run, attach, launch
+from executors.attempt import Attempt
 from executors.backends.jobs.executor import JobExecutor
-from executors.errors import BackendError
+from executors.errors import BackendError, LaunchError, UntrustedTaskError
 from executors.registry import BUILT_IN
 from executors.replica import LEASE_S
 from executors.resume import resume
+from executors.run.recipe import recipes_of, vouched_task
 from executors.store.added_ranks import added_key
 from executors.store.records import to_bytes
+from executors.supervision.decisions import DecisionLog
+from executors.task.added import Added, take_ranks
 from executors.testing import eventually
 
 MAIN = """
@@ -53,7 +57,8 @@ class AnyFakeExecutor(FakeExecutor):
     accounts: ClassVar[dict[str, Machines]] = {}
 
     def __init__(self, account: str = "") -> None:
-        JobExecutor.__init__(self, AnyFakeJobs(self.accounts.get(account, self.machines), account))
+        machines = self.accounts[account] if account else self.machines
+        JobExecutor.__init__(self, AnyFakeJobs(machines, account))
 
 
 class AnyFakeJobs(FakeJobs):
@@ -154,4 +159,122 @@ def test_a_resume_gives_each_what_it_was_given_and_asks_for_nothing_that_somebod
     assert [(folder / name).read_text() for name in ("0-1", "1-1", "2-1")] == ["again -", "again more", "again -"]
     names = {(job.job.key.rank, job.job.key.attempt): job.job.secret_names for job in machines.jobs}
     assert names == {(0, 0): ("S",), (1, 0): ("T",), (0, 1): ("S",), (1, 1): ("T", "NEW")}
+    (folder / "go").touch()
+
+
+@pytest.fixture
+def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    """Those of another account."""
+    made = Machines(tmp_path / "others")
+    monkeypatch.setitem(AnyFakeExecutor.accounts, "other", made)
+    yield made
+    made.close()
+
+
+def test_each_rank_goes_by_the_executor_that_started_it_also_of_two_of_one_backend(
+    machines: Machines, others: Machines, folder: Path
+) -> None:
+    run = launched(folder, AnyFakeExecutor(), detach=True)
+    there = attach("otter", executor=AnyFakeExecutor())
+    assert there.add(AnyFakeExecutor("other"), 1, detach=True) == [1]
+    come(folder, "1-0")
+    assert [str(each.status) for each in run.status().replicas] == ["running"] * 2
+    run.cancel(1)
+    assert (machines.living(), others.living()) == ([(0, 0)], [])
+    again = resume(there, ranks=[1], detach=True)
+    come(folder, "1-1")
+    assert (machines.living(), others.living()) == ([(0, 0)], [(1, 1)])
+    again.cancel(1)
+    resume(again, ranks=[1], detach=True)
+    come(folder, "1-2")
+    assert (machines.living(), others.living()) == ([(0, 0)], [(1, 2)])
+    (folder / "go").touch()
+    assert run.results() == [[0, 0], [1, 2]]
+
+
+def test_a_cancel_ends_all_that_it_can_before_it_tells_of_what_it_cannot(
+    machines: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executors.store.parallel.MAX_THREADS", 1)
+    run = launched(folder, AnyFakeExecutor(), detach=True)
+    assert run.add(local(), 1, detach=True) == [1]
+    come(folder, "1-0")
+    machines.fail("verify", "rejected", times=None)
+    handle = Attempt(run.store, "otter", 0).key("handle.json")
+    run.store.put(handle, bytes(run.store.get(handle)).replace(b"job-0", b"job-9"))
+    with pytest.raises(BackendError):
+        attach("otter").cancel()
+    assert str(run.status().replicas[1].status) == "cancelled"
+    machines.forgive()
+
+
+@pytest.mark.usefixtures("quick_tries")
+def test_no_keeper_goes_on_with_an_addition_that_failed(machines: Machines, folder: Path) -> None:
+    run = launched(folder, local(), restarts="3,backoff=0s", detach=True)
+    machines.fail("start", "rejected", times=None)
+    with pytest.raises(LaunchError, match="Fake: rejected, as the test asked"):
+        run.add(AnyFakeExecutor(), 1)
+    machines.forgive()
+    keeper = attach("otter")
+    keeper.keep_here(recipes_of(keeper, vouched_task(keeper), detach=True), None)
+    keeper.keep(keeper.status().replicas)
+    log = DecisionLog(run.store, "otter").read()
+    assert [(entry.kind, entry.rank) for entry in log] == [("cancel", 1)]
+    (folder / "go").touch()
+    assert run.wait(60)
+    assert not machines.jobs
+
+
+def test_a_cancel_after_a_resume_counts_for_what_is_being_added(
+    folder: Path, machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = launched(folder, local(), detach=True)
+    run.cancel()
+    resume(run, detach=True)
+    come(folder, "0-1")
+    take = take_ranks
+
+    def cancelled(*args: Any) -> Added:
+        run.request_cancel()
+        return take(*args)
+
+    monkeypatch.setattr("executors.run.addition.take_ranks", cancelled)
+    with pytest.raises(LaunchError, match="Run 'otter' was ended meanwhile: nothing is added to it"):
+        run.add(AnyFakeExecutor(), 1)
+    assert not machines.jobs
+
+
+def test_later_attempts_of_what_was_added_run_the_code_of_the_first(
+    machines: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = launched(folder, local(), restarts="3,backoff=0s", rendezvous=str(tmp_path / "shared"))
+    assert run.add(AnyFakeExecutor(), 1) == [1]
+    come(folder, "1-0")
+    Path("job.py").write_text(MAIN.replace("said =", "said = 'changed' +"))
+    monkeypatch.chdir(folder)
+    waiting = is_kept(run)
+    machines.end(machines.jobs[0], "preempted")
+    come(folder, "1-1")
+    run.cancel()
+    waiting.join()
+    resume(attach("otter"), ranks=[1], detach=True)
+    come(folder, "1-2")
+    assert [(folder / name).read_text() for name in ("1-0", "1-1", "1-2")] == ["- -"] * 3
+    assert len({entry.key.split("/")[1] for entry in run.store.list("otter/task-")}) == 1
+    run.cancel()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    with pytest.raises(UntrustedTaskError, match=r"rank 1 .* code of its own"):
+        resume(attach(run.url), ranks=[1], task_digest=run.record.task_digest)
+    resume(attach(run.url), ranks=[1], trust_bucket=True, detach=True)
+    come(folder, "1-3")
+    assert (folder / "1-3").read_text() == "- -"
+
+
+def test_replicas_are_added_to_a_run_whose_executor_is_not_known_here(folder: Path) -> None:
+    class Unregistered(LocalProcessExecutor):
+        pass
+
+    launched(folder, Unregistered(preload=(), term_grace_s=0.5), detach=True)
+    assert attach("otter").add(local(), 1, detach=True) == [1]
+    come(folder, "1-0")
     (folder / "go").touch()
