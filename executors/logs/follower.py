@@ -32,8 +32,8 @@ class Sight(NamedTuple):
 class Logs(Protocol):
     """The logs of a run, as a follower needs them. `open` and `kept` are called from many threads."""
 
-    def look(self, ranks: Sequence[int]) -> Mapping[int, Sight]:
-        """Return the newest attempt of each rank."""
+    def look(self, ranks: Sequence[int] | None) -> Mapping[int, Sight]:
+        """Return the newest attempt of each rank; None: of all that there are."""
 
     def open(self, rank: int, attempt: int) -> Log | None:
         """Return the log of an attempt; None while it has none."""
@@ -48,13 +48,19 @@ def begins(attempt: int) -> str:
 
 
 def follow_logs(
-    logs: Logs, ranks: Sequence[int], tail: int, *, look_s: float = LOOK_S, longest_pause_s: float = LONGEST_PAUSE_S
+    logs: Logs,
+    ranks: Sequence[int] | None,
+    tail: int,
+    *,
+    look_s: float = LOOK_S,
+    longest_pause_s: float = LONGEST_PAUSE_S,
 ) -> Iterator[tuple[int, int, str]]:
     """Yield rank, attempt and whole line with its newline, until all have ended and are read to the end.
 
     Each rank is read in a thread of its own, so that none waits for another.
 
     Args:
+        ranks: None: all, and those that come later.
         tail: how many lines of each rank come first, of those that were there before.
         look_s: how long to wait between two looks at the run.
     """
@@ -66,9 +72,11 @@ def follow_logs(
 
 
 class _Follower:
-    def __init__(self, logs: Logs, ranks: Sequence[int], tail: int, longest_pause_s: float) -> None:
+    def __init__(self, logs: Logs, ranks: Sequence[int] | None, tail: int, longest_pause_s: float) -> None:
         self._logs = logs
-        self._ranks = {rank: _Rank(logs, rank, tail) for rank in ranks}
+        self._asked = ranks
+        self._tail = tail
+        self._ranks: Mapping[int, _Rank] = {}
         self._longest_pause_s = longest_pause_s
         self._sights: Mapping[int, Sight] = {}
         self._parts: Queue[tuple[int, int, list[str]] | BaseException | None] = Queue()
@@ -77,7 +85,8 @@ class _Follower:
         self._is_stopped = False
 
     def lines(self, look_s: float) -> Iterator[tuple[int, int, str]]:
-        self._sights = self._logs.look(list(self._ranks))
+        self._sights = self._logs.look(self._asked)
+        self._ranks = {rank: _Rank(self._logs, rank, self._tail) for rank in self._sights}
         each = list(self._ranks.values())
         for place in range(min(MAX_THREADS, len(each))):
             self._start(lambda mine=each[place::MAX_THREADS]: self._read(mine))  # type: ignore[misc]
@@ -113,10 +122,13 @@ class _Follower:
 
     def _look(self, look_s: float) -> None:
         while not self._waited(look_s):
-            sights, before = self._logs.look(list(self._ranks)), self._sights
+            sights, before = self._logs.look(self._asked), self._sights
+            added = {rank: _Rank(self._logs, rank, WHOLE) for rank in sights if rank not in before}
             with self._changed:
-                self._sights = sights
+                self._sights, self._ranks = sights, {**self._ranks, **added}
                 self._changed.notify_all()
+            for new in added.values():
+                self._start(lambda new=new: self._read([new]))  # type: ignore[misc]
             if sights != before:
                 self._parts.put(None)  # all may be done: a rank that went on under its old log is not read again
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -67,6 +68,7 @@ class Fleet:
         self._launched: list[Site] = []
         self._additions: list[Added | None] = []
         self._added: list[Site] = []
+        self._reading = threading.Lock()
         self._of_places = dict(given) if isinstance(given, Mapping) else {}
         self._added_here: set[str] = set()
         self.trusts_store = False
@@ -100,10 +102,11 @@ class Fleet:
 
     def read_added(self) -> None:
         """Read what was added since."""
-        for added in read_added(self._store, self._run_id, self._record().world_size, self._additions):
-            self._additions.append(added)
-            if added is not None:
-                self._added.append(self._site(added))
+        with self._reading:  # of two threads, none adds what the other has added
+            for added in read_added(self._store, self._run_id, self._record().world_size, self._additions):
+                self._additions.append(added)
+                if added is not None:
+                    self._added.append(self._site(added))
 
     def add(self, added: Added, executor: NativeExecutor) -> None:
         """Note which executor this process itself adds ranks with."""

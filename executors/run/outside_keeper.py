@@ -11,8 +11,10 @@ from executors.errors import BackendError, StoreError
 from executors.native import Parent, Unfinished
 from executors.policy import Restarts
 from executors.protocol import Outcome, ReplicaStatus
+from executors.run.fleet import check_single_ranks
 from executors.run.launch_hands import LaunchHands
 from executors.run.observer import Observer
+from executors.run.spread import SpreadExecutor
 from executors.status import ReplicaState
 from executors.supervision.decisions import Decision, DecisionLog, answer_to, is_barred
 from executors.supervision.keeper import LEAVE_S, Keeper, Sight, Terms, hands_of_spare
@@ -127,8 +129,10 @@ class OutsideKeeper:
             spare, how = Attempt(log.store, log.run_id, number, is_spare=True), hands_of_spare(number)
             if how in used or not spare.has("started.json") or spare.has("outcome.json"):
                 continue
-            handle = spare.handle(self._record.backend)
-            if handle is not None and self.hands.executor.parents([Unfinished(handle, 0)])[0].is_alive:
+            handle, executor = spare.handle(self._record.backend), self.hands.executor
+            if isinstance(executor, SpreadExecutor):  # ranks were added since; spares are where the run was launched
+                executor = check_single_ranks(executor.of(0))
+            if handle is not None and executor.parents([Unfinished(handle, 0)])[0].is_alive:
                 return how
         return None
 

@@ -114,8 +114,11 @@ class RunLogs:
         self._observer.look(ranks)
         return in_order(lambda rank: self._tails(rank, n_lines), self._that_have_it(ranks))
 
-    def followed(self, ranks: Sequence[int], n_lines: int) -> Iterator[str]:
+    def followed(self, ranks: Sequence[int], n_lines: int, *, grows: bool) -> Iterator[str]:
         """Return these and all later lines, until the attempts that are asked for have ended.
+
+        Args:
+            grows: follow also ranks that are added meanwhile.
 
         Raises:
             ValueError: only those of a span are asked for.
@@ -123,7 +126,7 @@ class RunLogs:
         if self._chosen.since is not None or self._chosen.until is not None:
             raise ValueError("Lines that are followed begin with the last ones: leave since and until away.")
         self._observer.update()
-        lines = self._follow(self._that_have_it(ranks), n_lines)
+        lines = self._follow(self._that_have_it(ranks), n_lines, grows=grows and not isinstance(self._which, int))
         return (text for rank, number, line in lines if (text := self._shown(rank, number, line)))
 
     def _shown(self, rank: int, number: int, line: str) -> str:
@@ -232,7 +235,7 @@ class RunLogs:
         except CorruptObjectError as error:
             return unreadable(attempt, error)
 
-    def _follow(self, ranks: Sequence[int], n_lines: int) -> Iterator[tuple[int, int, str]]:
+    def _follow(self, ranks: Sequence[int], n_lines: int, *, grows: bool) -> Iterator[tuple[int, int, str]]:
         if self._which == "all":
             for rank in ranks:
                 *earlier, newest = self._attempts(rank)
@@ -241,11 +244,12 @@ class RunLogs:
                     lines = _split(self._tail(attempt, n_lines))
                     yield from ((rank, attempt.number, line.removesuffix("\n") + "\n") for line in lines)
                 yield rank, newest.number, begins(newest.number)
-        yield from follow_logs(self, ranks, n_lines, look_s=LOOK_S if self._observer.is_near else FAR_LOOK_S)
+        look_s = LOOK_S if self._observer.is_near else FAR_LOOK_S
+        yield from follow_logs(self, None if grows else ranks, n_lines, look_s=look_s)
 
     # What a follower needs
 
-    def look(self, ranks: Sequence[int]) -> dict[int, Sight]:
+    def look(self, ranks: Sequence[int] | None) -> dict[int, Sight]:
         """Return the newest attempt of each rank that has a log; where one attempt is asked for, that."""
         sights = {}
         for state in self._observer.look(ranks):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar, cast
 
-from executors.attempt import Attempt, collect_rows
+from executors.attempt import Attempt, collect_rows, half_way
 from executors.errors import BackendError, LaunchError, ReplicasError, UnknownHandleError
+from executors.logs.readers import TailedLog
 from executors.native import (
     KeepsOptions,
     Log,
@@ -26,7 +27,7 @@ from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.registry import describe_executor
 from executors.run.fleet import Site
 from executors.store import store_at
-from executors.store.parallel import in_parallel
+from executors.store.parallel import in_parallel, in_threads
 from executors.task.record import Placement
 
 T = TypeVar("T")
@@ -183,20 +184,16 @@ class SpreadExecutor:
     ) -> list[ReplicaHandle]:
         handles: dict[Site, list[ReplicaHandle]] = {}
         errors: dict[Site, ReplicasError | OSError] = {}
-        with ThreadPoolExecutor(len(sites)) as pool:
-            futures = {site: pool.submit(start, site) for site in sites}
-            try:
-                for site, future in futures.items():
-                    try:
-                        handles[site] = future.result()
-                    except (ReplicasError, OSError) as error:
-                        errors[site] = error
-            except BaseException as interrupt:  # Ctrl-C: what is being started finds the markers
-                self._abandon(run, run.ranks, interrupt)
-                for future in futures.values():
-                    with contextlib.suppress(BaseException):
-                        self._end(run, future.result(), interrupt)
-                raise
+        futures = dict(zip(sites, in_threads(start, [*sites], len(sites)), strict=True))
+        try:
+            for site, future in futures.items():
+                try:
+                    handles[site] = future.result()
+                except (ReplicasError, OSError) as error:
+                    errors[site] = error
+        except BaseException as interrupt:  # Ctrl-C
+            self._end_all(run, futures.values(), interrupt)
+            raise
         started = [handle for each in handles.values() for handle in each]
         if not errors and (run.min_replicas is None or len(started) >= run.min_replicas):
             return sorted(started, key=lambda handle: handle.rank)
@@ -214,6 +211,17 @@ class SpreadExecutor:
             rank=getattr(cause, "rank", None),
             cancelled=getattr(cause, "cancelled", False),
         ) from cause
+
+    def _end_all(self, run: RunSpec, parts: Iterable[Future[list[ReplicaHandle]]], interrupt: BaseException) -> None:
+        """End what is being started: an outcome comes last, for what has one is not ended any more."""
+        print("replicas: ending what was begun; Ctrl-C again leaves it to end when it comes up", file=sys.stderr)
+        for rank in run.ranks:
+            with contextlib.suppress(ReplicasError):
+                Attempt(store_at(run.store_url), run.run_id, rank, run.attempt).request_cancel(half_way(interrupt))
+        for part in parts:
+            with contextlib.suppress(Exception):
+                self._end(run, part.result(), interrupt)
+        self._abandon(run, run.ranks, interrupt)
 
     def _abandon(self, run: RunSpec, ranks: Sequence[int], error: BaseException) -> None:
         for rank in ranks:
@@ -244,21 +252,31 @@ class SpreadExecutor:
         }
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        """Return the replica's status."""
-        return ReplicaStatus(self._of(handle).poll(handle))
+        """Return the replica's status; where its backend is not to be had here, as the store tells it."""
+        if (executor := self._at_hand(handle)) is not None:
+            return ReplicaStatus(executor.poll(handle))
+        attempt = _newest(handle)
+        if (outcome := attempt.outcome()) is not None:
+            return outcome.status
+        return ReplicaStatus.RUNNING if attempt.has("started.json") else ReplicaStatus.PENDING
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
-        """Return the last lines of the replica's output."""
-        return self._of(handle).stream_logs(handle, n_lines=n_lines)
-
-    def cancel(self, handle: ReplicaHandle) -> None:
-        """End a replica; where its backend is not to be had, its supervisor is left the marker."""
+        """Return the last lines of the replica's output, or why they are not to be had here."""
         try:
             executor = self._of(handle)
-        except BackendError:
-            Attempt.named_by(handle, handle.backend_name).newest().request_cancel()
+        except BackendError as error:
+            return f"replicas: {error}"
+        return executor.stream_logs(handle, n_lines=n_lines)
+
+    def cancel(self, handle: ReplicaHandle) -> None:
+        """End a replica; where its backend is not to be had here, it finds the marker, also if it comes up late."""
+        if (executor := self._at_hand(handle)) is not None:
+            executor.cancel(handle)
             return
-        executor.cancel(handle)
+        attempt = _newest(handle)
+        attempt.request_cancel()
+        if not attempt.has("started.json"):
+            attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Wait for the replicas' outcomes, and return them in the order of `handles`."""
@@ -277,12 +295,15 @@ class SpreadExecutor:
         )
 
     def open_log(self, handle: ReplicaHandle) -> Log:
-        """Return the log of the attempt that a handle names."""
-        return self._of(handle).open_log(handle)
+        """Return the log of the attempt that a handle names, or why it is not to be had here."""
+        if (executor := self._at_hand(handle)) is not None:
+            return executor.open_log(handle)
+        return TailedLog(lambda n_lines: self.stream_logs(handle, n_lines=n_lines))
 
     def find_handle(self, handle: ReplicaHandle) -> ReplicaHandle | None:
-        """Find a replica that was announced only."""
-        return self._of(handle).find_handle(handle)
+        """Find a replica that was announced only; None also where its backend is not to be had here."""
+        executor = self._at_hand(handle)
+        return None if executor is None else executor.find_handle(handle)
 
     def of(self, rank: int) -> ServerlessExecutor:
         """Return the executor of a rank.
@@ -295,6 +316,12 @@ class SpreadExecutor:
 
     def _of(self, handle: ReplicaHandle) -> NativeExecutor:
         return self._at(handle.rank).native
+
+    def _at_hand(self, handle: ReplicaHandle) -> NativeExecutor | None:
+        """Return the executor of a replica; None: its backend is not to be had here."""
+        with contextlib.suppress(BackendError):
+            return self._of(handle)
+        return None
 
     def _at(self, rank: int) -> Site:
         found = next((site for site in self._sites() if rank in site.placement.ranks), None)
@@ -320,6 +347,10 @@ class SpreadExecutor:
                 answers = [instead(error) for _ in indexes]
             found |= dict(zip(indexes, answers, strict=True))
         return [found[index] for index in range(len(replicas))]
+
+
+def _newest(handle: ReplicaHandle) -> Attempt:
+    return Attempt.named_by(handle, handle.backend_name).newest()
 
 
 def as_one(sites: Callable[[], Sequence[Site]]) -> ServerlessExecutor:

@@ -218,7 +218,7 @@ class Traces:
         logs = RunLogs(self._observer, self.executor, attempt, lines, note, is_one=isinstance(rank, int))
         chosen = self.ranks if rank is None else [rank] if isinstance(rank, int) else rank
         ranks = [self._check_rank(r) for r in chosen]
-        return logs.followed(ranks, tail) if follow else logs.tails(ranks, tail)
+        return logs.followed(ranks, tail, grows=rank is None) if follow else logs.tails(ranks, tail)
 
     def events(self, follow: bool = False, note: LogNote = log.warning) -> Iterator[Event]:
         """Yield what happened in the run so far, in the order of time: launches, ends, hangs, decisions.

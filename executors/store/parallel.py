@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 MAX_THREADS = 64  # no store's connections are fewer
@@ -15,3 +17,27 @@ def in_parallel(act: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """Act on several items at once."""
     with ThreadPoolExecutor(min(MAX_THREADS, max(1, len(items)))) as pool:
         return list(pool.map(act, items))
+
+
+def in_threads(act: Callable[[T], R], items: Sequence[T], n_threads: int) -> list[Future[R]]:
+    """Begin to call `act` with each item in daemon threads, and return the answers to come.
+
+    Unlike those of a pool, these threads hold up neither who stops waiting for them nor the end of the process.
+    """
+    futures: list[Future[R]] = [Future() for _ in items]
+    waiting = deque(zip(items, futures, strict=True))
+
+    def work() -> None:
+        while waiting:
+            try:
+                item, future = waiting.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                future.set_result(act(item))
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                future.set_exception(error)
+
+    for number in range(min(n_threads, len(items))):
+        threading.Thread(target=work, name=f"replicas-{number}", daemon=True).start()
+    return futures

@@ -70,6 +70,7 @@ def take_ranks(store: Store, run_id: str, world_size: int, n: int, placement: Pl
     """Take `n` ranks that nobody has; return the record of it, which is written.
 
     Raises:
+        ValueError: what is to be recorded of them could not be read again.
         StoreError: the store does not answer, or the run has no room for more.
     """
     mine = Added(
@@ -81,8 +82,12 @@ def take_ranks(store: Store, run_id: str, world_size: int, n: int, placement: Pl
         if len(known) >= MAX_ADDED:
             raise StoreError(f"Run {run_id!r} takes no more replicas: {MAX_ADDED} were added.", url=store.url)
         mine = replace(mine, ranks=_free_ranks(store, run_id, world_size, n, known))
-        key = added_key(run_id, len(known))
-        store.put_if_absent(key, to_bytes(asdict(mine)))
+        key, written = added_key(run_id, len(known)), to_bytes(asdict(mine))
+        try:
+            Added.parse(written)
+        except CorruptObjectError as error:
+            raise ValueError(f"These replicas cannot be recorded: {error}") from None
+        store.put_if_absent(key, written)
         # What stands decides: an answer may be lost, and another machine may have added ranks meanwhile.
         try:
             standing = read_record(store, key, Added.parse)

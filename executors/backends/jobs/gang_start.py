@@ -18,7 +18,7 @@ from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field, replace
 
 from executors.attempt import Attempt, Intent
-from executors.backends.jobs.sdk import TokenBucket, call_each, in_threads
+from executors.backends.jobs.sdk import TokenBucket, call_each
 from executors.backends.jobs.service import (
     LONGEST_PATIENCE_S,
     CancelledWhileStartingError,
@@ -33,6 +33,7 @@ from executors.errors import LaunchError, ReplicasError, StoreError
 from executors.native import RunSpec
 from executors.process import this_process
 from executors.protocol import ReplicaHandle, ReplicaStatus
+from executors.store.parallel import in_threads
 from executors.store.records import read_record, to_bytes
 from executors.store.url import impatient_store
 

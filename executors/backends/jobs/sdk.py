@@ -6,12 +6,12 @@ import importlib
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
 from executors.errors import MissingDependencyError
+from executors.store.parallel import in_threads
 
 K = TypeVar("K", bound=Hashable)
 R = TypeVar("R")
@@ -20,30 +20,6 @@ FIRST_PAUSE_S = 0.25
 GROWTH = 1.5
 LONGEST_PAUSE_S = 5.0
 MAX_UNANSWERED = 64
-
-
-def in_threads(act: Callable[[T], R], items: Sequence[T], n_threads: int) -> list[Future[R]]:
-    """Begin to call `act` with each item in daemon threads, and return the answers to come.
-
-    Unlike those of a pool, these threads hold up neither who stops waiting for them nor the end of the process.
-    """
-    futures: list[Future[R]] = [Future() for _ in items]
-    waiting = deque(zip(items, futures, strict=True))
-
-    def work() -> None:
-        while waiting:
-            try:
-                item, future = waiting.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            try:
-                future.set_result(act(item))
-            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-                future.set_exception(error)
-
-    for number in range(min(n_threads, len(items))):
-        threading.Thread(target=work, name=f"replicas-{number}", daemon=True).start()
-    return futures
 
 
 def call_each(act: Callable[[T], R], items: Sequence[T], n_threads: int) -> list[R]:

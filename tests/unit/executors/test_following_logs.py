@@ -47,13 +47,13 @@ class Scene:
 
     def __init__(self, open_log: Callable[[int, int], Log | None], *, has_ended: bool = False) -> None:
         self._open_log = open_log
-        self.looks: list[Sequence[int]] = []
+        self.looks: list[Sequence[int] | None] = []
         self.sights: dict[int, Sight] = {}
         self.has_ended = has_ended
 
-    def look(self, ranks: Sequence[int]) -> dict[int, Sight]:
+    def look(self, ranks: Sequence[int] | None) -> dict[int, Sight]:
         self.looks.append(ranks)
-        return {rank: self.sights.get(rank, Sight(0, self.has_ended)) for rank in ranks}
+        return {rank: self.sights.get(rank, Sight(0, self.has_ended)) for rank in (ranks or self.sights)}
 
     def open(self, rank: int, attempt: int) -> Log | None:
         return self._open_log(rank, attempt)
@@ -74,7 +74,7 @@ def test_all_ranks_are_read_at_the_same_time_and_one_look_is_of_all() -> None:
 
     scene = Scene(open_log, has_ended=True)
     assert sorted(follow_logs(scene, range(N), 5)) == [(rank, 0, f"{rank}\n") for rank in range(N)]
-    assert scene.looks[0] == list(range(N))
+    assert scene.looks[0] == range(N)
     assert len(scene.looks) <= 2
 
 
@@ -114,9 +114,9 @@ def test_following_ends_also_where_a_rank_that_had_ended_went_on_for_a_while_und
     phase, seen, has_come_to_end = 0, threading.Event(), threading.Event()
 
     class Flickering(Scene):
-        def look(self, ranks: Sequence[int]) -> dict[int, Sight]:
+        def look(self, ranks: Sequence[int] | None) -> dict[int, Sight]:
             seen.set()
-            return {rank: Sight(0, phases[phase].get(rank, False)) for rank in ranks}
+            return {rank: Sight(0, phases[phase].get(rank, False)) for rank in range(2)}
 
     def follow() -> None:
         list(follow_logs(Flickering(lambda rank, attempt: Scripted(list)), range(2), 5, look_s=0.01))
@@ -128,6 +128,17 @@ def test_following_ends_also_where_a_rank_that_had_ended_went_on_for_a_while_und
             seen.clear()
             assert seen.wait(PATIENCE_S)
     assert has_come_to_end.wait(PATIENCE_S)
+
+
+def test_where_all_are_followed_those_that_are_added_meanwhile_are_too() -> None:
+    scene = Scene(lambda rank, attempt: Scripted(lambda: [f"{rank}\n"]))
+    scene.sights = {0: Sight(0, False)}
+    lines = follow_logs(scene, None, 5, look_s=0.01)
+    assert next(lines) == (0, 0, "0\n")
+    scene.sights = {0: Sight(0, False), 7: Sight(0, False)}
+    assert next(line for line in lines if line[0] != 0) == (7, 0, "7\n")
+    scene.sights = dict.fromkeys(scene.sights, Sight(0, True))
+    assert {rank for rank, _, _ in lines} <= {0, 7}
 
 
 def test_a_rank_that_is_begun_again_is_followed_on() -> None:

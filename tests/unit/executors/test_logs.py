@@ -118,7 +118,7 @@ class Scripted:
         self.answers = list(answers)
         self.tail = kept
 
-    def look(self, ranks: Sequence[int]) -> dict[int, Sight]:
+    def look(self, ranks: Sequence[int] | None) -> dict[int, Sight]:
         return {0: Sight(0, has_ended=len(self.answers) == 1)}
 
     def open(self, rank: int, attempt: int) -> Log:

@@ -1,0 +1,135 @@
+"""A run on several backends where something is missing: a backend that is not to be had, the end of a launch."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_jobs import FakeExecutor, Machines
+
+from executors import LocalProcessExecutor, Run, attach, launch
+from executors.launcher.parts import executor_of
+from executors.registry import get_executor
+from executors.store.added_ranks import added_key
+from executors.store.records import exists, to_bytes
+from executors.task.added import read_added
+from executors.testing import eventually
+
+LOCAL: Any = {"preload": (), "term_grace_s": 0.5}
+WAITS = "import time\nfrom pathlib import Path\ndef main(go):\n    while not Path(go).exists(): time.sleep(0.02)\n"
+
+
+@pytest.fixture
+def go(machines: Machines, tmp_path: Path) -> Path:
+    """The file that the replicas of `job.py` wait for."""
+    Path("job.py").write_text(WAITS)
+    return tmp_path / "go"
+
+
+def waiting(go: Path, **more: Any) -> Run:
+    return launch(LocalProcessExecutor(**LOCAL), "job.py:main", 1, run_id="otter", args={"go": str(go)}, **more)
+
+
+def test_an_interrupt_in_the_middle_of_a_launch_leaves_no_job_that_waits_for_a_machine(
+    machines: Machines, go: Path
+) -> None:
+    machines.is_held = True
+    decides = machines.hold(2)
+
+    def interrupt() -> None:
+        eventually(lambda: machines.count("start") == 2, "both are asked for")
+        os.kill(os.getpid(), signal.SIGINT)
+        run = attach("otter", executor=FakeExecutor())
+        eventually(lambda: all(run.newest_attempt(rank).has("cancel.json") for rank in range(3)), "all are marked")
+        decides.set()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    spread = executor_of(
+        "local:1,support.fake_jobs:FakeExecutor:2", lambda name: get_executor(name, LOCAL if name == "local" else {})
+    )
+    with pytest.raises(KeyboardInterrupt):
+        launch(spread, "job.py:main", 3, run_id="otter", args={"go": str(go)})
+    thread.join()
+    assert machines.living() == []
+    run = attach("otter", executor=FakeExecutor())
+    assert run.wait(60)
+    assert {str(each.status) for each in run.status().replicas} <= {"cancelled", "failed"}
+
+
+@pytest.mark.parametrize("record", ["intent", "handle"])
+def test_a_rank_on_a_backend_that_is_not_to_be_had_here_hides_no_other_and_is_cancelled(go: Path, record: str) -> None:
+    run = waiting(go, detach=True)
+    run.store.put(added_key("otter", 0), to_bytes({"backend": "elsewhere", "ranks": [1], "nonce": "x"}))
+    place = {"store_url": run.store.url, "run_id": "otter", "attempt": 0}
+    left = {
+        "intent": {"nonce": "n", "by": "b", "at": 1.0},
+        "handle": {"rank": 1, "backend_name": "elsewhere", "metadata": place},
+    }
+    run.store.put(f"otter/replicas/0001/0/{record}.json", to_bytes(left[record]))
+    seen = attach("otter")
+    assert [(each.rank, each.backend) for each in seen.status().replicas] == [(0, "local"), (1, "elsewhere")]
+    assert ("elsewhere" in seen.logs()) == (record == "handle"), "where the log is"
+    seen.cancel()
+    assert seen.wait(60)
+    assert [str(each.status) for each in seen.status().replicas] == ["cancelled", "cancelled"]
+
+
+def test_replicas_that_cannot_be_recorded_are_refused_and_nothing_is_written(go: Path) -> None:
+    run = waiting(go)
+    with pytest.raises(ValueError, match=r"cannot be recorded: .*timeout_s"):
+        run.add(LocalProcessExecutor(**LOCAL), 1, timeout=math.inf)
+    assert list(run.store.list("otter/added/")) == []
+    go.touch()
+    assert run.wait(60)
+
+
+def test_threads_that_look_at_once_count_each_addition_once(go: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = waiting(go)
+    for k, rank in enumerate((1, 2)):
+        record = {"backend": "local", "ranks": [rank], "nonce": f"n{k}"}
+        run.store.put(added_key("otter", k), to_bytes(record))
+    both_read = threading.Barrier(2)
+
+    def slowly(*args: Any) -> Any:
+        found = list(read_added(*args))
+        with ThreadPoolExecutor(1):  # another thread may come in between
+            both_read_if_unguarded(both_read)
+        return found
+
+    monkeypatch.setattr("executors.run.fleet.read_added", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: run.fleet.read_added(), range(2)))
+    assert list(run.fleet.ranks) == [0, 1, 2]
+    go.touch()
+    assert run.wait(60)
+
+
+def both_read_if_unguarded(barrier: threading.Barrier) -> None:
+    try:
+        barrier.wait(0.2)
+    except threading.BrokenBarrierError:  # one at a time, as is right
+        barrier.reset()
+
+
+def test_a_spare_with_the_number_of_a_rank_that_was_added_elsewhere_takes_another_over(
+    machines: Machines, go: Path
+) -> None:
+    run = launch(FakeExecutor(), "job.py:main", 1, run_id="otter", args={"go": str(go)}, restarts="3", spares=2)
+    spares = [f"otter/spares/{number:04}/0/started.json" for number in (0, 1)]
+    eventually(lambda: all(exists(run.store, spare) for spare in spares), "the spares wait")
+    run.add(LocalProcessExecutor(**LOCAL), 1)
+    machines.end(machines.jobs[1])  # the first spare
+    machines.end(machines.job_of(run, 0), "preempted")
+    waits = threading.Thread(target=run.wait, args=(60,))
+    waits.start()
+    eventually(lambda: run.newest_attempt(0).at(1).has("started.json"), "it goes on", within_s=30)
+    go.touch()
+    waits.join()
+    assert [str(each.status) for each in run.status().replicas] == ["succeeded"] * 2
