@@ -184,7 +184,7 @@ def _check_options(run: Traces, sites: Sequence[Site]) -> None:
 
 def _who(run: Traces, place: Placement) -> str:
     if isinstance(place, Added):
-        return f"The {name_ranks(place.ranks)} of run {run.run_id!r} came"
+        return f"{name_ranks(place.ranks).capitalize()} of run {run.run_id!r} came"
     return f"Run {run.run_id!r} was launched"
 
 

@@ -152,7 +152,8 @@ class Run(Traces):
         `world_size` is that of the launch, which never changes; see `Replica.shard` for their data.
 
         Args:
-            executor: a backend's name, or an executor.
+            executor: a backend's name, or an executor. What it starts on other machines gets the code of this folder,
+                if the run was launched without any.
             tell: gets a few words on how far the start is, where it takes long.
             asked: any of these. `gpu`, `timeout`: None: as launched. `env`, `secrets`: values are not recorded, so
                 those of the launch have to be given again. `detach`: let them go on when this process ends.
