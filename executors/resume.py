@@ -6,9 +6,10 @@ What a replica finds there again is its own affair: `diloco` catches up with the
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from executors.process import this_process
 from executors.protocol import ReplicaStatus
 from executors.run.handles import keep_handles
 from executors.run.launch_hands import Recipe
-from executors.run.recipe import native_executor, recipe_of, vouched_task
+from executors.run.recipe import native_executor, recipes_of, vouched_task
 from executors.run.run import Run
 from executors.run.spread import options_to_note
 from executors.run_index import keep_key, new_run_id, remember, settle
@@ -92,49 +93,53 @@ def resume(
     new_hang = None if hang_timeout is None else HangLimits.parse(hang_timeout)
     task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
     launched = task.launched_with
-    recipe = recipe_of(run, task, gpu=gpu, timeout=timeout, env=env, secrets=secrets, detach=detach)
-    executor, limits = native_executor(run), recipe.limits
+    run.fleet.named = frozenset(ranks or ())
+    given: Any = {"gpu": gpu, "timeout": timeout, "env": env, "secrets": secrets, "detach": detach}
+    recipes = recipes_of(run, task, ranks=range(run.world_size) if from_snapshot else ranks, **given)
+    executor = native_executor(run)
     if (new_restarts or new_hang) and not restarts_replicas(executor):
         raise ValueError(f"Backend {run.backend!r} starts nothing again: leave restarts= and hang_timeout= away.")
     if from_snapshot:
         _check_that_all_ended(run, ranks)
     elif exists(run.store, f"{run.run_id}/abort.json"):
         raise StoreError(f"Run {run.run_id!r} was aborted, which is final. Launch a new one.", url=run.store.url)
-    if gather_s is not None:
-        if launched.min_replicas is None:
-            raise ValueError(
-                f"Run {run.run_id!r} was launched without min_replicas, so gather_s= (--gather) says nothing."
-            )
-        recipe = replace(recipe, spec=replace(recipe.spec, gather_s=gather_s))
+    if gather_s is not None and launched.min_replicas is None:
+        raise ValueError(f"Run {run.run_id!r} was launched without min_replicas, so gather_s= (--gather) says nothing.")
     log = DecisionLog(run.store, run.run_id)
     policy = new_restarts or policy_of(log.read(), Restarts.of(launched.restarts))
     hang = new_hang or hang_of(log.entries, HangLimits.parse(launched.hang))
-    kept = replace(recipe.spec, restarts=None if policy is None else str(policy), hang=str(hang))
-    recipe = replace(recipe, spec=kept)
+    more: Any = {
+        "restarts": None if policy is None else str(policy),
+        "hang": str(hang),
+        "gather_s": launched.gather_s if gather_s is None else gather_s,
+    }
+    recipes = [replace(recipe, spec=replace(recipe.spec, **more)) for recipe in recipes]
     if from_snapshot:
-        return _begin_from_snapshot(run, task, recipe, tell)
+        return _begin_from_snapshot(run, task, recipes[0], tell)
     if not executor.needs_shared_rendezvous:  # it would refuse when the log says already that ranks are resumed
-        settle(run.run_id, run.store.url, recipe.spec.task_digest)
+        settle(run.run_id, run.store.url, task.digest)
     if new_restarts or new_hang:
         order_policy(log, new_restarts, new_hang)
     n_seen = len(log.read())
-    next_attempts = _next_attempts(run, ranks)
+    next_attempts = _next_attempts(run, ranks, {rank for recipe in recipes for rank in recipe.spec.ranks})
     if (barring := order_resume(log, next_attempts, n_seen)) is not None:
         what = "cancelled" if barring.kind == "cancel" else "stopped"
         raise LaunchError(f"Run {run.run_id!r} was {what} meanwhile by {_name(barring.by)}.", cancelled=True)
     if detach and executor.lease_s is not None:
         release_lease(run.store, run.run_id)
-    lease = hold_lease(run.store, recipe.spec)
-    by_attempt: dict[int, list[int]] = {}
-    for rank, attempt in next_attempts.items():
-        by_attempt.setdefault(attempt, []).append(rank)
+    lease = next(filter(None, (hold_lease(run.store, recipe.spec) for recipe in recipes)), None)
     begun: set[int] = set()
     goes_on = len(run.ranks) - len(next_attempts)
     try:
-        for attempt, group in sorted(by_attempt.items()):
+        for attempt, recipe in itertools.product(sorted({*next_attempts.values()}), recipes):
+            group = tuple(rank for rank in recipe.spec.ranks if next_attempts.get(rank) == attempt)
+            if not group:
+                continue
             needed = launched.min_replicas and max(1, min(launched.min_replicas - goes_on, len(group)))
-            spec = replace(recipe.spec, ranks=tuple(group), attempt=attempt, min_replicas=needed)
-            handles = executor.launch_replicas(len(group), launched.entrypoint, {}, **limits, run=spec, tell=tell)
+            spec = replace(recipe.spec, ranks=group, attempt=attempt, min_replicas=needed)
+            handles = executor.launch_replicas(
+                len(group), launched.entrypoint, {}, **recipe.limits, run=spec, tell=tell
+            )
             begun.update(handle.rank for handle in handles)
             keep_handles(run.store, run.run_id, attempt, handles)
     except BaseException as error:
@@ -152,7 +157,7 @@ def resume(
             print(f"replicas: {by_others}", file=sys.stderr)
     found = Run(run.store, run.run_id, executor=executor)
     if not detach:
-        found.keep_here(recipe, lease)
+        found.keep_here(recipes, lease)
     return found
 
 
@@ -169,7 +174,7 @@ def _check_that_all_ended(run: Run, ranks: Sequence[int] | None) -> None:
 
 def _begin_from_snapshot(run: Run, task: StoredTask, recipe: Recipe, tell: Callable[[str], None]) -> Run:
     """Write and start a new run of the task, as `launch` does."""
-    executor, limits = native_executor(run), recipe.limits
+    executor, limits = native_executor(run, run.fleet.groups[0]), recipe.limits
     spec = continue_run(task, replace(recipe.spec, run_id=new_run_id(), chaos=()), run.record, **limits)
     recipe = replace(recipe, spec=spec)
     lease = None
@@ -189,17 +194,16 @@ def _begin_from_snapshot(run: Run, task: StoredTask, recipe: Recipe, tell: Calla
     keep_handles(run.store, spec.run_id, 0, handles)
     begun = Run(run.store, spec.run_id, executor=executor)
     if not spec.detach:
-        begun.keep_here(recipe, lease)
+        begun.keep_here([recipe], lease)
     return begun
 
 
-def _next_attempts(run: Run, ranks: Sequence[int] | None) -> dict[int, int]:
+def _next_attempts(run: Run, ranks: Sequence[int] | None, startable: Collection[int]) -> dict[int, int]:
     """Choose the ranks to resume, and number their next attempts: each follows the one whose end was seen.
 
     Were the numbers asked for later, two who resume at the same time would each have one, and start two copies.
     """
     states = {state.rank: state for state in run.status().replicas}
-    run.fleet.named = frozenset(ranks or ())
     for state in states.values() if ranks is None else ():
         if not state.is_readable and state.outcome is not None:
             raise CorruptObjectError(str(state.outcome.error), url=run.store.url)
@@ -210,7 +214,7 @@ def _next_attempts(run: Run, ranks: Sequence[int] | None) -> dict[int, int]:
             raise ValueError(f"Rank {rank} of run {run.run_id!r} is {states[rank].status}; only what ended is resumed.")
     ended = [s for s in states.values() if s.status.is_terminal or s.restart.is_awaited]
     asked = [s for s in ended if (s.status is not ReplicaStatus.SUCCEEDED if ranks is None else s.rank in ranks)]
-    if foreign := [s.rank for s in asked if not run.fleet.may_start(s.rank)]:
+    if foreign := [s.rank for s in asked if s.rank not in startable]:
         names, where = name_ranks(foreign), ", ".join(sorted({states[rank].backend for rank in foreign}))
         print(f"replicas: {names} on {where}: added elsewhere, so started only if named, as --rank.", file=sys.stderr)
         asked = [s for s in asked if s.rank not in foreign]

@@ -15,6 +15,7 @@ keeps there is neither shown nor deleted for another.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shlex
@@ -125,17 +126,18 @@ def remember(
     an image object, is left out: who resumes the run gives it again.
     """
     store = local_store()
-    more = {name: _of_json(each) for name, each in (more_options or {}).items()}
+    more = {name: as_noted(each) for name, each in (more_options or {}).items()}
     rendezvous = store_url if store_url != store.url else None
-    note = Note(rendezvous, task_digest, _of_json(executor_options or {}), more, tuple(secrets))
+    note = Note(rendezvous, task_digest, as_noted(executor_options or {}), more, tuple(secrets))
     key = f"{run_id}/{NOTE}"
     store.put(key, to_bytes(asdict(note)))
     with contextlib.suppress(OSError):  # a file system without modes
         (state_dir() / key).chmod(0o600)
 
 
-def _of_json(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if is_json(value)}
+def as_noted(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as this machine notes them: those that are JSON, as JSON gives them back."""
+    return {name: json.loads(json.dumps(value)) for name, value in options.items() if is_json(value)}
 
 
 def remember_added(run_id: str, store_url: str, name: str, options: Mapping[str, Any]) -> None:

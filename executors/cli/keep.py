@@ -70,18 +70,19 @@ def watch(
     restarts, hang = _settings(set_)
     found = find_run(run, rendezvous, backend, option, volume)
     with usage_errors():
-        recipe = _recipe(found, env, secret, task_digest=task_digest, trust_bucket=trust_bucket)
+        recipes = _recipes(found, env, secret, task_digest=task_digest, trust_bucket=trust_bucket)
     log = DecisionLog(found.store, found.run_id)
-    if recipe.spec.lease_s is None:  # else there is something to do in any case
+    needs_lease = any(recipe.spec.lease_s is not None for recipe in recipes)
+    if not needs_lease:  # else there is something to do in any case
         _check_policy(found, log, restarts)
     if restarts is not None or hang is not None:
         order_policy(log, restarts, hang)
     output.say(heading(found), "bold")
     lease = None
-    if recipe.spec.lease_s is not None:
+    if needs_lease:
         lease = LeaseHolder(found.store, found.run_id, is_second=True)
         lease.start()
-    keeper = found.keep_here(recipe, lease, lambda words: output.say(words, "yellow"))
+    keeper = found.keep_here(recipes, lease, lambda words: output.say(words, "yellow"))
     keeper.log.read()
     if once:
         now = _keep_once(found, keeper, output)
@@ -140,17 +141,18 @@ def _settings(texts: Sequence[str] | None) -> tuple[Restarts | None, HangLimits 
         return Restarts.of(found.get("restarts")), HangLimits.parse(found["hang"]) if "hang" in found else None
 
 
-def _recipe(
+def _recipes(
     run: Run, env: Sequence[str] | None, secrets: Sequence[str] | None, *, task_digest: str | None, trust_bucket: bool
-) -> Recipe:
+) -> list[Recipe]:
     """Return what starts attempts of a run that another process launched, after checking that all it needs is here."""
     from executors.cli.summary import reference
-    from executors.run.recipe import native_executor, recipe_of, vouched_task
+    from executors.run.recipe import native_executor, recipes_of, vouched_task
+    from executors.run.spread import SpreadExecutor
 
     task, executor = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket), native_executor(run)
     # What this starts on this machine outlives it: Ctrl-C leaves the run alone.
     detach = run.record.detach or executor.lease_s is None
-    recipe = recipe_of(run, task, env=parse_texts("--env", env), secrets=secrets or (), detach=detach)
+    recipes = recipes_of(run, task, env=parse_texts("--env", env), secrets=secrets or (), detach=detach)
     where = run.record.cwd
     is_shipped = executor.needs_shared_rendezvous or task.record.code_sha256 is not None
     if not is_shipped and where and os.path.realpath(where) != os.path.realpath(os.getcwd()):
@@ -159,8 +161,11 @@ def _recipe(
             f"of this command: cd {shlex.quote(where)} && replicas watch {reference(run)}"
         )
     # Its digest vouches for the entrypoint; what is checked are the account and the secrets.
-    executor.check_launch(1, len, {}, **recipe.limits, secrets=recipe.spec.secret_names)
-    return recipe
+    for recipe in recipes:
+        sites = list({run.fleet.site(rank): None for rank in recipe.spec.ranks})
+        its_executors = SpreadExecutor(lambda sites=sites: sites)  # type: ignore[misc]
+        its_executors.check_launch(1, len, {}, **recipe.limits, secrets=recipe.spec.secret_names)
+    return recipes
 
 
 def _check_policy(run: Run, log: DecisionLog, restarts: Restarts | None) -> None:

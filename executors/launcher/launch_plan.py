@@ -108,7 +108,7 @@ class LaunchPlan:
         keep_handles(store, self.run_id, 0, handles)
         run = Run(store, self.run_id, executor=executor, handles=handles)
         if not request.detach and isinstance(executor, NativeExecutor):
-            run.keep_here(Recipe(replace(spec, spares=0), request.entrypoint, limits), lease)
+            run.keep_here([Recipe(replace(spec, spares=0), request.entrypoint, limits)], lease)
         return run
 
     def usd_per_hour(self) -> float | None:

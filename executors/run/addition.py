@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from executors.attempt import Attempt
-from executors.errors import BackendError, LaunchError, MissingDependencyError, StoreError, UnknownBackendError
+from executors.attempt import Attempt, half_way
+from executors.errors import BackendError, LaunchError, StoreError
 from executors.native import NativeExecutor
 from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor
 from executors.run.fleet import check_single_ranks
 from executors.run.launch_hands import Recipe
-from executors.run.recipe import recipe_of, vouched_task
+from executors.run.recipe import check_env, secrets_to_give, spec_of, vouched_task, with_own_task
 from executors.run.spread import SpreadExecutor, options_to_note
 from executors.run.traces import Traces
 from executors.run_index import remember_added
@@ -22,8 +22,9 @@ from executors.store.records import exists
 from executors.store.url import directory_of
 from executors.supervision.decisions import DecisionLog, barred_by
 from executors.supervision.lease import LeaseHolder
-from executors.supervision.orders import order_resume
+from executors.supervision.orders import order_cancel, order_resume
 from executors.task.added import take_ranks
+from executors.task.create import add_code
 from executors.task.record import MAX_WORLD_SIZE, Placement
 from executors.task.stored import StoredTask
 
@@ -64,18 +65,30 @@ def add_replicas(
     native = check_single_ranks(get_executor(executor) if isinstance(executor, str) else check_executor(executor))
     task = vouched_task(run, task_digest=asked.task_digest, trust_bucket=asked.trust_bucket)
     _check_run(run)
-    recipe = recipe_of(run, task, env=asked.env, secrets=asked.secrets, detach=asked.detach, starts_others=False)
-    launched = task.launched_with
+    launched, env = task.launched_with, dict(asked.env or {})
+    check_env(run, launched, env)
+    secrets = secrets_to_give(run, launched, asked.secrets)
+    spec = replace(
+        spec_of(run, task, detach=asked.detach),
+        env=env,
+        secret_names=tuple(asked.secrets) or secrets,
+        min_replicas=None,
+        lease_s=None if asked.detach else native.lease_s,
+    )
     timeout = asked.timeout or launched.timeout_s or native.default_timeout_s
     limits: Any = {"gpu": asked.gpu or launched.gpu, "timeout": timeout}
-    _check_start(run, native, task, asked, limits)
-    is_barred = _check_bar(run)
+    _check_start(run, native, task, asked.n, {**limits, "secrets": spec.secret_names})
+    n_seen, is_barred = _check_bar(run)
+    # Of a run that was launched without code for other machines, they get that of this process, now and later.
+    package = None if task.record.code_sha256 else native.package(task.record.entrypoint or len)
+    own_task = None if package is None else add_code(task, package)
     place = Placement(
         **describe_executor(native),
-        env=tuple(sorted(asked.env or {})),
-        secrets=tuple(sorted(recipe.spec.secret_names)),
+        env=tuple(sorted(env)),
+        secrets=tuple(sorted(spec.secret_names)),
         gpu=limits["gpu"],
         timeout_s=limits["timeout"],
+        own_task=own_task,
     )
     ranks: list[int] = []
     while len(ranks) < asked.n:
@@ -85,47 +98,52 @@ def add_replicas(
         run.fleet.add(added, native)
         # A joiner may have claimed one just before: it has it then.
         ranks += [rank for rank in added.ranks if not Attempt(run.store, run.run_id, rank).has("started.json")]
-    spec = replace(recipe.spec, ranks=tuple(ranks), min_replicas=None, lease_s=None if asked.detach else native.lease_s)
-    # What each is started with, also again, its placement says.
-    recipe = replace(recipe, spec=spec, limits={"gpu": None, "timeout": None})
+    spec = with_own_task(replace(spec, ranks=tuple(ranks)), place)
     lease = None
     if spec.lease_s is not None:  # beside that of the launch, if it has one
         lease = LeaseHolder(run.store, run.run_id, is_second=True)
         lease.start()
-    if is_barred:
-        log = DecisionLog(run.store, run.run_id)
-        order_resume(log, dict.fromkeys(ranks, 0), len(log.read()))
+    log = DecisionLog(run.store, run.run_id)
     try:
+        if is_barred and order_resume(log, dict.fromkeys(ranks, 0), n_seen) is not None:
+            raise _ended_meanwhile(run)
         spread = SpreadExecutor(lambda: run.fleet.sites)
-        handles = spread.launch_replicas(len(ranks), recipe.entrypoint, {}, run=spec, tell=tell)
+        handles = spread.launch_replicas(len(ranks), launched.entrypoint, {}, run=spec, tell=tell)
     except BaseException as error:
         if lease is not None:
             lease.end()
         with contextlib.suppress(StoreError):
+            order_cancel(log, ranks, half_way(error))  # no keeper goes on with it
             for rank in ranks:
                 Attempt(run.store, run.run_id, rank).abandon(error)
         raise
-    return Added(handles, recipe, lease)
+    return Added(handles, Recipe(spec, launched.entrypoint, limits), lease)
 
 
 def _check_run(run: Traces) -> None:
     """Raises: BackendError, ValueError, StoreError: nothing can be added to the run."""
     for site in run.fleet.sites:
-        with contextlib.suppress(UnknownBackendError, MissingDependencyError):  # it need not be to be had here
-            check_single_ranks(site.executor)
+        executor = None
+        with contextlib.suppress(BackendError):  # it need not be to be had here
+            executor = site.executor
+        if executor is not None:
+            check_single_ranks(executor)
     if exists(run.store, f"{run.run_id}/abort.json"):
         raise StoreError(f"Run {run.run_id!r} was aborted, which is final. Launch a new one.", url=run.store.url)
-    now = run.status(reports=False)
-    if now.is_terminal:
+    try:
+        now = run.status(reports=False)
+        ended = now.counts if now.is_terminal else ""
+    except BackendError:  # of its replicas the store tells
+        attempts = (Attempt(run.store, run.run_id, rank).newest() for rank in run.fleet.ranks)
+        ended = "all have ended" if all(each.outcome() is not None for each in attempts) else ""
+    if ended:
         raise ValueError(
-            f"Run {run.run_id!r} is over ({now.counts}), so nothing can join it. Resume it first: "
+            f"Run {run.run_id!r} is over ({ended}), so nothing can join it. Resume it first: "
             f"replicas resume {run.run_id}"
         )
 
 
-def _check_start(
-    run: Traces, executor: NativeExecutor, task: StoredTask, asked: Addition, limits: Mapping[str, Any]
-) -> None:
+def _check_start(run: Traces, executor: NativeExecutor, task: StoredTask, n: int, terms: Mapping[str, Any]) -> None:
     """Refuse what cannot work, before anything is written, started or paid for."""
     name, store = executor.backend_name, run.store
     if executor.needs_shared_rendezvous and directory_of(store.url) is not None:
@@ -135,17 +153,21 @@ def _check_start(
         )
     entrypoint = task.record.entrypoint or len  # what was pickled is not loaded here
     args = dict(task.record.args or {}) | dict.fromkeys(task.record.arg_texts, "") if task.record.entrypoint else {}
-    executor.check_launch(asked.n, entrypoint, args, **limits, secrets=asked.secrets)
+    executor.check_launch(n, entrypoint, args, **terms)
 
 
-def _check_bar(run: Traces) -> bool:
-    """Return whether a cancel or stop of all ranks stands against new ones, though the run was resumed since.
+def _check_bar(run: Traces) -> tuple[int, bool]:
+    """Return how long the log of decisions is, and whether a cancel or stop of all ranks stands against new ones.
 
     Raises:
-        LaunchError: it was not: the run is being ended.
+        LaunchError: it does, and the run was not resumed since: it is being ended.
     """
     entries = DecisionLog(run.store, run.run_id).read()
     bar = barred_by(entries, NOBODY)
     if bar is not None and not any(entry.kind == "resume" for entry in entries[list(entries).index(bar) :]):
-        raise LaunchError(f"Run {run.run_id!r} was ended meanwhile: nothing is added to it.", cancelled=True)
-    return bar is not None
+        raise _ended_meanwhile(run)
+    return len(entries), bar is not None
+
+
+def _ended_meanwhile(run: Traces) -> LaunchError:
+    return LaunchError(f"Run {run.run_id!r} was ended meanwhile: nothing is added to it.", cancelled=True)

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from executors.errors import CorruptObjectError, RunNotFoundError
+from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError
 from executors.native import NativeExecutor
 from executors.policy import MAX_S
 from executors.protocol import BY_USER, STOPPED, ReplicaStatus, ServerlessExecutor
@@ -81,10 +81,18 @@ class Canceller:
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
         if why != BY_USER:  # the executor's own marker would say that
             observer.map(lambda r: observer.attempt(r).request_cancel(why), launched)
-        in_parallel(lambda r: executor().cancel(observer.handle(r)), launched)
-        for state in states:
-            if state.is_over:  # raises what is wrong with its records
-                executor().cancel(observer.handle(state.rank))
+
+        def end(rank: int) -> ReplicasError | OSError | None:
+            try:
+                executor().cancel(observer.handle(rank))
+            except (ReplicasError, OSError) as error:
+                return error
+            return None
+
+        # What is over raises what is wrong with its records.
+        ended = in_parallel(end, [*launched, *(state.rank for state in states if state.is_over)])
+        if error := next(filter(None, ended), None):
+            raise error
 
     def _bar(self, rank: int | None, why: str) -> Sequence[ReplicaState]:
         """Bar a rank, or all; return the states of these after that."""

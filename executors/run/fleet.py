@@ -9,7 +9,8 @@ from typing import Any
 from executors.errors import BackendError, UnknownHandleError
 from executors.native import KeepsOptions, NativeExecutor, restarts_replicas
 from executors.protocol import ServerlessExecutor
-from executors.registry import executor_class, executor_of_record, is_given
+from executors.registry import describe_executor, executor_class, executor_of_record, is_given
+from executors.run_index import as_noted
 from executors.store import Store
 from executors.task.added import Added, read_added
 from executors.task.record import Placement, RunRecord
@@ -45,9 +46,10 @@ class Fleet:
 
     Args:
         record: returns the run's record.
-        given: the executors, or the names or classes of some, that a person gave, each for its backend.
-        options: what this machine noted of the options of a placement's executor, by its backend if it is of the
-            launch, else by `Added.name`; None: nothing.
+        given: an executor that a person gave, or the name or class of one, for the launch's placement of its backend,
+            and for what was added with the same options; or those of placements, by name.
+        options: what this machine noted of the options of a placement's executor, by the placement's name; None:
+            nothing.
     """
 
     def __init__(
@@ -55,19 +57,20 @@ class Fleet:
         store: Store,
         run_id: str,
         record: Callable[[], RunRecord],
-        given: Sequence[ServerlessExecutor | str],
+        given: ServerlessExecutor | str | Mapping[str, ServerlessExecutor] | None,
         options: Callable[[str], Mapping[str, Any] | None],
     ) -> None:
         self._store = store
         self._run_id = run_id
         self._record = record
-        self._given = given
+        self._given = None if isinstance(given, Mapping) else given
         self._options = options
         self._launched: list[Site] = []
         self._additions: list[Added | None] = []
         self._added: list[Site] = []
         self._reading = threading.Lock()
-        self._own: dict[str, ServerlessExecutor] = {}
+        self._of_places = dict(given) if isinstance(given, Mapping) else {}
+        self._added_here: set[str] = set()
         self.trusts_store = False
         """Whether a person has said that what the store says is to be started."""
         self.named: frozenset[int] = frozenset()
@@ -78,8 +81,14 @@ class Fleet:
     def sites(self) -> Sequence[Site]:
         """All that are known, those of the launch first."""
         if not self._launched:
-            self._launched = [self._site(place, place.backend) for place in self._record().placements]
+            self._launched = [self._site(place) for place in self._record().placements]
         return [*self._launched, *self._added]
+
+    @property
+    def groups(self) -> Sequence[Sequence[Site]]:
+        """The same, those that were started with the same values: of the launch, and of each addition."""
+        sites = self.sites
+        return [sites[: len(self._launched)], *([site] for site in sites[len(self._launched) :])]
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -97,11 +106,12 @@ class Fleet:
             for added in read_added(self._store, self._run_id, self._record().world_size, self._additions):
                 self._additions.append(added)
                 if added is not None:
-                    self._added.append(self._site(added, added.name))
+                    self._added.append(self._site(added))
 
     def add(self, added: Added, executor: NativeExecutor) -> None:
         """Note which executor this process itself adds ranks with."""
-        self._own[added.name] = executor
+        self._of_places[added.name] = executor
+        self._added_here.add(added.name)
         self.read_added()
 
     def site(self, rank: int) -> Site:
@@ -126,8 +136,12 @@ class Fleet:
         machine: else whoever can write to a bucket could have jobs started on the account of whoever watches the run.
         """
         place = self.site(rank).placement
-        is_ours = not isinstance(place, Added) or place.name in self._own or self._options(place.name) is not None
+        is_ours = not isinstance(place, Added) or self.is_added_here(place)
         return is_ours or rank in self.named or self.trusts_store
+
+    def is_added_here(self, place: Added) -> bool:
+        """Return whether this process or this machine added these ranks, as this very record says."""
+        return place.name in self._added_here or self._options(place.name) is not None
 
     @property
     def backends(self) -> str:
@@ -145,12 +159,10 @@ class Fleet:
 
     def known_options(self, site: Site) -> Collection[str]:
         """Name the options that a placement's executor is made with here."""
-        place = site.placement
-        if place.backend in {each.backend_name for each in self._given if not isinstance(each, str)} and isinstance(
-            site.executor, KeepsOptions
-        ):
-            return {name for name, value in site.executor.options_to_keep.items() if is_given(value)}
-        return self._options(place.name if isinstance(place, Added) else place.backend) or ()
+        executor = self._given_for(site.placement)
+        if isinstance(executor, KeepsOptions):
+            return {name for name, value in executor.options_to_keep.items() if is_given(value)}
+        return self._options(site.placement.name) or ()
 
     @property
     def _at(self) -> Mapping[int, Site]:
@@ -158,19 +170,37 @@ class Fleet:
             self._by_rank = {rank: site for site in sites for rank in site.placement.ranks}
         return self._by_rank
 
-    def _site(self, place: Placement, name: str) -> Site:
-        return Site(place, lambda: self._executor_for(place, name))
+    def _site(self, place: Placement) -> Site:
+        return Site(place, lambda: self._executor_for(place))
 
-    def _executor_for(self, place: Placement, name: str) -> ServerlessExecutor:
-        if name in self._own:
-            return self._own[name]
-        for given in self._given:
-            if isinstance(given, str):
-                if len(self.sites) == 1 or _backend_of(given) == place.backend:
-                    return executor_of_record(place, named=given, options=self._options(name))
-            elif given.backend_name == place.backend:
-                return given
-        return executor_of_record(place, options=self._options(name))
+    def _executor_for(self, place: Placement) -> ServerlessExecutor:
+        if (executor := self._given_for(place)) is not None:
+            return executor
+        named = self._given if isinstance(self._given, str) else None
+        if named is not None and len(self.sites) > 1 and _backend_of(named) != place.backend:
+            named = None
+        return executor_of_record(place, named=named, options=self._options(place.name))
+
+    def _given_for(self, place: Placement) -> ServerlessExecutor | None:
+        """Return the executor that a person gave for a placement.
+
+        Another of the same backend may know nothing of its jobs, or start the next one in another cluster.
+        """
+        if place.name in self._of_places:
+            return self._of_places[place.name]
+        given = self._given
+        if given is None or isinstance(given, str) or given.backend_name != place.backend:
+            return None
+        if not isinstance(place, Added):
+            return given
+        if (noted := self._options(place.name)) is not None:
+            is_same = as_noted(given.options_to_keep if isinstance(given, KeepsOptions) else {}) == noted
+        elif any(each.backend == place.backend for each in self._record().placements):
+            described = describe_executor(given)
+            is_same = described == {name: getattr(place, name) for name in described} and not place.unrecorded_options
+        else:
+            is_same = True  # what else would it be for
+        return given if is_same else None
 
 
 def _backend_of(named: str) -> str:

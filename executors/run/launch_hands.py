@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +21,13 @@ GATHER_S = 3600.0  # each rank is started for itself: none waits for the others
 
 @dataclass(frozen=True)
 class Recipe:
-    """What starts an attempt: a run with the values that are never recorded, its entrypoint and its limits."""
+    """What starts attempts of some ranks: a run with the values that are never recorded, entrypoint and limits.
+
+    The launch has one, and each addition: what one was given is nothing that another gets.
+    """
 
     spec: RunSpec
+    """Its `ranks` are those that are started with it."""
     entrypoint: Any
     limits: Mapping[str, Any]
 
@@ -32,17 +37,20 @@ class LaunchHands:
 
     Args:
         executor: returns the executor of all ranks, which is native.
+        recipes: what this process was given to start ranks with; it starts no others.
         say: gets a sentence on each start that failed.
     """
 
     how = "launch"
 
-    def __init__(self, executor: Callable[[], ServerlessExecutor], recipe: Recipe, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, executor: Callable[[], ServerlessExecutor], recipes: Sequence[Recipe], say: Callable[[str], None]
+    ) -> None:
         self._executor = executor
         self.free: frozenset[int] = frozenset()
         """The ranks whose supervisors are gone, or have left their ends to others."""
         self.say = say
-        self._recipe = recipe
+        self._recipes = [*recipes]
         self._busy: set[int] = set()
         self._again_at: dict[int, float] = {}
 
@@ -52,6 +60,14 @@ class LaunchHands:
         executor = self._executor()
         assert isinstance(executor, NativeExecutor)
         return executor
+
+    def learn(self, recipes: Sequence[Recipe]) -> None:
+        """Start other ranks, too."""
+        self._recipes += recipes
+
+    def knows(self, rank: int) -> bool:
+        """Return whether this process was given what a rank is started with."""
+        return any(rank in recipe.spec.ranks for recipe in self._recipes)
 
     def may_start(self, rank: int) -> bool:
         """Return whether this process can start that rank now."""
@@ -64,15 +80,18 @@ class LaunchHands:
 
     def start(self, attempts: Mapping[int, int]) -> None:
         """Start attempts, by rank, in the background."""
-        for number in sorted(set(attempts.values())):
-            ranks = tuple(rank for rank, its in attempts.items() if its == number)
+        for number, recipe in itertools.product(sorted(set(attempts.values())), self._recipes):
+            ranks = tuple(rank for rank, its in attempts.items() if its == number and rank in recipe.spec.ranks)
+            if not ranks:
+                continue
             self._busy.update(ranks)
-            spec = replace(self._recipe.spec, ranks=ranks, attempt=number, min_replicas=1, gather_s=GATHER_S)
-            threading.Thread(target=self._start, args=(spec,), name=f"replicas-restart-{number}", daemon=True).start()
+            spec = replace(recipe.spec, ranks=ranks, attempt=number, min_replicas=1, gather_s=GATHER_S)
+            name = f"replicas-restart-{number}"
+            threading.Thread(target=self._start, args=(replace(recipe, spec=spec),), name=name, daemon=True).start()
 
-    def _start(self, spec: RunSpec) -> None:
+    def _start(self, recipe: Recipe) -> None:
+        spec = recipe.spec
         try:
-            recipe = self._recipe
             handles = self.executor.launch_replicas(len(spec.ranks), recipe.entrypoint, {}, **recipe.limits, run=spec)
             keep_handles(store_at(spec.store_url), spec.run_id, spec.attempt, handles)
         except (ReplicasError, OSError) as error:

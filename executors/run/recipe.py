@@ -6,71 +6,106 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from executors.errors import BackendError, StoreError, UntrustedTaskError
 from executors.native import NativeExecutor, RunSpec
+from executors.run.fleet import Site
 from executors.run.launch_hands import Recipe
+from executors.run.spread import SpreadExecutor, as_one
 from executors.run.traces import Traces
 from executors.run_index import KEYS, find_key
 from executors.run_key import RUN_KEY
+from executors.status import name_ranks
 from executors.store.records import SHA256
-from executors.task.record import LaunchedWith
-from executors.task.stored import StoredTask, read_task
+from executors.task.added import Added
+from executors.task.record import LaunchedWith, Placement
+from executors.task.stored import StoredTask, folder_of, read_task
 
 MAX_SHOWN = 100  # characters of what a store says that nobody vouches for
 
 
-def native_executor(run: Traces) -> NativeExecutor:
-    """Return the executor of a run that can start single ranks.
+def native_executor(run: Traces, sites: Sequence[Site] | None = None) -> NativeExecutor:
+    """Return the executor of a run, or of some of its placements, that can start single ranks.
 
     Raises:
         BackendError: it cannot.
     """
-    if not isinstance(run.executor, NativeExecutor):
+    executor = run.executor if sites is None else as_one(lambda: sites)
+    if not isinstance(executor, NativeExecutor):
         raise BackendError(f"Backend {run.backend!r} starts all ranks or none; it cannot resume some of a run.")
-    return run.executor
+    return executor
 
 
-def recipe_of(
+def recipes_of(
     run: Traces,
     task: StoredTask,
     *,
+    ranks: Sequence[int] | None = None,
     gpu: str | None = None,
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
     secrets: Sequence[str] = (),
     detach: bool = False,
-    starts_others: bool = True,
-) -> Recipe:
+) -> list[Recipe]:
     """Return what starts attempts of a run, after checking that a person gave here what is never recorded.
 
     Args:
         task: for which somebody vouched.
+        ranks: those that are to be started; what only others need may be missing, and they have no recipe then.
         gpu, timeout, env, secrets, detach: as for `resume`.
-        starts_others: whether it is to start ranks that the run has.
+
+    Returns: that of the launch, then those of additions; of ranks that somebody here has said are to be started.
 
     Raises:
         ValueError: a value of the environment, a secret, an option or the run's key is missing.
         BackendError: the backend cannot start single ranks.
+        UntrustedTaskError: they were added elsewhere, with code for which nobody here vouches.
+    """
+    native_executor(run)
+    run.fleet.read_added()
+    spec, groups = spec_of(run, task, detach=detach), list[tuple[tuple[int, ...], Sequence[Site]]]()
+    for sites in run.fleet.groups:
+        its = tuple(rank for site in sites for rank in site.placement.ranks if run.fleet.may_start(rank))
+        groups += [(its, sites)] if its else []
+    places = [sites[0].placement for _, sites in groups]
+    found = []
+    for its, sites in groups:
+        place = sites[0].placement
+        its_env = {name: value for name, value in (env or {}).items() if _is_for(place, places, "env", name)}
+        its_secrets = [name for name in secrets if _is_for(place, places, "secrets", name)]
+        try:
+            check_env(run, place, its_env)
+            given = secrets_to_give(run, place, its_secrets)
+            _check_options(run, sites)
+            _check_own_task(run, place)
+        except (ValueError, UntrustedTaskError):
+            if ranks is None or {*ranks} & {*its}:
+                raise
+            continue
+        lease_s = None if detach else SpreadExecutor(lambda sites=sites: sites).lease_s  # type: ignore[misc]
+        limits = {"gpu": gpu, "timeout": timeout}  # on several backends, None is what each placement says
+        if len(sites) == 1:
+            limits = {"gpu": gpu or place.gpu, "timeout": place.timeout_s if timeout is None else timeout}
+        its_spec = replace(with_own_task(spec, place), ranks=its, env=its_env, secret_names=given, lease_s=lease_s)
+        found.append(Recipe(its_spec, task.launched_with.entrypoint, limits))
+    return found
+
+
+def spec_of(run: Traces, task: StoredTask, *, detach: bool) -> RunSpec:
+    """Return what all attempts of a run have in common.
+
+    Raises:
+        ValueError: the run's key is missing.
     """
     launched = task.launched_with
-    run.fleet.read_added()
-    places = [site.placement for site in run.fleet.sites]
-    missing = sorted({name for place in places for name in place.env} - set(env or {}))
-    if missing:
-        raise ValueError(
-            f"Run {run.run_id!r} was launched with the variable {missing[0]!r}, whose value is not recorded. "
-            f"Give it again: --env {missing[0]}=… or env={{{missing[0]!r}: …}}."
-        )
-    spec = RunSpec(
+    return RunSpec(
         run_id=run.run_id,
         store_url=run.store.url,
         task_digest=task.digest,
         world_size=run.world_size,
-        ranks=tuple(range(run.world_size)),
-        env=dict(env or {}),
-        secret_names=_secrets_to_give(run, task, secrets, starts_others=starts_others),
+        ranks=(),
         key=_key_of(run, launched),
         detach=detach,
         chaos=launched.chaos,
@@ -80,38 +115,77 @@ def recipe_of(
         restarts=launched.restarts,
         hang=launched.hang,
         launched_at=run.record.created_at,
-        lease_s=None if detach or not starts_others else native_executor(run).lease_s,
     )
-    limits = {"gpu": gpu, "timeout": timeout}  # on several backends, None is what each placement says
-    if len(places) == 1:
-        limits = {"gpu": gpu or launched.gpu, "timeout": launched.timeout_s if timeout is None else timeout}
-    return Recipe(spec, launched.entrypoint, limits)
 
 
-def _secrets_to_give(run: Traces, task: StoredTask, secrets: Sequence[str], *, starts_others: bool) -> tuple[str, ...]:
-    """Return the names of the secrets that the replicas get, after checking that a person named them here.
+def with_own_task(spec: RunSpec, place: Placement) -> RunSpec:
+    """Return a run with the task of some ranks, where theirs has code of its own."""
+    own = place.own_task
+    return spec if own is None else replace(spec, task_digest=own, task_folder=folder_of(own))
 
-    The machine that launched this very task has noted them, and the options of its executor as far as they are JSON.
-    Nothing of this is taken from a record.
-    """
-    launched, noted = task.launched_with, run.noted
-    missing = [] if noted else sorted(set(launched.secrets) - set(secrets))
-    if missing:
-        raise ValueError(
-            f"Run {run.run_id!r} was launched with the secret {missing[0]!r}, and this machine gives no secret away "
-            f"because a record names it. Name it again: --secret {missing[0]} or secrets=[{missing[0]!r}]."
+
+def _check_own_task(run: Traces, place: Placement) -> None:
+    if not isinstance(place, Added) or place.own_task is None or run.fleet.trusts_store:
+        return
+    if not run.fleet.is_added_here(place):
+        raise UntrustedTaskError(
+            f"{_who(run, place)} with code of its own, for which only its rendezvous vouches. Resume it on the machine "
+            "that added it, or trust whoever can write to that rendezvous: --trust-bucket, or trust_bucket=True."
         )
-    for site in run.fleet.sites if starts_others else ():
+
+
+def _is_for(place: Placement, places: Sequence[Placement], kind: str, name: str) -> bool:
+    """Return whether a variable or secret that a person gives is one of a placement's, or new to all."""
+    return name in getattr(place, kind) or all(name not in getattr(each, kind) for each in places)
+
+
+def secrets_to_give(run: Traces, place: Placement, secrets: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the secrets that replicas get, after checking that a person named them here.
+
+    The machine that launched this very task, or added these very ranks, has noted them: the hash of what was added is
+    its name there. Nothing of this is taken from a record that somebody else can write.
+
+    Raises:
+        ValueError: one is missing.
+    """
+    if isinstance(place, Added):
+        noted = place.secrets if run.fleet.is_added_here(place) else None
+    else:
+        noted = run.noted.secrets if run.noted else None
+    if noted is None and (missing := sorted({*place.secrets} - {*secrets})):
+        raise ValueError(
+            f"{_who(run, place)} with the secret {missing[0]!r}, and this machine gives no secret away because a "
+            f"record names it. Name it again: --secret {missing[0]} or secrets=[{missing[0]!r}]."
+        )
+    return tuple(dict.fromkeys([*(noted or ()), *secrets]))
+
+
+def check_env(run: Traces, place: Placement, env: Mapping[str, str]) -> None:
+    """Raises: ValueError: the value of a variable is missing."""
+    if missing := sorted({*place.env} - {*env}):
+        raise ValueError(
+            f"{_who(run, place)} with the variable {missing[0]!r}, whose value is not recorded. "
+            f"Give it again: --env {missing[0]}=… or env={{{missing[0]!r}: …}}."
+        )
+
+
+def _check_options(run: Traces, sites: Sequence[Site]) -> None:
+    """Raises: ValueError: an option is missing that is not taken from a record."""
+    for site in sites:
         place = site.placement
-        given = run.fleet.known_options(site)
-        if missing := sorted(set(place.unrecorded_options) - set(given)) if run.fleet.may_start(place.ranks[0]) else []:
+        if missing := sorted({*place.unrecorded_options} - {*run.fleet.known_options(site)}):
             option, backend = missing[0], place.backend
             how = "--volume NAME:/path" if option == "volumes" else f"--option {option}=…"
             raise ValueError(
-                f"Run {run.run_id!r} was launched with the option {option!r} of backend {backend!r}, which is not "
-                f"taken from a record. Give it again: --backend {backend} {how}, or attach(…, executor=…)."
+                f"{_who(run, place)} with the option {option!r} of backend {backend!r}, which is not taken from a "
+                f"record. Give it again: --backend {backend} {how}, or attach(…, executor=…)."
             )
-    return tuple(secrets or (noted.secrets if noted else ()))
+
+
+def _who(run: Traces, place: Placement) -> str:
+    if isinstance(place, Added):
+        return f"{name_ranks(place.ranks).capitalize()} of run {run.run_id!r} came"
+    return f"Run {run.run_id!r} was launched"
 
 
 def _key_of(run: Traces, launched: LaunchedWith) -> str | None:

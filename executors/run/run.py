@@ -48,7 +48,7 @@ class Run(Traces):
         """Whether this process has waited for the run's end, or ended it."""
         self.shows_progress = False
         """Whether waiting for it draws how far it is."""
-        self._lease: LeaseHolder | None = None
+        self._leases: list[LeaseHolder] = []
         self._keeper: OutsideKeeper | None = None
 
     def __enter__(self) -> Run:
@@ -152,7 +152,8 @@ class Run(Traces):
         `world_size` is that of the launch, which never changes; see `Replica.shard` for their data.
 
         Args:
-            executor: a backend's name, or an executor.
+            executor: a backend's name, or an executor. What it starts on other machines gets the code of this folder,
+                if the run was launched without any.
             tell: gets a few words on how far the start is, where it takes long.
             asked: any of these. `gpu`, `timeout`: None: as launched. `env`, `secrets`: values are not recorded, so
                 those of the launch have to be given again. `detach`: let them go on when this process ends.
@@ -168,35 +169,33 @@ class Run(Traces):
         from executors.run.addition import Addition, add_replicas
 
         added = add_replicas(self, executor, Addition(n=n, **asked), tell)
-        ranks = list(added.recipe.spec.ranks)
         if not added.recipe.spec.detach:
-            others = None if self._keeper is not None else ranks
-            self.keep_here(added.recipe, added.lease or self._lease, ranks=others)
-        return ranks
+            self.keep_here([added.recipe], added.lease)
+        return list(added.recipe.spec.ranks)
 
     def keep_here(
         self,
-        recipe: Recipe,
+        recipes: Sequence[Recipe],
         lease: LeaseHolder | None,
         say: Callable[[str], None] | None = None,
-        ranks: Sequence[int] | None = None,
     ) -> OutsideKeeper:
         """Let this process answer ends whose supervisors are gone, whenever it looks at the run while it waits.
 
+        Called again, it keeps more of the run.
+
         Args:
+            recipes: what starts its ranks again; those of others are left alone.
             lease: where its replicas end unless somebody renews it; it ends with the run.
             say: gets a sentence on each start that failed. None: they go to stderr.
-            ranks: those that this process starts again. None: all that it may.
         """
+        self._leases += [] if lease is None else [lease]
+        if self._keeper is not None:
+            self._keeper.hands.learn(recipes)
+            return self._keeper
         tell = say or (lambda words: print(f"replicas: {words}", file=sys.stderr))
-        hands = LaunchHands(lambda: self.executor, recipe, tell)
+        hands = LaunchHands(lambda: self.executor, recipes, tell)
         log = DecisionLog(self.store, self.run_id)
-
-        def may_start(rank: int) -> bool:
-            return self.fleet.may_start(rank) if ranks is None else rank in ranks
-
-        self._keeper = OutsideKeeper(log, self.record, self._observer, hands, self._canceller.end, may_start)
-        self._lease = lease
+        self._keeper = OutsideKeeper(log, self.record, self._observer, hands, self._canceller.end, hands.knows)
         return self._keeper
 
     def keep(self, states: Sequence[ReplicaState]) -> bool:
@@ -235,8 +234,8 @@ class Run(Traces):
     def _settle(self) -> None:
         """The run has ended: whoever goes on finds that the cells say so."""
         self.is_awaited = True
-        if self._lease is not None:
-            self._lease.end()
+        for lease in self._leases:
+            lease.end()
         if "_display" in self.__dict__:
             self._display.settle()
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from executors.attempt import Attempt, collect_rows, half_way
 from executors.errors import BackendError, LaunchError, ReplicasError, UnknownHandleError
@@ -28,9 +28,7 @@ from executors.registry import describe_executor
 from executors.run.fleet import Site
 from executors.store import store_at
 from executors.store.parallel import in_parallel, in_threads
-from executors.task.create import add_code
 from executors.task.record import Placement
-from executors.task.stored import read_task
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -169,11 +167,9 @@ class SpreadExecutor:
                 run,
                 ranks=tuple(ranks),
                 min_replicas=None if least is None else min(least, len(ranks)),
-                lease_s=None if executor.lease_s is None else run.lease_s,
-                secret_names=tuple(name for name in run.secret_names if name in place.secrets),
+                lease_s=None if run.lease_s is None else executor.lease_s,
                 chaos=run.chaos if place.backend == "local" else (),
             )
-            spec = with_code(spec, executor)
             return executor.launch_replicas(
                 len(ranks), entrypoint, entrypoint_args, **limits, run=spec,
                 tell=lambda words: tell(f"{place.backend}: {words}" if len(sites) > 1 else words),
@@ -357,22 +353,15 @@ def _newest(handle: ReplicaHandle) -> Attempt:
     return Attempt.named_by(handle, handle.backend_name).newest()
 
 
-def with_code(run: RunSpec, executor: NativeExecutor) -> RunSpec:
-    """Return the run with a task that has code, where these replicas need some and it was launched without.
-
-    The code is that of this process, as at a launch.
-    """
-    task = read_task(store_at(run.store_url), run.run_id, run.task_digest, run.task_folder)
-    package = None if task.record.code_sha256 else executor.package(task.record.entrypoint or len)
-    if package is None:
-        return run
-    folder, digest = add_code(task, package)
-    return replace(run, task_folder=folder, task_digest=digest)
+def as_one(sites: Callable[[], Sequence[Site]]) -> ServerlessExecutor:
+    """Return the executor of some placements: of several, all as one."""
+    (first, *others), spread = sites(), cast(Any, SpreadExecutor(sites))
+    return spread if others else first.executor
 
 
 def options_to_note(executor: ServerlessExecutor) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]:
-    """Return the options of an executor, and where it is several, those of the others by their backends."""
+    """Return the options of an executor, and where it is several, those of the others by their placements."""
     if isinstance(executor, SpreadExecutor):
         (_, first), *others = executor.parts
-        return options_to_note(first)[0], {place.backend: options_to_note(each)[0] for place, each in others}
+        return options_to_note(first)[0], {place.name: options_to_note(each)[0] for place, each in others}
     return (executor.options_to_keep if isinstance(executor, KeepsOptions) else {}), {}

@@ -20,7 +20,7 @@ from executors.run.fleet import Fleet
 from executors.run.observer import RECENT_S, Observer
 from executors.run.run_logs import EVERYTHING, Lines, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
-from executors.run.spread import SpreadExecutor
+from executors.run.spread import SpreadExecutor, as_one
 from executors.run_index import Note, noted_at_launch, noted_options
 from executors.status import ReplicaState, RunStatus, name_ranks
 from executors.store import Store
@@ -49,9 +49,9 @@ class Traces:
         self.store = store
         self.run_id = run_id
         self._launched = handles
-        given: list[ServerlessExecutor | str] = [] if executor is None else [executor]
+        given: Any = executor
         if isinstance(executor, SpreadExecutor):
-            given = [each for _, each in executor.parts]
+            given = {place.name: each for place, each in executor.parts}
         self.fleet = Fleet(store, run_id, lambda: self.record, given, self._noted_options)
         """Where its replicas are."""
 
@@ -92,12 +92,7 @@ class Traces:
             BackendError: that backend is not installed here. Nothing is imported because a record names it: give the
                 executor to `attach`.
         """
-        sites = self.fleet.sites
-        return sites[0].executor if len(sites) == 1 else self._spread
-
-    @cached_property
-    def _spread(self) -> Any:
-        return SpreadExecutor(lambda: self.fleet.sites)
+        return as_one(lambda: self.fleet.sites)
 
     @property
     def noted(self) -> Note | None:

@@ -40,7 +40,7 @@ class Added(AddedRanks, Placement):
 
     @property
     def name(self) -> str:
-        """What this machine notes it under: another record of the same ranks, or nonce, has another name."""
+        """A hash: another record of the same ranks, or nonce, has another name."""
         return f"added:{hashlib.sha256(to_bytes(asdict(self))).hexdigest()}"
 
 

@@ -33,7 +33,7 @@ from executors.store.records import FAR_AHEAD, MAX_DEPTH, exists, is_deeper_than
 from executors.store.url import address_of, check_run_id, check_scheme
 from executors.task.record import MAX_WORLD_SIZE, LaunchedWith, RunRecord
 from executors.task.sources import sources_of
-from executors.task.stored import PYTHON, StoredTask, versions_here
+from executors.task.stored import PYTHON, StoredTask, folder_of, versions_here
 
 MASK = "***"  # shown instead of a value of the environment
 
@@ -349,20 +349,20 @@ def _code_of(package: Package) -> dict[str, Any]:
     }
 
 
-def add_code(task: StoredTask, package: Package) -> tuple[str, str]:
-    """Write a task beside itself, with the code that replicas on other machines get; return its folder and digest.
+def add_code(task: StoredTask, package: Package) -> str:
+    """Write a task beside itself, with the code that replicas on other machines get; return its digest.
 
     For a run that was launched without: the process that starts them hands them the digest, so nobody else has to
     vouch for it.
     """
     data = to_bytes({**json.loads(bytes(task.read("task.json", task.digest))), **_code_of(package)})
     digest = hashlib.sha256(data).hexdigest()
-    folder = f"task-{digest[:16]}"
+    folder = folder_of(digest)
     if not exists(task.store, f"{task.run_id}/{folder}/task.json"):
         pickled = task.record.callable_sha256
         callable_pickle = None if pickled is None else bytes(task.read("callable.pkl", pickled))
         _write_task(task.store, f"{task.run_id}/{folder}", data, callable_pickle, package.archive)
-    return folder, digest
+    return digest
 
 
 def _not_json(value: Any, path: str) -> str | None:

@@ -62,6 +62,13 @@ class Placement(Record):
     secrets: tuple[str, ...] = checked(NAMES, ())
     gpu: str | None = checked(nullable(text(100)), None)
     timeout_s: float | None = checked(nullable(number(0.0, FAR_AHEAD)), None)
+    own_task: str | None = checked(nullable(text(64, SHA256)), None)
+    """The sha256 of the task with the code of these ranks. None: they run that of the launch."""
+
+    @property
+    def name(self) -> str:
+        """What this machine notes it under."""
+        return self.backend
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,6 +134,11 @@ def read_task(store: Store, run_id: str, digest: str | None = None, folder: str 
     return StoredTask(store, run_id, record, hashlib.sha256(data).hexdigest(), folder)
 
 
+def folder_of(own_task: str) -> str:
+    """Return where a task with code of its own is, under the run."""
+    return f"task-{own_task[:16]}"
+
+
 def _get_checked(store: Store, key: str, digest: str | None) -> memoryview:
     """Read what was launched; a failing store, or a reading that is not it, is worth another try."""
     for _ in range(READ_TRIES):

@@ -22,7 +22,7 @@ from executors import Run, attach
 from executors.attempt import Attempt, Intent
 from executors.backends.jobs.service import START_LIMIT_S, Job
 from executors.resume import resume
-from executors.run.recipe import recipe_of, vouched_task
+from executors.run.recipe import recipes_of, vouched_task
 from executors.store.records import to_bytes
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.lease import LeaseHolder
@@ -177,7 +177,7 @@ def test_a_detached_run_waits_for_whoever_keeps_it(machines: Machines, folder: P
     assert not run.wait(2)
     assert log_of(run) == []
     keeper = attached()
-    keeper.keep_here(recipe_of(keeper, vouched_task(keeper), detach=True), None)
+    keeper.keep_here(recipes_of(keeper, vouched_task(keeper), detach=True), None)
     with waiting(keeper):
         eventually((folder / "0-1").exists, "rank 0 is started anew")
         (folder / "go").touch()
@@ -313,7 +313,7 @@ def test_a_start_whose_keeper_died_before_the_service_heard_of_it_is_given_up_in
     begun = {"nonce": "n", "by": "a laptop", "at": time.time() - START_LIMIT_S - 60, "takes_s": START_LIMIT_S}
     run.store.put(next_one.key("intent.json"), to_bytes(begun))
     keeper = attached()
-    keeper.keep_here(recipe_of(keeper, vouched_task(keeper), detach=True), None)
+    keeper.keep_here(recipes_of(keeper, vouched_task(keeper), detach=True), None)
     with waiting(keeper):
         eventually((folder / "0-2").exists, "rank 0 is started anew", within_s=60)
         (folder / "go").touch()

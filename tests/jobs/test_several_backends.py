@@ -161,7 +161,10 @@ def test_another_machine_adds_with_the_digest_and_starts_again_what_it_is_told_t
     third.fleet.read_added()
     assert (there.fleet.may_start(1), third.fleet.may_start(1), third.fleet.may_start(7)) == (True, False, False)
     run.store.delete(forged)
-    resume(attach(run.url, executor=FakeExecutor()), ranks=[1], **known)
+    with pytest.raises(UntrustedTaskError, match="came with code of its own"):
+        resume(attach(run.url, executor=FakeExecutor()), ranks=[1], **known)
+    trusting = {**known, "task_digest": None, "trust_bucket": True}
+    resume(attach(run.url, executor=FakeExecutor()), ranks=[1], **trusting)
     come(folder, "1-1")
     (folder / "go").touch()
     assert attach(run.url, executor=FakeExecutor()).results() == [[0, 1], [1, 1]]

@@ -1,0 +1,285 @@
+"""What a replica is started with is what its launch or its addition was given, whoever starts it, and wherever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from support.fake_jobs import FakeExecutor, FakeJobs, Machines
+
+from executors import LocalProcessExecutor, Run, attach, launch
+from executors.attempt import Attempt
+from executors.backends.jobs.executor import JobExecutor
+from executors.errors import BackendError, LaunchError, UntrustedTaskError
+from executors.registry import BUILT_IN
+from executors.replica import LEASE_S
+from executors.resume import resume
+from executors.run.recipe import recipes_of, vouched_task
+from executors.store.added_ranks import added_key
+from executors.store.records import to_bytes
+from executors.supervision.decisions import DecisionLog
+from executors.task.added import Added, take_ranks
+from executors.testing import eventually
+
+MAIN = """
+import os, time
+from pathlib import Path
+from executors import current_replica
+
+def main(folder):
+    replica = current_replica()
+    said = " ".join(os.environ.get(name, "-") for name in ("WORD", "MORE"))
+    Path(folder, f".{replica.rank}-{replica.attempt}").write_text(said)
+    Path(folder, f".{replica.rank}-{replica.attempt}").rename(Path(folder, f"{replica.rank}-{replica.attempt}"))
+    while not Path(folder, "go").exists():
+        time.sleep(0.02)
+    return [replica.rank, replica.attempt]
+"""
+
+
+@pytest.fixture
+def folder(machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setitem(BUILT_IN, "fake", f"{__name__}:AnyFakeExecutor")
+    monkeypatch.setattr("executors.run.launch_hands.AGAIN_S", 0.1)
+    made = tmp_path / "said"
+    made.mkdir()
+    Path("job.py").write_text(MAIN)
+    yield made
+    (made / "go").touch()
+
+
+class AnyFakeExecutor(FakeExecutor):
+    """One whose service is one of several accounts, and knows any secret."""
+
+    accounts: ClassVar[dict[str, Machines]] = {}
+
+    def __init__(self, account: str = "") -> None:
+        machines = self.accounts[account] if account else self.machines
+        JobExecutor.__init__(self, AnyFakeJobs(machines, account))
+
+
+class AnyFakeJobs(FakeJobs):
+    def __init__(self, machines: Machines, account: str) -> None:
+        super().__init__(machines)
+        self.account = account
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"account": self.account}
+
+    def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
+        if "NOT_THERE" in secret_names:
+            raise BackendError("Fake has no secret 'NOT_THERE'.")
+
+
+def local() -> LocalProcessExecutor:
+    return LocalProcessExecutor(preload=(), term_grace_s=0.5)
+
+
+def launched(folder: Path, executor: Any, **more: Any) -> Run:
+    run = launch(executor, "job.py:main", 1, run_id="otter", args={"folder": str(folder)}, **more)
+    come(folder, "0-0")
+    return run
+
+
+def come(folder: Path, *names: str) -> None:
+    eventually(lambda: all((folder / name).exists() for name in names), f"{names} wait", within_s=60)
+
+
+def is_kept(run: Run) -> threading.Thread:
+    thread = threading.Thread(target=run.wait, args=(60,), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_who_launched_does_not_start_what_another_process_added(machines: Machines, folder: Path) -> None:
+    run = launched(folder, AnyFakeExecutor(), restarts="3,backoff=0s", timeout=500, env={"WORD": "launch"})
+    there = attach("otter", executor=AnyFakeExecutor())
+    assert there.add(AnyFakeExecutor(), 1, timeout=50, env={"WORD": "added", "MORE": "yes"}) == [1]
+    come(folder, "1-0")
+    machines.end(machines.job_of(there, 1), "preempted")
+    machines.end(machines.job_of(run, 0), "preempted")
+    waiting = is_kept(run)
+    come(folder, "0-1")
+    assert (folder / "0-1").read_text() == "launch -"
+    assert [(job.job.key.rank, job.job.key.attempt) for job in machines.jobs] == [(0, 0), (1, 0), (0, 1)]
+    also_waiting = is_kept(there)
+    come(folder, "1-1")
+    assert (folder / "1-1").read_text() == "added yes"
+    limits = {job.job.key.rank: job.job.limit_s for job in machines.jobs[:2]}
+    assert limits[0] != limits[1] == machines.jobs[-1].job.limit_s
+    (folder / "go").touch()
+    waiting.join()
+    also_waiting.join()
+    assert run.results() == [[0, 1], [1, 1]]
+
+
+def test_what_is_added_changes_nothing_of_what_the_launch_is_started_with(machines: Machines, folder: Path) -> None:
+    def holders() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "replicas-lease"]
+
+    before = {*holders()}
+    run = launched(folder, AnyFakeExecutor(), restarts="3,backoff=0s", env={"WORD": "launch"})
+    lease = bytes(run.store.get("otter/lease.json"))
+    assert run.add(local(), 1, env={"WORD": "added", "MORE": "yes"}) == [1]
+    assert run.add(AnyFakeExecutor(), 1, env={"WORD": "added"}) == [2]
+    come(folder, "1-0", "2-0")
+    waiting = is_kept(run)
+    machines.end(machines.jobs[0], "preempted")
+    come(folder, "0-1")
+    assert (folder / "0-1").read_text() == "launch -"
+    assert len({job.job.env[LEASE_S] for job in machines.jobs}) == 1
+    assert bytes(run.store.get("otter/lease.json")) == lease, "who launched holds it"
+    (folder / "go").touch()
+    waiting.join()
+    assert run.results() == [[0, 1], [1, 0], [2, 0]]
+    eventually(lambda: {*holders()} <= before, "nobody holds its lease any more")
+
+
+def test_a_resume_gives_each_what_it_was_given_and_asks_for_nothing_that_somebody_else_wrote(
+    machines: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("S", "a secret of this machine")
+    run = launched(folder, AnyFakeExecutor(), secrets=["S"], env={"WORD": "launch"}, detach=True)
+    added: Any = {"env": {"WORD": "added", "MORE": "yes"}, "detach": True}
+    with pytest.raises(BackendError, match="NOT_THERE"):
+        run.add(AnyFakeExecutor(), 1, secrets=["NOT_THERE"], **added)
+    assert run.add(AnyFakeExecutor(), 1, secrets=["T"], **added) == [1]
+    assert run.add(local(), 1, env={"WORD": "w"}, detach=True) == [2]
+    come(folder, "1-0", "2-0")
+    run.cancel()
+    hostile = {"backend": "modal", "ranks": [3], "nonce": "x", "env": ["AWS_KEY"], "secrets": ["ITS"]}
+    run.store.put(added_key("otter", 2), to_bytes(hostile))
+    with pytest.raises(ValueError, match=r"Rank 1 of run 'otter' came with the variable 'MORE', whose value"):
+        resume(attach("otter"), env={"WORD": "again"}, detach=True)
+    with pytest.raises(ValueError, match="'AWS_KEY'"):
+        resume(attach("otter"), ranks=[3], env={"WORD": "again"}, detach=True)
+    resume(attach("otter"), ranks=[0], env={"WORD": "again"}, detach=True)
+    given = {"WORD": "again", "MORE": "more", "AWS_KEY": "key"}
+    resume(attach("otter"), env=given, secrets=["T", "NEW"], detach=True)
+    come(folder, "0-1", "1-1", "2-1")
+    assert [(folder / name).read_text() for name in ("0-1", "1-1", "2-1")] == ["again -", "again more", "again -"]
+    names = {(job.job.key.rank, job.job.key.attempt): job.job.secret_names for job in machines.jobs}
+    assert names == {(0, 0): ("S",), (1, 0): ("T",), (0, 1): ("S",), (1, 1): ("T", "NEW")}
+    (folder / "go").touch()
+
+
+@pytest.fixture
+def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    """Those of another account."""
+    made = Machines(tmp_path / "others")
+    monkeypatch.setitem(AnyFakeExecutor.accounts, "other", made)
+    yield made
+    made.close()
+
+
+def test_each_rank_goes_by_the_executor_that_started_it_also_of_two_of_one_backend(
+    machines: Machines, others: Machines, folder: Path
+) -> None:
+    run = launched(folder, AnyFakeExecutor(), detach=True)
+    there = attach("otter", executor=AnyFakeExecutor())
+    assert there.add(AnyFakeExecutor("other"), 1, detach=True) == [1]
+    come(folder, "1-0")
+    assert [str(each.status) for each in run.status().replicas] == ["running"] * 2
+    run.cancel(1)
+    assert (machines.living(), others.living()) == ([(0, 0)], [])
+    again = resume(there, ranks=[1], detach=True)
+    come(folder, "1-1")
+    assert (machines.living(), others.living()) == ([(0, 0)], [(1, 1)])
+    again.cancel(1)
+    resume(again, ranks=[1], detach=True)
+    come(folder, "1-2")
+    assert (machines.living(), others.living()) == ([(0, 0)], [(1, 2)])
+    (folder / "go").touch()
+    assert run.results() == [[0, 0], [1, 2]]
+
+
+def test_a_cancel_ends_all_that_it_can_before_it_tells_of_what_it_cannot(
+    machines: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executors.store.parallel.MAX_THREADS", 1)
+    run = launched(folder, AnyFakeExecutor(), detach=True)
+    assert run.add(local(), 1, detach=True) == [1]
+    come(folder, "1-0")
+    machines.fail("verify", "rejected", times=None)
+    handle = Attempt(run.store, "otter", 0).key("handle.json")
+    run.store.put(handle, bytes(run.store.get(handle)).replace(b"job-0", b"job-9"))
+    with pytest.raises(BackendError):
+        attach("otter").cancel()
+    assert str(run.status().replicas[1].status) == "cancelled"
+    machines.forgive()
+
+
+@pytest.mark.usefixtures("quick_tries")
+def test_no_keeper_goes_on_with_an_addition_that_failed(machines: Machines, folder: Path) -> None:
+    run = launched(folder, local(), restarts="3,backoff=0s", detach=True)
+    machines.fail("start", "rejected", times=None)
+    with pytest.raises(LaunchError, match="Fake: rejected, as the test asked"):
+        run.add(AnyFakeExecutor(), 1)
+    machines.forgive()
+    keeper = attach("otter")
+    keeper.keep_here(recipes_of(keeper, vouched_task(keeper), detach=True), None)
+    keeper.keep(keeper.status().replicas)
+    log = DecisionLog(run.store, "otter").read()
+    assert [(entry.kind, entry.rank) for entry in log] == [("cancel", 1)]
+    (folder / "go").touch()
+    assert run.wait(60)
+    assert not machines.jobs
+
+
+def test_a_cancel_after_a_resume_counts_for_what_is_being_added(
+    folder: Path, machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = launched(folder, local(), detach=True)
+    run.cancel()
+    resume(run, detach=True)
+    come(folder, "0-1")
+    take = take_ranks
+
+    def cancelled(*args: Any) -> Added:
+        run.request_cancel()
+        return take(*args)
+
+    monkeypatch.setattr("executors.run.addition.take_ranks", cancelled)
+    with pytest.raises(LaunchError, match="Run 'otter' was ended meanwhile: nothing is added to it"):
+        run.add(AnyFakeExecutor(), 1)
+    assert not machines.jobs
+
+
+def test_later_attempts_of_what_was_added_run_the_code_of_the_first(
+    machines: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = launched(folder, local(), restarts="3,backoff=0s", rendezvous=str(tmp_path / "shared"))
+    assert run.add(AnyFakeExecutor(), 1) == [1]
+    come(folder, "1-0")
+    Path("job.py").write_text(MAIN.replace("said =", "said = 'changed' +"))
+    monkeypatch.chdir(folder)
+    waiting = is_kept(run)
+    machines.end(machines.jobs[0], "preempted")
+    come(folder, "1-1")
+    run.cancel()
+    waiting.join()
+    resume(attach("otter"), ranks=[1], detach=True)
+    come(folder, "1-2")
+    assert [(folder / name).read_text() for name in ("1-0", "1-1", "1-2")] == ["- -"] * 3
+    assert len({entry.key.split("/")[1] for entry in run.store.list("otter/task-")}) == 1
+    run.cancel()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    with pytest.raises(UntrustedTaskError, match=r"Rank 1 .* code of its own"):
+        resume(attach(run.url), ranks=[1], task_digest=run.record.task_digest)
+    resume(attach(run.url), ranks=[1], trust_bucket=True, detach=True)
+    come(folder, "1-3")
+    assert (folder / "1-3").read_text() == "- -"
+
+
+def test_replicas_are_added_to_a_run_whose_executor_is_not_known_here(folder: Path) -> None:
+    class Unregistered(LocalProcessExecutor):
+        pass
+
+    launched(folder, Unregistered(preload=(), term_grace_s=0.5), detach=True)
+    assert attach("otter").add(local(), 1, detach=True) == [1]
+    come(folder, "1-0")
+    (folder / "go").touch()
