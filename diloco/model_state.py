@@ -55,8 +55,7 @@ class ModelState:
         self._trains_on = settings.plan.overlaps or settings.is_beside
         room = Room(max(fragment.n_elements for fragment in self.fragments), keeps=self._trains_on)
         self._shadows = [
-            Shadow(model, fragment, anchor, room)
-            for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
+            Shadow(model, fragment, anchor, room) for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
         ]
         self.outer: list[OuterOptimizer] = [
             NesterovSGD(fragment, anchor, settings.schedule)

@@ -28,7 +28,7 @@ from executors.backends.jobs.service import (
 )
 from executors.backends.kubernetes_client import ADVICE, Cluster, StatusError, client
 from executors.backends.kubernetes_manifest import NAME, PodOptions, group_labels, name_of, secret_data, selector_of
-from executors.backends.kubernetes_pods import INDEX, JOB_NAME, index_of, place_of, state_of
+from executors.backends.kubernetes_pods import INDEX, JOB_NAME, index_of, is_stuck, place_of, state_of
 from executors.errors import BackendError
 from executors.task.create import MASK
 
@@ -54,6 +54,7 @@ class KubernetesJobs(PodOptions, JobService):
         self._listed: dict[str, tuple[float, list[Any]]] = {}
         self._owed: dict[str, dict[str, str]] = {}  # the data of Secrets that Jobs of this process lack yet
         self._stopped: dict[str, set[int]] = {}
+        self._stuck: dict[str, float] = {}  # since when a pod is seen to be
         self._disrupted: dict[tuple[str, int], str] = {}  # why a pod is being deleted: soon nothing tells it
 
     @functools.cached_property
@@ -140,7 +141,12 @@ class KubernetesJobs(PodOptions, JobService):
         return found
 
     def _told(self, pod: Any, job: Any, name: str, index: int) -> JobState:
-        state = state_of(pod, job, index)
+        stuck_s = 0.0
+        if pod is not None and is_stuck(pod):
+            stuck_s = time.monotonic() - self._stuck.setdefault(pod.metadata.uid, time.monotonic())
+        elif pod is not None:
+            self._stuck.pop(pod.metadata.uid, None)
+        state = state_of(pod, job, index, stuck_s)
         if pod is not None and pod.status.phase == "Running" and state.message:
             self._disrupted[name, index] = state.message
         if pod is None and state.reason == "lost" and index in self._stopped.get(name, ()):

@@ -12,7 +12,7 @@ from servers.kubernetes.server import ApiServer
 
 from executors import attach, launch
 from executors.backends.jobs.service import ForeignJobError, Job, JobKey, JobServiceError, JobState
-from executors.backends.kubernetes import KubernetesJobs
+from executors.backends.kubernetes import KubernetesExecutor, KubernetesJobs
 from executors.errors import BackendError, LaunchError
 from executors.resume import resume
 from executors.testing import eventually
@@ -375,3 +375,12 @@ def test_ranks_are_resumed_as_one_more_job(k8s: ApiServer) -> None:
     k8s.until(lambda: k8s.cluster.jobs[second]["status"].get("failedIndexes") == "0-1")
     assert k8s.cluster.secrets.keys() == {first, second}
     assert "my-own-value" not in str(k8s.cluster.jobs)
+
+
+def test_a_pod_that_never_started_is_ended_with_its_replica(k8s: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executors.backends.kubernetes_pods.STUCK_S", -1.0)
+    k8s.fail("read_secret", 403, times=9)
+    run = launch(KubernetesExecutor(secrets=["not-there"]), "job.py:main", 1)
+    assert run.wait(60)
+    assert run.outcomes()[0].reason == "start_failed"
+    k8s.until(lambda: not k8s.cluster.pods)
