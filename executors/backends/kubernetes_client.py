@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from executors.backends.jobs.sdk import LazyModule, call_each
 from executors.backends.jobs.service import JobServiceError, Kind
+from executors.backends.kubernetes_manifest import CONTAINER
 from executors.errors import BackendError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ NEEDED = [
     ("", "create", "secrets"),
     ("", "get", "pods/log"),
 ]
+UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "doesn't match")  # other errors of TLS are lost connections
 ADVICE = "What you may do there: kubectl auth can-i --list."
 
 T = TypeVar("T")
@@ -140,12 +142,14 @@ class Cluster:
 
         def read(**more: Any) -> Any:  # the client itself would make something else of a log that is JSON
             where = (pod.metadata.name, pod.metadata.namespace)
-            return self._core.read_namespaced_pod_log(*where, tail_lines=n_lines, _preload_content=False, **more).data
+            return self._core.read_namespaced_pod_log(
+                *where, container=CONTAINER, tail_lines=n_lines, _preload_content=False, **more
+            ).data
 
         try:
             return (_unless_gone(read) or b"").decode(errors="replace")
         except StatusError as error:
-            if error.status == 400:  # it waits to start
+            if error.status == 400 and "waiting to start" in str(error):
                 return ""
             raise
 
@@ -166,9 +170,17 @@ class Cluster:
         try:
             _ask(self._core.create_namespaced_secret, self.namespace, body, may_have_acted=True)
         except StatusError as error:
-            if error.status != 409:
+            if error.status != 409 or not self._is_owned_secret(job):  # 409: of a lost answer
                 raise
-            _ask(self._core.replace_namespaced_secret, job.metadata.name, self.namespace, body)  # of a lost answer
+
+    def _is_owned_secret(self, job: Any) -> bool:
+        try:
+            found = _unless_gone(self._core.read_namespaced_secret, job.metadata.name, self.namespace)
+        except StatusError as error:
+            if error.status == 403:  # then the name, which is its Job's, must do
+                return True
+            raise
+        return found is not None and job.metadata.uid in [each.uid for each in found.metadata.owner_references or ()]
 
 
 def _ask(call: Callable[..., Any], *args: Any, may_have_acted: bool = False, **more: Any) -> Any:
@@ -184,10 +196,11 @@ def _ask(call: Callable[..., Any], *args: Any, may_have_acted: bool = False, **m
     try:
         return call(*args, _request_timeout=LIMIT_S, **more)
     except client.ApiException as error:
-        status = int(error.status or 0)  # 0: its certificate is not trusted
+        status = int(error.status or 0)  # 0: TLS failed
+        is_cut = not status and not any(words in str(error.reason) for words in UNTRUSTED)
         busy: Kind = "unavailable" if status == 429 else lost
         text = f"Kubernetes: {_said(error).rstrip('.')} (HTTP {status}).{f' {ADVICE}' if status in (401, 403) else ''}"
-        kind: Kind = busy if status == 429 or status >= 500 else "rejected"
+        kind: Kind = busy if status == 429 or status >= 500 or is_cut else "rejected"
         pause = str((error.headers or {}).get("Retry-After", ""))
         raise StatusError(text, kind, status, float(pause) if pause.isdecimal() else 0.0) from error
     except (OSError, urllib3.HTTPError) as error:

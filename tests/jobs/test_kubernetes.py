@@ -13,6 +13,7 @@ from servers.kubernetes.server import ApiServer
 from executors import attach, launch
 from executors.backends.jobs.service import ForeignJobError, Job, JobKey, JobServiceError, JobState
 from executors.backends.kubernetes import KubernetesExecutor, KubernetesJobs
+from executors.backends.kubernetes_client import _ask, client
 from executors.errors import BackendError, LaunchError
 from executors.resume import resume
 from executors.testing import eventually
@@ -91,6 +92,32 @@ def test_a_lost_answer_leaves_one_job_that_has_its_secret(
     assert [state(service, job_id).exit_code for job_id in ids] == [0, 0]
     assert [service.logs(job_id, 5) for job_id in ids] == ["hush\n", "hush\n"]
     assert len(k8s.cluster.jobs) == len(k8s.cluster.secrets) == 1
+
+
+def test_a_secret_whose_answer_was_lost_is_left_as_it_is_and_that_of_another_refused(
+    k8s: ApiServer, service: KubernetesJobs
+) -> None:
+    k8s.cluster.kubelet.room = 0
+    k8s.fail("create_secret", 500, after_applying=True)
+    with pytest.raises(JobServiceError):
+        service.start_jobs([job()])
+    (job_id,) = service.start_jobs([job()])
+    k8s.cluster.secrets[job_id["job"]]["metadata"]["ownerReferences"][0]["uid"] = "another"
+    with pytest.raises(JobServiceError, match="HTTP 409"):
+        service.start_jobs([job()])
+
+
+def test_a_connection_cut_in_the_handshake_is_tried_again_and_an_untrusted_certificate_is_not() -> None:
+    def kind(reason: str) -> str:
+        def refuse(**more: Any) -> None:
+            raise client.ApiException(status=0, reason=f"SSLError\n{reason}")
+
+        with pytest.raises(JobServiceError) as raised:
+            _ask(refuse)
+        return raised.value.kind
+
+    assert kind("[SSL: UNEXPECTED_EOF_WHILE_READING] EOF occurred in violation of protocol") == "unavailable"
+    assert kind("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: Hostname mismatch") == "rejected"
 
 
 def test_a_job_whose_secret_is_refused_is_deleted(k8s: ApiServer, service: KubernetesJobs) -> None:

@@ -41,7 +41,6 @@ ROUTES = {
     "delete_job": ("DELETE", f"{BATCH}/jobs/(?P<name>[^/]+)"),
     "create_secret": ("POST", f"{CORE}/secrets"),
     "read_secret": ("GET", f"{CORE}/secrets/(?P<name>[^/]+)"),
-    "replace_secret": ("PUT", f"{CORE}/secrets/(?P<name>[^/]+)"),
     "list_pods": ("GET", f"{CORE}/pods"),
     "log": ("GET", f"{CORE}/pods/(?P<name>[^/]+)/log"),
     "delete_pod": ("DELETE", f"{CORE}/pods/(?P<name>[^/]+)"),
@@ -196,10 +195,6 @@ class ApiServer:
     def _create_secret(self, name: str, query: Mapping[str, str], body: Any) -> Any:
         self._check(body, "V1Secret", wrong_with_secret)
         return self.cluster.put_secret(body)
-
-    def _replace_secret(self, name: str, query: Mapping[str, str], body: Any) -> Any:
-        self._check(body, "V1Secret", wrong_with_secret)
-        return self.cluster.put_secret(body, replaces=bool(self.cluster.secrets[name]))
 
     def _read_secret(self, name: str, query: Mapping[str, str], body: Any) -> Any:
         return copy.deepcopy(self.cluster.secrets[name])
