@@ -11,6 +11,7 @@ import pytest
 from servers.kubernetes.server import ApiServer
 
 from executors import attach, launch
+from executors.attempt import Attempt
 from executors.backends.jobs.service import ForeignJobError, Job, JobKey, JobServiceError, JobState
 from executors.backends.kubernetes import KubernetesExecutor, KubernetesJobs
 from executors.backends.kubernetes_client import _ask, client
@@ -411,3 +412,14 @@ def test_a_pod_that_never_started_is_ended_with_its_replica(k8s: ApiServer, monk
     assert run.wait(60)
     assert run.outcomes()[0].reason == "start_failed"
     k8s.until(lambda: not k8s.cluster.pods)
+
+
+def test_a_cancellation_is_noted_though_the_service_refuses_to_answer(k8s: ApiServer) -> None:
+    k8s.cluster.kubelet.room = 0
+    run = launch("k8s", "job.py:main", 1)
+    k8s.write_kubeconfig("a-token-that-ran-out")
+    with pytest.raises(JobServiceError, match="HTTP 401"):
+        KubernetesExecutor().cancel(run.handle(0))
+    assert Attempt.of_handle(run.handle(0), "k8s")[0].has("cancel.json")
+    k8s.write_kubeconfig(k8s.token)
+    run.cancel()
