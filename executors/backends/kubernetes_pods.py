@@ -10,6 +10,7 @@ from executors.backends.jobs.service import JobKey, JobState
 from executors.backends.kubernetes_manifest import CONTAINER, RANKS, SPARE, group_labels
 
 JOB_NAME = "batch.kubernetes.io/job-name"
+JOB_UID = "batch.kubernetes.io/controller-uid"
 INDEX = "batch.kubernetes.io/job-completion-index"
 STUCK = (
     "ErrImagePull",

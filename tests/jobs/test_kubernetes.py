@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +15,9 @@ from servers.kubernetes.server import ApiServer
 
 from executors import attach, launch
 from executors.attempt import Attempt
-from executors.backends.jobs.service import ForeignJobError, Job, JobKey, JobServiceError, JobState
+from executors.backends.jobs.service import ForeignJobError, Job, JobKey, JobServiceError, JobState, retrying
 from executors.backends.kubernetes import KubernetesExecutor, KubernetesJobs
-from executors.backends.kubernetes_client import _ask, client
+from executors.backends.kubernetes_client import _asked, client
 from executors.errors import BackendError, LaunchError
 from executors.resume import resume
 from executors.testing import eventually
@@ -114,7 +117,7 @@ def test_a_connection_cut_in_the_handshake_is_tried_again_and_an_untrusted_certi
             raise client.ApiException(status=0, reason=f"SSLError\n{reason}")
 
         with pytest.raises(JobServiceError) as raised:
-            _ask(refuse)
+            _asked(refuse)
         return raised.value.kind
 
     assert kind("[SSL: UNEXPECTED_EOF_WHILE_READING] EOF occurred in violation of protocol") == "unavailable"
@@ -201,7 +204,6 @@ READS: list[Callable[[KubernetesJobs, dict[str, Any]], Any]] = [
     ("status", "of_reads", "of_a_create"),
     [
         (400, "rejected", "rejected"),
-        (401, "rejected", "rejected"),
         (403, "rejected", "rejected"),
         (422, "rejected", "rejected"),
         (429, "unavailable", "unavailable"),
@@ -240,8 +242,44 @@ def test_a_server_that_cannot_be_reached_is_unavailable_and_nothing_is_asked_twi
     assert k8s.requests == ["list_jobs"]
 
 
+def test_credentials_that_were_renewed_are_read_again_and_wrong_ones_are_refused(
+    k8s: ApiServer, service: KubernetesJobs
+) -> None:
+    (job_id,) = service.start_jobs([job()])
+    k8s.token = "renewed"
+    k8s.write_kubeconfig("renewed")
+    assert retrying()(service.states, {job().key: job_id}).keys() == {job().key}
+    k8s.token = "known to nobody here"
+    with pytest.raises(JobServiceError, match="HTTP 401") as raised:
+        retrying()(service.state, job_id)
+    assert raised.value.kind == "rejected"
+
+
+def test_a_job_that_took_the_name_of_another_is_another(k8s: ApiServer, service: KubernetesJobs) -> None:
+    (job_id,) = started(service, job(SLEEP))
+    forged = {**job_id, "uid": "0f0f0f0f-0000-4000-8000-000000000000"}
+    with pytest.raises(ForeignJobError):
+        service.verify(forged, job().key)
+    assert service.states({job().key: forged}) == {}
+    assert service.state(forged).reason == "lost"
+    assert service.logs(forged, 5) == ""
+    service.stop(forged)
+    assert not service.state(job_id).has_ended
+
+
+def test_a_context_is_found_by_its_name_where_none_is_current(k8s: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(os.environ["KUBECONFIG"])
+    settings = json.loads(path.read_text())
+    name = settings.pop("current-context")
+    path.write_text(json.dumps(settings))
+    assert KubernetesJobs(context=name).find(job().key) == []
+    path.write_text("{not: [yaml")
+    with pytest.raises(BackendError, match="finds no cluster"):
+        KubernetesJobs(context=name).find(job().key)
+
+
 def test_a_job_of_another_cluster_is_not_called_lost(k8s: ApiServer, service: KubernetesJobs) -> None:
-    elsewhere = {"job": "otter-a0-r0", "namespace": "team", "index": 0, "server": "https://10.0.0.1:6443"}
+    elsewhere = {"job": "otter-a0-r0", "namespace": "team", "index": 0, "uid": "u", "server": "https://10.0.0.1:6443"}
     for call in (lambda: service.state(elsewhere), lambda: service.verify(elsewhere, job().key)):
         with pytest.raises(
             JobServiceError, match=r"it was launched at https://10\.0\.0\.1:6443\. .*context=NAME"
