@@ -34,6 +34,7 @@ from executors.task.create import MASK
 ID = ("job", "namespace", "index", "uid", "server")
 SERVER = re.compile(r"https?://[A-Za-z0-9.:_/\[\]-]{1,300}")
 FRESH_S = 1.0  # how long a list of Jobs answers for all ranks of a group
+UNMADE_S = 30.0  # after which a Job without a pod is asked about, again and again
 CHECK = Job(JobKey("", "check", 0, 0), ("true",), (), {}, {})
 
 
@@ -54,6 +55,7 @@ class KubernetesJobs(PodOptions, JobService):
         self._listed: dict[str, tuple[float, list[Any]]] = {}
         self._owed: dict[str, dict[str, str]] = {}  # the data of Secrets that Jobs of this process lack yet
         self._stopped: dict[str, set[int]] = {}
+        self._unmade: dict[str, tuple[float, str]] = {}  # when it was asked why a Job has no pod, and why
         self._stuck: dict[str, float] = {}  # since when a pod is seen to be
         self._disrupted: dict[tuple[str, int], str] = {}  # why a pod is being deleted: soon nothing tells it
 
@@ -151,6 +153,8 @@ class KubernetesJobs(PodOptions, JobService):
         elif pod is not None:
             self._stuck.pop(pod.metadata.uid, None)
         state = state_of(pod, job, index, stuck_s)
+        if pod is None and not state.has_ended and not state.message:
+            return replace(state, message=self._why_no_pod(job))
         if pod is not None and pod.status.phase == "Running" and state.message:
             self._disrupted[name, index] = state.message
         if pod is None and state.reason == "lost" and index in self._stopped.get(name, ()):
@@ -158,6 +162,15 @@ class KubernetesJobs(PodOptions, JobService):
         if pod is None and state.reason == "lost" and (why := self._disrupted.get((name, index))):
             return JobState(True, "preempted", message=why)
         return state
+
+    def _why_no_pod(self, job: Any) -> str:
+        """Return why a Job has no pod, asked now and then where it has none for a while: as by a quota or a policy."""
+        uid, made_at = job.metadata.uid, job.metadata.creation_timestamp.timestamp()
+        asked_at, why = self._unmade.get(uid, (-UNMADE_S, ""))
+        if time.time() - made_at >= UNMADE_S and time.monotonic() - asked_at >= UNMADE_S:
+            why = self._cluster.why_no_pod(job)
+            self._unmade[uid] = (time.monotonic(), why)
+        return why
 
     def logs(self, job_id: JobId, n_lines: int) -> str:
         pod = self._pod(job_id) if n_lines > 0 else None

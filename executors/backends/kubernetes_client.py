@@ -136,6 +136,18 @@ class Cluster:
         found = self._ask(self._core.list_namespaced_pod, namespace or self.namespace, label_selector=selector).items
         return sorted(found, key=lambda pod: pod.metadata.creation_timestamp)
 
+    def why_no_pod(self, job: Any) -> str:
+        """Return why the pods of a Job cannot be made; empty where nothing says so, or events may not be read."""
+        selector = f"involvedObject.uid={job.metadata.uid},reason=FailedCreate"
+        try:
+            found = self._ask(self._core.list_namespaced_event, job.metadata.namespace, field_selector=selector).items
+        except StatusError as error:
+            if error.status == 403:
+                return ""
+            raise
+        newest = max(found, key=lambda event: event.metadata.creation_timestamp, default=None)
+        return "" if newest is None else f"FailedCreate: {newest.message}"
+
     def end_pod(self, pod: Any) -> None:
         """End a pod that runs, by its own limit: it stays, and so does its log."""
         body = {"spec": {"activeDeadlineSeconds": 1}}  # the least that there is

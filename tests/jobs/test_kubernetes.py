@@ -267,6 +267,18 @@ def test_a_job_that_took_the_name_of_another_is_another(k8s: ApiServer, service:
     assert not service.state(job_id).has_ended
 
 
+def test_a_job_whose_pods_are_refused_says_why_where_events_may_be_read(
+    k8s: ApiServer, service: KubernetesJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executors.backends.kubernetes.UNMADE_S", 0.0)
+    k8s.cluster.refuses_pods = 'pods "otter" is forbidden: exceeded quota: gpus'
+    (job_id,) = service.start_jobs([job()])
+    told = JobState(False, message='FailedCreate: pods "otter" is forbidden: exceeded quota: gpus')
+    assert service.state(job_id) == service.states({job().key: job_id})[job().key] == told
+    k8s.fail("list_events", 403)
+    assert service.state(job_id) == JobState(False)
+
+
 def test_a_context_is_found_by_its_name_where_none_is_current(k8s: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(os.environ["KUBECONFIG"])
     settings = json.loads(path.read_text())

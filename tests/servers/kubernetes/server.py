@@ -42,6 +42,7 @@ ROUTES = {
     "create_secret": ("POST", f"{CORE}/secrets"),
     "read_secret": ("GET", f"{CORE}/secrets/(?P<name>[^/]+)"),
     "list_pods": ("GET", f"{CORE}/pods"),
+    "list_events": ("GET", f"{CORE}/events"),
     "log": ("GET", f"{CORE}/pods/(?P<name>[^/]+)/log"),
     "delete_pod": ("DELETE", f"{CORE}/pods/(?P<name>[^/]+)"),
     "patch_pod": ("PATCH", f"{CORE}/pods/(?P<name>[^/]+)"),
@@ -201,6 +202,15 @@ class ApiServer:
 
     def _list_pods(self, name: str, query: Mapping[str, str], body: Any) -> Any:
         return self._listed("PodList", "v1", [pod.wire for pod in list(self.cluster.pods.values())], query)
+
+    def _list_events(self, name: str, query: Mapping[str, str], body: Any) -> Any:
+        wanted = dict(part.split("=", 1) for part in query["fieldSelector"].split(","))
+        found = [
+            event
+            for event in list(self.cluster.events)
+            if wanted == {"involvedObject.uid": event["involvedObject"]["uid"], "reason": event["reason"]}
+        ]
+        return {"apiVersion": "v1", "kind": "EventList", "metadata": {}, "items": copy.deepcopy(found)}
 
     def _log(self, name: str, query: Mapping[str, str], body: Any) -> Any:
         pod = self.cluster.pods[name]
