@@ -6,7 +6,6 @@ pod whose Secret is late waits for it.
 
 from __future__ import annotations
 
-import functools
 import re
 import threading
 import time
@@ -28,13 +27,14 @@ from executors.backends.jobs.service import (
 )
 from executors.backends.kubernetes_client import ADVICE, Cluster, StatusError, client
 from executors.backends.kubernetes_manifest import NAME, PodOptions, group_labels, name_of, secret_data, selector_of
-from executors.backends.kubernetes_pods import INDEX, JOB_NAME, index_of, place_of, state_of
+from executors.backends.kubernetes_pods import INDEX, JOB_NAME, JOB_UID, index_of, is_stuck, place_of, state_of
 from executors.errors import BackendError
 from executors.task.create import MASK
 
-ID = ("job", "namespace", "index", "server")
+ID = ("job", "namespace", "index", "uid", "server")
 SERVER = re.compile(r"https?://[A-Za-z0-9.:_/\[\]-]{1,300}")
 FRESH_S = 1.0  # how long a list of Jobs answers for all ranks of a group
+UNMADE_S = 30.0  # after which a Job without a pod is asked about, again and again
 CHECK = Job(JobKey("", "check", 0, 0), ("true",), (), {}, {})
 
 
@@ -50,17 +50,22 @@ class KubernetesJobs(PodOptions, JobService):
     def __post_init__(self) -> None:
         super().__post_init__()
         client.ApiClient  # noqa: B018 - a missing client is found out now, before anything is planned
-        self._lock = threading.Lock()
+        self._lock, self._connecting = threading.Lock(), threading.Lock()
+        self._connected: Cluster | None = None
         self._listed: dict[str, tuple[float, list[Any]]] = {}
         self._owed: dict[str, dict[str, str]] = {}  # the data of Secrets that Jobs of this process lack yet
         self._stopped: dict[str, set[int]] = {}
+        self._unmade: dict[str, tuple[float, str]] = {}  # when it was asked why a Job has no pod, and why
+        self._stuck: dict[str, float] = {}  # since when a pod is seen to be
         self._disrupted: dict[tuple[str, int], str] = {}  # why a pod is being deleted: soon nothing tells it
 
-    @functools.cached_property
+    @property
     def _cluster(self) -> Cluster:
-        found = Cluster.connected(self.context, self.namespace)
-        self.namespace = found.namespace
-        return found
+        with self._connecting:
+            if self._connected is None or self._connected.is_stale:
+                self._connected = Cluster.connected(self.context, self.namespace)
+                self.namespace = self._connected.namespace
+            return self._connected
 
     def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
         cluster, body = self._cluster, self.job([replace(CHECK, gpu=gpu)])
@@ -90,32 +95,32 @@ class KubernetesJobs(PodOptions, JobService):
                 self._cluster.delete_job(name)
                 raise
             raise JobServiceError(str(error), "unknown", retry_after_s=error.retry_after_s) from error
-        return [self._job_id(name, index) for index in range(len(jobs))]
+        return [self._job_id(made, index) for index in range(len(jobs))]
 
     def find(self, key: JobKey) -> list[JobId]:
         found = []
         for job in self._jobs(selector_of(group_labels(key))):
             self._give_secret(job)
             if (index := index_of(key, job)) is not None:
-                found.append(self._job_id(job.metadata.name, index))
+                found.append(self._job_id(job, index))
         return found
 
     def verify(self, job_id: JobId, key: JobKey) -> JobId:
-        name, space, index, server = (job_id.get(part) for part in ID)
-        is_id = all(isinstance(part, str) and NAME.fullmatch(part) for part in (name, space))
+        name, space, index, uid, server = (job_id.get(part) for part in ID)
+        is_id = all(isinstance(part, str) and NAME.fullmatch(part) for part in (name, space, uid))
         if not is_id or type(index) is not int or not isinstance(server, str) or not SERVER.fullmatch(server):
             raise ForeignJobError(self.name, key)
         job = self._cluster.job(str(name), str(space))
         if job is None:
             self._check_is_here(job_id)
-        elif index_of(key, job) != index:
+        elif (index_of(key, job), job.metadata.uid) != (index, uid):
             raise ForeignJobError(self.name, key)
-        return dict(zip(ID, (name, space, index, server), strict=True))
+        return dict(zip(ID, (name, space, index, uid, server), strict=True))
 
     def state(self, job_id: JobId) -> JobState:
         job, pod = None, self._pod(job_id)
         if pod is None:
-            job = self._cluster.job(job_id["job"], job_id["namespace"])
+            job = self._job(job_id)
             pod = self._pod(job_id)  # again: it may have come and failed in between
         if pod is None and job is None:
             self._check_is_here(job_id)
@@ -134,13 +139,22 @@ class KubernetesJobs(PodOptions, JobService):
             name, index = str(job_id.get("job")), job_id.get("index")
             pod = pods.get((name, str(index)))
             owner = pod or of_jobs.get(name)
-            ours = {**self._job_id(name, index), "server": job_id.get("server")}  # which a pod knows by another name
-            if owner is not None and index is not None and index_of(key, owner) == index and job_id == ours:
+            if owner is None or index is None or index_of(key, owner) != index:
+                continue
+            # A pod knows the server by another name.
+            if job_id == {**self._job_id(owner, index), "server": job_id.get("server")}:
                 found[key] = self._told(pod, owner, name, index)
         return found
 
     def _told(self, pod: Any, job: Any, name: str, index: int) -> JobState:
-        state = state_of(pod, job, index)
+        stuck_s = 0.0
+        if pod is not None and is_stuck(pod):
+            stuck_s = time.monotonic() - self._stuck.setdefault(pod.metadata.uid, time.monotonic())
+        elif pod is not None:
+            self._stuck.pop(pod.metadata.uid, None)
+        state = state_of(pod, job, index, stuck_s)
+        if pod is None and not state.has_ended and not state.message:
+            return replace(state, message=self._why_no_pod(job))
         if pod is not None and pod.status.phase == "Running" and state.message:
             self._disrupted[name, index] = state.message
         if pod is None and state.reason == "lost" and index in self._stopped.get(name, ()):
@@ -148,6 +162,15 @@ class KubernetesJobs(PodOptions, JobService):
         if pod is None and state.reason == "lost" and (why := self._disrupted.get((name, index))):
             return JobState(True, "preempted", message=why)
         return state
+
+    def _why_no_pod(self, job: Any) -> str:
+        """Return why a Job has no pod, asked now and then where it has none for a while: as by a quota or a policy."""
+        uid, made_at = job.metadata.uid, job.metadata.creation_timestamp.timestamp()
+        asked_at, why = self._unmade.get(uid, (-UNMADE_S, ""))
+        if time.time() - made_at >= UNMADE_S and time.monotonic() - asked_at >= UNMADE_S:
+            why = self._cluster.why_no_pod(job)
+            self._unmade[uid] = (time.monotonic(), why)
+        return why
 
     def logs(self, job_id: JobId, n_lines: int) -> str:
         pod = self._pod(job_id) if n_lines > 0 else None
@@ -163,7 +186,7 @@ class KubernetesJobs(PodOptions, JobService):
         stopped = self._stopped.setdefault(name, set())
         stopped.add(job_id["index"])
         if pod is None:
-            job = self._cluster.job(name, space)
+            job = self._job(job_id)
             if job and len(stopped) == job.spec.completions and not self._cluster.pods(f"{JOB_NAME}={name}", space):
                 self._cluster.delete_job(name, space)
         elif pod.status.phase == "Pending":
@@ -208,11 +231,20 @@ class KubernetesJobs(PodOptions, JobService):
 
     def _pod(self, job_id: JobId) -> Any:
         """Return the newest pod of an index; None where there is none."""
-        found = self._cluster.pods(f"{JOB_NAME}={job_id['job']},{INDEX}={job_id['index']}", job_id["namespace"])
+        labels = {JOB_NAME: job_id["job"], JOB_UID: job_id["uid"], INDEX: str(job_id["index"])}
+        found = self._cluster.pods(selector_of(labels), job_id["namespace"])
         return found[-1] if found else None
 
-    def _job_id(self, name: str, index: int | None) -> JobId:
-        return dict(zip(ID, (name, self._cluster.namespace, index, self._cluster.server), strict=True))
+    def _job(self, job_id: JobId) -> Any:
+        """Return the very Job that an id names; None where it is gone, though another may have its name."""
+        found = self._cluster.job(job_id["job"], job_id["namespace"])
+        return found if found is not None and found.metadata.uid == job_id["uid"] else None
+
+    def _job_id(self, owner: Any, index: int) -> JobId:
+        """Name an index of a Job, or of the Job that owns a pod."""
+        labels, cluster = owner.metadata.labels or {}, self._cluster
+        name, uid = labels.get(JOB_NAME, owner.metadata.name), labels.get(JOB_UID, owner.metadata.uid)
+        return dict(zip(ID, (name, cluster.namespace, index, uid, cluster.server), strict=True))
 
 
 class KubernetesExecutor(JobExecutor):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from executors.backends.jobs.sdk import LazyModule, call_each
 from executors.backends.jobs.service import JobServiceError, Kind
+from executors.backends.kubernetes_manifest import CONTAINER
 from executors.errors import BackendError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ else:
     MISSING = "Backend 'k8s' needs the Kubernetes client. Install it with: pip install 'serverless-replicas[k8s]'"
     client, config = LazyModule("kubernetes.client", MISSING), LazyModule("kubernetes.config", MISSING)
 urllib3: Any = LazyModule("urllib3.exceptions", "")
+yaml: Any = LazyModule("yaml", "")
 
 __all__ = ["ADVICE", "Cluster", "StatusError", "client"]
 LIMIT_S = (5.0, 30.0)  # to connect, and between two bytes; the client itself waits without end
@@ -31,6 +33,8 @@ NEEDED = [
     ("", "create", "secrets"),
     ("", "get", "pods/log"),
 ]
+UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "doesn't match")  # other errors of TLS are lost connections
+UNAUTHORIZED = 401
 ADVICE = "What you may do there: kubectl auth can-i --list."
 
 T = TypeVar("T")
@@ -44,12 +48,15 @@ class StatusError(JobServiceError):
         self.status = status
 
 
-@dataclass(frozen=True)
+@dataclass
 class Cluster:
     """The requests to one API server about one namespace; where a namespace is given, a record names that one."""
 
     api: client.ApiClient
     namespace: str
+    is_stale: bool = False
+    """Whether the server takes its credentials no more: who connects again may find newer ones."""
+    _has_answered: bool = False
 
     @classmethod
     def connected(cls, context: str | None, namespace: str | None) -> Cluster:
@@ -65,11 +72,13 @@ class Cluster:
                 usual = NAMESPACE_OF_A_POD.read_text().strip()
             else:
                 file = file or "~/.kube/config"
-                config.load_kube_config(file, context, client_configuration=found)
-                contexts, current = config.list_kube_config_contexts(file)
-                chosen = next((each for each in contexts if each["name"] == context), current)
-                usual = chosen["context"].get("namespace") or "default"
-        except (config.ConfigException, OSError) as error:
+                merged = config.kube_config.KubeConfigMerger(file).config
+                if merged is None:
+                    raise config.ConfigException(f"there is nothing in {file}")
+                chosen = config.kube_config.KubeConfigLoader(merged, active_context=context)
+                chosen.load_and_set(found)
+                usual = chosen.current_context["context"].get("namespace") or "default"
+        except (config.ConfigException, OSError, yaml.YAMLError) as error:
             raise BackendError(
                 f"Backend 'k8s' finds no cluster: {str(error).rstrip('.')}. Set KUBECONFIG to the file that kubectl "
                 "uses, or name one of `kubectl config get-contexts`: --option context=NAME."
@@ -98,60 +107,74 @@ class Cluster:
             resource, _, part = resource.partition("/")
             attributes = {"namespace": self.namespace, "group": group, "resource": resource, "verb": verb}
             body = {"spec": {"resourceAttributes": {**attributes, **({"subresource": part} if part else {})}}}
-            return not _ask(review, body).status.allowed
+            return not self._ask(review, body).status.allowed
 
         answers = zip(NEEDED, call_each(is_missing, NEEDED, len(NEEDED)), strict=True)
         return [f"{verb} {what}" for (_, verb, what), missing in answers if missing]
 
     def create_job(self, body: Mapping[str, Any], **more: Any) -> Any:
         create = self._batch.create_namespaced_job
-        return _ask(create, self.namespace, body, may_have_acted=True, field_validation="Strict", **more)
+        return self._ask(create, self.namespace, body, may_have_acted=True, field_validation="Strict", **more)
 
     def job(self, name: str, namespace: str | None = None) -> Any:
         """Return a Job; None where there is none."""
-        return _unless_gone(self._batch.read_namespaced_job, name, namespace or self.namespace)
+        return self._unless_gone(self._batch.read_namespaced_job, name, namespace or self.namespace)
 
     def jobs(self, selector: str) -> list[Any]:
         """Return the Jobs with some labels, oldest first, but for those that are being deleted."""
-        found = _ask(self._batch.list_namespaced_job, self.namespace, label_selector=selector).items
+        found = self._ask(self._batch.list_namespaced_job, self.namespace, label_selector=selector).items
         found = [job for job in found if job.metadata.deletion_timestamp is None]
         return sorted(found, key=lambda job: job.metadata.creation_timestamp)
 
     def delete_job(self, name: str, namespace: str | None = None) -> None:
         """Delete a Job, and with it, soon, its pods and its Secret."""
         space = namespace or self.namespace
-        _unless_gone(self._batch.delete_namespaced_job, name, space, propagation_policy="Background")
+        self._unless_gone(self._batch.delete_namespaced_job, name, space, propagation_policy="Background")
 
     def pods(self, selector: str, namespace: str | None = None) -> list[Any]:
         """Return the pods with some labels, the newest last."""
-        found = _ask(self._core.list_namespaced_pod, namespace or self.namespace, label_selector=selector).items
+        found = self._ask(self._core.list_namespaced_pod, namespace or self.namespace, label_selector=selector).items
         return sorted(found, key=lambda pod: pod.metadata.creation_timestamp)
+
+    def why_no_pod(self, job: Any) -> str:
+        """Return why the pods of a Job cannot be made; empty where nothing says so, or events may not be read."""
+        selector = f"involvedObject.uid={job.metadata.uid},reason=FailedCreate"
+        try:
+            found = self._ask(self._core.list_namespaced_event, job.metadata.namespace, field_selector=selector).items
+        except StatusError as error:
+            if error.status == 403:
+                return ""
+            raise
+        newest = max(found, key=lambda event: event.metadata.creation_timestamp, default=None)
+        return "" if newest is None else f"FailedCreate: {newest.message}"
 
     def end_pod(self, pod: Any) -> None:
         """End a pod that runs, by its own limit: it stays, and so does its log."""
         body = {"spec": {"activeDeadlineSeconds": 1}}  # the least that there is
-        _unless_gone(self._core.patch_namespaced_pod, pod.metadata.name, pod.metadata.namespace, body)
+        self._unless_gone(self._core.patch_namespaced_pod, pod.metadata.name, pod.metadata.namespace, body)
 
     def delete_pod(self, pod: Any) -> None:
-        _unless_gone(self._core.delete_namespaced_pod, pod.metadata.name, pod.metadata.namespace)
+        self._unless_gone(self._core.delete_namespaced_pod, pod.metadata.name, pod.metadata.namespace)
 
     def log(self, pod: Any, n_lines: int) -> str:
         """Return the last lines of a pod's log; empty where there is none yet, or no more."""
 
         def read(**more: Any) -> Any:  # the client itself would make something else of a log that is JSON
             where = (pod.metadata.name, pod.metadata.namespace)
-            return self._core.read_namespaced_pod_log(*where, tail_lines=n_lines, _preload_content=False, **more).data
+            return self._core.read_namespaced_pod_log(
+                *where, container=CONTAINER, tail_lines=n_lines, _preload_content=False, **more
+            ).data
 
         try:
-            return (_unless_gone(read) or b"").decode(errors="replace")
+            return (self._unless_gone(read) or b"").decode(errors="replace")
         except StatusError as error:
-            if error.status == 400:  # it waits to start
+            if error.status == 400 and "waiting to start" in str(error):
                 return ""
             raise
 
     def has_secret(self, name: str) -> bool:
         try:
-            return _unless_gone(self._core.read_namespaced_secret, name, self.namespace) is not None
+            return self._unless_gone(self._core.read_namespaced_secret, name, self.namespace) is not None
         except StatusError as error:
             if error.status == 403:  # who may use a Secret need not be allowed to read it
                 return True
@@ -164,14 +187,42 @@ class Cluster:
         metadata = {"name": job.metadata.name, "labels": labels, "ownerReferences": [owner]}
         body = {"metadata": metadata, "stringData": dict(data)}
         try:
-            _ask(self._core.create_namespaced_secret, self.namespace, body, may_have_acted=True)
+            self._ask(self._core.create_namespaced_secret, self.namespace, body, may_have_acted=True)
         except StatusError as error:
-            if error.status != 409:
+            if error.status != 409 or not self._is_owned_secret(job):  # 409: of a lost answer
                 raise
-            _ask(self._core.replace_namespaced_secret, job.metadata.name, self.namespace, body)  # of a lost answer
+
+    def _is_owned_secret(self, job: Any) -> bool:
+        try:
+            found = self._unless_gone(self._core.read_namespaced_secret, job.metadata.name, self.namespace)
+        except StatusError as error:
+            if error.status == 403:  # then the name, which is its Job's, must do
+                return True
+            raise
+        return found is not None and job.metadata.uid in [each.uid for each in found.metadata.owner_references or ()]
+
+    def _ask(self, call: Callable[..., Any], *args: Any, may_have_acted: bool = False, **more: Any) -> Any:
+        """Make a request; see `_asked`. Credentials that were good once may have been renewed: that is tried again."""
+        try:
+            answer = _asked(call, *args, may_have_acted=may_have_acted, **more)
+        except StatusError as error:
+            if error.status == UNAUTHORIZED and self._has_answered:
+                self.is_stale, error.kind = True, "unavailable"
+            raise
+        self._has_answered = True
+        return answer
+
+    def _unless_gone(self, call: Callable[..., T], *args: Any, **more: Any) -> T | None:
+        """Make a request; None where there is no such object."""
+        try:
+            return self._ask(call, *args, **more)  # type: ignore[no-any-return]
+        except StatusError as error:
+            if error.status == 404:
+                return None
+            raise
 
 
-def _ask(call: Callable[..., Any], *args: Any, may_have_acted: bool = False, **more: Any) -> Any:
+def _asked(call: Callable[..., Any], *args: Any, may_have_acted: bool = False, **more: Any) -> Any:
     """Make a request of the client.
 
     Args:
@@ -184,10 +235,12 @@ def _ask(call: Callable[..., Any], *args: Any, may_have_acted: bool = False, **m
     try:
         return call(*args, _request_timeout=LIMIT_S, **more)
     except client.ApiException as error:
-        status = int(error.status or 0)  # 0: its certificate is not trusted
+        status = int(error.status or 0)  # 0: TLS failed
+        is_cut = not status and not any(words in str(error.reason) for words in UNTRUSTED)
         busy: Kind = "unavailable" if status == 429 else lost
-        text = f"Kubernetes: {_said(error).rstrip('.')} (HTTP {status}).{f' {ADVICE}' if status in (401, 403) else ''}"
-        kind: Kind = busy if status == 429 or status >= 500 else "rejected"
+        advice = f" {ADVICE}" if status in (UNAUTHORIZED, 403) else ""
+        text = f"Kubernetes: {_said(error).rstrip('.')} (HTTP {status}).{advice}"
+        kind: Kind = busy if status == 429 or status >= 500 or is_cut else "rejected"
         pause = str((error.headers or {}).get("Retry-After", ""))
         raise StatusError(text, kind, status, float(pause) if pause.isdecimal() else 0.0) from error
     except (OSError, urllib3.HTTPError) as error:
@@ -199,16 +252,6 @@ def _ask(call: Callable[..., Any], *args: Any, may_have_acted: bool = False, **m
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         text = f"Kubernetes sent a malformed answer ({type(error).__name__}: {error}). Is there a proxy in between?"
         raise JobServiceError(text, lost) from error
-
-
-def _unless_gone(call: Callable[..., T], *args: Any, **more: Any) -> T | None:
-    """Make a request as `_ask`; None where there is no such object."""
-    try:
-        return _ask(call, *args, **more)  # type: ignore[no-any-return]
-    except StatusError as error:
-        if error.status == 404:
-            return None
-        raise
 
 
 def _said(error: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from executors.backends.jobs.service import Job, JobKey, JobServiceError, common_env, option
 from executors.task.record import OPTION_NAME
 
+CONTAINER = "replica"  # sidecars may come beside it
 RANKS = "REPLICA_RANKS"  # those of a group, as the bootstrap reads them
 QUEUE = "kueue.x-k8s.io/queue-name"
 GPU_PRODUCT = "nvidia.com/gpu.product"
@@ -18,6 +19,8 @@ OUR_LABELS = "replicas-"
 SPARE = "replicas-spare"
 WEEK_S = 604_800
 GRACE_S = 30
+PULL_S = 1800  # a pod's limit counts from before its image is pulled; the worker keeps the real one
+STAY = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 PYTHON_IMAGE = re.compile(r"python:3\.\d{1,2}")  # Docker's own; any other one from a record would get our secrets
 GPU = re.compile(r"(?:(?P<product>[A-Za-z][A-Za-z0-9._-]*)(?::(?P<n>[1-9]\d*))?|(?P<any>[1-9]\d*))")
@@ -63,7 +66,8 @@ class PodOptions:
         requests = {"cpu": self.cpu, "memory": self.memory_mb and f"{self.memory_mb}Mi"}
         gpu, selector = self.gpu(first.gpu)
         container = {
-            "name": "replica",
+            "name": CONTAINER,
+            "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
             "image": self.image,
             "command": [literal(word) for word in first.command],
             "env": plain,
@@ -76,12 +80,15 @@ class PodOptions:
         }
         pod = {
             "restartPolicy": "Never",
-            "activeDeadlineSeconds": first.limit_s,  # of the pod: the Job's counts what it waits in a queue
+            "activeDeadlineSeconds": first.limit_s
+            and first.limit_s + PULL_S,  # of the pod: the Job's counts what it waits in a queue
             "terminationGracePeriodSeconds": GRACE_S,
             "automountServiceAccountToken": False,
             "serviceAccountName": self.service_account,
             "imagePullSecrets": [{"name": each} for each in self.image_pull_secrets],
             "nodeSelector": {**(self.node_selector or {}), **selector},
+            "tolerations": [{"key": self.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}] if gpu else [],
+            "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],  # else it has 64 MiB
             "containers": [container],
         }
         spec = {
@@ -93,7 +100,7 @@ class PodOptions:
             "podReplacementPolicy": "Failed",  # never two of one index
             "suspend": True if self.queue else None,  # until Kueue has room
             "ttlSecondsAfterFinished": self.keep_s,
-            "template": {"metadata": {"labels": labels}, "spec": pod},
+            "template": {"metadata": {"labels": labels, "annotations": STAY}, "spec": pod},
         }
         metadata = {"name": name, "labels": {**labels, **({QUEUE: self.queue} if self.queue else {})}}
         made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}

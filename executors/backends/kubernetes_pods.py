@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from executors.backends.jobs.service import JobKey, JobState
-from executors.backends.kubernetes_manifest import RANKS, SPARE, group_labels
+from executors.backends.kubernetes_manifest import CONTAINER, RANKS, SPARE, group_labels
 
 JOB_NAME = "batch.kubernetes.io/job-name"
+JOB_UID = "batch.kubernetes.io/controller-uid"
 INDEX = "batch.kubernetes.io/job-completion-index"
 STUCK = (
     "ErrImagePull",
+    "ErrImageNeverPull",
     "ImagePullBackOff",
     "InvalidImageName",
     "CreateContainerConfigError",  # as where a Secret is missing
     "CreateContainerError",
 )
-STUCK_S = 300.0  # a registry or a Secret may be late
+STUCK_S = 300.0  # for which one process saw it: a registry or a Secret may be late
+STUCK_AT_AGE_S = 3600.0  # of the pod, for processes that look once: its clock is another, and a first pull takes long
 DISRUPTED = ("Evicted", "Preempting", "NodeShutdown", "Terminated")
 
 
 def ranks_of(owner: Any) -> list[int]:
     """Return the ranks of a Job, or of a pod of it, in the order of their indexes."""
     spec = owner.spec.template.spec if hasattr(owner.spec, "template") else owner.spec
-    texts = [each.value for each in spec.containers[0].env or () if each.name == RANKS]
+    env = [each for one in spec.containers if one.name == CONTAINER for each in one.env or ()]
+    texts = [each.value for each in env if each.name == RANKS]
     return [int(rank) for text in texts for rank in text.split(",")]
 
 
@@ -40,12 +45,19 @@ def place_of(pod: Any) -> tuple[str, str]:
     return pod.metadata.labels[JOB_NAME], pod.metadata.labels[INDEX]
 
 
-def state_of(pod: Any, job: Any, index: int) -> JobState:
+def is_stuck(pod: Any) -> bool:
+    """Return whether a pod waits for what may never come."""
+    waiting = _container(pod.status, "waiting")
+    return pod.status.phase == "Pending" and waiting is not None and waiting.reason in STUCK
+
+
+def state_of(pod: Any, job: Any, index: int, stuck_s: float = 0.0) -> JobState:
     """Return how a replica is.
 
     Args:
         pod: the newest of its index; None where there is none.
         job: its Job; None where it is gone. It is looked at only where there is no pod.
+        stuck_s: how long this process has seen that it `is_stuck`.
     """
     if pod is None:
         return _without_a_pod(job, index)
@@ -53,9 +65,15 @@ def state_of(pod: Any, job: Any, index: int) -> JobState:
     disrupted = _condition(status, "DisruptionTarget")
     if status.phase == "Succeeded":
         return JobState(True, exit_code=0)
-    if status.phase != "Failed":
-        return _pending(pod) if status.phase == "Pending" else JobState(False, message=_said(disrupted))
     ended = _container(status, "terminated")
+    if status.phase == "Pending":
+        return _pending(pod, stuck_s)
+    if status.phase != "Failed" and ended is None:
+        return JobState(False, message=_said(disrupted))
+    return replace(_end(status, ended, disrupted), holds=status.phase != "Failed")  # as beside a sidecar
+
+
+def _end(status: Any, ended: Any, disrupted: Any) -> JobState:
     code = ended and ended.exit_code
     if disrupted or status.reason in DISRUPTED:
         return JobState(True, "preempted", code, _said(disrupted) or _said(status))
@@ -88,14 +106,15 @@ def _without_a_pod(job: Any, index: int) -> JobState:
     return JobState(False, message="suspended, as in a queue" if job.spec.suspend else "")
 
 
-def _pending(pod: Any) -> JobState:
+def _pending(pod: Any, stuck_s: float) -> JobState:
     waiting, since = _container(pod.status, "waiting"), pod.status.start_time
     unscheduled = next((each for each in pod.status.conditions or () if each.type == "PodScheduled"), None)
     if waiting is None:
         is_told = unscheduled is not None and unscheduled.status == "False"
         return JobState(False, message=_said(unscheduled) if is_told else "")
-    if waiting.reason in STUCK and since is not None and time.time() - since.timestamp() > STUCK_S:
-        return JobState(True, "start_failed", message=_said(waiting))
+    is_old = since is not None and time.time() - since.timestamp() > STUCK_AT_AGE_S
+    if is_stuck(pod) and (is_old or stuck_s > STUCK_S):
+        return JobState(True, "start_failed", message=_said(waiting), holds=True)
     return JobState(False, message=_said(waiting))
 
 
@@ -104,9 +123,9 @@ def _condition(status: Any, kind: str) -> Any:
 
 
 def _container(status: Any, state: str) -> Any:
-    """Return the container's state of this name, if it is in it."""
+    """Return the state of this name of the replica's container, if it is in it."""
     for each in status.container_statuses or ():
-        if each.state is not None and (found := getattr(each.state, state)) is not None:
+        if each.name == CONTAINER and each.state is not None and (found := getattr(each.state, state)) is not None:
             return found
     return None
 

@@ -12,7 +12,8 @@ from executors.testing import JobServiceContract
 
 class TestKubernetesJobs(JobServiceContract):
     @pytest.fixture
-    def service(self, k8s: ApiServer) -> JobService:
+    def service(self, k8s: ApiServer, monkeypatch: pytest.MonkeyPatch) -> JobService:
+        monkeypatch.setattr("executors.backends.kubernetes_manifest.PULL_S", 0)  # no image is pulled
         k8s.cluster.kubelet.grace_s = 0.1
         self.server = k8s
         return KubernetesExecutor().service
@@ -21,4 +22,4 @@ class TestKubernetesJobs(JobServiceContract):
         return KubernetesExecutor(**service.options).service
 
     def unknown(self, service: JobService) -> JobId:
-        return {"job": "never-was-a0-r0", "namespace": "team", "index": 0, "server": self.server.url}
+        return {"job": "never-was-a0-r0", "namespace": "team", "index": 0, "uid": "u", "server": self.server.url}

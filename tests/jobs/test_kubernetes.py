@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from servers.kubernetes.server import ApiServer
 
 from executors import attach, launch
-from executors.backends.jobs.service import ForeignJobError, Job, JobKey, JobServiceError, JobState
-from executors.backends.kubernetes import KubernetesJobs
+from executors.attempt import Attempt
+from executors.backends.jobs.service import ForeignJobError, Job, JobKey, JobServiceError, JobState, retrying
+from executors.backends.kubernetes import KubernetesExecutor, KubernetesJobs
+from executors.backends.kubernetes_client import _asked, client
 from executors.errors import BackendError, LaunchError
 from executors.resume import resume
 from executors.testing import eventually
@@ -91,6 +96,32 @@ def test_a_lost_answer_leaves_one_job_that_has_its_secret(
     assert [state(service, job_id).exit_code for job_id in ids] == [0, 0]
     assert [service.logs(job_id, 5) for job_id in ids] == ["hush\n", "hush\n"]
     assert len(k8s.cluster.jobs) == len(k8s.cluster.secrets) == 1
+
+
+def test_a_secret_whose_answer_was_lost_is_left_as_it_is_and_that_of_another_refused(
+    k8s: ApiServer, service: KubernetesJobs
+) -> None:
+    k8s.cluster.kubelet.room = 0
+    k8s.fail("create_secret", 500, after_applying=True)
+    with pytest.raises(JobServiceError):
+        service.start_jobs([job()])
+    (job_id,) = service.start_jobs([job()])
+    k8s.cluster.secrets[job_id["job"]]["metadata"]["ownerReferences"][0]["uid"] = "another"
+    with pytest.raises(JobServiceError, match="HTTP 409"):
+        service.start_jobs([job()])
+
+
+def test_a_connection_cut_in_the_handshake_is_tried_again_and_an_untrusted_certificate_is_not() -> None:
+    def kind(reason: str) -> str:
+        def refuse(**more: Any) -> None:
+            raise client.ApiException(status=0, reason=f"SSLError\n{reason}")
+
+        with pytest.raises(JobServiceError) as raised:
+            _asked(refuse)
+        return raised.value.kind
+
+    assert kind("[SSL: UNEXPECTED_EOF_WHILE_READING] EOF occurred in violation of protocol") == "unavailable"
+    assert kind("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: Hostname mismatch") == "rejected"
 
 
 def test_a_job_whose_secret_is_refused_is_deleted(k8s: ApiServer, service: KubernetesJobs) -> None:
@@ -173,7 +204,6 @@ READS: list[Callable[[KubernetesJobs, dict[str, Any]], Any]] = [
     ("status", "of_reads", "of_a_create"),
     [
         (400, "rejected", "rejected"),
-        (401, "rejected", "rejected"),
         (403, "rejected", "rejected"),
         (422, "rejected", "rejected"),
         (429, "unavailable", "unavailable"),
@@ -212,8 +242,56 @@ def test_a_server_that_cannot_be_reached_is_unavailable_and_nothing_is_asked_twi
     assert k8s.requests == ["list_jobs"]
 
 
+def test_credentials_that_were_renewed_are_read_again_and_wrong_ones_are_refused(
+    k8s: ApiServer, service: KubernetesJobs
+) -> None:
+    (job_id,) = service.start_jobs([job()])
+    k8s.token = "renewed"
+    k8s.write_kubeconfig("renewed")
+    assert retrying()(service.states, {job().key: job_id}).keys() == {job().key}
+    k8s.token = "known to nobody here"
+    with pytest.raises(JobServiceError, match="HTTP 401") as raised:
+        retrying()(service.state, job_id)
+    assert raised.value.kind == "rejected"
+
+
+def test_a_job_that_took_the_name_of_another_is_another(k8s: ApiServer, service: KubernetesJobs) -> None:
+    (job_id,) = started(service, job(SLEEP))
+    forged = {**job_id, "uid": "0f0f0f0f-0000-4000-8000-000000000000"}
+    with pytest.raises(ForeignJobError):
+        service.verify(forged, job().key)
+    assert service.states({job().key: forged}) == {}
+    assert service.state(forged).reason == "lost"
+    assert service.logs(forged, 5) == ""
+    service.stop(forged)
+    assert not service.state(job_id).has_ended
+
+
+def test_a_job_whose_pods_are_refused_says_why_where_events_may_be_read(
+    k8s: ApiServer, service: KubernetesJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executors.backends.kubernetes.UNMADE_S", 0.0)
+    k8s.cluster.refuses_pods = 'pods "otter" is forbidden: exceeded quota: gpus'
+    (job_id,) = service.start_jobs([job()])
+    told = JobState(False, message='FailedCreate: pods "otter" is forbidden: exceeded quota: gpus')
+    assert service.state(job_id) == service.states({job().key: job_id})[job().key] == told
+    k8s.fail("list_events", 403)
+    assert service.state(job_id) == JobState(False)
+
+
+def test_a_context_is_found_by_its_name_where_none_is_current(k8s: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(os.environ["KUBECONFIG"])
+    settings = json.loads(path.read_text())
+    name = settings.pop("current-context")
+    path.write_text(json.dumps(settings))
+    assert KubernetesJobs(context=name).find(job().key) == []
+    path.write_text("{not: [yaml")
+    with pytest.raises(BackendError, match="finds no cluster"):
+        KubernetesJobs(context=name).find(job().key)
+
+
 def test_a_job_of_another_cluster_is_not_called_lost(k8s: ApiServer, service: KubernetesJobs) -> None:
-    elsewhere = {"job": "otter-a0-r0", "namespace": "team", "index": 0, "server": "https://10.0.0.1:6443"}
+    elsewhere = {"job": "otter-a0-r0", "namespace": "team", "index": 0, "uid": "u", "server": "https://10.0.0.1:6443"}
     for call in (lambda: service.state(elsewhere), lambda: service.verify(elsewhere, job().key)):
         with pytest.raises(
             JobServiceError, match=r"it was launched at https://10\.0\.0\.1:6443\. .*context=NAME"
@@ -375,3 +453,23 @@ def test_ranks_are_resumed_as_one_more_job(k8s: ApiServer) -> None:
     k8s.until(lambda: k8s.cluster.jobs[second]["status"].get("failedIndexes") == "0-1")
     assert k8s.cluster.secrets.keys() == {first, second}
     assert "my-own-value" not in str(k8s.cluster.jobs)
+
+
+def test_a_pod_that_never_started_is_ended_with_its_replica(k8s: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executors.backends.kubernetes_pods.STUCK_S", -1.0)
+    k8s.fail("read_secret", 403, times=9)
+    run = launch(KubernetesExecutor(secrets=["not-there"]), "job.py:main", 1)
+    assert run.wait(60)
+    assert run.outcomes()[0].reason == "start_failed"
+    k8s.until(lambda: not k8s.cluster.pods)
+
+
+def test_a_cancellation_is_noted_though_the_service_refuses_to_answer(k8s: ApiServer) -> None:
+    k8s.cluster.kubelet.room = 0
+    run = launch("k8s", "job.py:main", 1)
+    k8s.write_kubeconfig("a-token-that-ran-out")
+    with pytest.raises(JobServiceError, match="HTTP 401"):
+        KubernetesExecutor().cancel(run.handle(0))
+    assert Attempt.of_handle(run.handle(0), "k8s")[0].has("cancel.json")
+    k8s.write_kubeconfig(k8s.token)
+    run.cancel()

@@ -22,10 +22,12 @@ from executors.backends.jobs.job_logs import PatientLog
 from executors.backends.jobs.job_states import MAX_THREADS, JobStates
 from executors.backends.jobs.service import (
     LONGEST_PATIENCE_S,
+    ForeignJobError,
     Job,
     JobId,
     JobKey,
     JobService,
+    JobServiceError,
     retrying,
     stop_others,
 )
@@ -270,7 +272,13 @@ class JobExecutor:
         attempt = replica.attempt
         if attempt.outcome() is not None:
             return
-        job_id = retrying()(self._job_of, replica)
+        try:
+            job_id = retrying()(self._job_of, replica)
+        except ForeignJobError:
+            raise
+        except JobServiceError:  # the store can be reached all the same, and the replica looks there
+            attempt.request_cancel()
+            raise
         attempt.request_cancel()
         if job_id is None:  # its launcher died before the service had it; one that comes up late ends
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))

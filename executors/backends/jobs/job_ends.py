@@ -9,7 +9,7 @@ from typing import Any
 from executors.attempt import Attempt
 from executors.attempt.outcome import ENDINGS, MAX_ATTEMPTS, OUTPUT_TAIL_BYTES
 from executors.backends.jobs.job_states import JobStates
-from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobState, stop_others
+from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobState, retrying, stop_others
 from executors.native import Parent
 from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus
 from executors.store.records import FAR_AHEAD, Fields, integer, json_object, nullable, number
@@ -51,6 +51,9 @@ class JobEnds:
         """Record how a replica ended whose job is gone, unless it left an outcome."""
         attempt = replica.attempt
         outcome = attempt.outcome() or self._ended_without_outcome(replica, state)  # perhaps written just before
+        if state.holds and replica.job is not None:
+            with contextlib.suppress(JobServiceError):
+                retrying()(self._service.stop, self._states.verified(replica.key, replica.job))
         with contextlib.suppress(JobServiceError):
             stop_others(self._service, replica.key, replica.job)
         self._states.forget(replica.key)

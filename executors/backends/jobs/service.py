@@ -115,6 +115,8 @@ class JobState:
     exit_code: int | None = None
     message: str = ""
     """What the service says, in its own words; of a job that has not ended, what it waits for, as in "scheduling"."""
+    holds: bool = False
+    """Whether what ended still holds its place at the service: who concludes the end stops it."""
 
 
 class JobServiceError(BackendError):

@@ -33,6 +33,9 @@ class Cluster:
         self.pods: dict[str, Pod] = {}
         self.secrets: dict[str, Wire] = {}
         self.kubelet = Kubelet(folder, self.changed, self.secrets.get, self._pod_ended)
+        self.events: list[Wire] = []
+        self.refuses_pods = ""
+        """Why no pod can be made, as by a quota."""
         self.drops: set[str] = set()
         """Fields of a Job's spec that this server is too old to know."""
         self._versions = itertools.count(1)
@@ -112,6 +115,12 @@ class Cluster:
         self.changed.notify_all()
 
     def _add_pod(self, job: Wire, index: int) -> None:
+        if self.refuses_pods:
+            whom = {"kind": "Job", "name": job["metadata"]["name"], "uid": job["metadata"]["uid"]}
+            event = {"apiVersion": "v1", "kind": "Event", "metadata": {"name": f"event-{len(self.events)}"}}
+            told = {"involvedObject": whom, "reason": "FailedCreate", "message": self.refuses_pods}
+            self.events.append(self._born({**event, **told}))
+            return
         name, uid, template = job["metadata"]["name"], job["metadata"]["uid"], copy.deepcopy(job["spec"]["template"])
         metadata = template["metadata"]
         metadata["name"] = f"{name}-{index}-{random_suffix()}"

@@ -41,8 +41,8 @@ ROUTES = {
     "delete_job": ("DELETE", f"{BATCH}/jobs/(?P<name>[^/]+)"),
     "create_secret": ("POST", f"{CORE}/secrets"),
     "read_secret": ("GET", f"{CORE}/secrets/(?P<name>[^/]+)"),
-    "replace_secret": ("PUT", f"{CORE}/secrets/(?P<name>[^/]+)"),
     "list_pods": ("GET", f"{CORE}/pods"),
+    "list_events": ("GET", f"{CORE}/events"),
     "log": ("GET", f"{CORE}/pods/(?P<name>[^/]+)/log"),
     "delete_pod": ("DELETE", f"{CORE}/pods/(?P<name>[^/]+)"),
     "patch_pod": ("PATCH", f"{CORE}/pods/(?P<name>[^/]+)"),
@@ -197,15 +197,20 @@ class ApiServer:
         self._check(body, "V1Secret", wrong_with_secret)
         return self.cluster.put_secret(body)
 
-    def _replace_secret(self, name: str, query: Mapping[str, str], body: Any) -> Any:
-        self._check(body, "V1Secret", wrong_with_secret)
-        return self.cluster.put_secret(body, replaces=bool(self.cluster.secrets[name]))
-
     def _read_secret(self, name: str, query: Mapping[str, str], body: Any) -> Any:
         return copy.deepcopy(self.cluster.secrets[name])
 
     def _list_pods(self, name: str, query: Mapping[str, str], body: Any) -> Any:
         return self._listed("PodList", "v1", [pod.wire for pod in list(self.cluster.pods.values())], query)
+
+    def _list_events(self, name: str, query: Mapping[str, str], body: Any) -> Any:
+        wanted = dict(part.split("=", 1) for part in query["fieldSelector"].split(","))
+        found = [
+            event
+            for event in list(self.cluster.events)
+            if wanted == {"involvedObject.uid": event["involvedObject"]["uid"], "reason": event["reason"]}
+        ]
+        return {"apiVersion": "v1", "kind": "EventList", "metadata": {}, "items": copy.deepcopy(found)}
 
     def _log(self, name: str, query: Mapping[str, str], body: Any) -> Any:
         pod = self.cluster.pods[name]

@@ -16,7 +16,7 @@ from executors.backends.kubernetes import KubernetesJobs
 from executors.backends.kubernetes_manifest import name_of, secret_data
 from executors.backends.kubernetes_pods import index_of, indexes, ranks_of, state_of
 
-LONG_AGO = datetime.now(UTC) - timedelta(seconds=400)
+LONG_AGO = datetime.now(UTC) - timedelta(seconds=3700)
 JUST_NOW = datetime.now(UTC) + timedelta(hours=1)  # when this module is loaded: its tests may run long after
 DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "evicting"}
 UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "Insufficient cpu"}
@@ -43,13 +43,18 @@ def manifest(*ranks: int, options: dict[str, Any] | None = None, **more: Any) ->
     return made
 
 
-def container(status: dict[str, Any]) -> dict[str, Any]:
-    row = {"name": "replica", "image": "", "imageID": "", "ready": False, "restartCount": 0}
-    return {"containerStatuses": [{**row, "state": status}]}
+def container(status: dict[str, Any], *sidecars: dict[str, Any]) -> dict[str, Any]:
+    row = {"image": "", "imageID": "", "ready": False, "restartCount": 0}
+    named = [*(({"name": "sidecar", "state": each}) for each in sidecars), {"name": "replica", "state": status}]
+    return {"containerStatuses": [{**row, **each} for each in named]}
+
+
+def terminated(code: int, reason: str = "Error") -> dict[str, Any]:
+    return {"terminated": {"exitCode": code, "reason": reason}}
 
 
 def ended(code: int, reason: str = "Error") -> dict[str, Any]:
-    return container({"terminated": {"exitCode": code, "reason": reason}})
+    return container(terminated(code, reason))
 
 
 def waiting(reason: str, message: str, since: datetime) -> dict[str, Any]:
@@ -74,13 +79,22 @@ PODS: list[tuple[dict[str, Any], JobState]] = [
     (waiting("ErrImagePull", "no such image", JUST_NOW), JobState(False, message="ErrImagePull: no such image")),
     (
         waiting("ErrImagePull", "no such image", LONG_AGO),
-        JobState(True, "start_failed", None, "ErrImagePull: no such image"),
+        JobState(True, "start_failed", None, "ErrImagePull: no such image", holds=True),
     ),
-    (waiting("ImagePullBackOff", "again", LONG_AGO), JobState(True, "start_failed", None, "ImagePullBackOff: again")),
-    (waiting("InvalidImageName", "what", LONG_AGO), JobState(True, "start_failed", None, "InvalidImageName: what")),
+    (
+        waiting("ImagePullBackOff", "again", LONG_AGO),
+        JobState(True, "start_failed", None, "ImagePullBackOff: again", holds=True),
+    ),
+    (
+        waiting("InvalidImageName", "what", LONG_AGO),
+        JobState(True, "start_failed", None, "InvalidImageName: what", holds=True),
+    ),
+    (waiting("ErrImageNeverPull", "", LONG_AGO), JobState(True, "start_failed", None, "ErrImageNeverPull", holds=True)),
+    ({"phase": "Running", **container({"running": {}}, terminated(0))}, JobState(False)),
+    ({"phase": "Running", **container(terminated(3), {"running": {}})}, JobState(True, None, 3, holds=True)),
     (
         waiting("CreateContainerConfigError", 'secret "x" not found', LONG_AGO),
-        JobState(True, "start_failed", None, 'CreateContainerConfigError: secret "x" not found'),
+        JobState(True, "start_failed", None, 'CreateContainerConfigError: secret "x" not found', holds=True),
     ),
     ({"phase": "Running"}, JobState(False)),
     ({"phase": "Running", "conditions": [DISRUPTED]}, JobState(False, message="EvictionByEvictionAPI: evicting")),
@@ -126,6 +140,12 @@ def test_without_a_pod_its_job_tells(of: Any, expected: JobState) -> None:
     assert state_of(None, of, 4) == expected
 
 
+def test_a_pod_is_stuck_from_when_it_was_seen_to_be() -> None:
+    of = pod(**waiting("ImagePullBackOff", "again", datetime.now(UTC) - timedelta(seconds=400)))
+    assert not state_of(of, None, 4, 200.0).has_ended, "its first image may have taken long to pull"
+    assert state_of(of, None, 4, 301.0) == JobState(True, "start_failed", None, "ImagePullBackOff: again", holds=True)
+
+
 def test_the_indexes_that_failed_are_read_as_kubernetes_writes_them() -> None:
     assert indexes("1,3-5,9") == {1, 3, 4, 5, 9}
     assert indexes("") == indexes(None) == set()
@@ -143,9 +163,12 @@ def test_ranks_are_pods_of_one_indexed_job_that_fails_none_for_another() -> None
     pod = spec["template"]["spec"]
     assert (pod["restartPolicy"], pod["activeDeadlineSeconds"], pod["automountServiceAccountToken"]) == (
         "Never",
-        300,
+        2100,  # with time to pull the image
         False,
     )
+    assert pod["volumes"] == [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    assert pod["containers"][0]["volumeMounts"] == [{"name": "shm", "mountPath": "/dev/shm"}]
+    assert spec["template"]["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"] == "true"
     read = client.V1Job.from_dict(made)
     assert ranks_of(read) == [3, 1, 8]
     assert [index_of(each.key, read) for each in jobs(3, 1, 8)] == [0, 1, 2]
@@ -222,6 +245,8 @@ def test_options_reach_the_pods() -> None:
 def test_a_gpu_is_a_limit_and_the_label_of_its_nodes(gpu: Any, options: Any, n: Any, selector: Any) -> None:
     pod = manifest(0, gpu=gpu, options=options)["spec"]["template"]["spec"]
     assert pod["containers"][0]["resources"].get("limits", {}).get("nvidia.com/gpu") == n
+    tainted = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert pod.get("tolerations") == ([tainted] if n else None)
     assert pod.get("nodeSelector", {}) == selector
 
 
