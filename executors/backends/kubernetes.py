@@ -6,6 +6,7 @@ pod whose Secret is late waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -168,7 +169,8 @@ class KubernetesJobs(PodOptions, JobService):
         uid, made_at = job.metadata.uid, job.metadata.creation_timestamp.timestamp()
         asked_at, why = self._unmade.get(uid, (-UNMADE_S, ""))
         if time.time() - made_at >= UNMADE_S and time.monotonic() - asked_at >= UNMADE_S:
-            why = self._cluster.why_no_pod(job)
+            with contextlib.suppress(JobServiceError):  # the state is known without it
+                why = self._cluster.why_no_pod(job)
             self._unmade[uid] = (time.monotonic(), why)
         return why
 

@@ -137,14 +137,9 @@ class Cluster:
         return sorted(found, key=lambda pod: pod.metadata.creation_timestamp)
 
     def why_no_pod(self, job: Any) -> str:
-        """Return why the pods of a Job cannot be made; empty where nothing says so, or events may not be read."""
+        """Return why the pods of a Job cannot be made; empty where nothing says so."""
         selector = f"involvedObject.uid={job.metadata.uid},reason=FailedCreate"
-        try:
-            found = self._ask(self._core.list_namespaced_event, job.metadata.namespace, field_selector=selector).items
-        except StatusError as error:
-            if error.status == 403:
-                return ""
-            raise
+        found = self._ask(self._core.list_namespaced_event, job.metadata.namespace, field_selector=selector).items
         newest = max(found, key=lambda event: event.metadata.creation_timestamp, default=None)
         return "" if newest is None else f"FailedCreate: {newest.message}"
 

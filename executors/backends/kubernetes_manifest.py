@@ -80,8 +80,8 @@ class PodOptions:
         }
         pod = {
             "restartPolicy": "Never",
-            "activeDeadlineSeconds": first.limit_s
-            and first.limit_s + PULL_S,  # of the pod: the Job's counts what it waits in a queue
+            # Of the pod: the Job's counts what it waits in a queue.
+            "activeDeadlineSeconds": first.limit_s and first.limit_s + PULL_S,
             "terminationGracePeriodSeconds": GRACE_S,
             "automountServiceAccountToken": False,
             "serviceAccountName": self.service_account,

@@ -108,8 +108,8 @@ def _options(
 
 def command_of(arguments: Sequence[str] = ()) -> Any:
     """Return the command with the verb that these arguments begin with, or with all: importing them takes time."""
-    is_alone = arguments[:1] != ["config"] and {*arguments[:1]} <= {*VERBS} and bool(arguments)  # config asks launch
-    verbs = arguments[:1] if is_alone else VERBS
+    alone = {*VERBS} - {"config"}  # which says what launch takes
+    verbs = arguments[:1] if alone & {*arguments[:1]} else VERBS
     app = typer.Typer(
         name="replicas",
         cls=_Verbs,

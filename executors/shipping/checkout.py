@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from executors.errors import EntrypointError
 
 COMMIT = ("rev-parse", "--verify", "--quiet", "HEAD")
 CHANGES = ("status", "--porcelain", "--", ".")
+IS_IGNORED = ("check-ignore", "--quiet", ".")  # then the commit says nothing of what is in the folder
 PATIENCE_S = 0.25  # a launch on this machine is not to wait for a large repository
 GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
 
@@ -27,16 +29,6 @@ class Checkout:
     """What is checked out; None outside a git repository."""
     dirty: bool | None = None
     """Whether the files differ from that commit; None: unknown."""
-
-    @classmethod
-    def of(cls, root: Path) -> Checkout:
-        """Look at a folder, however long it takes.
-
-        Raises:
-            EntrypointError: there is a repository, and git refuses.
-        """
-        commit = git(root, *COMMIT)
-        return cls() if commit is None else cls(commit.decode().strip(), bool(git(root, *CHANGES)))
 
     @property
     def about(self) -> dict[str, Any] | None:
@@ -51,20 +43,24 @@ class Look:
         quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._asked: list[subprocess.Popen[bytes]] = []
         with contextlib.suppress(OSError):  # there is no git
-            for command in (COMMIT, CHANGES):
+            for command in (COMMIT, CHANGES, IS_IGNORED):
                 self._asked.append(subprocess.Popen(["git", *command], cwd=root, env=_environment(), **quiet))
 
-    def result(self) -> Checkout:
-        """Return what was seen; what takes more than `PATIENCE_S` from now is unknown, as is what git refuses."""
-        until = monotonic() + PATIENCE_S
-        commit, changes, *_ = *(_said(process, until) for process in self._asked), None, None
-        return Checkout(commit.decode().strip(), None if changes is None else bool(changes)) if commit else Checkout()
+    def result(self, patience_s: float | None = PATIENCE_S) -> Checkout:
+        """Return what was seen; what takes longer from now is unknown, as is what git refuses. None: wait for it."""
+        until = math.inf if patience_s is None else monotonic() + patience_s
+        commit, changes, ignored, *_ = *(_said(process, until) for process in self._asked), None, None, None
+        if commit is None or ignored is not None:
+            return Checkout()
+        return Checkout(commit.decode().strip(), None if changes is None else bool(changes))
 
     def end(self) -> None:
         """End what still goes on."""
         for process in self._asked:
             process.kill()
-            process.communicate()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 @contextlib.contextmanager
@@ -97,7 +93,7 @@ def git(root: Path, *command: str) -> bytes | None:
 
 def _said(process: subprocess.Popen[bytes], until: float) -> bytes | None:
     try:
-        output, _ = process.communicate(timeout=max(0.0, until - monotonic()))
+        output, _ = process.communicate(timeout=None if until == math.inf else max(0.0, until - monotonic()))
     except subprocess.TimeoutExpired:
         return None
     return None if process.returncode else output

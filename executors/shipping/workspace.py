@@ -27,7 +27,7 @@ from pathlib import Path
 
 from executors.errors import EntrypointError
 from executors.native import Package
-from executors.shipping.checkout import Checkout, git
+from executors.shipping.checkout import git, look_at
 
 WORKSPACE, PACKAGES = "workspace", "packages"  # the archive's two folders
 LIMIT_BYTES = 64 << 20
@@ -73,7 +73,8 @@ def snapshot_workspace(root: Path, *, limit_bytes: int = LIMIT_BYTES) -> Package
         raise EntrypointError(
             f"The workspace {str(root)!r} cannot be packed: {error}. Make the file readable, or name it in .gitignore."
         ) from error
-    checkout = Checkout.of(root) if listed else Checkout()
+    with look_at(root) as look:
+        checkout = look.result(patience_s=None)
     return Package(
         archive,
         hashlib.sha256(archive).hexdigest(),

@@ -192,10 +192,10 @@ class Cluster:
 
     # Secrets
 
-    def put_secret(self, body: Wire, *, replaces: bool = False) -> Wire:
+    def put_secret(self, body: Wire) -> Wire:
         with self.changed:
             name = body["metadata"]["name"]
-            if name in self.secrets and not replaces:
+            if name in self.secrets:
                 raise Conflict(f'secrets "{name}" already exists')
             secret = self._born(body)
             text = secret.pop("stringData", {})

@@ -17,8 +17,16 @@ def test_the_commit_is_told_and_whether_the_files_differ_from_it(tmp_path: Path)
     commit = git(root, "rev-parse", "HEAD")
     for is_dirty in (False, True):
         with look_at(root) as look:
-            assert look.result() == Checkout.of(root) == Checkout(commit, is_dirty)
+            assert look.result() == Checkout(commit, is_dirty)
         (root / "train.py").write_text("x = 2")
+
+
+def test_of_a_folder_that_the_repository_ignores_its_commit_is_not_told(tmp_path: Path) -> None:
+    root = repository(tmp_path / "work", {"a.py": "", ".gitignore": "scratch/"})
+    (root / "scratch" / "inner").mkdir(parents=True)
+    for folder in (root / "scratch", root / "scratch" / "inner"):
+        with look_at(folder) as look:
+            assert look.result() == Checkout()
 
 
 def test_outside_a_repository_and_without_git_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,12 +40,13 @@ def test_a_git_that_takes_long_is_not_waited_for_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, pids = tmp_path / "git", tmp_path / "pids"
-    slow.write_text(f"#!/bin/sh\necho $$ >> {pids}\n[ $1 = rev-parse ] && echo abc && exit\nexec sleep 600\n")
+    answers = "[ $1 = rev-parse ] && echo abc && exit\n[ $1 = check-ignore ] && exit 1\n"
+    slow.write_text(f"#!/bin/sh\necho $$ >> {pids}\n{answers}exec sleep 600\n")
     slow.chmod(0o755)
     pids.touch()
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with look_at(tmp_path) as look:
-        while len(pids.read_text().split()) < 2:
+        while len(pids.read_text().split()) < 3:
             os.sched_yield()
         assert look.result() == Checkout("abc", None)
     for pid in pids.read_text().split():
