@@ -10,6 +10,7 @@ from support.git import git, repository
 
 from executors import launch
 from executors.shipping.checkout import Checkout, look_at
+from executors.testing import eventually
 
 
 def test_the_commit_is_told_and_whether_the_files_differ_from_it(tmp_path: Path) -> None:
@@ -36,6 +37,10 @@ def test_outside_a_repository_and_without_git_nothing_is_told(tmp_path: Path, mo
             assert look.result().about is None
 
 
+def state_of(pid: str) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def test_a_git_that_takes_long_is_not_waited_for_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,8 +51,7 @@ def test_a_git_that_takes_long_is_not_waited_for_and_leaves_no_process(
     pids.touch()
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with look_at(tmp_path) as look:
-        while len(pids.read_text().split()) < 3:
-            os.sched_yield()
+        eventually(lambda: [state_of(pid) for pid in pids.read_text().split()].count("Z") == 2, "two have answered")
         assert look.result() == Checkout("abc", None)
     for pid in pids.read_text().split():
         with pytest.raises(ProcessLookupError):
