@@ -184,7 +184,7 @@ class Simulation(Invariants):
             self._perhaps_flip(me, participant.position, toy)
             world.sleep(world.rng.uniform(*plan.step_s) * slower)
             toy.labour()
-            began_s, was_out, was_named = world.now, participant.phase.is_out, context.members.names_me
+            began_s, was_out, was_named = world.now, participant.is_out, context.members.names_me
             adopted = participant.step()
             if adopted:
                 world.note(f"has adopted {adopted[-1].round}{', and is out of phase' * participant.phase.is_out}")
