@@ -40,46 +40,6 @@ def test_replicas_with_unlike_seeds_start_from_one_model() -> None:
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-@pytest.mark.parametrize("is_alike", [True, False])
-def test_a_replica_whose_frozen_weights_are_not_the_others_is_warned(
-    is_alike: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    def body(where: Mapping[str, Any]) -> None:
-        rank = where["rank"]
-        frozen = seeded(nn.Linear(4, 4), 0 if is_alike else rank).requires_grad_(False)
-        frozen.get_parameter("weight").data.mul_(1 + 1e-6 * rank)  # another machine's rounding
-        with DiLoCo(nn.Sequential(frozen, nn.Linear(4, 1)), **where):
-            pass
-
-    run_replicas(2, body)
-    warned = [r.getMessage() for r in caplog.records if "what is frozen is not sent (2 such)" in r.getMessage()]
-    assert len(warned) == (0 if is_alike else 1)
-
-
-@pytest.mark.parametrize("change", ["unfreeze", "add"])
-def test_what_is_trained_and_in_no_average_is_an_error_at_the_next_round(change: str) -> None:
-    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
-    with DiLoCo(model, inner_steps=1, **place()) as diloco:
-        diloco.step()
-        if change == "unfreeze":
-            model.requires_grad_(True)
-        else:
-            model.append(nn.Linear(2, 2))
-        with pytest.raises(ContributionError, match=r"'(0|2).weight' is trained and in nobody's average.*2 such"):
-            diloco.step()
-
-
-def test_replicas_that_train_and_never_call_step_are_told_when_they_close() -> None:
-    def body(where: Mapping[str, Any]) -> None:
-        with (
-            pytest.raises(DiLoCoError, match=r"trained, and step\(\) never called"),
-            DiLoCo(model := nn.Linear(2, 2), inner_steps=1, **where),
-        ):
-            nudge(model, 1.0)
-
-    run_replicas(2, body)
-
-
 def test_a_gradient_may_be_accumulated_across_a_round() -> None:
     model = nn.Linear(2, 2)
     with DiLoCo(model, inner_steps=1, **place()) as diloco:
