@@ -216,6 +216,7 @@ class Toy:
             if not self._keeps(verdict):
                 is_part = f == partly and held.values is not None
                 held.ops.append(("take", held.values) if is_part and held.values is not None else ("only", ZEROS))
+            if verdict is not None:
                 held.owner, held.values = "the training", None
 
     # -- while nothing goes on beside the other ----------------------------------------------------------------------
