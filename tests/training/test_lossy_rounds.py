@@ -72,6 +72,17 @@ def test_what_a_wire_leaves_out_goes_with_a_later_contribution(wire: str, limits
 
 
 @pytest.mark.parametrize("wire", LOSSY)
+def test_the_share_that_a_wire_leaves_out_of_large_work_is_known(wire: str) -> None:
+    """The square of the work is no float32."""
+    with DiLoCo(model := zeros(), inner_steps=1, wire=wire, **PLAIN, **place()) as diloco:
+        nudge(model, uneven(1e25))
+        report = diloco.step()
+    assert report is not None
+    assert report.wire_error is not None
+    assert 0 < report.wire_error < 0.01
+
+
+@pytest.mark.parametrize("wire", LOSSY)
 def test_a_planned_run_ends_with_one_model(wire: str) -> None:
     def body(where: Mapping[str, Any]) -> bytes:
         model = zeros()
