@@ -124,8 +124,8 @@ def made_up(scene: Scene, run_id: str = "made-up-run", seed: int = 0, **record: 
                     rank=rank, attempt=attempt[rank], t=over_s - origins[rank, attempt[rank]], entry=entry, fragment=0,
                     ranks=counted, verdict=verdict, weight=float(scene.inner), up=PAYLOAD + rng.randrange(200),
                     down=PAYLOAD, train_s=train_s, wait_s=wait_s, move_s=moving_s + hidden_s,
-                    reduce_s=reduce_s, step_s=step_s, elements=ELEMENTS, norm=norm, mean_norm=0.7 * (2 - entry / scene.rounds),
-                    **(beside if scene.overlap else {}),
+                    reduce_s=reduce_s, step_s=step_s, norm=norm, mean_norm=0.7 * (2 - entry / scene.rounds),
+                    elements=ELEMENTS, **(beside if scene.overlap else {}),
                 )
             )  # fmt: skip
         now_s = max(sealed_s, *(arrived for arrived, _ in arrivals.values())) + moving_s / 2 + reduce_s + step_s
