@@ -72,12 +72,7 @@ class Twin(Toy):
                 live[self.slot] -= 1
 
     def flip(self, fragment: int) -> None:
-        before = self.anchor[fragment].copy()
-        super().flip(fragment)
-        self._follow_the_anchor()
-        with torch.no_grad():
-            moved = torch.from_numpy(self.anchor[fragment] - before)
-            self.live[fragment].add_(moved)  # work is the distance from it
+        """Leave the anchor alone: it would move the work, which is the distance from it."""
 
     def load(self, arrays: Any) -> None:
         super().load(arrays)
