@@ -8,7 +8,7 @@ import pytest
 
 from simulation.plan import Plan
 from simulation.simulation import Simulation, run_schedule
-from simulation.twin import Twin
+from simulation.twin import Dropping, Twin
 
 SCHEDULES = int(os.environ.get("REPLICAS_SCHEDULES", "400"))
 FIRST_SEED = int(os.environ.get("REPLICAS_FIRST_SEED", "0"))
@@ -43,7 +43,7 @@ def test_a_seed_replays_its_schedule() -> None:
     assert run_schedule(7).world.schedule() == run_schedule(7).world.schedule()
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_the_live_parameters_of_a_model_hold_the_work_that_the_simulation_counts(part: int) -> None:
-    for seed in range(part, 60, 2):
-        run_schedule(seed, training=Twin)
+@pytest.mark.parametrize("training", [Twin, Dropping])
+def test_the_live_parameters_of_a_model_hold_the_work_that_the_simulation_counts(training: type[Twin]) -> None:
+    for seed in range(30):
+        run_schedule(seed, training=training)

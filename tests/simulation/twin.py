@@ -1,4 +1,4 @@
-"""The simulation's work of whole numbers, and beside it what the real model state makes of the live parameters.
+"""V10: the live parameters of a real model state hold the work that the simulation counts in whole numbers.
 
 Both are told the same. The anchor is stepped once; which work is in the live parameters each of them finds by itself,
 and they must agree whenever something was merged, and in all that is sent.
@@ -43,7 +43,7 @@ class Twin(Toy):
             "overlap_steps": int(trains_on),
             "background": False,
             "merge": "carry" if self.keeps_later_work else "anchor",
-            "late": "carry",
+            "late": "carry" if self.carries else "drop",
             "wire": "fp32",
             "outer_lr": 1.0,
             "outer_momentum": 0.0,
@@ -123,3 +123,9 @@ class Twin(Toy):
         self._follow_the_anchor()
         self.real.resume(None if progress is None else [torch.from_numpy(each.copy()) for each in progress], verdicts)
         self._check("resumed,")
+
+
+class Dropping(Twin):
+    """One whose late work is given up."""
+
+    carries = False
