@@ -193,11 +193,15 @@ class Shadow:
             slots = self._fragment.slots
             self._landed = self._copies.land([self.memory[s.start : s.end].view(s.shape) for s in slots])
 
-    def follow(self, shift: Tensor) -> None:
-        """Move everything by as much as the anchor has moved, apart from any step."""
+    def follow(self, shift: Tensor, *, is_passed: bool) -> None:
+        """Move everything by as much as the anchor has moved, apart from any step.
+
+        Args:
+            is_passed: the entry for which something may be held was passed, and did not count it.
+        """
         if self._kind == "anchor":
             return
-        if self._kind is None and not self.is_held:
+        if self._kind is None and (is_passed or not self.is_held):
             self._turn_into("add").copy_(shift)
             return
         if self._copies is not None:

@@ -207,7 +207,8 @@ class Phase:
         step = self._plan.capped(self.run_step + (n_entries - 1) * spe)
         self._advance(n_entries)
         if entry_s is None:
-            self.since = step - self.base
+            is_the_end = self.base == self._plan.total_steps  # steps that are left would be in nobody's average
+            self.since = 0 if is_the_end else step - self.base
         else:
             self._count_from(max(landed_s, self._counts_from_s + entry_s))
 
