@@ -60,11 +60,14 @@ class RayJobs(JobService):
 
     def __post_init__(self) -> None:
         rays = os.environ.get("RAY_ADDRESS", "")
-        given = self.address or os.environ.get("RAY_API_SERVER_ADDRESS") or (rays if rays.startswith("http") else "")
+        given = self.address or os.environ.get("RAY_API_SERVER_ADDRESS") or rays * rays.startswith(("http", "ray://"))
         address = (given or "http://127.0.0.1:8265").rstrip("/")
         if not ADDRESS.fullmatch(address):
             shown = address.rpartition("@")[2]
-            raise ValueError(f"address={shown!r} is not that of a Ray dashboard, as in 'http://127.0.0.1:8265'.")
+            raise ValueError(
+                f"address={shown!r} is not that of a Ray dashboard, as in 'http://127.0.0.1:8265'. Set "
+                "RAY_API_SERVER_ADDRESS, or --option address=…, to that."
+            )
         if file := self.token_file or os.environ.get("RAY_AUTH_TOKEN_PATH"):
             self.token_file = str(Path(file).expanduser().absolute())
         if self.credentials not in ("nodes", "env"):

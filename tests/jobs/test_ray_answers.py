@@ -365,6 +365,9 @@ def test_where_the_cluster_is_a_user_says_and_no_record(monkeypatch: pytest.Monk
     assert address() == "http://127.0.0.1:8265"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
     assert address() == "http://127.0.0.1:8265"
+    monkeypatch.setenv("RAY_ADDRESS", "ray://elsewhere:10001")  # not the head that may run on this machine
+    with pytest.raises(ValueError, match=r"'ray://elsewhere:10001' is not that of a Ray dashboard"):
+        address()
     monkeypatch.setenv("RAY_ADDRESS", "https://ray.example/")
     assert address() == "https://ray.example"
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://[::1]:8265/prefix")
