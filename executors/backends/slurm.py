@@ -44,10 +44,6 @@ NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,199}")
 SUBMITTED = re.compile(r"(\d+)(?:;\S*)?")
 ARRAY = re.compile(r"\d{1,12}")
 FRESH_S = 0.5  # how long a list of a group's jobs is good: all its ranks are looked for at once
-STORES_ENV = (
-    "AccountingStoreFlags has job_env: the cluster's database keeps the environment of every job, and with it the "
-    "credentials of an s3 rendezvous."
-)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -163,7 +159,7 @@ class SlurmJobs(JobService):
 
     def risks(self) -> Iterator[tuple[str, str]]:
         if "job_env" in commands.configuration("AccountingStoreFlags").split(","):
-            yield STORES_ENV, "Use a directory that all nodes share, or credentials that are found on the nodes."
+            yield commands.STORES_ENV, "Use a directory that all nodes share, or credentials that are found on the nodes."
 
     @functools.cached_property
     def _cluster(self) -> str:

@@ -39,6 +39,10 @@ exec {command}
 PREFIX = re.compile(r"^(?:\w+: )?(?:error: |fatal: )?(?:allocation failure: |Batch job submission failed: )?")
 COLUMNS = ("ArrayJobID", "ArrayTaskID", "State", "Reason", "exit_code", "Name")
 NOT_BEGUN = ("JobLaunchFailure", "RaisedSignal:53")  # in older releases, and in newer ones
+STORES_ENV = (
+    "AccountingStoreFlags has job_env: the cluster's database keeps the environment of every job, and with it the "
+    "credentials of an s3 rendezvous."
+)
 NO_FOLDER = "Perhaps its node has no folder for its log."
 FOLDER_ADVICE = "Name a folder that the nodes share with this machine: --option log_dir=…"
 ENDED: dict[str, Reason | None] = {
