@@ -214,9 +214,11 @@ class Phase:
 
     def caught_up(self, n_entries: int, looked_step: int, looked_s: float) -> None:
         """Go on after seals that were seen in the midst of a phase, which began after the last look without them."""
+        before, total = self.base, self._plan.total_steps
         self._advance(n_entries)
         if self._plan.entry_s is None:
-            self.since = max(0, self.n_steps - looked_step - (self._plan.overlap_steps or 0))
+            since = max(0, self.n_steps - looked_step - (self._plan.overlap_steps or 0))
+            self.since = 0 if total is not None and before < total <= self.base else since  # none is beyond the last
         else:
             self._count_from(looked_s + self._overlap_s)
 
