@@ -159,7 +159,7 @@ class SlurmJobs(JobService):
 
     def risks(self) -> Iterator[tuple[str, str]]:
         if "job_env" in commands.configuration("AccountingStoreFlags").split(","):
-            yield commands.STORES_ENV, "Use a directory that all nodes share, or credentials that are found on the nodes."
+            yield commands.STORES_ENV, "Use a directory that all nodes share, or credentials found on the nodes."
 
     @functools.cached_property
     def _cluster(self) -> str:
