@@ -6,7 +6,7 @@ BIN := .venv/bin
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 SCHEDULES ?=
 
-.PHONY: help install demo test test-all test-browser test-radosgw test-slurm test-ray package picture lint bench simulate simulate-supervision clean
+.PHONY: help install demo compiled test test-all test-browser test-radosgw test-slurm test-ray package picture lint bench simulate simulate-supervision clean
 
 help:
 	@echo "make demo      train a small model with four local replicas"
@@ -40,10 +40,13 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --num-workers 2
 
-test: lint
+compiled: install
+	@$(BIN)/python -m compileall -q diloco executors  # once, and not in each process that a test starts
+
+test: lint compiled
 	$(BIN)/python -m pytest -m 'not slow and not live and not slurm' $(PYTEST_FLAGS)
 
-test-all: lint
+test-all: lint compiled
 	REPLICAS_SCHEDULES=$${REPLICAS_SCHEDULES:-3000} $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 test-browser: install

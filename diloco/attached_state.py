@@ -198,6 +198,8 @@ class AttachedState:
                     steps = max(0, typed(int, fields.get("steps", 0)))
                     if fields["digest"] == self._proof.digest(tensors):
                         return Kept(position, decode_part(tensors), since, steps)
+        if record and tensors:
+            self._store.note_bad(key, record)
         return None
 
 

@@ -175,7 +175,7 @@ class ModelState:
     def follow(self, anchors: list[Tensor], verdicts: Sequence[Verdict | None], *, partly: int | None) -> None:
         for index, (before, verdict, shadow) in enumerate(zip(anchors, verdicts, self._shadows, strict=True)):
             if self._keeps(verdict):
-                shadow.follow(torch.sub(self.anchors[index], before, out=before))
+                shadow.follow(torch.sub(self.anchors[index], before, out=before), is_passed=verdict is not None)
             elif index == partly:
                 shadow.take_away_held()
                 shadow.after_step()

@@ -123,8 +123,10 @@ class Settings:
         others = by_clock if self.round_seconds is None else by_steps
         for (name, default), instead in zip(others.items(), by_steps if others is by_clock else by_clock, strict=True):
             if (value := getattr(self, name)) != default or isinstance(value, bool):
-                how = f"round_seconds={self.round_seconds}" if others is by_steps else "no round_seconds"
-                raise ValueError(f"{name} does not go with {how}, got {name}={value!r}. Use {instead}=… instead.")
+                how = "needs round_seconds"
+                if others is by_steps:
+                    how = f"does not go with round_seconds={self.round_seconds}"
+                raise ValueError(f"{name} {how}, got {name}={value!r}. Use {instead}=… instead.")
         if self.round_seconds is None:
             self._check_steps()
             return

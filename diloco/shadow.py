@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from diloco.device_copies import DeviceCopies
 from diloco.fragments import Fragment
 from diloco.pseudo_gradient import Values, check_shapes, live_tensors
-from diloco.wires.wire import Floats
+from diloco.wires.wire import Floats, square_of
 
 
 class Room:
@@ -162,9 +162,9 @@ class Shadow:
         for first, values in sent:
             a, b = anchor[first : first + len(values)], memory[first : first + len(values)]
             np.subtract(a, b, out=b)  # what was to be sent
-            square += float(np.dot(b, b))
+            square += square_of(b) or 0.0
             np.subtract(values, b, out=b)
-            lost_square += float(np.dot(b, b))
+            lost_square += square_of(b) or 0.0
             if keeps_later:
                 np.subtract(values, a, out=b)
         return sqrt(lost_square / square) if square else None
@@ -193,11 +193,15 @@ class Shadow:
             slots = self._fragment.slots
             self._landed = self._copies.land([self.memory[s.start : s.end].view(s.shape) for s in slots])
 
-    def follow(self, shift: Tensor) -> None:
-        """Move everything by as much as the anchor has moved, apart from any step."""
+    def follow(self, shift: Tensor, *, is_passed: bool) -> None:
+        """Move everything by as much as the anchor has moved, apart from any step.
+
+        Args:
+            is_passed: the entry for which something may be held was passed, and did not count it.
+        """
         if self._kind == "anchor":
             return
-        if self._kind is None and not self.is_held:
+        if self._kind is None and (is_passed or not self.is_held):
             self._turn_into("add").copy_(shift)
             return
         if self._copies is not None:

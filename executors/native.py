@@ -306,3 +306,10 @@ def page_of_job(handle: Any) -> str | None:
     job = handle.metadata.get("job") if isinstance(handle, ReplicaHandle) else None
     page = job.get("url") if isinstance(job, dict) else None
     return page if isinstance(page, str) and PAGE.fullmatch(page) else None
+
+
+def name_of_job(handle: Any) -> str | None:
+    """Return what finds a replica's job at its service: its page, else its id, which is foreign text."""
+    job = handle.metadata.get("job") if isinstance(handle, ReplicaHandle) else None
+    parts = [str(job[name]) for name in ("id", "task") if name in job] if isinstance(job, dict) else []
+    return page_of_job(handle) or (f"job {'_'.join(parts)}" if parts else None)

@@ -24,6 +24,8 @@ from diloco.rendezvous.training_state import Verdict
 
 log = logging.getLogger(__name__)
 
+NOTABLY_SLOWER = 1.1
+
 
 class Rendezvous:
     """Publishes, seals, reduces and adopts the entries of the log in their order."""
@@ -228,10 +230,12 @@ class Rendezvous:
         if most is None or waited < most or not self.cursor.steps_left(entry.fragment):
             return False
         mine, theirs = self._phase.seconds, seal.phase_s
-        slower = f"; it is {mine / theirs:.1f} times slower than the round allows" if mine > theirs > 0 else ""
-        advice = "Use round_seconds." if self._context.plan.entry_s is None else "Use longer round_seconds."
+        slower = advice = ""
+        if mine >= NOTABLY_SLOWER * theirs > 0:
+            slower = f"; it is {mine / theirs:.1f} times slower than the round allows"
+            advice = f" Use {'' if self._context.plan.entry_s is None else 'longer '}round_seconds."
         log.warning(
-            "Rank %s: work of %s round%s was not counted and is given up%s. A longer grace_s waits for it. %s",
+            "Rank %s: work of %s round%s was not counted and is given up%s. A longer grace_s waits for it.%s",
             self._me.rank, waited, "s" * (waited > 1), slower, advice,
         )  # fmt: skip
         return True

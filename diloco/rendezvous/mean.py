@@ -6,6 +6,7 @@ the stored one, which another replica may have written first.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +19,8 @@ from diloco.rendezvous.frames import READ_TRIES, Contribution, MeanHead, Member,
 from diloco.rendezvous.frames import head_bytes as head_bytes_of
 from diloco.rendezvous.reduction import BadInputError, Blocks, Input
 from diloco.rendezvous.round import Context, EntryState, Range, owners
+
+log = logging.getLogger(__name__)
 
 
 class InputGoneError(Exception):
@@ -192,6 +195,7 @@ class Reducer:
             except BadInputError as bad:
                 tries[bad.rank] = tries.get(bad.rank, 0) + 1
                 if tries[bad.rank] >= READ_TRIES:
+                    log.warning("%s It is left out of the mean of round %s.", bad, entry.index + 1)
                     del members[bad.rank]
 
     def _input(self, entry: EntryState, seal: Seal, rank: int, shard: int) -> Input:

@@ -269,6 +269,7 @@ class Participant:
         Args:
             is_early: in the midst of a phase, weighed by the steps it is made of.
         """
+        self._turns.check()  # rounds that have failed do not give back what they hold
         fragment = self.position % self._n_fragments
         weight = self._early_weight(fragment) if is_early else self._weight_of(fragment)
         steps = self.phase.made[fragment] if weight else 0
@@ -315,10 +316,11 @@ class Participant:
             if self._landed is None:
                 break
             reports += self._merge_landed(0.0 if presented else late_s)
-            if self._plan.is_over(self.position) or not self.is_out or presented == PRESENTATIONS:
-                break
+            is_beside, is_last = self._turns.is_beside, presented == PRESENTATIONS
+            if self._plan.is_over(self.position) or not self.is_out or (is_last and not is_beside):
+                break  # in turn, the next step looks again
             self._turns.submit(partial(self._rounds.present, self._sent or self._hold(is_early=True)))
-            if self._turns.is_beside and not self.phase.has_one_step:
+            if is_beside and (is_last or not self.phase.has_one_step):
                 break
             self.apart(lambda: None)  # a step later the next seal would have come without this replica
         return reports

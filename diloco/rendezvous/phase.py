@@ -207,15 +207,18 @@ class Phase:
         step = self._plan.capped(self.run_step + (n_entries - 1) * spe)
         self._advance(n_entries)
         if entry_s is None:
-            self.since = step - self.base
+            is_the_end = self.base == self._plan.total_steps  # steps that are left would be in nobody's average
+            self.since = 0 if is_the_end else step - self.base
         else:
             self._count_from(max(landed_s, self._counts_from_s + entry_s))
 
     def caught_up(self, n_entries: int, looked_step: int, looked_s: float) -> None:
         """Go on after seals that were seen in the midst of a phase, which began after the last look without them."""
+        before, total = self.base, self._plan.total_steps
         self._advance(n_entries)
         if self._plan.entry_s is None:
-            self.since = max(0, self.n_steps - looked_step - (self._plan.overlap_steps or 0))
+            since = max(0, self.n_steps - looked_step - (self._plan.overlap_steps or 0))
+            self.since = 0 if total is not None and before < total <= self.base else since  # none is beyond the last
         else:
             self._count_from(looked_s + self._overlap_s)
 

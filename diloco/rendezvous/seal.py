@@ -234,6 +234,7 @@ class Sealer:
                 entry.seen[rank], entry.payloads[rank] = (head, digest), payload
                 return True
         entry.misread[rank] = entry.misread.get(rank, 0) + 1
+        self._store.note_bad(key, data)
         return True
 
     def _is_my_turn(self, entry: EntryState) -> bool:
@@ -278,11 +279,17 @@ class Sealer:
                 round=number,
             )
         ranks = self._ranks()
-        missing = [rank for rank in ranks if rank not in entry.seen]
+        spoilt = [
+            rank
+            for rank in ranks
+            if rank not in entry.seen and self._store.bad_readings(keys.contribution(entry.index, rank))
+        ]
+        missing = [rank for rank in ranks if rank not in entry.seen and rank not in spoilt]
         raise QuorumTimeoutError(
-            f"Round {number}: {len(ranks) - len(missing)} of {len(ranks)} contributions arrived in "
+            f"Round {number}: {len(ranks) - len(missing) - len(spoilt)} of {len(ranks)} contributions arrived in "
             f"{timeout_s:g} s, min_quorum is {self._context.min_quorum}. "
-            f"Missing ranks: {', '.join(map(str, missing)) or 'none'}.",
+            f"Missing ranks: {', '.join(map(str, missing)) or 'none'}."
+            + (f" Not what was written: those of ranks {', '.join(map(str, spoilt))}." if spoilt else ""),
             round=number,
             missing=missing,
         )

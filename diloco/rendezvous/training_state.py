@@ -141,7 +141,7 @@ class TrainingState(Protocol):
 
         Args:
             verdicts: by fragment, what became of that work in entries which the anchor has jumped over; None: there
-                were none.
+                were none. What was held for one is held no longer.
             partly: the fragment of which that is about what is held alone.
         """
 

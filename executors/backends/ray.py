@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,7 @@ ADDRESS = re.compile(r"https?://[A-Za-z0-9.:\[\]-]+(/[A-Za-z0-9._~-]+)*")
 GPU = re.compile(r"([A-Za-z][A-Za-z0-9_.-]*)(?::(\d{1,3}))?|(\d{1,3})")
 REMOVED = re.compile(r"\$\{[A-Z0-9_]+\}")  # Ray leaves none of these in a value, whatever they come from
 STOP_GRACE_S = 3  # that Ray leaves between SIGTERM and SIGKILL
+LOG_PAUSE_S, LOG_BYTES_PER_S = 2.0, 1 << 20
 OURS = ("working_dir", "env_vars")
 
 
@@ -59,11 +60,14 @@ class RayJobs(JobService):
 
     def __post_init__(self) -> None:
         rays = os.environ.get("RAY_ADDRESS", "")
-        given = self.address or os.environ.get("RAY_API_SERVER_ADDRESS") or (rays if rays.startswith("http") else "")
+        given = self.address or os.environ.get("RAY_API_SERVER_ADDRESS") or rays * rays.startswith(("http", "ray://"))
         address = (given or "http://127.0.0.1:8265").rstrip("/")
         if not ADDRESS.fullmatch(address):
             shown = address.rpartition("@")[2]
-            raise ValueError(f"address={shown!r} is not that of a Ray dashboard, as in 'http://127.0.0.1:8265'.")
+            raise ValueError(
+                f"address={shown!r} is not that of a Ray dashboard, as in 'http://127.0.0.1:8265'. Set "
+                "RAY_API_SERVER_ADDRESS, or --option address=…, to that."
+            )
         if file := self.token_file or os.environ.get("RAY_AUTH_TOKEN_PATH"):
             self.token_file = str(Path(file).expanduser().absolute())
         if self.credentials not in ("nodes", "env"):
@@ -134,14 +138,7 @@ class RayJobs(JobService):
         return last_of(self._client.log(job_id["id"]), n_lines)
 
     def open_log(self, job_id: JobId) -> _RayLog:
-        def read(offset: int | None, n_lines: int) -> tuple[bytes, int]:
-            text = self._client.log(job_id["id"])
-            whole = text.encode()
-            if offset is None:
-                return last_of(text, n_lines).encode(), len(whole)
-            return whole[offset:], max(offset, len(whole))
-
-        return _RayLog(read)
+        return _RayLog(lambda: self._client.log(job_id["id"]))
 
     def stop(self, job_id: JobId) -> None:
         self._client.stop(job_id["id"])
@@ -226,9 +223,22 @@ class RayExecutor(JobExecutor):
 
 
 class _RayLog(OffsetLog):
-    """A job's log, of which each look reads all."""
+    """A job's log, of which each look reads all: the longer it is, the rarer, or the head would do nothing else."""
 
-    pause_s = 2.0
+    reads_all = True
+    pause_s = LOG_PAUSE_S
+
+    def __init__(self, whole: Callable[[], str]) -> None:
+        super().__init__(self._new)
+        self._whole = whole
+
+    def _new(self, offset: int | None, n_lines: int) -> tuple[bytes, int]:
+        text = self._whole()
+        data = text.encode()
+        self.pause_s = max(LOG_PAUSE_S, len(data) / LOG_BYTES_PER_S)
+        if offset is None:
+            return last_of(text, n_lines).encode(), len(data)
+        return data[offset:], max(offset, len(data))
 
 
 def _gpus(gpu: str | None) -> tuple[int, dict[str, float]]:

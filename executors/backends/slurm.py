@@ -36,6 +36,7 @@ from executors.backends.jobs.service import (
     shortened,
 )
 from executors.logs.readers import FileLog
+from executors.report.words import one_line
 from executors.run_index import state_dir
 from executors.task.create import MASK
 
@@ -43,10 +44,6 @@ NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,199}")
 SUBMITTED = re.compile(r"(\d+)(?:;\S*)?")
 ARRAY = re.compile(r"\d{1,12}")
 FRESH_S = 0.5  # how long a list of a group's jobs is good: all its ranks are looked for at once
-STORES_ENV = (
-    "AccountingStoreFlags has job_env: the cluster's database keeps the environment of every job, and with it the "
-    "credentials of an s3 rendezvous."
-)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -54,9 +51,7 @@ class SlurmJobs(JobService):
     """The jobs of this user on one cluster. `SlurmExecutor` says what the fields mean."""
 
     name = "Slurm"
-    log_advice = (
-        "Its node writes it elsewhere. Name a folder that the nodes share with this machine: --option log_dir=…"
-    )
+    log_advice = f"Its node writes it elsewhere. {commands.FOLDER_ADVICE}"
     starts_together = True
 
     partition: str | None = option(None, NAMES)
@@ -72,9 +67,8 @@ class SlurmJobs(JobService):
         if shutil.which("sbatch") is None:
             raise commands.not_installed("sbatch")
         commands.check_options(self.sbatch)
-        self._keys: dict[
-            tuple[str, int], JobKey
-        ] = {}  # of jobs that this process started, or Slurm said whose they are
+        self._keys: dict[tuple[str, int], JobKey] = {}
+        """Of jobs that this process started, or Slurm said whose they are."""
         self._found: dict[str, tuple[float, list[commands.Row]]] = {}
         self._lock = threading.Lock()
 
@@ -84,6 +78,7 @@ class SlurmJobs(JobService):
 
     def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
         commands.secrets_of(secret_names)
+        commands.check_clusters(self._cluster)
         limit_s = None if timeout_s is None else int(timeout_s) + MARGIN_S
         commands.ask("sbatch", "--test-only", *self._sizes(gpu, limit_s), script="#!/bin/sh\ntrue\n")
 
@@ -99,7 +94,7 @@ class SlurmJobs(JobService):
             self._found.pop(group, None)
         submitted = SUBMITTED.fullmatch(answer.strip().rpartition("\n")[2])
         if submitted is None:
-            raise JobServiceError(f"Slurm: sbatch answered {answer.strip()!r}, and no job id.", "unknown")
+            raise JobServiceError(f"Slurm: sbatch answered {one_line(answer)!r}, and no job id.", "unknown")
         return [self._noted(submitted[1], job.key) for job in jobs]
 
     def find(self, key: JobKey) -> list[JobId]:
@@ -123,7 +118,10 @@ class SlurmJobs(JobService):
 
     def state(self, job_id: JobId) -> JobState:
         self._check_cluster(job_id)
-        return _state_of(commands.find_job(job_id["id"], job_id["task"]))
+        place = job_id["id"], job_id["task"]
+        row, key = commands.find_job(*place), self._keys.get(place)
+        is_another = row is not None and key is not None and not _runs(row, key)  # who lost its state counts anew
+        return _state_of(None if is_another else row)
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
         asked = {key: str(job_id.get("id")) for key, job_id in jobs.items() if ARRAY.fullmatch(str(job_id.get("id")))}
@@ -161,7 +159,7 @@ class SlurmJobs(JobService):
 
     def risks(self) -> Iterator[tuple[str, str]]:
         if "job_env" in commands.configuration("AccountingStoreFlags").split(","):
-            yield STORES_ENV, "Use a directory that all nodes share, or credentials that are found on the nodes."
+            yield commands.STORES_ENV, "Use a directory that all nodes share, or credentials found on the nodes."
 
     @functools.cached_property
     def _cluster(self) -> str:

@@ -17,16 +17,19 @@ CALL_LIMIT_S = 60.0  # a controller that is gone is told of after 9 s, one that 
 OF_OTHER_JOBS = ("SLURM_", "SQUEUE_", "SCANCEL_", "REPLICA_")
 """Variables of a surrounding job, which would hand on its sizes; of a surrounding replica; and defaults of commands."""
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
-WAITS = "SBATCH_WAIT"  # until the jobs have ended
+OPTIONS = ("SBATCH_CLUSTERS", "SBATCH_ERROR", "SBATCH_INPUT", "SBATCH_WAIT")
+"""Variables that give `sbatch` options which are set here, or are not to be given."""
+CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 BUSY = ("Unable to contact slurm controller", "Connection refused", "temporarily unable")
 UNCLEAR = ("Socket timed out", "Zero Bytes were transmitted", "Message receive failure")
 UNKNOWN_JOB = "Invalid job id"
 HAS_ENDED = "already completing or completed"
 GPU = re.compile(r"(?:[A-Za-z][A-Za-z0-9._-]*|\d+)(?::\d+)?")
 OURS = (
-    *("--array", "--chdir", "--clusters", "--error", "--export", "--export-file", "--job-name", "--nodes", "--ntasks"),
-    *("--open-mode", "--output", "--parsable", "--requeue", "--no-requeue", "--test-only", "--time", "--wait"),
-    *("--wrap", "-D", "-J", "-M", "-N", "-W", "-a", "-e", "-n", "-o", "-t"),
+    *("--array", "--chdir", "--clusters", "--error", "--export", "--export-file", "--help", "--input", "--job-name"),
+    *("--nodes", "--ntasks", "--open-mode", "--output", "--parsable", "--requeue", "--no-requeue", "--test-only"),
+    *("--time", "--usage", "--version", "--wait", "--wrap"),
+    *("-D", "-J", "-M", "-N", "-V", "-W", "-a", "-e", "-h", "-i", "-n", "-o", "-t"),
 )
 SCRIPT = """#!/bin/sh
 export REPLICA_RANK=$SLURM_ARRAY_TASK_ID
@@ -35,6 +38,13 @@ exec {command}
 """
 PREFIX = re.compile(r"^(?:\w+: )?(?:error: |fatal: )?(?:allocation failure: |Batch job submission failed: )?")
 COLUMNS = ("ArrayJobID", "ArrayTaskID", "State", "Reason", "exit_code", "Name")
+NOT_BEGUN = ("JobLaunchFailure", "RaisedSignal:53")  # in older releases, and in newer ones
+STORES_ENV = (
+    "AccountingStoreFlags has job_env: the cluster's database keeps the environment of every job, and with it the "
+    "credentials of an s3 rendezvous."
+)
+NO_FOLDER = "Perhaps its node has no folder for its log."
+FOLDER_ADVICE = "Name a folder that the nodes share with this machine: --option log_dir=…"
 ENDED: dict[str, Reason | None] = {
     "COMPLETED": None,
     "FAILED": None,
@@ -64,7 +74,9 @@ class Row:
         said = f"{self.state} ({self.reason})" if self.reason not in ("", "None") else self.state
         if self.state not in ENDED:
             doing = said if self.reason in ("", "None") else f"{self.state.lower()}: {self.reason}"
-            return JobState(False, message="" if self.state == "RUNNING" else doing)
+            return JobState(False, message="" if said in ("PENDING", "RUNNING") else doing)
+        if self.state == "FAILED" and self.reason.startswith(NOT_BEGUN):
+            return JobState(True, "start_failed", None, f"{said}. {NO_FOLDER} {FOLDER_ADVICE}")
         reason = ENDED[self.state]
         return JobState(True, reason, self._code if reason is None else None, said)
 
@@ -82,7 +94,7 @@ def environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name in KEPT or (name != WAITS and not name.startswith(OF_OTHER_JOBS))
+        if name in KEPT or (name not in OPTIONS and not name.startswith(OF_OTHER_JOBS))
     }
 
 
@@ -164,6 +176,20 @@ def configuration(name: str) -> str:
     """Return one setting of the cluster, as `scontrol show config` has it."""
     found = re.search(rf"^{name} *= (.*)$", ask("scontrol", "show", "config"), re.MULTILINE)
     return found[1].strip() if found else ""
+
+
+def check_clusters(cluster: str) -> None:
+    """Refuse an environment that has Slurm's commands ask another cluster than the one that is asked here.
+
+    Raises:
+        BackendError: it names another.
+    """
+    for name in CLUSTERS:
+        if (named := os.environ.get(name, "")) not in ("", cluster):
+            raise BackendError(
+                f"{name} is {named!r}, and replicas start at the cluster of SLURM_CONF alone, {cluster!r}. Unset it, "
+                "or set SLURM_CONF to that cluster's file."
+            )
 
 
 def check_options(options: Sequence[str]) -> None:

@@ -59,7 +59,7 @@ def add(
     found = find_run(run, rendezvous)
     with usage_errors():
         executor = make_executor(backend, options_of(backend, option, volume))
-        with output.busy(f"Adding {n} replicas to {found.run_id}") as tell:
+        with output.busy(f"Adding {n} replica{'s' * (n > 1)} to {found.run_id}") as tell:
             ranks = found.add(
                 executor,
                 n,

@@ -150,5 +150,5 @@ def describe_link(link: Any) -> str:
     """Write what a link has: `48 ms, 210 MB/s up, 260 MB/s down`."""
     from executors.report.words import name_size
 
-    latency = f"{link.latency_s * 1e3:.3g} ms"
+    latency = f"{link.latency_s:.3g} s" if link.latency_s >= 1 else f"{link.latency_s * 1e3:.3g} ms"
     return f"{latency}, {name_size(link.up)}/s up, {name_size(link.down)}/s down"

@@ -34,7 +34,7 @@ from executors.cli.output import (
 )
 from executors.entrypoint import shown
 from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError
-from executors.native import page_of_job
+from executors.native import name_of_job, page_of_job
 from executors.protocol import ReplicaStatus
 from executors.run_index import find_preparation
 from executors.status import MAX_DECIDED, MAX_LINE
@@ -114,7 +114,7 @@ def status(
     backend: ExecutorOption = None,
     option: BackendOptions = None,
     columns: ColumnsOption = None,
-    verbose: Annotated[bool, Option("--verbose", "-v", help="Name the service's page of each job, too.")] = False,
+    verbose: Annotated[bool, Option("--verbose", "-v", help="Name each job at its service, too, or its page.")] = False,
     check: Annotated[bool, Option("--check", help=CHECK)] = False,
     as_json: JsonOption = False,
 ) -> int:
@@ -138,7 +138,7 @@ def status(
     now, record = found.status(), found.record
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]
     summary = Summary(found, outcomes, code_of(found, outcomes) if now.is_terminal else None)
-    pages = list(map(page_of_job, found.handles)) if as_json or verbose else []
+    handles = found.handles if as_json or verbose else []
     spares = [
         _words_of_spare(Attempt(found.store, found.run_id, number, is_spare=True)) for number in range(record.spares)
     ]
@@ -154,7 +154,7 @@ def status(
         document |= {"flakiness": up["flakiness"], "attention": {str(rank): why for rank, why in attention.items()}}
         document["spares"] = spares
         document["plan"] = None if compared is None else compared.to_json()
-        pairs = zip(document["replicas"], up["replicas"], pages, strict=True)
+        pairs = zip(document["replicas"], up["replicas"], map(page_of_job, handles), strict=True)
         output.document({**document, "replicas": [{**row, **more, "page": page} for row, more, page in pairs]})
         return FAILED if check and attention else 0
     output.say(heading(found), "bold")
@@ -174,9 +174,9 @@ def status(
     for each in now.decided[-MAX_DECIDED:]:
         output.say(f"[{name_duration(each.at - record.created_at):>6}] {one_line(each.line, MAX_LINE)}", "yellow")
     note_unknown_columns(columns or (), now)
-    for rank, page in enumerate(pages):
-        if page is not None:
-            output.say(f"rank {rank}: {page}", "dim")
+    for rank, job in enumerate(map(name_of_job, handles)):
+        if job is not None:
+            output.say(f"rank {rank}: {one_line(job)}", "dim")
     summary.print_failures(output)
     return 0
 

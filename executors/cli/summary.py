@@ -40,7 +40,9 @@ def heading(run: Run, timeout_s: float | None = None) -> str:
     """
     n = len(run.ranks)
     replicas = "1 replica" if n == 1 else f"{n} replicas"
-    limit = f", {name_limit(run.record.timeout_s if timeout_s is None else timeout_s)}"
+    limit_s = run.record.timeout_s if timeout_s is None else timeout_s
+    partitions = " but the partition's" * (limit_s is None and run.backend == "slurm")
+    limit = f", {name_limit(limit_s)}{partitions}"
     if run.record.others and timeout_s is None:  # each backend has its own
         limit = ""
     chaos = "".join(f", chaos {one_line(spec)}" for spec in run.record.chaos)

@@ -71,7 +71,7 @@ def launch(
         rendezvous: the url of the store in which the run lives. None: a directory of this user.
         run_id: a name of your choice for the run. None: two words and four hex digits.
         gpu: a GPU per replica, as in "H100" or "H100:2".
-        timeout: seconds each replica may run. None: no limit locally, one hour elsewhere.
+        timeout: seconds each replica may run. None: one hour in a cloud, else a cluster's own limit, or none.
         max_cost: US dollars that all replicas may cost together, as a limit of their time, where the backend tells
             prices. What is installed before the entrypoint starts comes on top.
         env: more environment variables of the replicas. Their values are never recorded.

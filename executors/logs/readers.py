@@ -58,6 +58,8 @@ class OffsetLog:
     note = ""
     may_lag = False
     pause_s = 0.3
+    reads_all = False
+    """Whether one read returns all that is new."""
 
     def __init__(self, read: Callable[[int | None, int], tuple[bytes, int]]) -> None:
         self._read = read
@@ -75,6 +77,8 @@ class OffsetLog:
                 break
             self._offset = offset
             yield self._lines.add(self._decoder.decode(part))
+            if self.reads_all:
+                break
         if has_ended:
             yield self._lines.last()
 

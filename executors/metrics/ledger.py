@@ -17,10 +17,10 @@ usually sends. Steps that were made while a contribution was on its way (`overla
     goodput = counted / (replicas x longest x speed)
 
 `replicas` were launched, or joined; the one that lived longest, over all its attempts, did so for `longest` seconds;
-and `speed` is the median, over all replicas, of the work counted in a second of an undisturbed minute: one in which
-each round counted the replica, and the same others as the round before. An attempt's first round, before which it
-starts, is not among them. Where no undisturbed stretch lasts a minute they are taken as they are; where there is none,
-all rounds are.
+and `speed` is the mean of the replicas' own, each the median of the work counted in a second of its undisturbed
+minutes: with rounds by the clock they are of unlike speeds. In such a minute each round counted the replica, and the
+same others as the round before. An attempt's first round, before which it starts, is not among them. Where no
+undisturbed stretch lasts a minute they are taken as they are; where there is none, all rounds are.
 """
 
 from __future__ import annotations
@@ -147,14 +147,18 @@ class _Book:
 
     def speed(self) -> float | None:
         """Return the work that is counted in a second of an undisturbed minute; None: no round was counted."""
-        stretches = [stretch for life in self._lives for stretch in self._undisturbed(life)]
-        speeds = [speed for stretch in stretches for speed in _speeds(stretch)]
-        speeds = speeds or [(work[-1] - work[0]) / (times[-1] - times[0]) for times, work in stretches]
+        stretches = [(life.rank, stretch) for life in self._lives for stretch in self._undisturbed(life)]
+        speeds = [(rank, speed) for rank, stretch in stretches for speed in _speeds(stretch)]
+        speeds = speeds or [(rank, (work[-1] - work[0]) / (times[-1] - times[0])) for rank, (times, work) in stretches]
         if not speeds:
             lives = [life for life in self._lives if life.rounds]
-            spans = [(self.work_of(life).counted, life.rounds[-1].t - _began(life.rounds[0])) for life in lives]
-            speeds = [counted / span_s for counted, span_s in spans if counted and span_s > 0]
-        return median(speeds) if speeds else None
+            spans = [(life, life.rounds[-1].t - _began(life.rounds[0])) for life in lives]
+            works = [(life.rank, self.work_of(life).counted / span_s) for life, span_s in spans if span_s > 0]
+            speeds = [(rank, speed) for rank, speed in works if speed]
+        by_rank = defaultdict[int, list[float]](list)
+        for rank, speed in speeds:
+            by_rank[rank].append(speed)
+        return fmean(map(median, by_rank.values())) if by_rank else None
 
     def _find_missing(self, rounds: Sequence[Round]) -> dict[tuple[int, int], list[int]]:
         """Return the entries that name a rank which left no line about them, by the attempt that has sent its work."""

@@ -15,7 +15,6 @@ from executors.report.words import one_line
 
 SHOWN = ("step", "loss")
 FATES = ("counted", "carried", "dropped", "lost")
-SMALL_BYTES = 4 << 20  # a smaller mean travels in the seal, and no replica sends a share of it
 
 
 @dataclass(frozen=True)
@@ -66,18 +65,10 @@ class Measures:
 
     @cached_property
     def data_parallel_bytes(self) -> float | None:
-        """About what a replica would have sent, and read, if it had averaged gradients in every step.
-
-        The least that anybody sent for a round is the payload; of a large one, it also sends its share of the mean.
-        """
-        least: dict[tuple[str, int], float] = {}
-        for row in self.metrics.rounds:
-            if row.verdict == "counted" and row.up > 0:
-                share = 1 + 1 / len(row.ranks) if row.ranks and row.up > SMALL_BYTES else 1.0
-                payload = (row.name, row.fragment)
-                least[payload] = min(least.get(payload, row.up), row.up / share)
+        """What a replica would have sent, and read, if it had averaged float32 gradients in every step."""
+        sizes = {(row.name, row.fragment): 4 * row.elements for row in self.metrics.rounds if row.elements}
         steps = max((values.get("step", 0.0) for values in self.newest_values.values()), default=0.0)
-        return sum(least.values()) * steps if least and steps > 0 else None
+        return sum(sizes.values()) * steps if sizes and steps > 0 else None
 
     def six(self) -> dict[str, Any]:
         """Return the six numbers of the page, as JSON; None where there is nothing to measure them by."""

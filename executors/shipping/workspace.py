@@ -171,7 +171,7 @@ def _our_files() -> Iterator[tuple[str, Path]]:
 def _pack(contents: Iterable[tuple[str, Path]]) -> bytes:
     packed = io.BytesIO()
     with (
-        gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=packed, mtime=0) as compressed,
+        gzip.GzipFile(filename="", mode="wb", compresslevel=3, fileobj=packed, mtime=0) as compressed,
         tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as tar,
     ):
         for name, path in contents:

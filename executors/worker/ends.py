@@ -50,16 +50,16 @@ class Ends:
             return "hang", running.error
         if running.ending == "fenced":
             return because("fenced")
+        service = os.environ.get(SERVICE) if running.page.notice else None
+        terminated = "terminated" if service is None else "told_to_end"
         if running.ending == "signal":
-            service = os.environ.get(SERVICE)
-            ending = "terminated" if service is None else "told_to_end"
-            return because("signal", ending, name=running.page.notice, service=service)
+            return because("signal", terminated, name=running.page.notice, service=service)
         if exit_code == -signal.SIGKILL and self._was_killed_for_memory(running):
             return because("oom")
         if exit_code < 0:
             return because("signal", number=-exit_code, name=signal_name(-exit_code))
         if exit_code == 128 + signal.SIGTERM:
-            return because("signal", "terminated", name="SIGTERM")
+            return because("signal", terminated, name="SIGTERM", service=service)
         return because("no_result", code=f"exit code {exit_code}")
 
     def _was_killed_for_memory(self, running: Running) -> bool:

@@ -16,11 +16,12 @@ from servers.hub.server import HubServer
 from servers.s3.server import S3Server
 from support import fake_jobs
 from support.cli import Folder
-from support.fake_jobs import FakeJob, Machines, attached, start
+from support.fake_jobs import FakeExecutor, FakeJob, Machines, attached, start
 
 from executors import Run, attach
 from executors.attempt import Attempt, Intent
 from executors.backends.jobs.service import START_LIMIT_S, Job
+from executors.native import Unfinished
 from executors.resume import resume
 from executors.run.recipe import recipes_of, vouched_task
 from executors.store.records import to_bytes
@@ -148,6 +149,17 @@ def test_the_service_says_once_why_it_ended_a_replica_and_that_stands(machines: 
     for job in machines.jobs:
         job.is_forgotten = True
     assert [(end.reason, end.error) for end in attached().outcomes()] == words
+
+
+@pytest.mark.usefixtures("_time_after_a_notice")
+def test_an_end_and_the_reason_of_its_job_that_come_in_one_look_are_told_together(
+    machines: Machines, folder: Path
+) -> None:
+    run = waits(folder, 1, detach=True)
+    machines.end(machines.job_of(run, 0), "preempted", gently=True)
+    (seen,) = FakeExecutor().observe([Unfinished(run.handles[0], 0)])
+    assert seen.outcome is not None
+    assert seen.outcome.reason == "preempted"
 
 
 @pytest.mark.usefixtures("_time_after_a_notice")

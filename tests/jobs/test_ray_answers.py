@@ -269,6 +269,17 @@ def test_a_log_lacks_what_ray_itself_writes_there(stub: Stub, service: JobServic
         )
 
 
+def test_each_look_reads_a_log_once_and_a_long_one_is_looked_at_rarely(stub: Stub, service: JobService) -> None:
+    log, pauses = service.open_log({"id": KEY.name}), []
+    for n_lines in (1, 2, 400_000):
+        stub.says = {"GET /api/jobs/": {"logs": "a long line of the job\n" * n_lines}}
+        list(log.lines(10))
+        pauses.append(log.pause_s)
+    assert len(stub.requests) == 3
+    assert pauses[:2] == [2.0, 2.0]
+    assert pauses[2] > 8.0
+
+
 # What is asked of it
 
 
@@ -354,6 +365,9 @@ def test_where_the_cluster_is_a_user_says_and_no_record(monkeypatch: pytest.Monk
     assert address() == "http://127.0.0.1:8265"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
     assert address() == "http://127.0.0.1:8265"
+    monkeypatch.setenv("RAY_ADDRESS", "ray://elsewhere:10001")  # not the head that may run on this machine
+    with pytest.raises(ValueError, match=r"'ray://elsewhere:10001' is not that of a Ray dashboard"):
+        address()
     monkeypatch.setenv("RAY_ADDRESS", "https://ray.example/")
     assert address() == "https://ray.example"
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://[::1]:8265/prefix")

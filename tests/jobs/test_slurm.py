@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 import sys
 import threading
@@ -172,6 +173,7 @@ def test_a_replica_gets_what_it_is_given_and_nothing_of_a_surrounding_job(
 ) -> None:
     surrounding = {"SLURM_CPUS_PER_TASK": "7", "SLURM_MEM_PER_NODE": "3999", "SLURM_NTASKS": "6", "SLURM_HINT": "x"}
     defaults = {"SQUEUE_STATES": "PENDING", "SQUEUE_FORMAT2": "name", "SQUEUE_USERS": "nobody", "SBATCH_WAIT": "1"}
+    defaults |= {"SBATCH_ARRAY_INX": "5-9", "SBATCH_ERROR": "/nowhere/x", "SBATCH_INPUT": "/nowhere/x"}
     of_a_replica = {"REPLICA_FOLDER": "/nowhere", "REPLICA_SPARE": "1"}
     for name, value in {**surrounding, **defaults, **of_a_replica, "MY_SECRET": "hush", "MINE": "of here"}.items():
         monkeypatch.setenv(name, value)
@@ -231,6 +233,21 @@ def test_paths_may_have_spaces_and_percent_signs(
 
 
 # --- jobs that end
+
+
+def test_a_node_that_does_not_see_the_folder_of_the_log_is_suspected(slurm: Cluster, here: HereInstead) -> None:
+    options = ["--option", 'sbatch=["--hold"]', "--option", "log_dir=logs", "--run-id", "otter", "--detach"]
+    told = here.replicas("launch", "job.py:main", "--backend", "slurm", "--n", "1", *options)
+    assert "no time limit but the partition's" in told.stdout
+    job = job_of(attach("otter"), 0)
+    assert f"rank 0: job {job}" in here.replicas("status", "otter", "-v").stdout.splitlines()
+    shutil.rmtree("logs")
+    slurm.run("scontrol", "release", job)
+    run = attach("otter")
+    assert run.wait(60)
+    (outcome,) = run.outcomes()
+    assert outcome.reason == "start_failed"
+    assert "Perhaps its node has no folder for its log. Name a folder that the nodes share" in (outcome.error or "")
 
 
 def test_a_job_is_never_begun_again_by_slurm_nor_by_hand(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from dataclasses import replace
@@ -25,6 +26,8 @@ from support.standalone_replicas import (
 from executors import attach, open_store
 from executors.attempt import Attempt
 from executors.native import RunSpec
+from executors.process import descendants
+from executors.replica import NOTICE_S, SERVICE
 from executors.store.url import address_of
 from executors.supervision.decisions import DecisionLog
 
@@ -91,6 +94,15 @@ def test_a_notice_of_the_containers_end_runs_finally_and_is_in_the_outcome(site:
     assert outcome.error == f"Replica 1 of 4 was terminated by {number.name}, not sent by `replicas`."
     assert outcome.output_tail == f"waiting\n{outcome.error}\n"
     assert reported(spec) == [{"step": 7}]
+
+
+def test_a_service_that_tells_every_process_to_end_is_named(site: Site) -> None:
+    spec, process = site.start("waits", within=["env", f"{SERVICE}=Slurm", f"{NOTICE_S}=25"])
+    wait_for_line(process, "waiting")
+    for pid in (process.pid, *descendants(process.pid)):
+        os.kill(pid, signal.SIGTERM)
+    assert ended(process)[0] == 143
+    assert outcome_of(spec).error == "Replica 0 of 1 was terminated by SIGTERM, sent by Slurm or its administrators."
 
 
 def test_a_replica_that_holds_the_gil_leaves_an_outcome_at_its_time_limit(site: Site) -> None:

@@ -1,9 +1,9 @@
 """`make simulate`: the rendezvous under many random schedules, with fresh seeds; or one seed's schedule, printed.
 
-python -m tests.simulation [SCHEDULES] [--supervision] [--first SEED] [--processes N]
+python -m tests.simulation [SCHEDULES] [--model | --supervision] [--first SEED] [--processes N]
 python -m tests.simulation --replay SEED [--supervision]
 
-With --supervision: of decisions, keepers and what they start.
+With --model: each process trains a real model beside. With --supervision: of decisions, keepers and what they start.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from simulation.supervision.invariants import check
 from simulation.supervision.plan import Plan as SupervisionPlan
 from simulation.supervision.simulation import Simulation as SupervisionSimulation
 from simulation.supervision.simulation import run_schedule as run_supervision
+from simulation.twin import Twin
 from simulation.world import World
 
 BATCH = 100
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=random.SystemRandom().randrange(1 << 40), help="the first seed")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--replay", type=int, metavar="SEED")
+    parser.add_argument("--model", action="store_true")
     parser.add_argument("--supervision", action="store_true")
     asked = parser.parse_args()
     if asked.replay is not None:
@@ -48,7 +50,8 @@ def main() -> int:
     print(f"{asked.schedules:,} schedules from seed {asked.first} on", flush=True)
     began, done, violations = time.monotonic(), 0, 0
     starts = range(asked.first, asked.first + asked.schedules, BATCH)
-    run = run_supervision if asked.supervision else run_schedule
+    run: Callable[..., object] = run_supervision if asked.supervision else run_schedule
+    run = partial(run_schedule, training=Twin) if asked.model else run
     with ProcessPoolExecutor(asked.processes) as pool:
         for found in pool.map(partial(run_batch, run, end=asked.first + asked.schedules), starts):
             done = min(done + BATCH, asked.schedules)

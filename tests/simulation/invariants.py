@@ -104,7 +104,8 @@ class Invariants:
     ) -> None:
         """I12, where nothing but a store's answers takes time."""
         plan, now = self.plan, self.world.now
-        if any(start < now and end > began_s for start, end in process.held_s):
+        phase_s = ([0.0, *process.adopted_s])[-2 if adopted else -1]  # when it began: a step in it may have been long
+        if any(start < now and end > min(began_s, phase_s) for start, end in process.held_s):
             return
         calls_s = 60 * plan.answer_s + 3 * plan.upload_s + 1.2  # the pauses between two looks are a second at most
         if was_out and not adopted and now - began_s > 60 * plan.answer_s + plan.upload_s:

@@ -213,7 +213,7 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
         wrapped(Phase, "step_made", take_what_was_trained_for_a_phase),
         scenes.three_of_ten_steps_tell_how_long_ten_take,
     ),
-    "a learned grace is short": (learn_a_short_grace, schedule(565)),
+    "a learned grace is short": (learn_a_short_grace, schedule(98)),
     "a replica that leaves out of phase waits": (
         replaced(Participant, "leave", wait_before_leaving),
         scenes.a_replica_that_leaves_out_of_phase_waits_for_nobody,

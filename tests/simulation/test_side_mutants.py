@@ -51,7 +51,7 @@ MUTANTS: dict[str, tuple[Patch, int]] = {
         wrapped(Participant, "_merge_landed", keep_the_steps_of_what_was_counted),
         1,
     ),
-    "a job is done although something else has landed": (replaced(Participant, "_unless_landed", do_each_job), 152),
+    "a job is done although something else has landed": (replaced(Participant, "_unless_landed", do_each_job), 11156),
     "the rounds look on after they have landed": (wrapped(Rounds, "_bring", look_on_after_landing), 1),
     "a sender that overlaps does not say how early it is": (replaced(Phase, "ahead_s", lambda self, entry: 0.0), 1060),
     "a step counts from the look in its midst": (wrapped(Phase, "looked", count_steps_from_the_look), 2840),

@@ -54,9 +54,15 @@ class Multiples:
         return float(np.square(np.frombuffer(block, self._dtype) * self._unit).sum())
 
 
+def whole(values: Floats) -> Floats:
+    """Cut values off towards zero; what is a whole number but for rounding is one."""
+    cut: Floats = np.trunc(values * np.float32(1.001))
+    return cut
+
+
 WIRES: dict[bool, tuple[Wire, Wire]] = {
     False: (FP32, FP32),
-    True: (Multiples(4, np.int16, np.trunc), Multiples(1 / 1024, np.int32, np.rint)),
+    True: (Multiples(4, np.int16, whole), Multiples(1 / 1024, np.int32, np.rint)),
 }
 """Of contributions and of means, by whether they lose something."""
 MOST_LEFT = {False: 0, True: 3}
@@ -105,6 +111,9 @@ class Toy:
         self.excused_until = 0
         """A flipped bit shows at the latest when the entry before this one is applied."""
         self._payload = memoryview(bytearray(self.wire.size(SLOTS)))
+
+    def prepare(self, *, is_final: Callable[[int], bool], trains_on: bool) -> None:
+        self.is_final, self.trains_on = is_final, trains_on
 
     def labour(self) -> None:
         self.done += 1
@@ -216,6 +225,7 @@ class Toy:
             if not self._keeps(verdict):
                 is_part = f == partly and held.values is not None
                 held.ops.append(("take", held.values) if is_part and held.values is not None else ("only", ZEROS))
+            if verdict is not None:
                 held.owner, held.values = "the training", None
 
     # -- while nothing goes on beside the other ----------------------------------------------------------------------

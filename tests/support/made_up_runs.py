@@ -23,7 +23,8 @@ from executors.task.record import RunRecord, TaskRecord
 
 BEGAN_AT = 1_790_000_000.0
 STEP_S = 0.1
-PAYLOAD = 3_000_000  # bytes
+ELEMENTS = 750_000
+PAYLOAD = 3_000_000  # bytes of a round; in int8 they would be fewer
 HOSTILE = (
     "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 2'>\x1b[31m\x1b]0;title\x07\u202e"
 )
@@ -124,7 +125,7 @@ def made_up(scene: Scene, run_id: str = "made-up-run", seed: int = 0, **record: 
                     ranks=counted, verdict=verdict, weight=float(scene.inner), up=PAYLOAD + rng.randrange(200),
                     down=PAYLOAD, train_s=train_s, wait_s=wait_s, move_s=moving_s + hidden_s,
                     reduce_s=reduce_s, step_s=step_s, norm=norm, mean_norm=0.7 * (2 - entry / scene.rounds),
-                    **(beside if scene.overlap else {}),
+                    elements=ELEMENTS, **(beside if scene.overlap else {}),
                 )
             )  # fmt: skip
         now_s = max(sealed_s, *(arrived for arrived, _ in arrivals.values())) + moving_s / 2 + reduce_s + step_s

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.training import PLAIN, next_process, nudge, place
+from support.training import PLAIN, leave, next_process, nudge, place
 from torch import nn
 
 from diloco import DiLoCo
+from diloco.errors import QuorumTimeoutError
 from diloco.rendezvous.envelope import unframe
 from diloco.rendezvous.frames import Contribution, MeanHead, Seal, digests_of, head_bytes
 from diloco.rendezvous.keys import Keys
@@ -72,6 +73,17 @@ def test_what_a_wire_leaves_out_goes_with_a_later_contribution(wire: str, limits
 
 
 @pytest.mark.parametrize("wire", LOSSY)
+def test_the_share_that_a_wire_leaves_out_of_large_work_is_known(wire: str) -> None:
+    """The square of the work is no float32."""
+    with DiLoCo(model := zeros(), inner_steps=1, wire=wire, **PLAIN, **place()) as diloco:
+        nudge(model, uneven(1e25))
+        report = diloco.step()
+    assert report is not None
+    assert report.wire_error is not None
+    assert 0 < report.wire_error < 0.01
+
+
+@pytest.mark.parametrize("wire", LOSSY)
 def test_a_planned_run_ends_with_one_model(wire: str) -> None:
     def body(where: Mapping[str, Any]) -> bytes:
         model = zeros()
@@ -129,6 +141,22 @@ def test_a_contribution_of_another_wire_is_unreadable(sharded: bool) -> None:
         report = diloco.step()
     assert report is not None
     assert report.ranks == (0,)
+
+
+def test_a_round_without_quorum_names_the_contributions_that_were_forged(caplog: pytest.LogCaptureFixture) -> None:
+    store, limits = MemoryStore(), Limits(grace_s=0.05, round_timeout_s=0.3, takeover_after_s=0.0)
+    for rank in (0, 1):
+        store.put(f"test/diloco/main/r0/contribution/{rank}", b"forged")
+    diloco = DiLoCo(nn.Linear(2, 2), inner_steps=1, **{**place(store), "world_size": 3}, _limits=limits)
+    with pytest.raises(QuorumTimeoutError) as caught:
+        diloco.step()
+    leave(diloco)
+    assert str(caught.value) == (
+        "Round 1: 0 of 3 contributions arrived in 0.3 s, min_quorum is 1. Missing ranks: 2. "
+        "Not what was written: those of ranks 0, 1."
+    )
+    assert caught.value.missing == [2]
+    assert "test/diloco/main/r0/contribution/1 in memory:// is not what was written" in caplog.text
 
 
 def test_a_mean_of_another_wire_is_not_stepped_with() -> None:

@@ -18,7 +18,9 @@ from diloco.rendezvous.frames import Member, Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Limits
+from diloco.rendezvous.training_state import Verdict
 from diloco.testing import run_replicas
+from diloco.wires.wire import decoded
 from executors.store import MemoryStore
 
 Floats = NDArray[np.float32]
@@ -179,5 +181,47 @@ def test_work_that_waits_too_long_is_given_up_once_and_with_a_warning(
     assert set(model.weight.flatten().tolist()) == {1.0 if carry_rounds is None else 0.0}
     assert len(warnings) == (carry_rounds is not None), warnings
     if carry_rounds is not None:
-        assert warnings[0].startswith(f"Rank 0: work of {carry_rounds} round{'s' * (carry_rounds > 1)} was not counted")
+        rounds = f"{carry_rounds} round{'s' * (carry_rounds > 1)}"  # nothing says that this replica is slow
+        assert warnings == [f"Rank 0: work of {rounds} was not counted and is given up. A longer grace_s waits for it."]
+    leave(diloco)
+
+
+def test_a_late_replica_that_sees_the_end_in_the_midst_of_a_step_is_at_the_run_s_last_step() -> None:
+    """And so is a schedule that follows it, which may refuse a step more."""
+    store, model = MemoryStore(), nn.Linear(4, 1, bias=False)
+    options: dict[str, Any] = {"inner_steps": 2, "total_steps": 4, "carry_rounds": None, **PLAIN}
+    diloco = DiLoCo(model, **options, **place(store, world_size=2), _limits=Limits(grace_s=1e6))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+    diloco.attach_state("optimizer", optimizer)
+    diloco.attach_state("schedule", schedule, follow=True)
+    for entry in range(2):
+        leave_out(store, diloco, [entry])
+        while diloco.rounds == entry:
+            optimizer.step()
+            diloco.step()
+    assert (diloco.inner_step, diloco.progress, schedule.last_epoch) == (4, 1.0, 4)
+    leave(diloco)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+@pytest.mark.parametrize("background", [False, True])
+def test_work_that_was_sent_for_an_entry_that_was_jumped_over_goes_with_the_next_as_it_is_then(
+    wire: str, background: bool
+) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    nn.init.zeros_(model.weight)
+    diloco = DiLoCo(model, **PLAIN, **place(), inner_steps=2, wire=wire, background=background)
+    state = diloco._model_state
+    nudge(model, 1.0)
+    state.hold(0, is_early=True)
+    before = state.anchors_now()
+    state.anchors[0] += 5.0  # as a later snapshot has it
+    state.follow(before, [Verdict.KEPT], partly=None)
+    state.land()
+    state.merge()
+    nudge(model, 1.0)
+    state.hold(0, is_early=False)
+    sent = [values.copy() for _, values in decoded(state.wire, [state.pack(1).kept], 16, LIMITS.block_elements)]
+    assert np.concatenate(sent) == pytest.approx(-2.0)
     leave(diloco)

@@ -340,8 +340,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "total_steps does not go with round_seconds=30, .* Use total_rounds=… instead.",
     ),
     ({"round_seconds": 30, "overlap_steps": 1}, "overlap_steps does not go with .* Use overlap_seconds=… instead."),
-    ({"total_rounds": 9}, "total_rounds does not go with no round_seconds, got total_rounds=9. Use total_steps=…"),
-    ({"overlap_seconds": "auto"}, "overlap_seconds does not go with no round_seconds, .* Use overlap_steps=… instead."),
+    ({"total_rounds": 9}, "total_rounds needs round_seconds, got total_rounds=9. Use total_steps=…"),
+    ({"overlap_seconds": "auto"}, "overlap_seconds needs round_seconds, .* Use overlap_steps=… instead."),
     ({"round_seconds": 30, "total_rounds": 1.5}, "total_rounds must be None or an integer of at least 1, got .*1.5"),
     (
         {"round_seconds": 30, "fragments": 2, "overlap_seconds": 15},

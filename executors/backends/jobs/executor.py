@@ -38,7 +38,7 @@ from executors.logs.readers import TailedLog
 from executors.native import Log, Observation, Package, Parent, Recordable, RunSpec, Unfinished
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
-from executors.replica import RENDEZVOUS, SERVICE
+from executors.replica import RANK, RENDEZVOUS, SERVICE
 from executors.run_index import local_store, new_run_id, remember
 from executors.store import open_store, store_at
 from executors.store.url import default_rendezvous, remote_access, shared_rendezvous
@@ -342,7 +342,8 @@ class JobExecutor:
 
         store = store_at(run.store_url)
         url, credentials = remote_access(store)
-        ours = {RENDEZVOUS: url, SERVICE: self.service.name}
+        told = {RENDEZVOUS: url, SERVICE: self.service.name}
+        common = {**run.env, **replica_environment(run, 0, timeout_s, gpu), **told}
         command, limit_s = self.service.command(), None
         if timeout_s is not None:
             limit_s = int(timeout_s + (INSTALL_S if requirements else MARGIN_S))
@@ -353,7 +354,7 @@ class JobExecutor:
                 JobKey.of(attempt),
                 command,
                 tuple(requirements),
-                {**run.env, **replica_environment(run, rank, timeout_s, gpu), **ours},
+                {**common, RANK: str(rank)},
                 {**credentials, **run.credentials},
                 run.secret_names,
                 gpu,

@@ -51,6 +51,10 @@ class JobEnds:
         """Record how a replica ended whose job is gone, unless it left an outcome."""
         attempt = replica.attempt
         outcome = attempt.outcome() or self._ended_without_outcome(replica, state)  # perhaps written just before
+        if outcome.was_told_to_end:
+            parent = self.parent_of(replica, state)
+            attempt.note_why(parent.reason, parent.error)
+            outcome = attempt.outcome() or outcome
         if state.holds and replica.job is not None:
             with contextlib.suppress(JobServiceError):
                 retrying()(self._service.stop, self._states.verified(replica.key, replica.job))

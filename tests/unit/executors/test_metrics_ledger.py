@@ -177,6 +177,14 @@ def test_goodput_is_the_share_that_undisturbed_replicas_would_have_had_counted(
     assert found == (None if goodput is None else pytest.approx(goodput))
 
 
+def test_replicas_of_unlike_speeds_that_lose_nothing_have_had_all_they_could_counted() -> None:
+    lives = [
+        a_life(*(a_round(k, 12.0 * (k + 1), weight=weight) for k in range(60)), alive_s=720.0, rank=rank)
+        for rank, weight in enumerate([4.0, 10.0, 10.0])
+    ]
+    assert make_ledger(3, {"main": lives}).goodput == pytest.approx(1.0)
+
+
 def test_replicas_that_joined_could_have_had_work_counted_as_well() -> None:
     assert make_ledger(1, {"main": [rank_of_two(0, 60), rank_of_two(1, 60)]}).goodput == pytest.approx(1.0)
 

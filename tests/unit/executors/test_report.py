@@ -228,6 +228,15 @@ def test_a_round_beside_the_training_holds_it_up_for_as_long_as_it_is_late() -> 
     assert told < scalars(rounds[0])[1].keys()
 
 
+def test_data_parallel_is_gradients_of_float32_whatever_travels_here() -> None:
+    subject = made_up(Scene(n=2, rounds=10))
+    small = [replace(row, up=row.up // 8, down=row.down // 4, wire="int4") for row in subject.metrics.rounds]
+    metrics = replace(subject.metrics, rows=[*small, *subject.metrics.numbers])
+    alike, made = document(subject)["numbers"], document(replace(subject, metrics=metrics))
+    assert made["numbers"]["data_parallel_bytes"] == alike["data_parallel_bytes"] == 3_000_000 * 100
+    assert made["numbers"]["times_less"] > 5 * alike["times_less"]
+
+
 def test_nothing_is_said_to_go_on_beside_the_training_where_each_round_holds_it_up(
     kills: tuple[Subject, Document],
 ) -> None:

@@ -6,9 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from executors.backends.jobs.service import JobServiceError, JobState
-from executors.backends.slurm_commands import Row, ask, cancel, check_options, environment, gres_of, list_jobs
-from executors.errors import MissingDependencyError
+from executors.backends.jobs.service import JobKey, JobServiceError, JobState
+from executors.backends.slurm import SlurmJobs
+from executors.backends.slurm_commands import (
+    Row,
+    ask,
+    cancel,
+    check_clusters,
+    check_options,
+    environment,
+    gres_of,
+    list_jobs,
+)
+from executors.errors import BackendError, MissingDependencyError
+
+NO_LOG = (
+    "Perhaps its node has no folder for its log. Name a folder that the nodes share with this machine: "
+    "--option log_dir=…"
+)
 
 
 @pytest.fixture
@@ -28,12 +43,14 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("row", "state"),
     [
         ("PENDING|Priority|0", JobState(False, message="pending: Priority")),
+        ("PENDING|None|0", JobState(False)),
         ("RUNNING|None|0", JobState(False)),
         ("CONFIGURING|None|0", JobState(False, message="CONFIGURING")),
         ("COMPLETING|None|0", JobState(False, message="COMPLETING")),
         ("SOMETHING_NEW|None|0", JobState(False, message="SOMETHING_NEW")),
         ("COMPLETED|None|0", JobState(True, None, 0, "COMPLETED")),
         ("FAILED|NonZeroExitCode|1792", JobState(True, None, 7, "FAILED (NonZeroExitCode)")),
+        ("FAILED|JobLaunchFailure|4021", JobState(True, "start_failed", None, f"FAILED (JobLaunchFailure). {NO_LOG}")),
         ("FAILED|None|9", JobState(True, None, 137, "FAILED")),
         ("FAILED|None|", JobState(True, None, None, "FAILED")),
         ("CANCELLED|None|15", JobState(True, "cancelled", None, "CANCELLED")),
@@ -114,7 +131,8 @@ def test_without_slurm_it_is_said_what_is_missing(tmp_path: Path, monkeypatch: p
 
 
 def test_nothing_of_a_surrounding_job_and_no_default_of_a_command_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    dropped = ("SLURM_JOB_ID", "SLURM_NTASKS", "SQUEUE_STATES", "SCANCEL_INTERACTIVE", "SBATCH_WAIT", "REPLICA_RANK")
+    of_others = ("SLURM_JOB_ID", "SLURM_NTASKS", "SQUEUE_STATES", "SCANCEL_INTERACTIVE", "REPLICA_RANK")
+    dropped = (*of_others, "SBATCH_CLUSTERS", "SBATCH_ERROR", "SBATCH_INPUT", "SBATCH_WAIT")
     kept = ("SLURM_CONF", "SLURM_JWT", "SBATCH_PARTITION", "REPLICAS_RENDEZVOUS", "MINE")
     for name in (*dropped, *kept):
         monkeypatch.setenv(name, "x")
@@ -124,7 +142,8 @@ def test_nothing_of_a_surrounding_job_and_no_default_of_a_command_goes_along(mon
 
 
 def test_options_that_are_set_here_are_refused_by_name_also_abbreviated() -> None:
-    for option in ("--requeue", "--array=0-3", "--arr=1", "-a1", "-a", "--time=5", "-t5", "--wrap=true", "-Jme", "-W"):
+    long = ("--requeue", "--array=0-3", "--arr=1", "--time=5", "--wrap=true", "--input=/x", "--help")
+    for option in (*long, "-a1", "-a", "-t5", "-Jme", "-W", "-i/x"):
         with pytest.raises(ValueError, match=r"is set by `replicas` itself, got '-"):
             check_options([option])
     for option in ("job.sh", "", "--", "-"):
@@ -143,3 +162,24 @@ def test_gpus_are_written_as_slurm_names_them() -> None:
 def test_a_row_of_another_shape_is_left_out(answer: Path) -> None:
     (answer / "said").write_text("\n184|3|RUNNING\n184|x|RUNNING|None|0|otter|\n184|3|RUNNING|None|0|otter|\n")
     assert list_jobs() == [Row("184", 3, "RUNNING", "None", "0", "otter")]
+
+
+def test_a_job_whose_number_another_has_by_now_is_lost(answer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlurmJobs, "_cluster", "here")
+    key = JobKey("s3://bucket/runs", "otter", 3, 0)
+    job_id = {"id": "184", "task": 3, "cluster": "here"}
+    service = SlurmJobs()
+    for name, state in ((key.group, JobState(False)), ("another", JobState(True, "lost"))):
+        (answer / "said").write_text(f"184|3|RUNNING|None|0|{key.group}|\n")
+        service.verify(job_id, key)
+        (answer / "said").write_text(f"184|3|RUNNING|None|0|{name}|\n")
+        assert service.state(job_id) == state
+
+
+def test_an_environment_that_names_another_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for named in ("", "here"):
+        monkeypatch.setenv("SLURM_CLUSTERS", named)
+        check_clusters("here")
+    monkeypatch.setenv("SBATCH_CLUSTERS", "there")
+    with pytest.raises(BackendError, match=r"SBATCH_CLUSTERS is 'there'.* SLURM_CONF alone, 'here'"):
+        check_clusters("here")

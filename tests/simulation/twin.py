@@ -1,0 +1,131 @@
+"""V10: the live parameters of a real model state hold the work that the simulation counts in whole numbers.
+
+Both are told the same. The anchor is stepped once; which work is in the live parameters each of them finds by itself,
+and they must agree whenever something was merged, and in all that is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from diloco.fragments import plan_fragments
+from diloco.model_state import ModelState
+from diloco.rendezvous.training_state import Packed, Verdict
+from diloco.settings import Settings
+from simulation.work import BLOCK_ELEMENTS, Toy, values_of
+
+
+class LiveState(ModelState):
+    """A model state whose anchor somebody else steps."""
+
+    step: Callable[[], object]
+
+    def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
+        self.step()
+
+
+class Twin(Toy):
+    """A toy with a model of one parameter for each fragment."""
+
+    def prepare(self, *, is_final: Callable[[int], bool], trains_on: bool) -> None:
+        super().prepare(is_final=is_final, trains_on=trains_on)
+        model = nn.Module()
+        for fragment, anchor in enumerate(self.anchor):
+            model.register_parameter(f"part{fragment}", nn.Parameter(torch.from_numpy(anchor.copy())))
+        given = {
+            "inner_steps": 2,
+            "overlap_steps": int(trains_on),
+            "background": False,
+            "merge": "carry" if self.keeps_later_work else "anchor",
+            "late": "carry" if self.carries else "drop",
+            "wire": "fp32",
+            "outer_lr": 1.0,
+            "outer_momentum": 0.0,
+            "momentum_warmup": 0,
+            "mix": 0.0,
+        }
+        fragments = plan_fragments(model, [[f"part{f}"] for f in range(len(self.anchor))], sync_buffers=False)
+        self.live = [model.get_parameter(f"part{f}") for f in range(len(self.anchor))]
+        settings = Settings.of(given, n_fragments=len(fragments), world_size=1, rank=0)
+        self.real = LiveState(model, fragments, settings, block_elements=BLOCK_ELEMENTS)
+        self.real.wire, self.real.mean_wire, self.real._is_final = self.wire, self.mean_wire, is_final  # type: ignore[assignment]
+
+    def _follow_the_anchor(self) -> None:
+        for mine, anchor in zip(self.real.anchors, self.anchor, strict=True):
+            mine.copy_(torch.from_numpy(anchor))
+
+    def _check(self, when: str) -> None:
+        for f, (live, anchor, undone) in enumerate(zip(self.live, self.anchor, self.undone, strict=True)):
+            found = anchor - live.detach().numpy()
+            assert np.allclose(found, undone, atol=0.01), f"V10: {when} fragment {f} has {found}, not {undone}"
+
+    def labour(self) -> None:
+        super().labour()
+        with torch.no_grad():
+            for live in self.live:
+                live[self.slot] -= 1
+
+    def flip(self, fragment: int) -> None:
+        """Leave the anchor alone: it would move the work, which is the distance from it."""
+
+    def load(self, arrays: Any) -> None:
+        super().load(arrays)
+        if hasattr(self, "real"):
+            self._follow_the_anchor()
+
+    def hold(self, fragment: int, *, is_early: bool) -> None:
+        super().hold(fragment, is_early=is_early)
+        self.real.hold(fragment, is_early=is_early)
+
+    def merge(self) -> None:
+        super().merge()
+        self.real.merge()
+        self._check("merged,")
+
+    def pack(
+        self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
+    ) -> Packed:
+        mine = self.real.pack(entry)
+        packed = super().pack(entry)
+        found, expected = (values_of(self.wire, [each.kept]) for each in (mine, packed))
+        assert np.allclose(found, expected, atol=0.01), f"V10: for entry {entry} it sends {found}, not {expected}"
+        return super().pack(entry, write, keep)
+
+    def apply(
+        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: Packed | None, *, partly: bool
+    ) -> float | None:
+        self.real.step = partial(super().apply, entry, mean, verdict, packed, partly=partly)  # in the midst of it
+        return self.real.apply(entry, mean, verdict, packed, partly=partly)
+
+    def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
+        super().replay(entry, mean)
+        self._follow_the_anchor()
+
+    def land(self) -> None:
+        self.real.land()
+
+    def anchors_now(self) -> list[Tensor]:
+        return self.real.anchors_now()
+
+    def follow(self, anchors: list[Tensor], verdicts: Sequence[Verdict | None], *, partly: int | None) -> None:
+        super().follow(None, verdicts, partly=partly)
+        self._follow_the_anchor()
+        self.real.follow(anchors, verdicts, partly=partly)
+
+    def resume(self, progress: Any, verdicts: Sequence[Verdict | None] = ()) -> None:
+        super().resume(progress, verdicts)
+        self._follow_the_anchor()
+        self.real.resume(None if progress is None else [torch.from_numpy(each.copy()) for each in progress], verdicts)
+        self._check("resumed,")
+
+
+class Dropping(Twin):
+    """One whose late work is given up."""
+
+    carries = False
