@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from diloco.errors import ContributionError
 from executors.errors import kind_of
 
 FragmentSpec: TypeAlias = int | Sequence[Sequence[nn.Module | str]]
+MARK_VALUES = 256
+"""Of each frozen parameter: few, so that those of two seeds have unlike means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,26 @@ def plan_fragments(model: nn.Module, fragments: FragmentSpec, *, sync_buffers: b
         own = {name: parameters[name] for name in parameters if name in group}
         plan.append(_laid_out(index, own, {name: b for name, b in buffers.items() if homes[name] == index}))
     return plan
+
+
+def check_is_whole(model: nn.Module, fragments: Sequence[Fragment], who: str) -> None:
+    """Raises: ContributionError: something is trained by now that is in no fragment."""
+    known = {slot.name for fragment in fragments for slot in fragment.slots}
+    if new := [name for name, p in model.named_parameters() if p.requires_grad and name not in known]:
+        raise ContributionError(
+            f"{who}: {new[0]!r} is trained and in nobody's average: when this DiLoCo was made it was frozen, or not in "
+            f"the model ({len(new)} such). Make DiLoCo when all that is ever trained requires gradients; freeze later."
+        )
+
+
+def marks_of_frozen(model: nn.Module) -> dict[str, float]:
+    """Return a number for each frozen parameter that tells weights of other origin, whatever machine made them."""
+    marks = {}
+    for name, p in model.named_parameters():
+        if not p.requires_grad and type(p.data) is Tensor and p.is_floating_point() and not p.is_meta and p.numel():
+            mark = p.detach().reshape(-1)[:: -(-p.numel() // MARK_VALUES)].cpu().double().abs().mean().item()
+            marks.update({name: mark} if isfinite(mark) else {})
+    return marks
 
 
 def synchronised_buffers(model: nn.Module) -> dict[str, Tensor]:

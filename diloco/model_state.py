@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from diloco.fragments import Fragment
+from diloco.fragments import Fragment, check_is_whole, marks_of_frozen
 from diloco.outer_optimizer import CHUNK, GivenOptimizer, NesterovSGD, OuterOptimizer
 from diloco.pseudo_gradient import difference, live_tensors, pack, set_live
 from diloco.rendezvous.proof import proof_of
@@ -39,6 +39,7 @@ class ModelState:
         self.fragments = tuple(fragments)
         self.anchors = [torch.empty(fragment.n_elements) for fragment in fragments]
         self.rank = settings.rank
+        self._frozen = marks_of_frozen(model)
         self.carries = settings.late == "carry"
         self.keeps_later_work = settings.merge == "carry"
         self._settings = settings
@@ -73,8 +74,9 @@ class ModelState:
             for fragment in self.fragments
             for slot in fragment.slots
         }
+        frozen = {"frozen": self._frozen} if self._frozen else {}
         stepped = [fragment.n_stepped for fragment in self.fragments]  # before the buffers
-        return {"tensors": tensors, "stepped": stepped, **self._settings.agreed()}
+        return {"tensors": tensors, "stepped": stepped, **self._settings.agreed(), **frozen}
 
     def arrays(self) -> Arrays:
         arrays: dict[str, Array] = {f"anchor/{name}": values.numpy() for name, values in self.anchor_views().items()}
@@ -100,6 +102,7 @@ class ModelState:
 
     @torch.no_grad()
     def hold(self, fragment: int, *, is_early: bool) -> None:
+        check_is_whole(self.model, self.fragments, f"Contribution of rank {self.rank}")
         if self._trains_on or is_early or not self.wire.is_exact:
             self._shadows[fragment].hold(f"Contribution of rank {self.rank}")
 
@@ -187,6 +190,10 @@ class ModelState:
         for fragment, anchor, out in zip(self.fragments, self.anchors, progress, strict=True):
             difference(self.model, fragment, anchor, out)
         return progress
+
+    def has_moved(self) -> bool:
+        """Tell whether the live parameters are not the anchor."""
+        return any(bool(away.any()) for away in self.progress())
 
     @torch.no_grad()
     def resume(self, progress: list[Tensor] | None, verdicts: Sequence[Verdict | None] = ()) -> None:

@@ -280,8 +280,8 @@ class DiLoCo:
         self._liaison.show(self.rounds, self._round_s)
         if in_order:
             self._workers.uploads.finish()
-            phase = self._participant.phase
-            self._settings.check_what_was_averaged(phase.n_steps, self.rounds, max(phase.made))
+            phase, moved = self._participant.phase, self._model_state.has_moved
+            self._settings.check_what_was_averaged(phase.n_steps, max(phase.made), self.rounds, moved)
 
     def __enter__(self) -> Self:
         return self

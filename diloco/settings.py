@@ -235,16 +235,22 @@ class Settings:
                 stacklevel=3,
             )
 
-    def check_what_was_averaged(self, steps: int, rounds: int, uncounted: int) -> None:
+    def check_what_was_averaged(self, steps: int, uncounted: int, rounds: int, has_moved: Callable[[], bool]) -> None:
         """Warn of steps that no round has counted, and of a replica alone that had no round.
 
         Args:
             steps: of this replica.
             rounds: of the run.
             uncounted: steps since the last round that counted this replica.
+            has_moved: whether the model is not the anchor.
 
         Raises: DiLoCoError: there are others, and there was no round at all.
         """
+        if not steps and not rounds and self.world_size > 1 and not self.allow_no_rounds and has_moved():
+            raise DiLoCoError(
+                "The model was trained, and step() never called: there was no round, and each replica has its own "
+                "model. Call step() after each optimizer.step(), or allow it: DiLoCo(model, allow_no_rounds=True)."
+            )
         if not steps or (self.world_size == 1 and rounds):
             return
         if self.world_size == 1 and not self.allow_no_rounds:

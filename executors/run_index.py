@@ -312,6 +312,10 @@ def preparing(run_id: str) -> Iterator[None]:
     path = _write_preparation(run_id, note)
     try:
         yield
+    except RunExistsError:  # the id is another run's, and so is what is said of it
+        if path is not None:
+            path.unlink(missing_ok=True)
+        raise
     except BaseException as error:
         said = "it was interrupted." if isinstance(error, KeyboardInterrupt) else str(error)[:MAX_TEXT] or repr(error)
         _write_preparation(run_id, replace(note, error=said))

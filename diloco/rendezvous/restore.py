@@ -22,7 +22,7 @@ from diloco.rendezvous.proof import check_signed
 from diloco.rendezvous.round import Context, EntryState, Send, Settlement
 from diloco.rendezvous.seal import Sealer, SealLog
 from diloco.rendezvous.snapshot import Pointer, get_parts, put_parts
-from diloco.rendezvous.training_state import Agreement, Arrays, Verdict, check_agreement
+from diloco.rendezvous.training_state import Agreement, Arrays, Verdict, check_agreement, unlike_frozen
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +154,12 @@ class SnapshotReader:
         if self._start is None and (start := self._pointer(0)) is not None:
             check_agreement(mine, start.agreement, run_id=self._keys.run_id, author=start.rank)
             self._start = start
+            if unlike := unlike_frozen(mine, start.agreement):
+                log.warning(
+                    "rank %s: %s has other values than at rank %s, and stays so: what is frozen is not sent (%d such). "
+                    "Load the same weights, seed all replicas alike, or let it require gradients.",
+                    self._me.rank, unlike[0], start.rank, len(unlike),
+                )  # fmt: skip
         if self._start is None and self._store.bad_readings(self._keys.snapshot(0)) >= READ_TRIES:
             self._check_key(mine)
         return self._start is not None or self._store.bad_readings(self._keys.snapshot(0)) >= AGREEMENT_TRIES

@@ -68,6 +68,8 @@ class Pointer:
             nonce, agreement = matching(_NONCE, "nonce", fields["nonce"]), typed(dict, fields["contract"])
             for shape, _, _ in agreement.get("tensors", {}).values():
                 tuple(shape)
+            if not all(isinstance(mark, float) for mark in typed(dict, agreement.get("frozen", {})).values()):
+                raise TypeError("frozen")
             parts, state = (tuple(typed(str, digest) for digest in typed(list, fields[k])) for k in ("parts", "state"))
             return cls(nonce, int(fields["rank"]), parts, state, agreement, max(0, typed(int, fields["first"])))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import isclose
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -19,7 +20,10 @@ from diloco.wires.wire import Wire
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
 Agreement = Mapping[str, Any]
-"""JSON. `tensors` maps each synchronised name to [shape, dtype, fragment]; the rest are settings."""
+"""JSON. `tensors` maps each synchronised name to [shape, dtype, fragment], `frozen` those that are not to a number that
+tells their values from others; the rest are settings."""
+FROZEN_TOLERANCE = 1e-3
+"""Relative: machines compute tables, and round weights, a little differently; other seeds differ by more."""
 
 
 class Verdict(StrEnum):
@@ -160,7 +164,7 @@ def check_agreement(mine: Agreement, agreed: Agreement, *, run_id: str, author: 
         (
             f"{setting} is {agreed.get(setting)!r} there and {mine.get(setting)!r} here"
             for setting in {**agreed, **mine}
-            if setting != "tensors" and mine.get(setting) != agreed.get(setting)
+            if setting not in ("tensors", "frozen") and mine.get(setting) != agreed.get(setting)
         ),
         None,
     )
@@ -183,6 +187,16 @@ def _tensor_difference(mine: Mapping[str, Any], agreed: Mapping[str, Any]) -> st
         if name not in agreed:
             return f"{name!r} of shape {tuple(mine[name][0])} is only in this model"
     return None if list(mine) == list(agreed) else "the parameters come in another order"
+
+
+def unlike_frozen(mine: Agreement, agreed: Agreement) -> list[str]:
+    """Return the names of frozen parameters that have other values here: each replica trains a model of its own."""
+    here = mine.get("frozen", {})
+    return [
+        name
+        for name, mark in agreed.get("frozen", {}).items()
+        if name in here and not isclose(here[name], mark, rel_tol=FROZEN_TOLERANCE)
+    ]
 
 
 def shape_difference(name: str, theirs: tuple[int, ...], mine: tuple[int, ...]) -> str:

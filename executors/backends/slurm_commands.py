@@ -38,7 +38,7 @@ exec {command}
 """
 PREFIX = re.compile(r"^(?:\w+: )?(?:error: |fatal: )?(?:allocation failure: |Batch job submission failed: )?")
 COLUMNS = ("ArrayJobID", "ArrayTaskID", "State", "Reason", "exit_code", "Name")
-NOT_BEGUN = ("JobLaunchFailure", "RaisedSignal:53")  # in older releases, and in newer ones
+NOT_BEGUN = 128 + 53  # the signal that Slurm names where a node could not begin; its reason is a killed job's, too
 STORES_ENV = (
     "AccountingStoreFlags has job_env: the cluster's database keeps the environment of every job, and with it the "
     "credentials of an s3 rendezvous."
@@ -75,7 +75,7 @@ class Row:
         if self.state not in ENDED:
             doing = said if self.reason in ("", "None") else f"{self.state.lower()}: {self.reason}"
             return JobState(False, message="" if said in ("PENDING", "RUNNING") else doing)
-        if self.state == "FAILED" and self.reason.startswith(NOT_BEGUN):
+        if self.state == "FAILED" and self._code == NOT_BEGUN:
             return JobState(True, "start_failed", None, f"{said}. {NO_FOLDER} {FOLDER_ADVICE}")
         reason = ENDED[self.state]
         return JobState(True, reason, self._code if reason is None else None, said)

@@ -69,7 +69,7 @@ class Observer:
         self._outcomes: dict[int, Outcome] = {}
         self._problems: dict[int, Outcome] = {}
         self._beats: dict[int, tuple[int, Beat | None]] = {}
-        self._answers = Answers(store, run_id, record, self._has_keeper)
+        self._answers = Answers(store, run_id, record, self.has_keeper)
         self._hopeless: set[int] = set()
         self.reasons = ServiceReasons()
 
@@ -129,8 +129,8 @@ class Observer:
         """Whether, as of the last look, starting some rank again unchanged does not help."""
         return bool(self._hopeless)
 
-    def _has_keeper(self, rank: int) -> bool:
-        """Whether the supervisor of a rank that has ended lives, as far as its executor can tell."""
+    def has_keeper(self, rank: int) -> bool:
+        """Whether the supervisor of a rank lives, as far as its executor can tell."""
         with contextlib.suppress(BackendError, CorruptObjectError, UnknownHandleError):
             executor, handle = self._executor(), self.handle(rank)
             if isinstance(executor, NativeExecutor) and handle is not None:

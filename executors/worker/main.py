@@ -280,12 +280,32 @@ class _Worker:
 
 def _called(task: Callable[[], Any]) -> Any:
     """Call the entrypoint and return its result; `sys.exit(0)` returns None, unless it answers a SIGTERM."""
+    pid = os.getpid()
     try:
-        return task()
+        return _in_this_process(task, pid)
     except SystemExit as left:
         if sigterm_arrived() or (left.code is not None and not (isinstance(left.code, int) and left.code == 0)):
             raise
         return None
+
+
+def _in_this_process(task: Callable[[], Any], pid: int) -> Any:
+    """Call the entrypoint. A process that it forked ends with it: it is not the replica and leaves no outcome."""
+    code = 1
+    try:
+        value, code = task(), 0
+        return value
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        raise
+    except BaseException:
+        if os.getpid() != pid:
+            traceback.print_exc()
+        raise
+    finally:
+        if os.getpid() != pid:
+            _flush()
+            os._exit(code)
 
 
 def _load(replica: Replica, stored: StoredTask, gpu: str | None = None) -> Callable[[], Any]:

@@ -72,6 +72,13 @@ def test_a_launch_that_came_to_nothing_says_why_and_is_not_listed(here: HereInst
     assert here.replicas("status", "mine").code == 2
 
 
+def test_a_launch_under_a_taken_id_leaves_no_word_after_that_run_was_removed(here: HereInstead) -> None:
+    assert here.launch("job:main", "--run-id", "mine").code == 0
+    assert "Run 'mine' exists" in here.launch("job:main", "--run-id", "mine").stderr
+    assert here.replicas("rm", "mine").code == 0
+    assert here.replicas("status", "mine").stderr.startswith("Error: No run 'mine' is known")
+
+
 def test_a_launch_that_was_killed_meanwhile_was_never_started(slow: Folder, here: HereInstead) -> None:
     with slow.started(*LAUNCH, "--run-id", "mine") as command:
         eventually(lambda: find_preparation("mine"))

@@ -151,7 +151,7 @@ def test_what_the_cluster_does_not_have_is_refused_before_anything_is_written(
             launch(SlurmExecutor(**options), "job.py:main", 2, run_id="otter", **arguments)
     with pytest.raises(RunNotFoundError):
         attach("otter")
-    assert slurm.jobs() == before
+    assert set(slurm.jobs()) <= set(before)  # of which some are forgotten meanwhile
     assert launch(SlurmExecutor(account="known"), "job.py:main", 1).results() == [{"rank": 0}]
 
 
@@ -162,7 +162,7 @@ def test_a_start_that_is_refused_after_the_check_leaves_nothing(
     monkeypatch.setattr(SlurmJobs, "check_account", lambda *_: None)
     with pytest.raises(LaunchError, match="invalid partition specified: nope"):
         launch(SlurmExecutor(partition="nope"), "job.py:main", 2, run_id="otter")
-    assert slurm.jobs() == before
+    assert set(slurm.jobs()) <= set(before)
 
 
 # --- what jobs get

@@ -322,3 +322,20 @@ def test_helpers_of_a_replica_that_returned_or_was_killed_are_ended(
     (row,) = local.collect(handles, timeout=60)
     assert (row["status"], row["reason"]) == ("failed", "signal")
     all_end(helpers)
+
+
+@pytest.mark.parametrize("how", ["returns", "raises"])
+def test_the_end_of_a_process_that_the_entrypoint_forked_is_not_the_replica_s(
+    local: LocalProcessExecutor, how: str
+) -> None:
+    def entrypoint() -> str:
+        pid = os.fork()
+        if pid:
+            return f"parent, after {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}"
+        if how == "raises":
+            raise ValueError("in the fork")
+        return "child"
+
+    run = launch(local, entrypoint, 1)
+    assert run.results() == [f"parent, after {int(how == 'raises')}"]
+    assert ("ValueError: in the fork" in run.logs(rank=0)) is (how == "raises")

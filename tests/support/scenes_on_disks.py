@@ -171,6 +171,8 @@ def full_for_good(root: Path) -> None:
     eventually(lambda: not is_alive(supervisor), "the supervisor gives up")
     with pytest.raises(ReplicasError, match="No space left on device"):
         run.results()
+    run.remove()
+    assert list(run.store.list(f"{run.run_id}/")) == [], "what fills a disk can be removed from it"
 
 
 def full_before_a_launch(root: Path) -> None:

@@ -51,6 +51,7 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("COMPLETED|None|0", JobState(True, None, 0, "COMPLETED")),
         ("FAILED|NonZeroExitCode|1792", JobState(True, None, 7, "FAILED (NonZeroExitCode)")),
         ("FAILED|JobLaunchFailure|4021", JobState(True, "start_failed", None, f"FAILED (JobLaunchFailure). {NO_LOG}")),
+        ("FAILED|JobLaunchFailure|9", JobState(True, None, 137, "FAILED (JobLaunchFailure)")),
         ("FAILED|None|9", JobState(True, None, 137, "FAILED")),
         ("FAILED|None|", JobState(True, None, None, "FAILED")),
         ("CANCELLED|None|15", JobState(True, "cancelled", None, "CANCELLED")),
