@@ -32,6 +32,7 @@ class SameData:
         self._rank = rank
         self._replica = replica
         self._in_a_row = 0
+        self._has_counted = False
 
     def check(self, reports: Iterable[RoundReport]) -> None:
         """Warn when it begins; show it beside the replica's other numbers while it lasts.
@@ -39,6 +40,9 @@ class SameData:
         Raises: DuplicateWorkError: it goes on.
         """
         for report in reports:
+            if report.counted and not self._has_counted:
+                self._has_counted = True
+                self._check_it_moved(report)
             if not report.counted or report.norm == 0.0 or self._mode == "allow":  # work of zeros says nothing
                 continue
             self._in_a_row = self._in_a_row + 1 if report.same else 0
@@ -48,6 +52,15 @@ class SameData:
             elif self._in_a_row == ROUNDS and self._mode == "raise":
                 said = _sentence(report, f"{ROUNDS} rounds in a row, up to round {report.round}")
                 raise DuplicateWorkError(f'{said} Where it is meant: same_data="allow", or "warn".')
+
+    def _check_it_moved(self, report: RoundReport) -> None:
+        """Warn where the first work that counts is none. Later some parameters may be frozen."""
+        if report.norm == 0.0 and report.work > 0:
+            log.warning(
+                "rank %s: no parameter had moved by round %s: there was nothing to average. Does optimizer.step() run, on "
+                "the parameters of this model?",
+                self._rank, report.round,
+            )  # fmt: skip
 
     def _show(self, peer: int | None) -> None:
         if self._replica is not None and peer is not None:

@@ -66,7 +66,7 @@ def test_ranks_that_send_the_same_three_rounds_in_a_row_end_and_the_others_go_on
     [
         ("it is allowed", [[1.0] * 4] * 2, {"same_data": "allow"}, 0),
         ("a warning is enough", [[1.0] * 4] * 2, {"same_data": "warn"}, 2),
-        ("a frozen model says nothing", [[0.0] * 4] * 2, {}, 0),
+        ("a model that does not move is another matter", [[0.0] * 4] * 2, {}, 2),
         ("it does not go on", [[1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 2.0, 1.0, 1.0]], {}, 4),
     ],
 )
@@ -119,3 +119,13 @@ def test_the_table_and_the_logs_of_a_run_say_it() -> None:
     for rank in (0, 1):
         said = "Ranks 0 and 1 sent identical contributions in round 1"
         assert "".join(run.logs(rank)).count(said) == 1
+
+
+@pytest.mark.parametrize(("moves", "n_warnings"), [((0.0, 0.0, 1.0), 1), ((1.0, 0.0, 0.0), 0)])
+def test_a_model_that_has_not_moved_by_its_first_round_is_told_once(
+    moves: tuple[float, ...], n_warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    train([moves, [2.0, 3.0, 4.0]])
+    said = [record.getMessage() for record in caplog.records if "no parameter had moved" in record.getMessage()]
+    assert len(said) == n_warnings
+    assert all(each.startswith("rank 0: no parameter had moved by round 1,") for each in said)
