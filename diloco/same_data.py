@@ -57,8 +57,8 @@ class SameData:
         """Warn where the first work that counts is none. Later some parameters may be frozen."""
         if report.norm == 0.0 and report.work > 0:
             log.warning(
-                "rank %s: no parameter had moved by round %s: there was nothing to average. Does optimizer.step() run, on "
-                "the parameters of this model?",
+                "rank %s: no parameter had moved by round %s: there was nothing to average. Does optimizer.step() run, "
+                "on the parameters of this model?",
                 self._rank, report.round,
             )  # fmt: skip
 

@@ -128,4 +128,4 @@ def test_a_model_that_has_not_moved_by_its_first_round_is_told_once(
     train([moves, [2.0, 3.0, 4.0]])
     said = [record.getMessage() for record in caplog.records if "no parameter had moved" in record.getMessage()]
     assert len(said) == n_warnings
-    assert all(each.startswith("rank 0: no parameter had moved by round 1,") for each in said)
+    assert all(each.startswith("rank 0: no parameter had moved by round 1:") for each in said)
