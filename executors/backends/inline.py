@@ -27,7 +27,8 @@ from executors.run_key import RUN_KEY
 from executors.store import store_at
 from executors.store.records import Record, checked, text
 from executors.store.url import address_of
-from executors.task.create import MASK, LaunchRequest, create_run
+from executors.task.create import MASK, create_run
+from executors.task.launch_request import LaunchRequest
 from executors.worker.main import call
 
 MACHINE = re.compile(r"\S+ \S+ \S+")  # as `this_machine` names one

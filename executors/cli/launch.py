@@ -122,7 +122,7 @@ def launch(
     from executors.launcher import named, plan_launch
     from executors.launcher.parts import executor_of, options_by_part, total_of
     from executors.run_index import locate, preparing
-    from executors.task.create import LaunchRequest
+    from executors.task.launch_request import LaunchRequest
 
     output, request = Output(as_json), None
     args, texts = settings_of(context).arguments

@@ -17,7 +17,7 @@ from executors.policy import Restarts
 from executors.protocol import ServerlessExecutor
 from executors.registry import get_executor
 from executors.run_index import new_run_id, preparing
-from executors.task.create import LaunchRequest
+from executors.task.launch_request import LaunchRequest
 
 if TYPE_CHECKING:
     from executors.run.run import Run

@@ -31,7 +31,7 @@ from executors.run.spread import SpreadExecutor
 from executors.run_key import RUN_KEY
 from executors.store import open_store
 from executors.task.arguments import annotations_in, from_texts, to_json
-from executors.task.create import LaunchRequest
+from executors.task.launch_request import LaunchRequest
 from executors.task.placeholders import fill
 from executors.task.stored import StoredTask, installed_version
 

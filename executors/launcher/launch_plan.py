@@ -38,7 +38,8 @@ from executors.store.records import exists
 from executors.store.url import address_of, default_rendezvous, directory_of, shared_rendezvous
 from executors.supervision.decisions import DecisionLog
 from executors.supervision.orders import order_cancel
-from executors.task.create import LaunchRequest, create_run, plan_run
+from executors.task.create import create_run, plan_run
+from executors.task.launch_request import LaunchRequest
 
 if TYPE_CHECKING:
     from executors.run.run import Run

@@ -32,7 +32,7 @@ from executors.launcher.settings_files import (
 )
 from executors.registry import executor_class
 from executors.task.arguments import convert, describe, json_or_text
-from executors.task.create import LaunchRequest
+from executors.task.launch_request import LaunchRequest
 
 RENAMED = {"secrets": "secret", "gather_s": "gather"}
 NOT_IN_FILES = ("args", "arg_texts", "argv", "env", "origins")  # fields of a request

@@ -18,122 +18,24 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from executors.entrypoint import check_call, describe, split_rank_env
 from executors.errors import CorruptObjectError, EntrypointArgumentsError, EntrypointError, RunExistsError, kind_of
-from executors.native import GATHER_S, Package, RunSpec
+from executors.native import Package, RunSpec
 from executors.policy import HangLimits, Restarts
 from executors.run_key import key_id, new_key, parse_key
 from executors.store import Store
-from executors.store.records import FAR_AHEAD, MAX_DEPTH, exists, is_deeper_than, to_bytes
-from executors.store.url import address_of, check_run_id, check_scheme
-from executors.task.record import MAX_WORLD_SIZE, LaunchedWith, RunRecord
+from executors.store.records import MAX_DEPTH, exists, is_deeper_than, to_bytes
+from executors.store.url import address_of, check_run_id
+from executors.task.launch_request import LaunchRequest
+from executors.task.record import LaunchedWith, RunRecord
 from executors.task.sources import sources_of
 from executors.task.stored import PYTHON, StoredTask, folder_of, versions_here
 
 MASK = "***"  # shown instead of a value of the environment
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchRequest:
-    """What somebody asks of a launch. Its values are checked when it is made; `launch` says what they mean.
-
-    Raises:
-        TypeError, ValueError: a value cannot be asked for.
-    """
-
-    entrypoint: str | Callable[..., Any]
-    n: int
-    args: Mapping[str, Any] | None = None
-    arg_texts: Mapping[str, str] | None = None
-    """Arguments as texts of a command line, which the entrypoint's annotations explain; `args` then has their values.
-    """
-    argv: Sequence[str] | None = None
-    """The entrypoint is a file, run as a script with these arguments."""
-    rendezvous: str | Path | None = None
-    run_id: str | None = None
-    gpu: str | None = None
-    timeout: float | None = None
-    max_cost: float | None = None
-    env: Mapping[str, str] | None = None
-    secrets: Sequence[str] = ()
-    seed: int | None = None
-    detach: bool = False
-    chaos: Sequence[str] = ()
-    min_replicas: int | None = None
-    gather_s: float = GATHER_S
-    fail_fast: bool = False
-    tracker: str | None = None
-    restarts: Restarts | str | None = None
-    hang_timeout: str | None = None
-    spares: int = 0
-    health_check: str | None = None
-    signed: bool = False
-    origins: Mapping[str, str] = field(default_factory=dict)
-    """Who said what: a flag, a variable of the environment, a file."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.n, bool) or not isinstance(self.n, int):
-            raise TypeError(f"n is an integer, got n={self.n!r}.")
-        if self.n < 1:
-            raise ValueError(f"n must be at least 1, got n={self.n!r}.")
-        if self.n > MAX_WORLD_SIZE:
-            raise ValueError(f"n must be at most {MAX_WORLD_SIZE}, got n={self.n!r}.")
-        if not isinstance(self.entrypoint, str) and not callable(self.entrypoint):
-            raise TypeError(
-                f"entrypoint is a callable or the name of one, as in 'train.py:main', got {self.entrypoint!r}."
-            )
-        if not isinstance(self.args, Mapping | None):
-            raise TypeError(f"args maps names to values, as in {{'steps': 100}}, got {self.args!r}.")
-        if self.argv is not None:
-            self._check_script()
-        if self.timeout is not None and not isinstance(self.timeout, int | float):
-            raise TypeError(f"timeout is a number of seconds, got {self.timeout!r}.")
-        if self.max_cost is not None and not (isinstance(self.max_cost, int | float) and self.max_cost > 0):
-            raise ValueError(f"max_cost is a number of US dollars, more than 0, got {self.max_cost!r}.")
-        if self.rendezvous is not None:
-            check_scheme(self.rendezvous)
-        if str(self.rendezvous).startswith("memory:"):
-            raise ValueError(
-                f"rendezvous={str(self.rendezvous)!r} lives in this process alone; replicas could not see it."
-            )
-        for name, value in (self.env or {}).items():
-            if not isinstance(value, str) or not name or "=" in name or "\0" in name + value:
-                raise ValueError(f"env maps names to strings, got {name!r}: {type(value).__name__}.")
-        if self.min_replicas is not None and not (type(self.min_replicas) is int and 1 <= self.min_replicas <= self.n):
-            raise ValueError(f"min_replicas is from 1 to n={self.n}, got min_replicas={self.min_replicas!r}.")
-        if not isinstance(self.gather_s, int | float) or not 0 <= self.gather_s < FAR_AHEAD:
-            raise ValueError(f"gather_s is a number of seconds, got gather_s={self.gather_s!r}.")
-        Restarts.of(self.restarts), HangLimits.parse(self.hang_timeout)
-        if type(self.spares) is not int or not 0 <= self.spares <= MAX_WORLD_SIZE:
-            raise ValueError(f"spares is a number from 0 to {MAX_WORLD_SIZE}, got spares={self.spares!r}.")
-        if not isinstance(self.health_check, str | None):
-            raise TypeError(f"health_check names a function, as 'pkg.mod:f', got {self.health_check!r}.")
-        if not isinstance(self.signed, bool):
-            raise TypeError(f"signed is True or False, got signed={self.signed!r}.")
-        if not isinstance(self.tracker, str | None):
-            raise TypeError(f"tracker is a name, as in 'trackio' or 'pkg.mod:Class', got {self.tracker!r}.")
-        if isinstance(self.chaos, str):
-            raise TypeError(f"chaos is a list of specs, as in [{self.chaos!r}], got a string.")
-        if self.run_id is not None:
-            check_run_id(self.run_id)
-
-    def _check_script(self) -> None:
-        if isinstance(self.argv, str) or not all(isinstance(text, str) for text in self.argv or ()):
-            raise TypeError(f"argv is a list of strings, as in ['--lr', '1e-3'], got {self.argv!r}.")
-        if self.args or self.arg_texts:
-            raise ValueError(
-                "args go to a function and argv to a script: give one of them (--arg, or what follows --)."
-            )
-        if not isinstance(self.entrypoint, str) or not self.entrypoint.endswith(".py"):
-            raise ValueError(
-                f"argv, or what follows --, goes to a file that is run as a script, as in 'train.py', got "
-                f"{describe(self.entrypoint)!r}."
-            )
 
 
 @dataclass(frozen=True)

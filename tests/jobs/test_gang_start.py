@@ -23,7 +23,7 @@ from executors.errors import AlreadyResumedError, BackendError, LaunchError, Run
 from executors.launcher import plan_launch
 from executors.resume import resume
 from executors.run_index import local_store
-from executors.task.create import LaunchRequest
+from executors.task.launch_request import LaunchRequest
 from executors.testing import eventually
 
 N = 8

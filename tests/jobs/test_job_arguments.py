@@ -11,7 +11,7 @@ from executors import launch
 from executors.errors import EntrypointArgumentsError, EntrypointError
 from executors.launcher import plan_launch
 from executors.run_index import local_store
-from executors.task.create import LaunchRequest
+from executors.task.launch_request import LaunchRequest
 
 ANNOTATED = """
 import enum

@@ -22,7 +22,7 @@ from executors.errors import ReplicasError
 from executors.launcher import plan_launch
 from executors.run_index import key_file
 from executors.run_key import RUN_KEY
-from executors.task.create import LaunchRequest
+from executors.task.launch_request import LaunchRequest
 
 MINE = {"BY_OPTION": "s3cret/of+the=executor", "BY_LAUNCH": 's3cret of the launch, "quoted"'}
 

@@ -27,7 +27,7 @@ from executors import ModalExecutor, attach, launch, open_store
 from executors.backends.jobs.service import Job, JobKey, JobService, JobServiceError, JobState
 from executors.errors import BackendError, LaunchError, MissingDependencyError
 from executors.launcher import plan_launch
-from executors.task.create import LaunchRequest
+from executors.task.launch_request import LaunchRequest
 from executors.testing import eventually
 from executors.testing.executor_contract import task
 

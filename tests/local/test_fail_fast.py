@@ -17,7 +17,7 @@ from executors.protocol import ReplicaStatus
 from executors.store.memory import MemoryStore
 from executors.supervision.decisions import DecisionLog
 from executors.task import create
-from executors.task.create import LaunchRequest
+from executors.task.launch_request import LaunchRequest
 from executors.testing import eventually
 from executors.worker.fail_fast import end_others
 

@@ -8,6 +8,7 @@ from typing import Any
 from executors.native import Package, RunSpec
 from executors.store import Store
 from executors.task import create
+from executors.task.launch_request import LaunchRequest
 
 
 def create_run(
@@ -24,5 +25,5 @@ def create_run(
     seed: int | None = None,
 ) -> RunSpec:
     """Write a new run."""
-    request = create.LaunchRequest(entrypoint=entrypoint, n=n, args=args, env=env, secrets=secret_names, seed=seed)
+    request = LaunchRequest(entrypoint=entrypoint, n=n, args=args, env=env, secrets=secret_names, seed=seed)
     return create.create_run(request, run_id, store, {"backend": backend}, package)

@@ -43,7 +43,8 @@ from executors.run_index import local_store, new_run_id, remember
 from executors.store import open_store, store_at
 from executors.store.url import default_rendezvous, remote_access, shared_rendezvous
 from executors.supervision.lease import LEASE_S
-from executors.task.create import LaunchRequest, create_run
+from executors.task.create import create_run
+from executors.task.launch_request import LaunchRequest
 from executors.task.record import find_run_record
 from executors.task.stored import read_task
 

@@ -30,7 +30,8 @@ from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.run_index import folder_of_run, local_store, new_run_id, remember, settle, state_dir, state_path
 from executors.store.records import Record, checked, number, text
-from executors.task.create import MASK, LaunchRequest, create_run
+from executors.task.create import MASK, create_run
+from executors.task.launch_request import LaunchRequest
 from executors.worker.supervisor_lock import wake
 
 MACHINE = re.compile(r"\S+ \S+ \S+")  # as `this_machine` names one
