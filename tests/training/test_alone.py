@@ -24,6 +24,7 @@ for _ in range(2):
     model = torch.nn.Linear(4, 1)
     with DiLoCo(model, inner_steps=2, total_steps=60) as diloco:
         for _ in range(60):
+            model.bias.data += 1
             diloco.step()
     print(diloco.rounds)
 """
