@@ -207,20 +207,22 @@ class Phase:
         step = self._plan.capped(self.run_step + (n_entries - 1) * spe)
         self._advance(n_entries)
         if entry_s is None:
-            is_the_end = self.base == self._plan.total_steps  # steps that are left would be in nobody's average
-            self.since = 0 if is_the_end else step - self.base
+            self.since = self._within_the_plan(step - self.base)
         else:
             self._count_from(max(landed_s, self._counts_from_s + entry_s))
 
     def caught_up(self, n_entries: int, looked_step: int, looked_s: float) -> None:
         """Go on after seals that were seen in the midst of a phase, which began after the last look without them."""
-        before, total = self.base, self._plan.total_steps
         self._advance(n_entries)
         if self._plan.entry_s is None:
             since = max(0, self.n_steps - looked_step - (self._plan.overlap_steps or 0))
-            self.since = 0 if total is not None and before < total <= self.base else since  # none is beyond the last
+            self.since = self._within_the_plan(since)
         else:
             self._count_from(looked_s + self._overlap_s)
+
+    def _within_the_plan(self, since: float) -> float:
+        """Return 0 at the last planned step: what is made before or beyond it is in nobody's average."""
+        return 0 if self.base == self._plan.total_steps else since
 
     def _count_from(self, from_s: float) -> None:
         """Count from a time; nothing is due before the next step was made. A plan's end is not waited for."""
