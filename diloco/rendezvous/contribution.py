@@ -43,7 +43,7 @@ def send_contribution(context: Context, entry: EntryState, send: Send, waited_s:
             head_start_s=0.0 if send.is_early else phase.head_start_s + phase.ahead_s(entry.index),
             in_phase=not send.is_early,
             wire=layout.wire.name,
-            steps=send.steps,
+            steps=send.steps if packed else 0,
         ).head(key, context.proof, layout.n_blocks)
         entry.sent.add(unframe(head, key, context.proof)[1])
         return head

@@ -272,9 +272,9 @@ class Participant:
         self._turns.check()  # rounds that have failed do not give back what they hold
         fragment = self.position % self._n_fragments
         weight = self._early_weight(fragment) if is_early else self._weight_of(fragment)
-        steps = self.phase.made[fragment] if weight else 0
-        work = float(steps)
-        if callable(self._context.weight) and steps:
+        steps = self.phase.made[fragment]
+        work = float(steps) if weight else 0.0
+        if callable(self._context.weight) and steps and weight:
             work, self._work_per_step = weight, weight / steps
         self._training.hold(fragment, is_early=is_early)
         self.phase.held()

@@ -210,9 +210,9 @@ class Send:
     weight: float
     """0: no work, or work of which nobody knows how much it is."""
     steps: int
-    """How many inner steps the work is made of."""
+    """How many inner steps of this process the work that is held is made of, also where nothing of it is sent."""
     work: float
-    """How much work it is: what a callable weight said, else steps."""
+    """How much work is sent: what a callable weight said, else steps."""
     at_step: int
     """How many steps this process had made."""
     is_early: bool

@@ -140,6 +140,7 @@ def test_a_run_is_told_from_one_list_and_64_ranks_are_found_by_one(k8s: ApiServe
     jobs = [job(rank=rank) for rank in range(64)]
     ids = service.start_jobs(jobs)
     named = {each.key: job_id for each, job_id in zip(jobs, ids, strict=True)}
+    eventually(lambda: all("conditions" in pod.status for pod in k8s.cluster.pods.values()), "no pod has a node")
     before = len(k8s.requests)
     states = KubernetesJobs().states(named)
     assert k8s.requests[before:] == ["list_pods"]
