@@ -177,7 +177,7 @@ def follow(
     while True:
         try:
             status = run.status()
-            if run.keep(status.replicas):
+            while run.keep(status.replicas):  # the look after may find other ends
                 status = run.status()
         except (StoreError, BackendError) as error:
             what = "rendezvous" if isinstance(error, StoreError) else "backend"

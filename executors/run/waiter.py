@@ -107,7 +107,7 @@ class Waiter:
         """Look at the run once, show it, and return the replicas that have ended."""
         observer = self._observer
         states = observer.look()
-        if self._keep(states):
+        while self._keep(states):  # the look after may find other ends
             states = observer.look()
         has_failed = self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states)
         if view is not None or has_failed:

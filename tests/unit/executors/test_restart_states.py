@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,16 @@ from support.hostile_records import local_handle, outcome_json, run_json
 
 from executors import LocalProcessExecutor
 from executors.attempt import replica_key
+from executors.cli.live import PlainView, follow
+from executors.cli.output import Output
 from executors.cli.summary import exit_code
-from executors.native import Parent, Unfinished
+from executors.native import Parent, RunSpec, Unfinished
 from executors.protocol import BY_USER, STOPPED, Outcome, ReplicaStatus
+from executors.run.launch_hands import Recipe
 from executors.run.run import Run
-from executors.store import Store
+from executors.store import Data, Store
 from executors.store.memory import MemoryStore
-from executors.supervision.decisions import Decision
+from executors.supervision.decisions import Decision, DecisionLog
 
 ENDED_LONG_AGO = 1.7e9
 A_RUN_OF_ALL_TESTS_S = 7200.0  # what is made when tests are collected is not overdue when they run
@@ -39,10 +42,14 @@ CANCEL = Decision(kind="cancel")
 
 
 def run_of(
-    *ends: dict[str, Any] | None, restarts: str | None = "3", log: Sequence[Decision] = (), **record: Any
+    *ends: dict[str, Any] | None,
+    restarts: str | None = "3",
+    log: Sequence[Decision] = (),
+    store: MemoryStore | None = None,
+    **record: Any,
 ) -> Run:
     """A run whose ranks' first attempts ended so; None: it trains."""
-    store = MemoryStore("restarts")
+    store = store or MemoryStore("restarts")
     written = run_json(world_size=len(ends), restarts=restarts, **record)
     store.put("wide/run.json", json.dumps(written).encode())
     for rank, end in enumerate(ends):
@@ -57,6 +64,15 @@ def run_of(
 
 def write(store: Store, rank: int, name: str, value: object, attempt: int = 0) -> None:
     store.put(replica_key("wide", rank, attempt, f"{name}.json"), json.dumps(value).encode())
+
+
+class EndsOfOneProcess(MemoryStore):
+    """Where rank 1 is found to have ended while the end of rank 0 is answered: both had one supervisor."""
+
+    def put_if_absent(self, key: str, data: Data) -> bool:
+        if key == "wide/decisions/000000.json":
+            write(self, 1, "outcome", outcome_json(1, **failed()))
+        return super().put_if_absent(key, data)
 
 
 def add(run: Run, entry: Decision) -> None:
@@ -84,6 +100,18 @@ def test_a_run_is_not_over_between_an_end_and_the_next_claim() -> None:
     write(run.store, 0, "outcome", outcome_json(0, attempt=1, result=8), attempt=1)
     assert run.results() == [8, 7]
     assert [outcome.attempt for outcome in run.as_completed()] == [1, 0]
+
+
+@pytest.mark.parametrize("watch", [Run.wait, lambda run: follow(run, PlainView(Output(), run))])
+def test_whoever_keeps_a_run_answers_ends_that_it_finds_last(watch: Callable[[Run], object]) -> None:
+    run = run_of(failed(), None, restarts="0", store=EndsOfOneProcess("restarts"))
+    spec = RunSpec("wide", run.store.url, "0" * 64, 2, (0, 1))
+    run.keep_here([Recipe(spec, None, {})], None)
+    watch(run)
+    assert [(entry.kind, entry.rank) for entry in DecisionLog(run.store, "wide").read()] == [
+        ("give_up", 0),
+        ("give_up", 1),
+    ]
 
 
 @pytest.mark.parametrize(
