@@ -60,8 +60,8 @@ class RayJobs(JobService):
 
     def __post_init__(self) -> None:
         rays = os.environ.get("RAY_ADDRESS", "")
-        given = self.address or os.environ.get("RAY_API_SERVER_ADDRESS") or rays * rays.startswith(("http", "ray://"))
-        address = (given or "http://127.0.0.1:8265").rstrip("/")
+        found = os.environ.get("RAY_API_SERVER_ADDRESS") or (rays if rays.startswith(("http", "ray://")) else None)
+        address = (self.address or found or "http://127.0.0.1:8265").rstrip("/")
         if not ADDRESS.fullmatch(address):
             shown = address.rpartition("@")[2]
             raise ValueError(

@@ -29,6 +29,8 @@ def replacing(path: Path) -> Iterator[TextIO]:
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "Not a regular file")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "There is no such folder", str(path.parent))
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("w", encoding="utf-8", newline="") as file:

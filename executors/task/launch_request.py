@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from executors.store.records import FAR_AHEAD
 from executors.store.url import check_run_id, check_scheme
 from executors.task.record import MAX_WORLD_SIZE
 
+VARIABLE = re.compile(r"[^\s=\0]+")
 KINDS: dict[str, tuple[Any, str]] = {
     "args": (Mapping, "maps names to values, as in {'steps': 100}"),
     "env": (Mapping, "maps names to strings, as in {'STAGE': 'test'}"),
@@ -95,8 +97,10 @@ class LaunchRequest:
                 f"rendezvous={str(self.rendezvous)!r} lives in this process alone; replicas could not see it."
             )
         for name, value in (self.env or {}).items():
-            if not isinstance(value, str) or not name or "=" in name or "\0" in name + value:
+            if not (isinstance(name, str) and isinstance(value, str)) or "\0" in value:
                 raise ValueError(f"env maps names to strings, got {name!r}: {type(value).__name__}.")
+            if not VARIABLE.fullmatch(name):
+                raise ValueError(f"env names variables, as in {{'STAGE': 'test'}}, got {name!r}.")
         if self.min_replicas is not None and not (type(self.min_replicas) is int and 1 <= self.min_replicas <= self.n):
             raise ValueError(f"min_replicas is from 1 to n={self.n}, got min_replicas={self.min_replicas!r}.")
         if not isinstance(self.gather_s, int | float) or not 0 <= self.gather_s < FAR_AHEAD:

@@ -67,7 +67,7 @@ def test_an_export_says_what_it_cannot_do(here: HereInstead, local: LocalProcess
     run.results()
     for arguments, said in (
         ((), "Say what to write: --tensorboard DIR, --csv FILE or --jsonl FILE."),
-        (("--csv", tmp_path / "no" / "run.csv"), "No such file or directory"),
+        (("--csv", tmp_path / "no" / "run.csv"), f"Cannot write to {str(tmp_path / 'no')!r}: There is no such folder."),
         (("--jsonl", "/dev/null"), "'/dev/null': Not a regular file"),
     ):
         done = here.replicas("export", "mine", *arguments)

@@ -56,6 +56,8 @@ def nothing_written(state_home: Path) -> Iterator[None]:
         ({"rendezvous": "ftp://x/y"}, ValueError, "No store serves 'ftp'"),
         ({"gpu": "H100:none"}, ValueError, "as in 'H100' or 'H100:2', got 'H100:none'"),
         ({"env": {"A": 1}}, ValueError, "env maps names to strings"),
+        ({"env": {1: "A"}}, ValueError, "env maps names to strings"),
+        ({"env": {"A B": "3"}}, ValueError, "env names variables, as in {'STAGE': 'test'}, got 'A B'."),
         ({"secrets": ["NO_SUCH_SECRET_HERE"]}, ValueError, "The secret 'NO_SUCH_SECRET_HERE' is not set"),
         ({"args": {"x": 1}}, EntrypointArgumentsError, "unexpected keyword argument 'x'"),
         ({"args": {"rank_env": "not a name"}}, ValueError, "rank_env names an environment variable"),
