@@ -157,7 +157,7 @@ def status(
         pairs = zip(document["replicas"], up["replicas"], map(page_of_job, handles), strict=True)
         output.document({**document, "replicas": [{**row, **more, "page": page} for row, more, page in pairs]})
         return FAILED if check and attention else 0
-    output.say(heading(found), "bold")
+    output.say(heading(found, n=len(now.replicas)), "bold")
     output.say(
         f"launched {name_age(time.time() - record.created_at)} ago by {one_line(record.created_by)}"
         f"{', detached' if record.detach else ''}, in {found.store.url}",

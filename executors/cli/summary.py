@@ -32,13 +32,14 @@ V = TypeVar("V")
 MAX_LINES = 8  # of failures or results; the rest is counted
 
 
-def heading(run: Run, timeout_s: float | None = None) -> str:
+def heading(run: Run, timeout_s: float | None = None, *, n: int | None = None) -> str:
     """Describe in one line what was launched.
 
     Args:
         timeout_s: the time limit of what was resumed. None: as launched.
+        n: how many replicas it has. None: to be looked up.
     """
-    n = len(run.ranks)
+    n = len(run.ranks) if n is None else n
     replicas = "1 replica" if n == 1 else f"{n} replicas"
     limit_s = run.record.timeout_s if timeout_s is None else timeout_s
     partitions = " but the partition's" * (limit_s is None and run.backend == "slurm")

@@ -143,7 +143,8 @@ class Observer:
     def _look(self, asked: Sequence[int] | None) -> list[ReplicaState]:
         self.update()
         ranks = self.ranks if asked is None else asked
-        self.map(self._read_outcome, [rank for rank in ranks if self.outcome(rank) is None])
+        going_on = [self.attempt(rank) for rank in ranks if self.outcome(rank) is None]
+        self.map(self._keep_outcome, [each for each in going_on if self._inventory.has(each.rank, each.number, "outcome")])
         ends = [end for rank in ranks if (end := self.outcome(rank)) is not None]
         for end in self.reasons.ask(ends, self._executor, self.handle):
             self._keep_outcome(self.attempt(end.rank).at(end.attempt))
@@ -253,11 +254,6 @@ class Observer:
             return list(map(act, items))
         return in_parallel(act, items)
 
-    def _read_outcome(self, rank: int) -> None:
-        attempt = self.attempt(rank)
-        if self._inventory.has(rank, attempt.number, "outcome"):
-            self._keep_outcome(attempt)
-
     def _keep_outcome(self, attempt: Attempt) -> bool:
         """Read how an attempt ended, if it did; False while it has left no outcome."""
         try:
@@ -275,7 +271,9 @@ class Observer:
         for number, n in unread.items():
             if number is not None and n > 1 and not self.is_near and number not in self._launches:
                 self._launches[number] = kept_handles(self._store, self._run_id, number, self.backend)
-        return self.map(self._readable_handle, ranks)
+        far = [rank for rank, number in newest.items() if rank not in self._launches.get(number or 0, {})]
+        found = dict(zip(far, self.map(self._readable_handle, far), strict=True))
+        return [found[rank] if rank in found else self._readable_handle(rank) for rank in ranks]
 
     def _readable_handle(self, rank: int) -> Any:
         try:
