@@ -143,8 +143,8 @@ class Observer:
     def _look(self, asked: Sequence[int] | None) -> list[ReplicaState]:
         self.update()
         ranks = self.ranks if asked is None else asked
-        going_on = [self.attempt(rank) for rank in ranks if self.outcome(rank) is None]
-        self.map(self._keep_outcome, [each for each in going_on if self._inventory.has(each.rank, each.number, "outcome")])
+        over = [each for each in map(self.attempt, ranks) if self._inventory.has(each.rank, each.number, "outcome")]
+        self.map(self._keep_outcome, [each for each in over if self.outcome(each.rank) is None])
         ends = [end for rank in ranks if (end := self.outcome(rank)) is not None]
         for end in self.reasons.ask(ends, self._executor, self.handle):
             self._keep_outcome(self.attempt(end.rank).at(end.attempt))
