@@ -271,9 +271,17 @@ class Observer:
         for number, n in unread.items():
             if number is not None and n > 1 and not self.is_near and number not in self._launches:
                 self._launches[number] = kept_handles(self._store, self._run_id, number, self.backend)
-        far = [rank for rank, number in newest.items() if rank not in self._launches.get(number or 0, {})]
+        far = [
+            rank
+            for rank, number in newest.items()
+            if number is not None and not self._has_handle(rank, number) and rank not in self._launches.get(number, {})
+        ]
         found = dict(zip(far, self.map(self._readable_handle, far), strict=True))
         return [found[rank] if rank in found else self._readable_handle(rank) for rank in ranks]
+
+    def _has_handle(self, rank: int, number: int) -> bool:
+        found, handle = self._handles.get(rank, (None, None))
+        return handle is not None and found == number
 
     def _readable_handle(self, rank: int) -> Any:
         try:
@@ -284,9 +292,9 @@ class Observer:
 
     def _newest_handle(self, rank: int) -> Any:
         """Return the handle of the newest attempt that has one; read again when a newer one was launched."""
-        launched, (number, known) = self._inventory.newest_launched(rank), self._handles.get(rank, (None, None))
-        if launched is None or (known is not None and number == launched):
-            return known
+        launched = self._inventory.newest_launched(rank)
+        if launched is None or self._has_handle(rank, launched):
+            return self._handles.get(rank, (None, None))[1]
         attempt = self.attempt(rank).at(launched)
         found = self._launches.get(launched, {}).get(rank) or attempt.handle(self.backend(rank))
         executor = self._executor() if found is None else None
