@@ -99,7 +99,9 @@ def watch(
 
 def stop(
     run: RunArgument,
-    within: Annotated[float, Option("--within", metavar="DURATION", parser=parse_duration, help=WITHIN)] = 600.0,
+    within: Annotated[
+        float, Option("--within", metavar="DURATION", parser=parse_duration, help=WITHIN, show_default=False)
+    ] = 600.0,
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,
     option: BackendOptions = None,

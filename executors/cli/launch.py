@@ -95,7 +95,9 @@ def launch(
     chaos: Annotated[list[str] | None, Option(metavar="SPEC", help=CHAOS)] = None,
     fail_fast: Annotated[bool, Option("--fail-fast", help=FAIL_FAST)] = False,
     min_replicas: Annotated[int | None, Option(metavar="M", help=MIN_REPLICAS)] = None,
-    gather: Annotated[float, Option(metavar="DURATION", parser=parse_duration, help=GATHER)] = GATHER_S,
+    gather: Annotated[
+        float, Option(metavar="DURATION", parser=parse_duration, help=GATHER, show_default=False)
+    ] = GATHER_S,
     restarts: Annotated[str | None, Option(metavar="N[/SPAN],…", help=RESTARTS)] = None,
     hang_timeout: Annotated[str | None, Option(metavar="SOFT[:HARD]", help=HANG)] = None,
     spares: Annotated[int, Option(metavar="S", help=SPARES)] = 0,
