@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from mmap import mmap
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from xxhash import xxh3_128_digest
 
@@ -28,6 +28,16 @@ T = TypeVar("T")
 R = TypeVar("R")
 THREADS = 8
 """An S3 store's reads of large objects are parallel in themselves, and its pool has connections for so many of them."""
+
+
+class _Misread(NamedTuple):
+    """What was read of an object, and is not what was written."""
+
+    n: int
+    since_s: float
+    """When it was first read as these bytes."""
+    last_s: float
+    digest: bytes
 
 
 class PatientStore:
@@ -51,7 +61,7 @@ class PatientStore:
         self._patience_s = error_patience_s
         self._copies = copies
         self._failing_since: dict[str, float] = {}
-        self._bad: dict[str, tuple[int, float, bytes]] = {}
+        self._bad: dict[str, _Misread] = {}
         self._counting = threading.Lock()
         self.streams = isinstance(store, StreamingStore)
         """Whether the store takes objects while they are being made."""
@@ -89,19 +99,20 @@ class PatientStore:
     def note_bad(self, key: str, data: Buffer) -> None:
         """Note a reading that is not what was written: the reading may be wrong, or the object."""
         found, now = xxh3_128_digest(data), self._clock()
-        tries, since_s, before = self._bad.get(key, (0, now, found))
-        self._bad[key] = tries + 1, since_s if found == before else now, found
-        if tries + 1 == READ_TRIES:
+        before = self._bad.get(key, _Misread(0, now, now, found))
+        self._bad[key] = _Misread(before.n + 1, before.since_s if found == before.digest else now, now, found)
+        if before.n + 1 == READ_TRIES:
             log.warning("%s in %s is not what was written, in %s readings.", key, self.store.url, READ_TRIES)
 
     def bad_readings(self, key: str) -> int:
         """Return how many readings of an object were not what was written."""
-        return self._bad.get(key, (0,))[0]
+        found = self._bad.get(key)
+        return 0 if found is None else found.n
 
     def is_rotten(self, key: str, for_s: float) -> bool:
         """Return whether an object was read as the same wrong bytes for so long, again and again."""
-        tries, since_s, _ = self._bad.get(key, (0, 0.0, b""))
-        return tries >= READ_TRIES and self._clock() - since_s >= for_s
+        found = self._bad.get(key)
+        return found is not None and found.n >= READ_TRIES and found.last_s - found.since_s >= for_s
 
     def is_missing(self, key: str) -> bool:
         """Return whether the store says that there is no such object; an error is no answer."""
