@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
+FAILURES = 3
+"""So many calls of a kind must have failed in a row: a round is longer than this patience, and deletes once."""
 THREADS = 8
 """An S3 store's reads of large objects are parallel in themselves, and its pool has connections for so many of them."""
 
@@ -41,7 +43,7 @@ class _Misread(NamedTuple):
 
 
 class PatientStore:
-    """Asks a store, and raises its errors only when a kind of call has failed for `error_patience_s` on end.
+    """Asks a store, and raises its errors only when a kind of call has failed for `error_patience_s` again and again.
 
     `peek` may be called from several threads at once.
 
@@ -60,7 +62,8 @@ class PatientStore:
         self._clock = clock
         self._patience_s = error_patience_s
         self._copies = copies
-        self._failing_since: dict[str, float] = {}
+        self._failing: dict[str, tuple[float, int]] = {}
+        """By kind of call, since when each has failed, and how many did."""
         self._bad: dict[str, _Misread] = {}
         self._counting = threading.Lock()
         self.streams = isinstance(store, StreamingStore)
@@ -77,7 +80,7 @@ class PatientStore:
         except StoreError as error:
             self._failed("get", error)
             return None
-        self._failing_since.pop("get", None)
+        self._failing.pop("get", None)
         if data is not None and self._copies and isinstance(data.obj, mmap):
             data = memoryview(bytes(data))
         if data is not None:
@@ -167,12 +170,14 @@ class PatientStore:
         except StoreError as error:
             self._failed(verb, error)
             return False
-        self._failing_since.pop(verb, None)
+        self._failing.pop(verb, None)
         return True
 
     def _failed(self, verb: str, error: StoreError) -> None:
         now = self._clock()
-        if now - self._failing_since.setdefault(verb, now) >= self._patience_s:
+        since_s, n = self._failing.get(verb, (now, 0))
+        self._failing[verb] = since_s, n + 1
+        if n + 1 >= FAILURES and now - since_s >= self._patience_s:
             raise error
 
 

@@ -19,7 +19,6 @@ from diloco import DiLoCo
 from diloco.attached_state import from_arrays, to_arrays
 from diloco.errors import ContributionError, FencedError, QuorumTimeoutError
 from diloco.rendezvous.contribution import check_weight
-from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
 from executors.errors import CorruptObjectError
@@ -174,18 +173,6 @@ def test_the_newest_round_that_has_rotted_is_named_within_the_grace(
         Trainer(place(store), snapshot_every=10, _limits=limits)
     assert "replicas resume test --from-snapshot" in str(error.value)
     assert caplog.messages == [f"test/diloco/main/{key} in memory:// is not what was written, in 3 readings."]
-
-
-def test_readings_that_differ_each_time_end_nobody() -> None:
-    now = [0.0]
-    store = PatientStore(MemoryStore(), clock=lambda: now[0], error_patience_s=1.0)
-    for now[0] in range(100):
-        store.note_bad("seal", bytes([int(now[0])]))
-    assert not store.is_rotten("seal", for_s=1.0)
-    for now[0] in (100, 101):
-        store.note_bad("seal", b"the same")
-    assert store.is_rotten("seal", for_s=1.0)
-    assert store.bad_readings("seal") == 102
 
 
 def test_a_rotten_seal_is_waited_for_while_the_others_go_on_from_it() -> None:

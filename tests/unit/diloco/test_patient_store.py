@@ -1,10 +1,14 @@
-"""What the rendezvous believes of a store's readings."""
+"""What the rendezvous believes of a store's readings, and how long it bears its errors."""
 
 from __future__ import annotations
 
+import pytest
+
 from diloco.rendezvous.frames import READ_TRIES
-from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.patient_store import FAILURES, PatientStore
+from executors.errors import StoreError
 from executors.store import MemoryStore
+from executors.store.faulty import FaultyStore
 
 
 class Scene:
@@ -13,12 +17,20 @@ class Scene:
     now = 100.0
 
     def __init__(self) -> None:
-        self.store = PatientStore(MemoryStore(), clock=lambda: self.now, error_patience_s=60.0)
+        self.faulty = FaultyStore(MemoryStore(), seed=0)
+        self.store = PatientStore(self.faulty, clock=lambda: self.now, error_patience_s=60.0)
 
     def misread(self, data: bytes, *, n: int = 1, every_s: float = 0.0) -> None:
         for _ in range(n):
             self.now += every_s
             self.store.note_bad("seal/0", data)
+
+    def delete(self, *, is_refused: bool) -> None:
+        """Delete something after a round of ten minutes."""
+        self.now += 600.0
+        if is_refused:
+            self.faulty.fail_at("delete", key="*", action="error")
+        self.store.remove("contribution")
 
 
 def test_an_object_that_was_misread_in_a_moment_has_not_rotted_however_long_nobody_looks_again() -> None:
@@ -40,3 +52,17 @@ def test_an_object_has_rotted_that_is_the_same_wrong_bytes_for_so_long() -> None
     assert scene.store.is_rotten("seal/0", for_s=10.0)
     assert scene.store.bad_readings("seal/0") == 9
     assert scene.store.bad_readings("seal/1") == 0
+
+
+def test_deletes_that_fail_now_and_then_between_long_rounds_end_nobody() -> None:
+    scene = Scene()
+    for is_refused in (True, True, False, True, True):
+        scene.delete(is_refused=is_refused)
+
+
+def test_a_store_that_refuses_every_delete_is_told_of() -> None:
+    scene = Scene()
+    for _ in range(FAILURES - 1):
+        scene.delete(is_refused=True)
+    with pytest.raises(StoreError):
+        scene.delete(is_refused=True)
