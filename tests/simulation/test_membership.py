@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from diloco.rendezvous.frames import Member, Seal, hash_order
+from diloco.rendezvous.frames import READ_TRIES, Member, Seal, hash_order
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.loop import Rendezvous
 from diloco.rendezvous.membership import Identity, Membership, claim
@@ -268,6 +268,21 @@ def test_a_replica_without_a_step_decides_nothing_alone_before_the_first_seal() 
     now[0] = 10.0
     here.phase.step_made()
     assert [one._is_over(entry, {}, at_s, grace_factor=1) for at_s in (49.0, 51.0)] == [False, True]
+
+
+def test_a_contribution_that_cannot_be_read_is_not_waited_for() -> None:
+    store = MemoryStore()
+    here = replace(context(Identity(0, 2, 0, "me"), [0.0], store), limits=Limits(block_elements=BLOCK_ELEMENTS))
+    rendezvous = Rendezvous(here)
+    here.training.hold(0, is_early=False)
+    rendezvous.publish(Send(0, 1.0, 1, 1.0, 1, is_early=False))
+    store.put(KEYS.contribution(0, 1), b"no contribution")
+    for _ in range(READ_TRIES):
+        assert rendezvous.seals.seal(0) is None
+        rendezvous.sealer.try_seal(rendezvous.current(), 0.0)
+    seal = rendezvous.seals.seal(0)
+    assert seal is not None
+    assert list(seal.members) == [0]
 
 
 def test_nothing_is_in_flight_that_was_sent_out_of_phase() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from diloco.errors import DivergenceError
+from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.loop import Rendezvous
 from diloco.rendezvous.mean import Reducer
 from simulation.invariants import Process
@@ -174,6 +175,25 @@ def test_a_contribution_that_rots_is_left_out(sharded: bool, cut: bool) -> None:
     assert len(rotten) == 1
     assert all(toy.done >= 5 for toy in simulation.toys)  # the one left out catches up with that round
     assert sorted(simulation.clean) == [0, 1, 2]
+
+
+def test_a_contribution_without_which_there_is_none_is_read_again_after_the_grace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = calm(sharded=False, world_size=1, entries=[4])
+    get, wrong = simulation.store.get, list[int]()
+
+    def misreading(key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+        data = get(key, start=start, size=size)
+        if not key.endswith("r2/contribution/0") or len(wrong) == 2 * READ_TRIES:  # the head alone, and all of it
+            return data
+        wrong.append(len(data))
+        return memoryview(bytes(len(data)))
+
+    monkeypatch.setattr(simulation.store, "get", misreading)
+    simulation.run()
+    assert len(wrong) == 2 * READ_TRIES
+    assert [list(seal.members) for seal in simulation.seals()] == [[0]] * 4
 
 
 @pytest.mark.parametrize("cut", [False, True])
