@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -283,28 +283,6 @@ def test_a_contribution_that_cannot_be_read_is_not_waited_for() -> None:
     seal = rendezvous.seals.seal(0)
     assert seal is not None
     assert list(seal.members) == [0]
-
-
-@pytest.mark.parametrize("is_input_rotten", [False, True])
-def test_a_mean_that_is_made_again_is_taken_if_it_is_the_one_that_was_sealed(is_input_rotten: bool) -> None:
-    store = MemoryStore()
-    me, it = (
-        replace(context(Identity(0, 1, 0, nonce), [0.0], store), limits=Limits(block_elements=BLOCK_ELEMENTS))
-        for nonce in ("me", "it")
-    )
-    rendezvous, later = Rendezvous(me), Rendezvous(it)
-    cast(Toy, me.training).labour()
-    me.training.hold(0, is_early=False)
-    rendezvous.publish(Send(0, 1.0, 1, 1.0, 1, is_early=False))
-    rendezvous.sealer.try_seal(rendezvous.current(), 0.0)
-    for key in [KEYS.seal(0), *([KEYS.contribution(0, 0)] if is_input_rotten else [])]:
-        store.put(key, bytes(store.get(key))[:-1] + b"x")
-    for _ in range(READ_TRIES):
-        assert later.seals.seal(0) is None
-    seal, entry = later.seals.seal(0), later.current()
-    assert seal is not None
-    assert (later.reducer.collect(entry, seal) is None) is is_input_rotten
-    assert entry.blocked == (KEYS.seal(0) if is_input_rotten else None)
 
 
 def test_nothing_is_in_flight_that_was_sent_out_of_phase() -> None:

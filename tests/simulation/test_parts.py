@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,17 +15,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.rendezvous.envelope import BadRecordError
-from diloco.rendezvous.frames import MAX_SHARDS, Contribution, MeanHead, Member, Seal, digests_of, head_bytes
+from diloco.rendezvous.frames import (
+    MAX_SHARDS,
+    READ_TRIES,
+    Contribution,
+    MeanHead,
+    Member,
+    Seal,
+    digests_of,
+    head_bytes,
+)
 from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.loop import Rendezvous
+from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.reduction import BadInputError, Blocks, Input, weighted_mean
-from diloco.rendezvous.round import Layout, Limits, owners, shards_of
+from diloco.rendezvous.round import Layout, Limits, Send, owners, shards_of
 from diloco.rendezvous.snapshot import Pointer, collect_garbage, decode_part, encode_part, put_parts
 from diloco.wires import FP32
 from diloco.wires.wire import Floats
 from executors.store import MemoryStore
 from simulation.test_accounting import whole_snapshots
+from simulation.test_membership import context
+from simulation.work import BLOCK_ELEMENTS, Toy
 
 KEYS = Keys("run", "main")
 HEAD = Contribution(3, 1, "nonce", 2.5, "a" * 32, 40, ("b" * 32, "c" * 32), (1.5, 1e30))
@@ -193,3 +207,28 @@ def test_ranks_that_train_on_own_no_shard_where_another_rank_waits() -> None:
     waits, trains = Member("n", 0, 1.0, "d" * 32), Member("n", 0, 1.0, "d" * 32, in_phase=False)
     assert Seal({0: trains, 1: waits}, "a" * 32, 1).owners == [1]
     assert Seal({0: trains, 1: trains}, "a" * 32, 1).owners == [0, 1]
+
+
+@pytest.mark.parametrize("is_input_rotten", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_mean_that_is_made_again_is_taken_if_it_is_the_one_of_before(
+    sharded: bool, is_input_rotten: bool
+) -> None:
+    store = MemoryStore()
+    limits = Limits(block_elements=BLOCK_ELEMENTS, small_bytes=0 if sharded else 1 << 20)
+    me, it = (replace(context(Identity(0, 1, 0, name), [0.0], store), limits=limits) for name in ("me", "it"))
+    rendezvous, later = Rendezvous(me), Rendezvous(it)
+    cast(Toy, me.training).labour()
+    me.training.hold(0, is_early=False)
+    rendezvous.publish(Send(0, 1.0, 1, 1.0, 1, is_early=False))
+    rendezvous.sealer.try_seal(rendezvous.current(), 0.0)
+    seal = rendezvous.seals.seal(0)
+    assert seal is not None
+    assert rendezvous.reducer.collect(rendezvous.current(), seal) is not None
+    mean = KEYS.mean(0, 0) if sharded else KEYS.seal(0)
+    for key in [mean, *([KEYS.contribution(0, 0)] if is_input_rotten else [])]:
+        store.put(key, bytes(store.get(key))[:-1] + b"x")
+    looks = [later.seals.seal(0) for _ in range(READ_TRIES + 1)]
+    assert looks[-1] is not None
+    assert (later.reducer.collect(later.current(), looks[-1]) is None) is is_input_rotten
+    assert later.current().blocked == (mean if is_input_rotten else None)
