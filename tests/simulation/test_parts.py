@@ -211,9 +211,7 @@ def test_ranks_that_train_on_own_no_shard_where_another_rank_waits() -> None:
 
 @pytest.mark.parametrize("is_input_rotten", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_mean_that_is_made_again_is_taken_if_it_is_the_one_of_before(
-    sharded: bool, is_input_rotten: bool
-) -> None:
+def test_a_mean_that_is_made_again_is_taken_if_it_is_the_one_of_before(sharded: bool, is_input_rotten: bool) -> None:
     store = MemoryStore()
     limits = Limits(block_elements=BLOCK_ELEMENTS, small_bytes=0 if sharded else 1 << 20)
     me, it = (replace(context(Identity(0, 1, 0, name), [0.0], store), limits=limits) for name in ("me", "it"))
