@@ -38,7 +38,7 @@ def test_report_prints_what_the_page_shows_as_one_document(here: HereInstead, fa
 
 
 def test_a_file_that_cannot_be_written_is_named(here: HereInstead, failed: str, tmp_path: Path) -> None:
-    for out, why in ((tmp_path, "Is a directory"), (tmp_path / "no" / "page.html", "No such file or directory")):
+    for out, why in ((tmp_path, "Is a directory"), (tmp_path / "no" / "page.html", "There is no such folder")):
         done = here.replicas("report", "mine", "--out", out)
         assert (done.code, str(out) in done.stderr, why in done.stderr) == (2, True, True), done
     assert here.replicas("report", "other").code == 2
