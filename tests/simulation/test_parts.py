@@ -14,6 +14,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.errors import DivergenceError
 from diloco.rendezvous.envelope import BadRecordError
 from diloco.rendezvous.frames import (
     MAX_SHARDS,
@@ -31,7 +32,7 @@ from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.reduction import BadInputError, Blocks, Input, weighted_mean
-from diloco.rendezvous.round import Layout, Limits, Send, owners, shards_of
+from diloco.rendezvous.round import EntryState, Layout, Limits, Send, owners, shards_of
 from diloco.rendezvous.snapshot import Pointer, collect_garbage, decode_part, encode_part, put_parts
 from diloco.wires import FP32
 from diloco.wires.wire import Floats
@@ -230,3 +231,18 @@ def test_a_mean_that_is_made_again_is_taken_if_it_is_the_one_of_before(sharded: 
     assert looks[-1] is not None
     assert (later.reducer.collect(later.current(), looks[-1]) is None) is is_input_rotten
     assert later.current().blocked == (mean if is_input_rotten else None)
+
+
+def test_an_anchor_that_is_another_in_two_entries_in_a_row_ends_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = context(Identity(0, 1, 0, "me"), [0.0])
+    cursor = Rendezvous(here).cursor
+    monkeypatch.setattr(cursor, "reload", lambda: True)
+    right, entry = here.training.digest(0), EntryState.begin(here, 0)
+
+    def check(anchor: str) -> None:
+        cursor.check_anchor(entry, Seal({0: Member("x", 0, 1.0, "d" * 32)}, anchor, 0))
+
+    for anchor in ("a" * 32, right, "a" * 32, right, "a" * 32):
+        check(anchor)
+    with pytest.raises(DivergenceError, match="this replica's anchor is not that of ranks 0, also after reloading"):
+        check("a" * 32)
