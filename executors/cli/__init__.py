@@ -159,7 +159,7 @@ def _call() -> int:
     """Call the verb that the command line names."""
     try:
         arguments, argv = _split_argv(sys.argv[1:])
-        if arguments[:1] != ["launch"]:  # which may train in this process
+        if not {*arguments[:1]} & {"launch", "resume", "add"}:  # which may train in this process
             gc.set_threshold(SELDOM)
         returned = command_of(arguments).main(arguments, prog_name="replicas", standalone_mode=False, obj=argv)
     except (KeyboardInterrupt, typer.Abort):
