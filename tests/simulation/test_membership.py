@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from diloco.rendezvous.frames import READ_TRIES, Member, Seal, hash_order
+from diloco.rendezvous.frames import READ_TRIES, Contribution, Member, Seal, hash_order
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.loop import Rendezvous
 from diloco.rendezvous.membership import Identity, Membership, claim
@@ -270,19 +270,24 @@ def test_a_replica_without_a_step_decides_nothing_alone_before_the_first_seal() 
     assert [one._is_over(entry, {}, at_s, grace_factor=1) for at_s in (49.0, 51.0)] == [False, True]
 
 
-def test_a_contribution_that_cannot_be_read_is_not_waited_for() -> None:
+@pytest.mark.parametrize("changes", [None, {"rank": 0}, {"rank": 1, "wire": "bf16"}, {"rank": 1}])
+def test_what_is_no_contribution_of_a_rank_is_not_waited_for(changes: dict[str, Any] | None) -> None:
     store = MemoryStore()
     here = replace(context(Identity(0, 2, 0, "me"), [0.0], store), limits=Limits(block_elements=BLOCK_ELEMENTS))
     rendezvous = Rendezvous(here)
     here.training.hold(0, is_early=False)
     rendezvous.publish(Send(0, 1.0, 1, 1.0, 1, is_early=False))
-    store.put(KEYS.contribution(0, 1), b"no contribution")
+    entry, key = rendezvous.current(), KEYS.contribution(0, 1)
+    mine = bytes(store.get(KEYS.contribution(0, 0)))
+    head = replace(Contribution.parse(mine, "", UNSIGNED)[0], **changes or {}).head(
+        key, UNSIGNED, entry.layout.n_blocks
+    )
+    store.put(key, b"no contribution" if changes is None else head + mine[len(head) :])
     for _ in range(READ_TRIES):
-        assert rendezvous.seals.seal(0) is None
-        rendezvous.sealer.try_seal(rendezvous.current(), 0.0)
+        rendezvous.sealer.try_seal(entry, 0.0)
     seal = rendezvous.seals.seal(0)
     assert seal is not None
-    assert list(seal.members) == [0]
+    assert list(seal.members) == ([0, 1] if changes == {"rank": 1} else [0])
 
 
 def test_nothing_is_in_flight_that_was_sent_out_of_phase() -> None:
