@@ -210,27 +210,49 @@ def test_ranks_that_train_on_own_no_shard_where_another_rank_waits() -> None:
     assert Seal({0: trains, 1: trains}, "a" * 32, 1).owners == [0, 1]
 
 
+def with_a_seal(*, sharded: bool) -> tuple[MemoryStore, list[Rendezvous]]:
+    """A store with the seal of one contribution, and three that look at it: whose it is, and two others."""
+    store = MemoryStore()
+    limits = Limits(block_elements=BLOCK_ELEMENTS, small_bytes=0 if sharded else 1 << 20)
+    places = [replace(context(Identity(0, 1, 0, f"n{n}"), [0.0], store), limits=limits) for n in range(3)]
+    mine, *others = map(Rendezvous, places)
+    cast(Toy, places[0].training).labour()
+    places[0].training.hold(0, is_early=False)
+    mine.publish(Send(0, 1.0, 1, 1.0, 1, is_early=False))
+    mine.sealer.try_seal(mine.current(), 0.0)
+    return store, [mine, *others]
+
+
+def collect(rendezvous: Rendezvous) -> object:
+    """Return the mean, as far as a replica can have it; a seal is read as often as one may have to be."""
+    *_, seal = [rendezvous.seals.seal(0) for _ in range(READ_TRIES + 1)]
+    assert seal is not None
+    return rendezvous.reducer.collect(rendezvous.current(), seal)
+
+
+def rot(store: MemoryStore, key: str) -> None:
+    store.put(key, bytes(store.get(key))[:-1] + b"x")
+
+
 @pytest.mark.parametrize("is_input_rotten", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_mean_that_is_made_again_is_taken_if_it_is_the_one_of_before(sharded: bool, is_input_rotten: bool) -> None:
-    store = MemoryStore()
-    limits = Limits(block_elements=BLOCK_ELEMENTS, small_bytes=0 if sharded else 1 << 20)
-    me, it = (replace(context(Identity(0, 1, 0, name), [0.0], store), limits=limits) for name in ("me", "it"))
-    rendezvous, later = Rendezvous(me), Rendezvous(it)
-    cast(Toy, me.training).labour()
-    me.training.hold(0, is_early=False)
-    rendezvous.publish(Send(0, 1.0, 1, 1.0, 1, is_early=False))
-    rendezvous.sealer.try_seal(rendezvous.current(), 0.0)
-    seal = rendezvous.seals.seal(0)
-    assert seal is not None
-    assert rendezvous.reducer.collect(rendezvous.current(), seal) is not None
+    store, (mine, later, _) = with_a_seal(sharded=sharded)
+    assert collect(mine) is not None
     mean = KEYS.mean(0, 0) if sharded else KEYS.seal(0)
-    for key in [mean, *([KEYS.contribution(0, 0)] if is_input_rotten else [])]:
-        store.put(key, bytes(store.get(key))[:-1] + b"x")
-    looks = [later.seals.seal(0) for _ in range(READ_TRIES + 1)]
-    assert looks[-1] is not None
-    assert (later.reducer.collect(later.current(), looks[-1]) is None) is is_input_rotten
+    rot(store, mean)
+    if is_input_rotten:
+        rot(store, KEYS.contribution(0, 0))
+    assert (collect(later) is None) is is_input_rotten
     assert later.current().blocked == (mean if is_input_rotten else None)
+
+
+def test_who_reads_a_mean_knows_who_was_left_out_of_it() -> None:
+    store, (_, maker, reader) = with_a_seal(sharded=True)
+    rot(store, KEYS.contribution(0, 0))
+    for each in (maker, reader):
+        assert collect(each) is not None
+        assert each.current().left_out == {0}
 
 
 def test_an_anchor_that_is_another_in_two_entries_in_a_row_ends_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
