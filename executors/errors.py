@@ -18,6 +18,7 @@
     │   ├── ReplicaCancelledError
     │   └── ReplicaTimeoutError      also TimeoutError
     └── StoreError                   .key .url
+        ├── UnwritableStoreError     only reading is allowed there, or no space is left
         ├── KeyNotFoundError         also FileNotFoundError
         ├── CorruptObjectError
         └── UnsafeStoreError         put_if_absent is not atomic there
@@ -165,6 +166,13 @@ class StoreError(ReplicasError):
         super().__init__(message)
         self.key = key
         self.url = url
+
+
+class UnwritableStoreError(StoreError):
+    """Nothing can be written there: whoever asks may only read, or no space is left."""
+
+    outcome: Outcome | None = None
+    """What was to be recorded, where that was how an attempt ended."""
 
 
 class KeyNotFoundError(StoreError, FileNotFoundError):

@@ -45,8 +45,25 @@ def start_time(pid: int) -> int | None:
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """Tell whether the process that had this pid and start time still runs. Pids are used again; the pair is not."""
-    return start_time(pid) == started
+    """Tell whether the process that had this pid and start time still runs. Pids are used again; the pair is not.
+
+    A process that this user is not shown (/proc has an option for it, `hidepid`) may be that one, and counts as it.
+    """
+    with contextlib.suppress(PermissionError):
+        if start_time(pid) == started:
+            return True
+    return _is_hidden(pid)
+
+
+def _is_hidden(pid: int) -> bool:
+    """Tell whether there is a process of which this user is shown nothing."""
+    if os.access(f"/proc/{pid}/stat", os.R_OK):
+        return False
+    try:
+        os.kill(pid, 0)  # no signal: the kernel says whether there could be one
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return False
 
 
 class Activity(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from executors.attempt.outcome import (
     only_numbers,
     parse_outcome,
 )
-from executors.errors import CorruptObjectError, UnknownHandleError
+from executors.errors import CorruptObjectError, UnknownHandleError, UnwritableStoreError
 from executors.pauses import wait_until_terminal
 from executors.process import this_process
 from executors.protocol import BY_USER, Outcome, Reason, ReplicaHandle, ReplicaStatus
@@ -269,7 +270,8 @@ class Attempt:
     def note_why(self, reason: Reason | None, error: str | None) -> None:
         """Leave why its service ended it, where that says more than the signal that its outcome has."""
         if reason in TOLD_BY_SERVICES and not was_deleted(self.store, self.run_id):
-            self.store.put_if_absent(self.key("service.json"), to_bytes({"reason": reason, "error": error or ""}))
+            with contextlib.suppress(UnwritableStoreError):  # who looks may only read
+                self.store.put_if_absent(self.key("service.json"), to_bytes({"reason": reason, "error": error or ""}))
 
     def ended(self, status: ReplicaStatus, reason: Reason | None = None, **more: Any) -> Outcome:
         """Return an outcome of this attempt, not yet recorded."""
@@ -282,6 +284,9 @@ class Attempt:
 
         Args:
             retry_s: tries again for so many seconds while the store fails.
+
+        Raises:
+            UnwritableStoreError: it cannot be written there; the error has what would be recorded.
         """
         if retry_s > 0:
             return retry(lambda: self.record(outcome), retry_s)
@@ -297,7 +302,11 @@ class Attempt:
         )
         if was_deleted(self.store, self.run_id):
             return outcome
-        self.store.put_if_absent(self.key("outcome.json"), encode_outcome(outcome))
+        try:
+            self.store.put_if_absent(self.key("outcome.json"), encode_outcome(outcome))
+        except UnwritableStoreError as error:
+            error.outcome = outcome
+            raise
         return self.outcome() or outcome
 
     def record_lost(self, who_says: str) -> Outcome:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from executors.attempt import Attempt, Beat
-from executors.errors import BackendError, CorruptObjectError, UnknownHandleError
+from executors.errors import BackendError, CorruptObjectError, UnknownHandleError, UnwritableStoreError
 from executors.native import NativeExecutor, Observation, Unfinished
 from executors.pauses import pauses
 from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
@@ -67,6 +67,8 @@ class Observer:
         self._launches: dict[int, Mapping[int, Any]] = {}
         """The handles of launches that left them together, by the number of the attempt."""
         self._outcomes: dict[int, Outcome] = {}
+        self._unrecorded: set[int] = set()
+        """Ranks whose end was found and cannot be written: the next look tries again."""
         self._problems: dict[int, Outcome] = {}
         self._beats: dict[int, tuple[int, Beat | None]] = {}
         self._answers = Answers(store, run_id, record, self.has_keeper)
@@ -100,6 +102,8 @@ class Observer:
         One list, the outcomes and handles that are new, one call of the backend about all that have no outcome, and
         where one ended badly, what is new in the log of decisions.
         """
+        while self._unrecorded:
+            self._outcomes.pop(self._unrecorded.pop(), None)
         seen = [replace(state, backend=self.backend(state.rank)) for state in self._look(ranks)]
         states = self._answers.over(seen, self._ends())
         hopeless = {state.rank for state in states if state.restart.is_hopeless}
@@ -315,11 +319,13 @@ class Observer:
             return {rank: (status, "") for rank, status in zip(newest, polled, strict=True)}
         try:
             found = executor.observe([Unfinished(handles[rank], attempt.number) for rank, attempt in newest.items()])
-        except (CorruptObjectError, UnknownHandleError) as error:
-            if len(newest) > 1:  # whose handle it is, is found out by asking for each
+        except (CorruptObjectError, UnknownHandleError, UnwritableStoreError) as error:
+            if len(newest) > 1:  # whose handle or end it is, is found out by asking for each
                 each_alone = (self._ask_backend({rank: attempt}, handles) for rank, attempt in newest.items())
                 return {rank: seen for alone in each_alone for rank, seen in alone.items()}
             (rank,) = newest
+            if isinstance(error, UnwritableStoreError):
+                return {rank: (self._keep_unrecorded(rank, error).status, "")}
             self._problems[rank] = unreadable(newest[rank], error)
             return {}
         return {rank: self._note(rank, each) for rank, each in zip(newest, found, strict=True)}
@@ -337,7 +343,19 @@ class Observer:
         attempt = self.attempt(rank)
         # It is written before its process ends.
         if not self._keep_outcome(attempt) and reported is not ReplicaStatus.SUCCEEDED:
-            self._outcomes[rank] = self._record_for(attempt, reported)
+            try:
+                self._outcomes[rank] = self._record_for(attempt, reported)
+            except UnwritableStoreError as error:
+                self._keep_unrecorded(rank, error)
+
+    def _keep_unrecorded(self, rank: int, error: UnwritableStoreError) -> Outcome:
+        """Keep for this look how a replica ended, which was found and cannot be written."""
+        if error.outcome is None:
+            raise error
+        said = error.outcome.error or ""
+        self._outcomes[rank] = found = replace(error.outcome, error=f"{said} It cannot be recorded: {error}".strip())
+        self._unrecorded.add(rank)
+        return found
 
     def _record_for(self, attempt: Attempt, reported: ReplicaStatus | None) -> Outcome:
         """Write the outcome that a third-party executor's replica could not."""

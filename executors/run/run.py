@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from errno import EDQUOT, ENOSPC
 from functools import cached_property
 from typing import Any
 
-from executors.errors import (
-    CorruptObjectError,
-    RunExistsError,
-    StoreError,
-    UnknownHandleError,
-)
+from executors.errors import CorruptObjectError, RunExistsError, UnknownHandleError
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.report.root_cause import raise_root_cause
 from executors.run.canceller import Canceller
@@ -216,11 +210,6 @@ class Run(Traces):
         try:
             is_over = self.status(reports=False).is_terminal
         except (CorruptObjectError, UnknownHandleError):  # what cannot be read can be removed
-            is_over = True
-        except StoreError as error:  # an end that was just found cannot be written where a disk is full
-            is_full = isinstance(error.__cause__, OSError) and error.__cause__.errno in (ENOSPC, EDQUOT)
-            if not is_full or any(map(self._observer.has_keeper, self._observer.ranks)):
-                raise
             is_over = True
         if not is_over:
             raise RunExistsError(f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`.")

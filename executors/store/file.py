@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from executors.errors import KeyNotFoundError, StoreError, UnsafeStoreError
+from executors.errors import KeyNotFoundError, StoreError, UnsafeStoreError, UnwritableStoreError
 from executors.store.no_links import PATH_ONLY, open_without_links
 from executors.store.protocol import (
     MAX_KEY_BYTES,
@@ -44,6 +44,7 @@ NO_ANONYMOUS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 FULL = (errno.ENOSPC, errno.EDQUOT)
 READ_ONLY = (errno.EACCES, errno.EROFS, *FULL)
+WRITING = ("create", "write")
 
 T = TypeVar("T")
 
@@ -258,7 +259,8 @@ class _TranslatedErrors:
             hint = " Nothing was written; free some space and try again."
         elif error.errno == errno.EACCES:
             hint = _whose(root / (key or ""))
-        raise StoreError(f"Cannot {verb} {where}: {error.strerror}.{hint}", key=key, url=url) from error
+        kind = UnwritableStoreError if verb in WRITING and error.errno in READ_ONLY else StoreError
+        raise kind(f"Cannot {verb} {where}: {error.strerror}.{hint}", key=key, url=url) from error
 
 
 def _whose(path: Path) -> str:

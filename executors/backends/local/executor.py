@@ -252,7 +252,7 @@ class LocalProcessExecutor:
     def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
         """Look for the supervisors of replicas; see `NativeExecutor.parents`."""
         named = [(Attempt.named_by(each.handle, self.backend_name), each.handle) for each in replicas]
-        return [Parent(_Watch.of(attempt, handle).is_supervised()) for attempt, handle in named]
+        return [Parent(_Watch.of(attempt, handle).is_supervised(attempt)) for attempt, handle in named]
 
     def _conclude(self, attempt: Attempt, handle: ReplicaHandle) -> Outcome | None:
         """Record a replica as lost if it and its supervisor are gone, and it has left no outcome."""
@@ -353,7 +353,7 @@ class _Watch(Record):
 
     def is_gone(self, attempt: Attempt) -> bool:
         """Whether no process is left that could write the attempt's outcome, as far as this machine can see."""
-        if self.is_supervised():
+        if self.is_supervised(attempt):
             return False
         if self.machine != this_machine():
             return True
@@ -362,13 +362,15 @@ class _Watch(Record):
             return True
         return not is_alive(claim.pid, claim.pid_started)
 
-    def is_supervised(self) -> bool:
+    def is_supervised(self, attempt: Attempt) -> bool:
         """Whether the supervisor lives, as far as this machine can see."""
         here, there = this_machine(), self.machine
-        if here != there:
-            host, boot, _ = here.split(" ")
-            return there.split(" ")[0] != host or there.split(" ")[1] == boot  # else this host was restarted since
-        return is_alive(self.supervisor_pid, self.supervisor_started)
+        if here == there:
+            return is_alive(self.supervisor_pid, self.supervisor_started)
+        (host, boot, _), (its_host, its_boot, _) = here.split(" "), there.split(" ")
+        is_restarted = host == its_host and boot != its_boot
+        # Other machines may have the same name: that it is this one is known where the run was launched from here.
+        return not is_restarted or folder_of_run(attempt.run_id, attempt.store.url) is None
 
 
 def _gpus_of_this_machine() -> list[str]:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from executors.errors import KeyNotFoundError, StoreError
+from executors.errors import KeyNotFoundError, StoreError, UnwritableStoreError
 from executors.store.s3.address import S3Address
 
 T = TypeVar("T")
@@ -39,6 +39,8 @@ ADVICE = {
     "ConnectTimeoutError": "Check endpoint_url and that the network lets this machine reach it.",
     "EndpointConnectionError": "Check endpoint_url (its host and port) and that the server runs.",
 }
+REFUSED = (401, 403)
+WRITING = ("create", "write")
 NEEDED_PERMISSIONS = {"read": "s3:GetObject", "list": "s3:ListBucket", "delete": "s3:DeleteObject"}
 
 _dice = random.SystemRandom()  # not the global generator: a user who seeded it must find it as it was
@@ -121,14 +123,15 @@ def explain(
         said = said.replace(secret, "***")
     where = f"{key!r} in {url}" if key is not None else url
     hint = _advice(error, verb).format(bucket=address.bucket)
-    return StoreError(f"Cannot {verb} {where}: {said.rstrip('.')}.{hint and ' '}{hint}", key=key, url=url)
+    kind = UnwritableStoreError if verb in WRITING and status in REFUSED else StoreError
+    return kind(f"Cannot {verb} {where}: {said.rstrip('.')}.{hint and ' '}{hint}", key=key, url=url)
 
 
 def _advice(error: Exception, verb: str) -> str:
     for name in (code_of(error), *(each.__name__ for each in type(error).__mro__)):
         if name in ADVICE:
             return ADVICE[name]
-    if status_of(error) in (401, 403):
+    if status_of(error) in REFUSED:
         hint = f"The credentials must allow {NEEDED_PERMISSIONS.get(verb, 's3:PutObject')} there."
         if verb == "read":
             hint += " Allow s3:ListBucket, too: without it the server answers so for a key that is only missing."
