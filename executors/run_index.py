@@ -278,9 +278,12 @@ def _is_same_place(url: str, other: str) -> bool:
 
 def known_run_ids() -> list[str]:
     """List the runs that this machine knows of, oldest first."""
-    found = [path for path in state_dir().iterdir() if path.is_dir() and not path.name.startswith(".")]
-    runs = [path for path in found if (path / "run.json").is_file() or (path / NOTE).is_file()]
-    return [path.name for path in sorted(runs, key=lambda path: path.stat().st_mtime)]
+    changed: dict[str, float] = {}
+    for path in state_dir().iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it is being removed
+            if not path.name.startswith(".") and any((path / name).is_file() for name in ("run.json", NOTE)):
+                changed[path.name] = path.stat().st_mtime
+    return sorted(changed, key=changed.__getitem__)
 
 
 @dataclass(frozen=True)

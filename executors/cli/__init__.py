@@ -131,6 +131,9 @@ def command_of(arguments: Sequence[str] = ()) -> Any:
 
 def main() -> int:
     """Run the command line and return its exit code. A user's mistake is one line on stderr, never a traceback."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # its caller has closed it
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 - until the end
     try:
         if not sys.flags.safe_path:
             sys.path.insert(0, os.getcwd())  # as `python -m` does, so that `train:main` is found there

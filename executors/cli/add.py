@@ -7,7 +7,7 @@ from typing import Annotated
 from typer import Option
 
 from executors.cli.backends import make_executor
-from executors.cli.launch import TASK_DIGEST, TRUST_BUCKET
+from executors.cli.launch import TASK_DIGEST, TRUST_BUCKET, cancelled_early, lost_from_sight
 from executors.cli.options import (
     BackendOptions,
     EnvOption,
@@ -22,6 +22,7 @@ from executors.cli.options import (
 )
 from executors.cli.output import CANCELLED, JsonOption, Output, name_ranks, usage_errors
 from executors.durations import DURATIONS
+from executors.errors import BackendError, ReplicasError, StoreError
 
 BACKEND = "Where to start them: a backend's name, or pkg.mod:Class. It has to reach the run's rendezvous."
 GPU = "A GPU for each, as in H100 or H100:2. Default: as launched."
@@ -52,37 +53,46 @@ def add(
 
     Exit code: as `launch`; 0 with --detach.
     """
-    from executors.cli.live import watch
+    from executors.cli.live import Interrupts, watch
     from executors.cli.summary import Summary, heading
 
     output = Output(as_json)
     found = find_run(run, rendezvous)
-    with usage_errors():
-        executor = make_executor(backend, options_of(backend, option, volume))
-        with output.busy(f"Adding {n} replica{'s' * (n > 1)} to {found.run_id}") as tell:
-            ranks = found.add(
-                executor,
-                n,
-                gpu=gpu,
-                timeout=timeout,
-                env=parse_texts("--env", env),
-                secrets=secret or (),
-                detach=detach,
-                task_digest=task_digest,
-                trust_bucket=trust_bucket,
-                tell=tell,
-            )
-    output.say(f"Added {name_ranks(ranks)} on {executor.backend_name}.")
-    if detach:
-        if as_json:
-            output.document({"run_id": found.run_id, "added": ranks, "backend": executor.backend_name})
-        return 0
-    output.say(heading(found), "bold")
-    try:
-        watch(found, output)
-    except KeyboardInterrupt:
-        output.say(f"Cancelling {name_ranks(ranks)}; the others continue.", "yellow")
-        for rank in ranks:
-            found.cancel(rank)
-        return CANCELLED
+    with Interrupts():
+        try:
+            with usage_errors():
+                executor = make_executor(backend, options_of(backend, option, volume))
+                with output.busy(f"Adding {n} replica{'s' * (n > 1)} to {found.run_id}") as tell:
+                    ranks = found.add(
+                        executor,
+                        n,
+                        gpu=gpu,
+                        timeout=timeout,
+                        env=parse_texts("--env", env),
+                        secrets=secret or (),
+                        detach=detach,
+                        task_digest=task_digest,
+                        trust_bucket=trust_bucket,
+                        tell=tell,
+                    )
+        except KeyboardInterrupt:
+            return cancelled_early(output)
+        output.say(f"Added {name_ranks(ranks)} on {executor.backend_name}.")
+        if detach:
+            if as_json:
+                output.document({"run_id": found.run_id, "added": ranks, "backend": executor.backend_name})
+            return 0
+        output.say(heading(found), "bold")
+        try:
+            watch(found, output, interrupt_ends=f"{name_ranks(ranks)}; the others continue")
+        except KeyboardInterrupt:
+            output.say(f"Cancelling {name_ranks(ranks)}; the others continue.", "yellow")
+            try:
+                for rank in ranks:
+                    found.cancel(rank)
+            except ReplicasError as error:
+                output.say(f"Cancelling failed: {error}", "red")
+            return CANCELLED
+        except (StoreError, BackendError) as error:
+            return lost_from_sight(found, output, error, "What was added", executor)
     return Summary.of(found).finish(output)

@@ -76,6 +76,8 @@ def collect(
                 raise
             why = f"Cannot write {str(error.filename)!r}: {error.strerror}."
             print(inert(f"Error: {why} Nothing was brought."), file=sys.stderr)
+            if as_json:
+                output.document({**document, "out": None, "skipped": [], "error": why})
             return FAILED
         output.say(f"Wrote {len(sizes)} files, {sum(sizes):,} bytes, to {out}")
         for left in skipped:

@@ -31,7 +31,7 @@ from executors.cli.options import (
 )
 from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, refuse, usage_errors
 from executors.durations import DURATIONS
-from executors.errors import BackendError, LaunchError, StoreError
+from executors.errors import BackendError, LaunchError, ReplicasError, StoreError
 from executors.native import GATHER_S, NativeExecutor
 
 if TYPE_CHECKING:
@@ -186,8 +186,7 @@ def launch(
                     run = _start(plan, output)
         except KeyboardInterrupt:
             has_begun = request is not None and locate(str(request.run_id)) is not None
-            output.say("Cancelled." if has_begun else "Cancelled before the run had started.", "yellow")
-            return CANCELLED
+            return cancelled_early(output, "Cancelled." if has_begun else "Cancelled before the run had started.")
         return _finish(run, output, interrupts, detach=detach, columns=columns, tee=tee or ())
 
 
@@ -211,6 +210,14 @@ def _starting(backend: str, text: str, output: Output) -> Iterator[Callable[[str
         return
     with contextlib.redirect_stdout(sys.stderr) if output.as_json else contextlib.nullcontext():
         yield lambda words: None
+
+
+def cancelled_early(output: Output, said: str = "Cancelled before the replicas had started.") -> int:
+    """Say that Ctrl-C was heard while replicas were being started; return the exit code."""
+    output.say(said, "yellow")
+    if output.as_json:
+        output.document({"exit_code": CANCELLED, "error": said})
+    return CANCELLED
 
 
 def _start(plan: LaunchPlan, output: Output) -> Run:
@@ -287,8 +294,7 @@ def resume(
                     tell=tell,
                 )
         except KeyboardInterrupt:
-            output.say("Cancelled before the replicas had started.", "yellow")
-            return CANCELLED
+            return cancelled_early(output)
         if from_snapshot:
             output.say(f"{found.run_id} goes on as {resumed.run_id}, from its newest whole snapshot.")
         return _finish(resumed, output, interrupts, detach=detach, timeout_s=timeout)
@@ -319,20 +325,34 @@ def _finish(
         return 0
     interrupts.count_on(run.run_id)
     output.say(heading(run, timeout_s), "bold")
-    native = run.executor if isinstance(run.executor, NativeExecutor) else None
-    lease = "" if native is None or native.lease_s is None else f"{native.lease_s / 60:.0f} min"
+    lease = _lease_of(run.executor)
     if lease:
         output.say(f"It ends when nobody watches it for {lease}: --detach lets it go on alone.", "dim")
     try:
         watch(run, output, interrupts=interrupts, columns=columns, tee=tee)
         summary = Summary.of(run, interrupted=interrupts.count > 0)
     except (StoreError, BackendError) as error:
-        output.say(f"The status of the run cannot be read any more: {error}", "red")
-        then = f"The run continues without this command: replicas wait {name}"
-        if lease:
-            then = f"The run continues for {lease}, and as long as somebody watches it: replicas watch {name}"
-        elif native is not None and native.ends_with_launcher:
-            then = "The run ends with this command."
-        output.say(then, "red")
-        return FAILED
+        return lost_from_sight(run, output, error, "The run", run.executor)
     return summary.finish(output)
+
+
+def lost_from_sight(run: Run, output: Output, error: ReplicasError, who: str, executor: ServerlessExecutor) -> int:
+    """Say that a run cannot be watched any more, and what becomes of who was started here; return the exit code."""
+    from executors.cli.summary import reference
+
+    output.say(f"The status of the run cannot be read any more: {error}", "red")
+    name, then = reference(run), f"{who} continues without this command: replicas wait {reference(run)}"
+    if lease := _lease_of(executor):
+        then = f"{who} continues for {lease}, and as long as somebody watches it: replicas watch {name}"
+    elif isinstance(executor, NativeExecutor) and executor.ends_with_launcher:
+        then = f"{who} ends with this command."
+    output.say(then, "red")
+    if output.as_json:
+        output.document({"run_id": run.run_id, "url": run.url, "exit_code": FAILED, "error": f"{error} {then}"})
+    return FAILED
+
+
+def _lease_of(executor: ServerlessExecutor) -> str:
+    """Name the time for which replicas go on that nobody watches; "" where they need no watch."""
+    lease_s = executor.lease_s if isinstance(executor, NativeExecutor) else None
+    return "" if lease_s is None else f"{lease_s / 60:.0f} min"

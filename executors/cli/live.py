@@ -82,6 +82,7 @@ def watch(
     output: Output,
     *,
     interrupts: Interrupts | None = None,
+    interrupt_ends: str = "",
     timeout_s: float | None = None,
     columns: Sequence[str] | None = None,
     tee: Sequence[int] = (),
@@ -92,8 +93,10 @@ def watch(
         columns: which numbers to show that replicas report besides the usual ones.
         tee: the ranks whose output to show, too.
         interrupts: the first one cancels the run, whose end is then shown as well. None: Ctrl-C leaves the run alone.
+        interrupt_ends: what the caller ends when Ctrl-C is pressed, in words.
     """
     hint = "Ctrl-C stops watching; the run continues." if interrupts is None else "Ctrl-C cancels the run."
+    hint = f"Ctrl-C ends {interrupt_ends}." if interrupt_ends else hint
     view = LiveView(output, run, hint, columns) if output.is_live else PlainView(output, run, columns=columns)
     note = ""
     shown = Tee(run, tee, view.take) if tee else None
@@ -105,7 +108,7 @@ def watch(
         if shown is not None:
             shown.finish()
     except KeyboardInterrupt:
-        note = "Stopped watching."
+        note = "" if interrupt_ends else "Stopped watching."
         raise
     finally:
         view.close()

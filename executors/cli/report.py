@@ -33,17 +33,18 @@ def report(
     found = find_run(run, rendezvous, backend, option)
     with output.busy(f"Reading {found.run_id}"):
         document = found.report_document()
-    if as_json:
-        output.document(document)
-    if out is not None or open_it or not as_json:
-        path = out or Path(f"{found.run_id}.html")
+    path = out or Path(f"{found.run_id}.html")
+    writes = out is not None or open_it or not as_json
+    if writes:
         try:
             write_page(document, path)
         except OSError as error:
             refuse(f"Cannot write to {str(path)!r}: {error.strerror}.")
         output.say(f"Wrote {path} ({name_size(path.stat().st_size)}).")
-        if open_it:
-            _open(path, output)
+    if as_json:
+        output.document(document)
+    if open_it:
+        _open(path, output)
     return 0
 
 

@@ -27,7 +27,9 @@ def replacing(path: Path) -> Iterator[TextIO]:
     Raises:
         OSError: there is no such folder, or it cannot be written to; or the path is a device, a pipe, a folder.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
+    if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "Not a regular file")
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "There is no such folder", str(path.parent))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from executors.errors import CorruptObjectError, RunNotFoundError, StoreError, did_you_mean
@@ -11,7 +13,8 @@ from executors.registry import check_backend_of, check_executor, executor_class
 from executors.run.run import Run
 from executors.run.spread import SpreadExecutor
 from executors.run_index import find_preparation, known_run_ids, locate
-from executors.store.url import RUN_ID, check_run_id, existing_store, split_address
+from executors.store import Store
+from executors.store.url import RUN_ID, check_run_id, directory_of, existing_store, split_address
 from executors.task.record import Placement
 
 
@@ -33,9 +36,10 @@ def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | Se
     run = run.rstrip("/")  # as a shell completes the name of a folder
     if rendezvous is None and "/" in run:
         url, run_id = split_address(run)
+        check_run_id(run_id)
     else:
-        run_id = run
-        url = str(rendezvous) if rendezvous is not None else locate(check_run_id(run))
+        run_id = check_run_id(run)
+        url = str(rendezvous) if rendezvous is not None else locate(run_id)
     if url is None:
         if preparation := find_preparation(run_id):
             raise RunNotFoundError(preparation.describe(run_id))
@@ -44,7 +48,7 @@ def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | Se
             f"launched elsewhere give its address, as in 's3://BUCKET/PREFIX/{run_id}'."
         )
     named = executor if executor is None or isinstance(executor, str) else check_executor(executor)
-    found = Run(existing_store(url), check_run_id(run_id), executor=named)
+    found = Run(existing_store(url), run_id, executor=named)
     with contextlib.suppress(CorruptObjectError):  # who needs the record is told; such a run can be removed
         given = [each for _, each in named.parts] if isinstance(named, SpreadExecutor) else [named]
         for each in given:
@@ -70,8 +74,7 @@ def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
     """List the runs that this machine knows of, or all in a store; oldest first."""
     if rendezvous is not None:
         store = existing_store(rendezvous)
-        keys = (entry.key.split("/") for entry in store.list(""))
-        runs = [Run(store, key[0]) for key in keys if key[1:] == ["run.json"] and RUN_ID.fullmatch(key[0])]
+        runs = [Run(store, run_id) for run_id in _run_ids(store)]
     else:
         runs = []
         for run_id in known_run_ids():
@@ -79,6 +82,32 @@ def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
             with contextlib.suppress(RunNotFoundError, StoreError, ValueError):
                 runs.append(attach(run_id))
     return sorted(runs, key=_created_at)
+
+
+def _run_ids(store: Store) -> Iterator[str]:
+    """Yield the ids of the runs in a store; in a directory, of the folders that this user may not look into, too.
+
+    Raises:
+        StoreError: it cannot be listed.
+    """
+    directory = directory_of(store.url)
+    if directory is None:
+        keys = (entry.key.split("/") for entry in store.list(""))
+        yield from (key[0] for key in keys if key[1:] == ["run.json"] and RUN_ID.fullmatch(key[0]))
+        return
+    try:
+        with os.scandir(directory) as found:
+            names = sorted(each.name for each in found if each.is_dir(follow_symlinks=False))
+    except OSError as error:
+        raise StoreError(f"Cannot list {store.url}: {error.strerror}.", url=store.url) from error
+    for name in filter(RUN_ID.fullmatch, names):
+        try:
+            os.lstat(directory / name / "run.json")
+        except PermissionError:
+            pass
+        except OSError:
+            continue
+        yield name
 
 
 def _created_at(run: Run) -> float:

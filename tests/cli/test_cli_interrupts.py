@@ -145,3 +145,19 @@ def test_a_long_note_is_cut_where_the_terminal_ends(on_terminal: Callable[..., T
     row = next(line for line in terminal.lines if line.startswith("   0  failed"))
     assert row.rstrip().endswith("…")
     assert len(row.rstrip()) <= 90
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_ends_the_ranks_that_were_added_and_the_table_says_so(
+    folder: Folder, on_terminal: Callable[..., Terminal], number: int
+) -> None:
+    assert folder.launch("job:hang", "--detach", "--run-id", "mine").code == 0
+    terminal = on_terminal("add", "mine", "--n", 2, "--option", "preload=[]", "--option", "term_grace_s=0.5")
+    terminal.shows("Ctrl-C ends ranks 2-3; the others continue.")
+    terminal.send(number)
+    assert terminal.ends() == 130
+    assert "Cancelling ranks 2-3; the others continue." in terminal.lines
+    assert "Stopped watching" not in terminal.raw
+    states = [str(replica.status) for replica in attach("mine").status().replicas]
+    assert states == ["running"] * 2 + ["cancelled"] * 2
+    attach("mine").cancel()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
-from support.cli import HereInstead
+from support.cli import COMMAND, Folder, HereInstead
 from support.processes import is_alive
 
 from executors import LocalProcessExecutor, launch
@@ -97,3 +98,75 @@ def test_what_belongs_to_somebody_else_is_said_to(
             store.get("mine/replicas/0000/0/output.log")
     finally:
         os.seteuid(0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_folder_that_cannot_be_read_hides_no_other_run(
+    here: HereInstead, local: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    for run_id in ("mine", "private"):
+        launch(local, "job:main", 1, run_id=run_id, rendezvous=runs).wait()
+    here.replicas("ls", "--rendezvous", runs)  # all that is imported is
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    for name in ("private", "lost+found"):
+        (runs / name).mkdir(exist_ok=True)
+        (runs / name).chmod(0o700)
+    os.seteuid(NOBODY)
+    try:
+        rows = here.replicas("ls", "--rendezvous", runs, "--json").json
+    finally:
+        os.seteuid(0)
+    assert [(row["run_id"], row["status"]) for row in rows] == [("private", "unreadable"), ("mine", "succeeded")]
+    assert "Permission denied" in rows[0]["problem"]
+
+
+def test_an_odd_id_in_a_missing_folder_is_one_sentence(here: HereInstead) -> None:
+    for verb in ("status", "logs", "rm"):
+        told = here.replicas(verb, "runs/My_Run")
+        assert (told.code, told.stderr.count("Bad run id 'My_Run'")) == (2, 1), told
+
+
+def test_a_run_that_is_removed_meanwhile_is_left_out_of_the_list(
+    here: HereInstead, local: LocalProcessExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run_id in ("mine", "other"):
+        launch(local, "job:main", 1, run_id=run_id).wait()
+    stat = Path.stat
+
+    def vanishing(path: Path, **options: bool) -> os.stat_result:
+        if path.name == "other":
+            raise FileNotFoundError(path)
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", vanishing)
+    assert [row["run_id"] for row in here.replicas("ls", "--json").json] == ["mine"]
+
+
+def test_with_json_there_is_one_document_also_where_something_cannot_be_written(
+    here: HereInstead, local: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    launch(local, "job:main", 1, run_id="mine").wait()
+    told = here.replicas("report", "mine", "--json", "--out", tmp_path / "no" / "page.html")
+    assert (told.code, "There is no such folder" in told.json["error"]) == (2, True)
+    (tmp_path / "out" / "results.json").mkdir(parents=True)
+    told = here.replicas("collect", "mine", "--json", "--out", tmp_path / "out")
+    assert (told.code, told.json["out"], told.json["run_id"]) == (1, None, "mine")
+    assert "something else is in the way" in told.json["error"]
+
+
+@pytest.mark.parametrize("arguments", [("report", "--out"), ("export", "--csv"), ("export", "--jsonl")])
+def test_a_file_is_not_written_over_the_folder_itself(
+    here: HereInstead, local: LocalProcessExecutor, arguments: tuple[str, str]
+) -> None:
+    launch(local, "job:main", 1, run_id="mine").wait()
+    verb, option = arguments
+    told = here.replicas(verb, "mine", option, ".")
+    assert (told.code, told.stderr.splitlines()[0]) == (2, "Error: Cannot write to '.': Is a directory.")
+
+
+def test_a_stdout_that_is_closed_is_no_traceback(folder: Folder) -> None:
+    closed = ["sh", "-c", '"$@" 2>&1 >&-', "sh", *COMMAND, "ls"]
+    told = subprocess.run(closed, cwd=folder.path, capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout) == (0, "")

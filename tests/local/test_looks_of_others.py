@@ -89,6 +89,7 @@ def test_a_lost_run_is_shown_to_who_may_only_read_it(run: Run, tmp_path: Path) -
     (handle,) = run.handles
     claim = run.newest_attempt(0).find("started.json", Claim.parse)
     assert claim is not None
+    assert claim.pid is not None
     for pid in (handle.metadata["supervisor_pid"], claim.pid):
         os.kill(pid, signal.SIGKILL)
         eventually(lambda pid=pid: not is_alive(pid))  # type: ignore[misc]

@@ -205,6 +205,10 @@ class Terminal:
     def type(self, keys: bytes) -> None:
         os.write(self._ours, keys)
 
+    def send(self, number: int) -> None:
+        """Send a signal to the command alone."""
+        self._process.send_signal(number)
+
     def ends(self) -> int:
         eventually(lambda: self._read() and self._process.poll() is not None)
         self._read()
