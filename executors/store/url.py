@@ -74,8 +74,8 @@ def check_scheme(url: str | Path) -> None:
 
 def store_at(url: str | Path, *, is_known: bool = False) -> Store:
     """Return the open store at `url`: opened once for this process and those it forks, so that it is checked once."""
-    text = str(url)
-    place = text if "://" in text or not text else Path(text).absolute().as_uri()
+    directory = directory_of(url) if "://" not in str(url) else None
+    place = str(url) if directory is None else directory.absolute().as_uri()
     if place not in _opened:
         _opened.setdefault(place, open_store(place, is_known=is_known))
     return _opened[place]
@@ -119,7 +119,7 @@ def directory_of(url: str | Path) -> Path | None:
         better = f"{scheme}://{rest if scheme == 'file' else rest.lstrip('/')}"
         raise ValueError(f"{text!r} is not a url: two slashes follow its scheme, as in {better!r}.")
     if isinstance(url, Path) or "://" not in text:
-        return Path(os.path.normpath(text))
+        return Path(os.path.normpath(os.path.expanduser(text)))  # a shell leaves the ~ of --rendezvous=~/runs
     parts = urlsplit(text)
     if parts.scheme != "file":
         return None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from executors.errors import StoreError
-from executors.store import MemoryStore, open_store
+from executors.store import MemoryStore, open_store, store_at
 from executors.store.file import FileStore
 from executors.store.s3.address import S3Address
 from executors.store.url import address_of, split_address
@@ -31,6 +31,13 @@ def test_a_plain_path_is_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyP
         store = open_store(place)
         assert isinstance(store, FileStore)
         assert store.url == (tmp_path / "runs").as_uri()
+
+
+def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert store_at("~/runs") is store_at(tmp_path / "runs")
+    assert not (tmp_path / "~").exists()
 
 
 def test_a_memory_store_is_the_same_for_the_same_name_in_one_process() -> None:
