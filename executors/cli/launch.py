@@ -328,6 +328,9 @@ def _finish(
         summary = Summary.of(run, interrupted=interrupts.count > 0)
     except (StoreError, BackendError) as error:
         output.say(f"The status of the run cannot be read any more: {error}", "red")
+        if interrupts.count:
+            output.say(f"Whether all of it has ended is not known here: replicas status {name}", "red")
+            return CANCELLED
         then = f"The run continues without this command: replicas wait {name}"
         if lease:
             then = f"The run continues for {lease}, and as long as somebody watches it: replicas watch {name}"
