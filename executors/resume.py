@@ -13,18 +13,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from executors.attempt import Attempt, Intent
+from executors.attempt import Attempt, Intent, half_way
 from executors.errors import (
     AlreadyResumedError,
     CorruptObjectError,
     LaunchError,
+    ReplicasError,
     RunNotFoundError,
     StoreError,
 )
-from executors.native import restarts_replicas
+from executors.native import NativeExecutor, restarts_replicas
 from executors.policy import HangLimits, Restarts
 from executors.process import this_process
-from executors.protocol import ReplicaStatus
+from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.run.handles import keep_handles
 from executors.run.launch_hands import Recipe
 from executors.run.recipe import native_executor, recipes_of, vouched_task
@@ -32,10 +33,11 @@ from executors.run.run import Run
 from executors.run.spread import options_to_note
 from executors.run_index import keep_key, new_run_id, remember, settle
 from executors.status import ReplicaState, name_ranks
+from executors.store.parallel import in_parallel
 from executors.store.records import exists
 from executors.supervision.decisions import DecisionLog, hang_of, policy_of
 from executors.supervision.lease import hold_lease, release_lease
-from executors.supervision.orders import order_policy, order_resume, take_back_resume
+from executors.supervision.orders import order_cancel, order_policy, order_resume, take_back_resume
 from executors.task.create import continue_run
 from executors.task.stored import StoredTask
 
@@ -86,7 +88,8 @@ def resume(
         BackendError: the backend cannot start single ranks.
         AlreadyResumedError: another process is resuming the same ranks. When it is some of them, the others are
             resumed, and those are named on stderr.
-        LaunchError: the run was cancelled or stopped meanwhile.
+        LaunchError: the run was cancelled or stopped meanwhile, or a replica was refused; those already started were
+            ended.
         StoreError: the run was aborted, which is final for its id; or its task is not the one that was launched.
     """
     new_restarts = Restarts.of(restarts)
@@ -128,7 +131,7 @@ def resume(
     if detach and executor.lease_s is not None:
         release_lease(run.store, run.run_id)
     lease = next(filter(None, (hold_lease(run.store, recipe.spec) for recipe in recipes)), None)
-    begun: set[int] = set()
+    begun: dict[int, ReplicaHandle] = {}
     goes_on = len(run.ranks) - len(next_attempts)
     try:
         for attempt, recipe in itertools.product(sorted({*next_attempts.values()}), recipes):
@@ -140,11 +143,12 @@ def resume(
             handles = executor.launch_replicas(
                 len(group), launched.entrypoint, {}, **recipe.limits, run=spec, tell=tell
             )
-            begun.update(handle.rank for handle in handles)
+            begun |= {handle.rank: handle for handle in handles}
             keep_handles(run.store, run.run_id, attempt, handles)
     except BaseException as error:
         if lease is not None:
             lease.end()
+        _end_begun(executor, log, begun, error)
         with contextlib.suppress(StoreError):
             take_back_resume(log, next_attempts, str(error) or type(error).__name__)
         raise
@@ -196,6 +200,22 @@ def _begin_from_snapshot(run: Run, task: StoredTask, recipe: Recipe, tell: Calla
     if not spec.detach:
         begun.keep_here([recipe], lease)
     return begun
+
+
+def _end_begun(
+    executor: NativeExecutor, log: DecisionLog, begun: Mapping[int, ReplicaHandle], error: BaseException
+) -> None:
+    """End what a resume has started that fails half-way, and see that no keeper goes on with it."""
+    why = half_way(error)
+    with contextlib.suppress(StoreError):
+        order_cancel(log, list(begun), why)
+
+    def end(handle: ReplicaHandle) -> None:
+        with contextlib.suppress(ReplicasError, OSError):
+            Attempt.named_by(handle, handle.backend_name).request_cancel(why)
+            executor.cancel(handle)
+
+    in_parallel(end, list(begun.values()))
 
 
 def _next_attempts(run: Run, ranks: Sequence[int] | None, startable: Collection[int]) -> dict[int, int]:

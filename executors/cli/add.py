@@ -94,5 +94,5 @@ def add(
                 output.say(f"Cancelling failed: {error}", "red")
             return CANCELLED
         except (StoreError, BackendError) as error:
-            return lost_from_sight(found, output, error, "What was added", executor)
+            return lost_from_sight(found, output, error, executor, who="What was added")
     return Summary.of(found).finish(output)

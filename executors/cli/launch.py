@@ -332,24 +332,37 @@ def _finish(
         watch(run, output, interrupts=interrupts, columns=columns, tee=tee)
         summary = Summary.of(run, interrupted=interrupts.count > 0)
     except (StoreError, BackendError) as error:
-        return lost_from_sight(run, output, error, "The run", run.executor)
+        return lost_from_sight(run, output, error, run.executor, is_cancelled=interrupts.count > 0)
     return summary.finish(output)
 
 
-def lost_from_sight(run: Run, output: Output, error: ReplicasError, who: str, executor: ServerlessExecutor) -> int:
+def lost_from_sight(
+    run: Run,
+    output: Output,
+    error: ReplicasError,
+    executor: ServerlessExecutor,
+    *,
+    who: str = "The run",
+    is_cancelled: bool = False,
+) -> int:
     """Say that a run cannot be watched any more, and what becomes of who was started here; return the exit code."""
     from executors.cli.summary import reference
 
-    output.say(f"The status of the run cannot be read any more: {error}", "red")
-    name, then = reference(run), f"{who} continues without this command: replicas wait {reference(run)}"
-    if lease := _lease_of(executor):
+    name, lease = reference(run), _lease_of(executor)
+    if is_cancelled:
+        then = f"Whether all of it has ended is not known here: replicas status {name}"
+    elif lease:
         then = f"{who} continues for {lease}, and as long as somebody watches it: replicas watch {name}"
     elif isinstance(executor, NativeExecutor) and executor.ends_with_launcher:
         then = f"{who} ends with this command."
+    else:
+        then = f"{who} continues without this command: replicas wait {name}"
+    code = CANCELLED if is_cancelled else FAILED
+    output.say(f"The status of the run cannot be read any more: {error}", "red")
     output.say(then, "red")
     if output.as_json:
-        output.document({"run_id": run.run_id, "url": run.url, "exit_code": FAILED, "error": f"{error} {then}"})
-    return FAILED
+        output.document({"run_id": run.run_id, "url": run.url, "exit_code": code, "error": f"{error} {then}"})
+    return code
 
 
 def _lease_of(executor: ServerlessExecutor) -> str:

@@ -149,9 +149,14 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
             canceller.start()
         return is_first
 
-    follow(run, view, sleep=interrupts.sleep, after_each=check_interrupts)
-    if canceller is not None:
-        canceller.join()
+    try:
+        follow(run, view, sleep=interrupts.sleep, after_each=check_interrupts)
+    except (StoreError, BackendError):
+        check_interrupts()  # one that came with the last look: what cannot be watched can be cancelled
+        raise
+    finally:
+        if canceller is not None:
+            canceller.join()
 
 
 def follow(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import BadParameter, Option
@@ -33,7 +35,7 @@ from executors.cli.output import (
     usage_errors,
 )
 from executors.entrypoint import shown
-from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError
+from executors.errors import BackendError, CorruptObjectError, ReplicasError, RunNotFoundError
 from executors.native import name_of_job, page_of_job
 from executors.protocol import ReplicaStatus
 from executors.run_index import find_preparation
@@ -233,11 +235,18 @@ def cancel(
     """
     output = Output(as_json)
     found = find_run(run, rendezvous, backend, option)
-    before = found.status(reports=False)
-    with usage_errors():
-        for one in rank or (None,):
+    problems: list[BackendError] = []
+    with _noted_in(problems):
+        before = found.status(reports=False)
+    for one in rank or (None,):
+        with _noted_in(problems), usage_errors():
             found.cancel(one)
-    after = found.status(reports=False)
+    with _noted_in(problems):
+        after = found.status(reports=False)
+    if problems:
+        what = f"{name_ranks(rank)} of {found.run_id}" if rank else found.run_id
+        output.say(f"Cancelled {what} in its store, where replicas look. Its backend did not answer all:", "yellow")
+        raise problems[-1]
     alive = {r.rank for r in before.replicas if not r.status.is_terminal and (not rank or r.rank in rank)}
     chosen = [replica for replica in after.replicas if replica.rank in alive]
     awaited = {replica.rank for replica in before.replicas if replica.restart.is_awaited}
@@ -252,6 +261,15 @@ def cancel(
     if as_json:
         output.document({**after.to_json(), "cancelled": ended, "still_ending": ending})
     return 0
+
+
+@contextlib.contextmanager
+def _noted_in(problems: list[BackendError]) -> Iterator[None]:
+    """Go on where a backend does not answer: a cancel goes by the store, too."""
+    try:
+        yield
+    except BackendError as error:
+        problems.append(error)
 
 
 def rm(

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError
+from executors.errors import BackendError, CorruptObjectError, ReplicasError, RunNotFoundError
 from executors.native import NativeExecutor
 from executors.policy import MAX_S
 from executors.protocol import BY_USER, STOPPED, ReplicaStatus, ServerlessExecutor
@@ -36,15 +36,19 @@ class Canceller:
         self._executor = executor
 
     def request(self, why: str = BY_USER) -> None:
-        """Bar all ranks, and leave the cancel marker of every replica that has not ended."""
-        self._observer.map(
-            lambda state: self._observer.attempt(state.rank).request_cancel(why),
-            [state for state in self._bar(None, why) if not state.status.is_terminal],
-        )
+        """Bar all ranks, and leave the cancel marker of every replica that has not ended. Asks the store alone."""
+        self._bar(None, why)
+        self._mark(None, why)
 
     def cancel(self, rank: int | None = None) -> None:
-        """Cancel one replica, or all that still run; returns when they are gone."""
-        self._end(self._bar(rank, BY_USER), BY_USER)
+        """Cancel one replica, or all that still run; returns when they are gone.
+
+        Raises:
+            BackendError: the backend did not end some. They are barred and marked in the store all the same.
+        """
+        ranks = None if rank is None else [rank]
+        self._bar(ranks, BY_USER)
+        self._end(self._look(ranks, BY_USER), BY_USER)
 
     def stop(self, within_s: float, wait: Callable[[float], bool]) -> None:
         """Ask all replicas to end at the next good place, and end what has not within some seconds.
@@ -63,7 +67,7 @@ class Canceller:
 
     def end(self, why: str) -> None:
         """End all that still run, which nobody bars; returns when they are gone."""
-        self._end(self._observer.look(), why)
+        self._end(self._look(None, why), why)
 
     def _end(self, seen: Sequence[ReplicaState], why: str) -> None:
         observer, executor = self._observer, self._executor
@@ -94,17 +98,31 @@ class Canceller:
         if error := next(filter(None, ended), None):
             raise error
 
-    def _bar(self, rank: int | None, why: str) -> Sequence[ReplicaState]:
-        """Bar a rank, or all; return the states of these after that."""
-        observer = self._observer
-        ranks = None if rank is None else [rank]
-        states = observer.look(ranks)
+    def _bar(self, ranks: Sequence[int] | None, why: str) -> None:
+        """Bar ranks, None: all, unless they have succeeded."""
+        states = self._observer.recorded(ranks)
         if was_deleted(self._store, self._run_id) or all(s.status is ReplicaStatus.SUCCEEDED for s in states):
-            return states
+            return
         log = DecisionLog(self._store, self._run_id)
         with contextlib.suppress(CorruptObjectError):  # then nobody can read it, so nothing is started
             # A person's order is always added: a resume may have come since that this process has not seen.
             entries = log.read()  # once: each reading asks the store
             if why == BY_USER or not all(is_barred(entries, state.rank) for state in states):
                 order_cancel(log, ranks, why)
-        return observer.look(ranks)
+
+    def _look(self, ranks: Sequence[int] | None, why: str) -> Sequence[ReplicaState]:
+        """Look at ranks that are about to be ended, None: all.
+
+        A backend that does not tell how they are may end them all the same, and what it leaves finds its marker.
+        """
+        try:
+            return self._observer.look(ranks)
+        except BackendError:
+            return self._mark(ranks, why)
+
+    def _mark(self, ranks: Sequence[int] | None, why: str) -> Sequence[ReplicaState]:
+        """Leave the cancel markers of ranks that have not ended, None: all; return the states of these ranks."""
+        states = self._observer.recorded(ranks)
+        alive = [self._observer.attempt(state.rank) for state in states if not state.status.is_terminal]
+        self._observer.map(lambda attempt: attempt.request_cancel(why), alive)
+        return states

@@ -144,11 +144,24 @@ class Observer:
     def _ends(self) -> dict[int, Outcome]:
         return {rank: end for rank in self.ranks if (end := self.outcome(rank)) is not None}
 
-    def _look(self, asked: Sequence[int] | None) -> list[ReplicaState]:
+    def recorded(self, ranks: Sequence[int] | None = None) -> list[ReplicaState]:
+        """Return the state of replicas as the store alone tells it, whether or not their backend answers.
+
+        Args:
+            ranks: None: all.
+        """
+        return [self._state(rank, None, "") for rank in self._read(ranks)]
+
+    def _read(self, asked: Sequence[int] | None) -> Sequence[int]:
+        """Read which ranks there are, and the outcomes that are new; return the ranks, or those that are asked for."""
         self.update()
         ranks = self.ranks if asked is None else asked
         over = [each for each in map(self.attempt, ranks) if self._inventory.has(each.rank, each.number, "outcome")]
         self.map(self._keep_outcome, [each for each in over if self.outcome(each.rank) is None])
+        return ranks
+
+    def _look(self, asked: Sequence[int] | None) -> list[ReplicaState]:
+        ranks = self._read(asked)
         ends = [end for rank in ranks if (end := self.outcome(rank)) is not None]
         for end in self.reasons.ask(ends, self._executor, self.handle):
             self._keep_outcome(self.attempt(end.rank).at(end.attempt))

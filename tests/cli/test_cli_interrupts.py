@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.cli import FAST, Folder, Terminal
+from support.cli import FAST, Folder, HereInstead, Terminal
+from support.fake_jobs import FakeExecutor, Machines
 
 from executors import ReplicaStatus, attach, list_runs
 from executors.testing import eventually
@@ -56,6 +59,36 @@ def test_an_interrupt_before_the_run_has_started_leaves_nothing_behind(folder: F
         assert command.ends() == 130
         assert "Cancelled before the run had started." in command.output
     assert list_runs() == []
+
+
+@pytest.mark.parametrize("patience_s", [60.0, 0.0], ids=["in time", "when the patience is over"])
+def test_an_interrupt_cancels_a_run_whose_service_rejects_every_question(
+    machines: Machines, here: HereInstead, monkeypatch: pytest.MonkeyPatch, patience_s: float
+) -> None:
+    monkeypatch.setattr("executors.backends.jobs.sdk.FIRST_PAUSE_S", 0.0)  # each look asks the service
+    monkeypatch.setattr("executors.cli.live.PATIENCE_S", patience_s)
+    struck = threading.Event()
+
+    def strike() -> bool:
+        if not struck.is_set():
+            struck.set()
+            os.kill(os.getpid(), signal.SIGINT)
+        return True
+
+    def reject() -> None:
+        eventually(lambda: list_runs() and "hanging" in attach("mine", executor=FakeExecutor()).logs(0))
+        machines.fail("state", "rejected", times=None, when=strike)
+
+    thread = threading.Thread(target=reject)
+    thread.start()
+    options = ("--n", 1, "--backend", "support.fake_jobs:FakeExecutor", "--run-id", "mine")
+    done = here.replicas("launch", "job:hang", *options)
+    thread.join()
+    assert done.code == 130, done
+    assert "The run continues" not in done.stdout
+    assert machines.living() == []
+    machines.forgive()
+    assert attach("mine", executor=FakeExecutor()).status().status is ReplicaStatus.CANCELLED
 
 
 def test_ctrl_c_while_watching_leaves_the_run_alone(folder: Folder) -> None:

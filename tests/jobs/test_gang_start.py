@@ -23,6 +23,7 @@ from executors.errors import AlreadyResumedError, BackendError, LaunchError, Run
 from executors.launcher import plan_launch
 from executors.resume import resume
 from executors.run_index import local_store
+from executors.supervision.decisions import DecisionLog
 from executors.task.launch_request import LaunchRequest
 from executors.testing import eventually
 
@@ -313,6 +314,37 @@ def test_a_run_is_resumed_after_a_resume_that_failed(machines: Machines) -> None
     again = resume(attached())
     assert [state.attempt for state in again.status().replicas] == [2, 0]
     assert machines.living() == [(0, 2), (1, 0)]
+
+
+class Refusing(FakeExecutor):
+    """Starts no third attempt."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self._error = error
+
+    def launch_replicas(self, *args: Any, run: Any = None, **more: Any) -> Any:
+        if run.attempt == 2:
+            raise self._error("no third one")
+        return super().launch_replicas(*args, run=run, **more)
+
+
+@pytest.mark.parametrize("error", [LaunchError, KeyboardInterrupt])
+def test_a_resume_that_is_refused_in_part_leaves_nothing_running(
+    machines: Machines, error: type[BaseException]
+) -> None:
+    """Ranks at different attempts are started one after the other."""
+    run = launched(machines, 3)
+    run.cancel()
+    resume(attached(), ranks=[1], detach=True).cancel()
+    with pytest.raises(error, match="no third one"):
+        resume(Run(run.store, "otter", executor=Refusing(error)), detach=True)
+    assert machines.living() == []
+    assert [(str(state.status), state.attempt) for state in attached().status().replicas] == [("cancelled", 1)] * 3
+    ordered = [entry.rank for entry in DecisionLog(run.store, "otter").read() if "no third one" in entry.words]
+    assert ordered == [0, 2, 1], "and no keeper goes on with it"
+    resume(attached(), detach=True)
+    assert machines.living() == [(0, 2), (1, 2), (2, 2)]
 
 
 class Overtaken(FakeExecutor):

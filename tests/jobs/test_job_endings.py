@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
+from support.cli import Folder, HereInstead
 from support.fake_jobs import FakeExecutor, Machines, attached, ends, start, wait_until_hanging
 
 from executors import launch
 from executors.errors import BackendError, ReplicaLostError
 from executors.native import Observation, Unfinished
+from executors.supervision.decisions import DecisionLog
 from executors.testing import eventually
 
 
@@ -152,6 +155,55 @@ def test_a_cancel_that_is_refused_for_a_job_that_runs_is_an_error(machines: Mach
         run.cancel()
     run.cancel()
     assert ends(run) == [("cancelled", "cancelled")]
+
+
+@pytest.mark.parametrize(
+    "refused", [["state"], ["state", "verify", "find", "stop"]], ids=["how they are", "everything"]
+)
+def test_a_cancel_is_ordered_though_the_service_rejects_every_question(machines: Machines, refused: list[str]) -> None:
+    machines.is_held = True
+    run = start(2)
+    for call in refused:
+        machines.fail(call, "rejected", times=None)
+    if "stop" in refused:
+        with pytest.raises(BackendError, match="Fake: rejected"):
+            attached().cancel()
+        assert machines.living() == [(0, 0), (1, 0)]
+    else:
+        attached().cancel()
+        assert machines.living() == [], "who is not told how they are may end them"
+    assert [(entry.kind, entry.rank) for entry in DecisionLog(run.store, "otter").read()] == [("cancel", None)]
+    assert all(run.newest_attempt(rank).has("cancel.json") for rank in range(2)), "replicas look there by themselves"
+    machines.forgive()
+    run.cancel()
+    assert ends(run) == [("cancelled", "cancelled")] * 2
+
+
+def test_the_command_cancels_all_ranks_that_it_is_given_though_the_service_rejects_every_question(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines.is_held = True
+    run = start(3)
+    for call in ("state", "verify"):
+        machines.fail(call, "rejected", times=None)
+    here = HereInstead(Folder(Path.cwd()), monkeypatch, capsys)
+    told = here.replicas("cancel", "otter", "--rank", "0,2", "--backend", "support.fake_jobs:FakeExecutor")
+    assert (told.code, told.stderr) == (2, "Error: Fake: rejected, as the test asked.\n")
+    assert told.stdout.startswith("Cancelled ranks 0, 2 of otter in its store, where replicas look.")
+    assert [entry.rank for entry in DecisionLog(run.store, "otter").read()] == [0, 2]
+    assert [run.newest_attempt(rank).has("cancel.json") for rank in range(3)] == [True, False, True]
+    machines.forgive()
+    run.cancel()
+
+
+def test_a_request_to_cancel_asks_the_store_alone(machines: Machines) -> None:
+    machines.is_held = True
+    run = start(2)
+    machines.calls.clear()
+    attached().request_cancel()
+    assert machines.calls == []
+    assert all(run.newest_attempt(rank).has("cancel.json") for rank in range(2))
+    run.cancel()
 
 
 def test_a_replica_that_ended_just_before_it_was_cancelled_counts_as_cancelled(machines: Machines) -> None:
