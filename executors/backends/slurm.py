@@ -83,6 +83,7 @@ class SlurmJobs(JobService):
         commands.ask("sbatch", "--test-only", *self._sizes(gpu, limit_s), script="#!/bin/sh\ntrue\n")
 
     def start_jobs(self, jobs: Sequence[Job]) -> list[JobId]:
+        self._cluster  # noqa: B018 - asked for now: a controller that is silent after `sbatch` is not one that did nothing
         for job in jobs:
             self._log_of(job.key).parent.mkdir(parents=True, exist_ok=True)
         job, group = jobs[0], jobs[0].key.group
