@@ -90,8 +90,8 @@ class JobExecutor:
         self.service = service
         self._states = JobStates(service)
         self._ends = JobEnds(service, self._states)
-        self._starting: set[JobKey] = set()
-        """The jobs that this process asked for, and has no answer yet."""
+        self._starting: set[str] = set()
+        """The attempts whose jobs this process asked for, and has no answer yet."""
         self._explained: set[str] = set()
         """The attempts of which the service has said why it ended them, or that it does not know."""
 
@@ -179,8 +179,8 @@ class JobExecutor:
         requirements = task.record.requirements
         jobs = self._jobs(run, gpu, timeout_s, requirements)
 
-        handle_of = functools.partial(self._handle, timeout_s=timeout_s)
-        self._starting |= {job.key for _, job in jobs}
+        handle_of = functools.partial(self._handle, timeout_s=timeout_s, launched_at=run.launched_at)
+        self._starting |= {attempt.place for attempt, _ in jobs}
         handles = GangStart(self.service, self.backend_name, run, jobs, handle_of=handle_of, tell=tell).run()
         if run.spares:
             start_spares(run, lambda of: self.launch_replicas(run.spares, "", {}, gpu=gpu, timeout=timeout, run=of))
@@ -298,11 +298,13 @@ class JobExecutor:
         """Find a replica whose launcher wrote its intent and no handle; see `NativeExecutor.find_handle`."""
         place = handle.metadata
         attempt = Attempt(store_at(place["store_url"]), place["run_id"], handle.rank, place["attempt"])
-        key = JobKey.of(attempt)
-        return self._look_for(attempt) if key not in self._starting and self._states.may_look_for(key) else None
+        is_due = attempt.place not in self._starting and self._states.may_look_for(attempt.place)
+        return self._look_for(attempt) if is_due else None
 
     def _look_for(self, attempt: Attempt) -> ReplicaHandle | None:
-        jobs = retrying()(self.service.find, JobKey.of(attempt))
+        record = find_run_record(attempt.store, attempt.run_id)
+        launched_at, timeout_s = (0.0, None) if record is None else (record.created_at, record.timeout_s)
+        jobs = retrying()(self.service.find, JobKey.of(attempt, launched_at))
         if not jobs:
             intent = attempt.find("intent.json", Intent.parse)
             if intent is not None and time.time() - intent.at > intent.takes_s:
@@ -310,8 +312,7 @@ class JobExecutor:
                 error = f"Replica {rank} was never started: {service} knows no job of it. Did {intent.by} die?"
                 attempt.record(attempt.ended(ReplicaStatus.FAILED, "start_failed", error=error))
             return None
-        record = find_run_record(attempt.store, attempt.run_id)
-        found = self._handle(attempt, jobs[0], self._timeout_s(record.timeout_s if record else None))
+        found = self._handle(attempt, jobs[0], timeout_s=self._timeout_s(timeout_s), launched_at=launched_at)
         if attempt.store.put_if_absent(attempt.key("handle.json"), found.to_json().encode()):
             return found
         return attempt.handle(self.backend_name) or found  # its launcher lives, and knows best
@@ -329,12 +330,13 @@ class JobExecutor:
         """Return the job that a replica's handle names, once the service has said that it is this replica's."""
         return None if replica.job is None else self._states.verified(replica.key, replica.job)
 
-    def _handle(self, attempt: Attempt, job_id: JobId, timeout_s: float | None) -> ReplicaHandle:
-        self._states.started(JobKey.of(attempt), job_id)
-        self._starting.discard(JobKey.of(attempt))
+    def _handle(self, attempt: Attempt, job_id: JobId, *, timeout_s: float | None, launched_at: float) -> ReplicaHandle:
+        self._states.started(JobKey.of(attempt, launched_at), job_id)
+        self._starting.discard(attempt.place)
         announced = attempt.announced(self.backend_name)
+        known = {"launched_at": launched_at, "timeout_s": timeout_s, "job": job_id}
         spare = {"spare": attempt.rank} if attempt.is_spare else {}
-        return replace(announced, metadata={**announced.metadata, **spare, "timeout_s": timeout_s, "job": job_id})
+        return replace(announced, metadata={**announced.metadata, **spare, **known})
 
     def _jobs(
         self, run: RunSpec, gpu: str | None, timeout_s: float | None, requirements: Sequence[str]
@@ -352,7 +354,7 @@ class JobExecutor:
         for rank in run.ranks:
             attempt = Attempt(store, run.run_id, rank, run.attempt, run.is_of_spares)
             job = Job(
-                JobKey.of(attempt),
+                JobKey.of(attempt, run.launched_at),
                 command,
                 tuple(requirements),
                 {**common, RANK: str(rank)},
