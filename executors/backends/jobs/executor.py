@@ -20,6 +20,7 @@ from executors.backends.jobs.gang_start import GangStart
 from executors.backends.jobs.job_ends import LOG_LINES, JobEnds, JobReplica
 from executors.backends.jobs.job_logs import PatientLog
 from executors.backends.jobs.job_states import MAX_THREADS, JobStates
+from executors.backends.jobs.max_cost import limits_left
 from executors.backends.jobs.service import (
     LONGEST_PATIENCE_S,
     ForeignJobError,
@@ -38,7 +39,7 @@ from executors.logs.readers import TailedLog
 from executors.native import Log, Observation, Package, Parent, Recordable, RunSpec, Unfinished
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
-from executors.replica import RANK, RENDEZVOUS, SERVICE
+from executors.replica import RANK, RENDEZVOUS, SERVICE, TIMEOUT_S
 from executors.run_index import local_store, new_run_id, remember
 from executors.store import open_store, store_at
 from executors.store.url import default_rendezvous, remote_access, shared_rendezvous
@@ -176,10 +177,13 @@ class JobExecutor:
                 remember(run.run_id, run.store_url, run.task_digest, self.options_to_keep)
         timeout_s = self._timeout_s(timeout)
         task = read_task(store_at(run.store_url), run.run_id, run.task_digest, run.task_folder)
-        requirements = task.record.requirements
-        jobs = self._jobs(run, gpu, timeout_s, requirements)
+        price = functools.partial(self.price_per_hour, gpu)
+        limits = limits_left(run, task.record.launched_with, timeout_s, price, together=self.service.starts_together)
+        jobs = self._jobs(run, gpu, limits, task.record.requirements)
 
-        handle_of = functools.partial(self._handle, timeout_s=timeout_s, launched_at=run.launched_at)
+        def handle_of(attempt: Attempt, job_id: JobId) -> ReplicaHandle:
+            return self._handle(attempt, job_id, timeout_s=limits[attempt.rank], launched_at=run.launched_at)
+
         self._starting |= {attempt.place for attempt, _ in jobs}
         handles = GangStart(self.service, self.backend_name, run, jobs, handle_of=handle_of, tell=tell).run()
         if run.spares:
@@ -191,7 +195,11 @@ class JobExecutor:
     ) -> dict[str, Any]:
         """Return the requests that `launch_replicas` would make, one a rank, with what is secret masked."""
         parts = [run, spares_of(run)] if run.spares else [run]
-        jobs = [job for part in parts for job in self._jobs(part, gpu, self._timeout_s(timeout), requirements)]
+        timeout_s = self._timeout_s(timeout)
+        limits = [dict.fromkeys(part.ranks, timeout_s) for part in parts]
+        jobs = [
+            job for part, its in zip(parts, limits, strict=True) for job in self._jobs(part, gpu, its, requirements)
+        ]
         return {"service": self.service.name, "jobs": [self.service.describe(job) for _, job in jobs]}
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
@@ -339,29 +347,28 @@ class JobExecutor:
         return replace(announced, metadata={**announced.metadata, **spare, **known})
 
     def _jobs(
-        self, run: RunSpec, gpu: str | None, timeout_s: float | None, requirements: Sequence[str]
+        self, run: RunSpec, gpu: str | None, limits: Mapping[int, float | None], requirements: Sequence[str]
     ) -> list[tuple[Attempt, Job]]:
         from executors.shipping.package import replica_environment
 
         store = store_at(run.store_url)
         url, credentials = remote_access(store)
         told = {RENDEZVOUS: url, SERVICE: self.service.name}
-        common = {**run.env, **replica_environment(run, 0, timeout_s, gpu), **told}
-        command, limit_s = self.service.command(), None
-        if timeout_s is not None:
-            limit_s = int(timeout_s + (INSTALL_S if requirements else MARGIN_S))
+        common = {**run.env, **replica_environment(run, 0, None, gpu), **told}
+        command, margin_s = self.service.command(), INSTALL_S if requirements else MARGIN_S
         jobs = []
         for rank in run.ranks:
+            timeout_s = limits[rank]
             attempt = Attempt(store, run.run_id, rank, run.attempt, run.is_of_spares)
             job = Job(
                 JobKey.of(attempt, run.launched_at),
                 command,
                 tuple(requirements),
-                {**common, RANK: str(rank)},
+                {**common, RANK: str(rank), **({} if timeout_s is None else {TIMEOUT_S: str(timeout_s)})},
                 {**credentials, **run.credentials},
                 run.secret_names,
                 gpu,
-                limit_s,
+                None if timeout_s is None else int(timeout_s + margin_s),
             )
             jobs.append((attempt, job))
         return jobs
