@@ -5,6 +5,7 @@
     │   ├── UnknownBackendError      also LookupError
     │   ├── MissingDependencyError   also ImportError
     │   └── LaunchError              the backend refused a replica; .rank, .cancelled
+    │       └── MaxCostSpentError    ranks have run for as long as max_cost lets them; .ranks
     ├── EntrypointError              cannot be found, imported or shipped
     │   ├── EntrypointImportError    also ImportError
     │   └── EntrypointArgumentsError also TypeError
@@ -30,7 +31,7 @@ Bad values of arguments (`n=0`) raise `ValueError`, wrong types `TypeError`, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -93,6 +94,14 @@ class LaunchError(BackendError):
         self.rank = rank
         self.cancelled = cancelled
         """Whether somebody cancelled the run meanwhile: then nothing is wrong."""
+
+
+class MaxCostSpentError(LaunchError):
+    """Ranks have run for as long as the run's `max_cost` lets them; nothing was started."""
+
+    def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
+        super().__init__(message, rank=ranks[0])
+        self.ranks = tuple(ranks)
 
 
 class EntrypointError(ReplicasError):

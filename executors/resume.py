@@ -67,6 +67,7 @@ def resume(
         run: the run; those of its replicas that still run go on undisturbed.
         ranks: start these instead; each must have ended.
         gpu, timeout, gather_s: None: as the run was launched. `gather_s` goes with its `min_replicas`.
+            A run with `max_cost` gives each rank no more than what is left of its share.
         restarts, hang_timeout: as for `launch`, for all ranks from here on. None: as before.
         env, secrets: as for `launch`. Values are not recorded, so those of the launch have to be given again.
         detach: go on when this process ends.

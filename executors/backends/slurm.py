@@ -83,6 +83,7 @@ class SlurmJobs(JobService):
         commands.ask("sbatch", "--test-only", *self._sizes(gpu, limit_s), script="#!/bin/sh\ntrue\n")
 
     def start_jobs(self, jobs: Sequence[Job]) -> list[JobId]:
+        self._cluster  # noqa: B018 - asked for now: a controller that is silent after `sbatch` is not one that did nothing
         for job in jobs:
             self._log_of(job.key).parent.mkdir(parents=True, exist_ok=True)
         job, group = jobs[0], jobs[0].key.group
@@ -181,8 +182,10 @@ class SlurmJobs(JobService):
         return {"id": array, "task": key.rank, "cluster": self._cluster}
 
     def _log_of(self, key: JobKey) -> Path:
-        """Return the file of a job's log, in the layout of local logs."""
-        place = Path(key.run_id, "spares" if key.is_spare else "replicas", f"{key.rank:04d}", str(key.attempt))
+        """Return the file of a job's log, in the layout of local logs; each run of an id has a folder of its own."""
+        place = Path(
+            key.run_id, key.nonce, "spares" if key.is_spare else "replicas", f"{key.rank:04d}", str(key.attempt)
+        )
         return Path(self.log_dir or state_dir()).absolute() / place / "output.log"
 
     def _request(self, jobs: Sequence[Job]) -> list[str]:

@@ -149,7 +149,7 @@ def list_jobs(*which: str) -> list[Row]:
     """Return the jobs of arrays that Slurm still knows, also those that ended. `which` are options of `squeue`."""
     columns = ",".join(f"{column}:|" for column in COLUMNS)
     try:
-        listed = ask("squeue", "--noheader", "--array", "--states=all", *which, f"--Format={columns}")
+        listed = ask("squeue", "--noheader", "--array", "--all", "--states=all", *which, f"--Format={columns}")
     except JobServiceError as error:
         if UNKNOWN_JOB in str(error):
             return []

@@ -50,6 +50,7 @@ def add(
     """Start K more replicas of a run, on any backend, and watch the run to its end.
 
     They get new ranks and join the others at their next round. Ctrl-C ends those that were added here, and no others.
+    --max-cost of the launch does not bound them; --timeout does.
 
     Exit code: as `launch`; 0 with --detach.
     """

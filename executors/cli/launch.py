@@ -48,7 +48,10 @@ ENTRYPOINT = (
 BACKEND = "A backend's name, or pkg.mod:Class; or several with their numbers of replicas, as in slurm:4,modal:4."
 ARG = "An argument of the entrypoint, as its annotation says; without one JSON, else a string. Repeatable."
 TIMEOUT = f"How long each replica may run ({DURATIONS}). Default: one hour in a cloud, else a cluster's limit, or none."
-MAX_COST = "What all replicas may cost together: a time limit, where the backend tells prices."
+MAX_COST = (
+    "What all replicas may cost together, started again or not: a time limit, where the backend tells prices. What "
+    "`replicas add` starts comes on top."
+)
 CHAOS = (
     "A fault to inject, local backend only: kill:rank=1,round=3 (counted from 1; or at=POINT,count=N,when=after; "
     "attempt=all), likewise hang:…,how=gil|spin|lock|loop|stop, raise:…, exit:…,code=75, oom:…; kill:every=5: a random "

@@ -73,7 +73,8 @@ def launch(
         gpu: a GPU per replica, as in "H100" or "H100:2".
         timeout: seconds each replica may run. None: one hour in a cloud, else a cluster's own limit, or none.
         max_cost: US dollars that all replicas may cost together, as a limit of their time, where the backend tells
-            prices. What is installed before the entrypoint starts comes on top.
+            prices. A replica that is started again, also by `resume`, gets what is left of its share. What is installed
+            before the entrypoint starts comes on top, and so does what is added to the run.
         env: more environment variables of the replicas. Their values are never recorded.
         secrets: names of secrets that the backend hands to the replicas.
         seed: the replicas' generators are seeded from this and their rank. None: from the run id and their rank.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from executors.attempt import Attempt, half_way
+from executors.durations import name_duration
 from executors.errors import BackendError, LaunchError, StoreError
 from executors.native import NativeExecutor
 from executors.protocol import ReplicaHandle, ServerlessExecutor
@@ -80,6 +82,10 @@ def add_replicas(
     _check_start(run, native, task, asked.n, {**limits, "secrets": spec.secret_names})
     n_seen, is_barred = _check_bar(run)
     # Of a run that was launched without code for other machines, they get that of this process, now and later.
+    if launched.max_cost is not None:
+        limit = "" if timeout is None else f": each may run for {name_duration(timeout)}, and again after a restart"
+        what = f"max_cost={launched.max_cost:g} of run {run.run_id!r}"
+        print(f"replicas: {what} does not bound what is added{limit}", file=sys.stderr)
     package = None if task.record.code_sha256 else native.package(task.record.entrypoint or len)
     own_task = None if package is None else add_code(task, package)
     place = Placement(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -9,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from executors.errors import ReplicasError
+from executors.attempt import Attempt
+from executors.errors import MaxCostSpentError, ReplicasError, StoreError
 from executors.native import NativeExecutor, RunSpec
-from executors.protocol import ServerlessExecutor
+from executors.protocol import ReplicaStatus, ServerlessExecutor
 from executors.run.handles import keep_handles
 from executors.store import store_at
 
@@ -96,6 +98,18 @@ class LaunchHands:
             keep_handles(store_at(spec.store_url), spec.run_id, spec.attempt, handles)
         except (ReplicasError, OSError) as error:
             self._again_at |= dict.fromkeys(spec.ranks, time.monotonic() + AGAIN_S)
-            self.say(f"attempt {spec.attempt} could not be started; trying again: {error}")
+            if isinstance(error, MaxCostSpentError):
+                self._end(spec, error)
+            else:
+                self.say(f"attempt {spec.attempt} could not be started; trying again: {error}")
         finally:
             self._busy.difference_update(spec.ranks)
+
+    def _end(self, spec: RunSpec, error: MaxCostSpentError) -> None:
+        """End attempts that nobody will start, so that nobody waits for them."""
+        self.say(f"attempt {spec.attempt} is not started: {error}")
+        with contextlib.suppress(StoreError):  # then it is tried again
+            for rank in error.ranks:
+                attempt = Attempt(store_at(spec.store_url), spec.run_id, rank, spec.attempt)
+                if not attempt.has("intent.json"):  # of somebody who begins it all the same
+                    attempt.record(attempt.ended(ReplicaStatus.FAILED, "timeout", error=str(error)))

@@ -144,7 +144,8 @@ class Run(Traces):
 
         They have new ranks, beyond those of the launch, and join the others at their next round. From then on they are
         replicas of the run like the others: `wait`, `results`, `cancel` and all else count them. What they see as
-        `world_size` is that of the launch, which never changes; see `Replica.shard` for their data.
+        `world_size` is that of the launch, which never changes; see `Replica.shard` for their data. They come on top
+        of the run's `max_cost`.
 
         Args:
             executor: a backend's name, or an executor. What it starts on other machines gets the code of this folder,

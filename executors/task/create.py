@@ -174,8 +174,9 @@ def continue_run(
         spares=0,
     )
     task = to_bytes({**described, "launched_with": asdict(launched_with)})
-    spec = replace(spec, task_digest=hashlib.sha256(task).hexdigest())
-    new_record = replace(record, **vars(launched_with), task_digest=spec.task_digest, detach=spec.detach, **_by_whom())
+    digest = hashlib.sha256(task).hexdigest()
+    new_record = replace(record, **vars(launched_with), task_digest=digest, detach=spec.detach, **_by_whom())
+    spec = replace(spec, task_digest=digest, launched_at=new_record.created_at)
     pickle_sha256, code_sha256 = old.record.callable_sha256, described.get("code_sha256")
     pickled = None if pickle_sha256 is None else bytes(old.read("callable.pkl", pickle_sha256))
     code = None if code_sha256 is None else bytes(old.read("code.tar.gz", code_sha256))

@@ -28,7 +28,10 @@ from executors.errors import BackendError
 from executors.replica import RANK
 from executors.testing.helpers import KnownGaps, eventually
 
-OTHERS: list[dict[str, Any]] = [{"rank": 4}, {"attempt": 2}, {"run_id": "another"}, {"store_url": "s3://bucket/other"}]
+OTHERS: list[dict[str, Any]] = [
+    *({"rank": 4}, {"attempt": 2}, {"run_id": "another"}, {"store_url": "s3://bucket/other"}),
+    {"launched_at": 1.8e9},  # another run of the id, after this one was removed
+]
 SAY_RANK = (  # as the bootstrap finds it
     "import os; e = os.environ; "
     "print('rank', e.get('REPLICA_RANK') or e['REPLICA_RANKS'].split(',')[int(e['JOB_COMPLETION_INDEX'])])"
@@ -135,6 +138,20 @@ class JobServiceContract(KnownGaps):
         for other in OTHERS:
             assert service.find(replace(job.key, **other)) == [], other
         service.stop(job_id)
+
+    def test_a_run_id_that_was_removed_and_launched_again_does_not_get_the_old_runs_jobs(
+        self, service: JobService
+    ) -> None:
+        old = self.job("print('of old')")
+        old_id = service.start(old)
+        self.ended(service, old_id)
+        new = replace(old, key=replace(old.key, launched_at=1.8e9), command=self.job("print('of new')").command)
+        assert service.find(new.key) == []
+        new_id = service.start(new)
+        self.ended(service, new_id)
+        eventually(lambda: service.logs(new_id, 10) == "of new\n", within_s=self.patience_s)
+        assert new_id != old_id
+        assert old_id not in service.find(new.key)
 
     def test_of_two_jobs_of_a_key_the_older_comes_first_or_the_second_is_not_started(self, service: JobService) -> None:
         job = self.job(HANG)

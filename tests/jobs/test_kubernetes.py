@@ -283,6 +283,19 @@ def test_ranks_are_resumed_as_one_more_job(k8s: ApiServer) -> None:
     assert "my-own-value" not in str(k8s.cluster.jobs)
 
 
+def test_a_run_id_that_was_removed_and_launched_again_does_not_get_the_old_runs_jobs(k8s: ApiServer) -> None:
+    old = launch("k8s", "job.py:main", 2, run_id="otter")
+    assert old.wait(60)
+    old.remove()
+    new = launch("k8s", "job.py:fail", 2, args={"ranks": [0]}, run_id="otter")
+    assert new.wait(60)
+    assert [outcome.reason for outcome in new.outcomes()] == ["exception", None]
+    again = resume(attach("otter"))
+    assert again.wait(60)
+    assert [outcome.attempt for outcome in again.outcomes()] == [1, 0]
+    assert [name.rpartition("-a")[2] for name in k8s.cluster.jobs] == ["0-r0", "0-r0", "1-r0"]
+
+
 def test_a_pod_that_never_started_is_ended_with_its_replica(k8s: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("executors.backends.kubernetes_pods.STUCK_S", -1.0)
     k8s.fail("read_secret", 403, times=9)

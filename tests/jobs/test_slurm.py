@@ -39,6 +39,11 @@ def job_of(run: Run, rank: int) -> str:
     return f"{job['id']}_{job['task']}"
 
 
+def group_of(run: Run) -> str:
+    """Name the jobs that a launch started."""
+    return JobKey(run.store.url, run.run_id, 0, 0, launched_at=run.record.created_at).group
+
+
 def states(slurm: Cluster, *which: str) -> list[str]:
     return slurm.run("squeue", "--noheader", "--array", "--states=all", *which, "--format=%T").split()
 
@@ -63,7 +68,7 @@ def test_an_array_is_asked_for_once_and_leaves_no_folder_on_its_nodes(
     assert run.results() == [{"rank": rank} for rank in range(3)]
     (call,) = slurm_commands.calls("sbatch")
     assert "--array=0,1,2" in call
-    eventually(lambda: set(states(slurm, "--name=" + JobKey(run.store.url, "otter", 0, 0).group)) == {"COMPLETED"})
+    eventually(lambda: set(states(slurm, "--name=" + group_of(run))) == {"COMPLETED"})
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
@@ -88,7 +93,7 @@ def test_what_a_stopped_controller_was_asked_for_is_started_once(
         run = started(2)
         assert run.results() == [{"rank": 0}, {"rank": 1}]
     assert kinds == ["unknown"]
-    assert len(states(slurm, f"--name={JobKey(run.store.url, 'otter', 0, 0).group}")) == 2
+    assert len(states(slurm, f"--name={group_of(run)}")) == 2
 
 
 def test_an_answer_that_is_lost_costs_no_job(slurm: Cluster, slurm_commands: Commands) -> None:
@@ -96,7 +101,7 @@ def test_an_answer_that_is_lost_costs_no_job(slurm: Cluster, slurm_commands: Com
     run = started(2)
     assert run.results() == [{"rank": 0}, {"rank": 1}]
     assert len(slurm_commands.calls("sbatch")) == 1
-    assert len(states(slurm, f"--name={JobKey(run.store.url, 'otter', 0, 0).group}")) == 2
+    assert len(states(slurm, f"--name={group_of(run)}")) == 2
 
 
 def test_no_controller_is_one_that_is_asked_again(

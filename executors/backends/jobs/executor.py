@@ -20,6 +20,7 @@ from executors.backends.jobs.gang_start import GangStart
 from executors.backends.jobs.job_ends import LOG_LINES, JobEnds, JobReplica
 from executors.backends.jobs.job_logs import PatientLog
 from executors.backends.jobs.job_states import MAX_THREADS, JobStates
+from executors.backends.jobs.max_cost import limits_left
 from executors.backends.jobs.service import (
     LONGEST_PATIENCE_S,
     ForeignJobError,
@@ -38,7 +39,7 @@ from executors.logs.readers import TailedLog
 from executors.native import Log, Observation, Package, Parent, Recordable, RunSpec, Unfinished
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
-from executors.replica import RANK, RENDEZVOUS, SERVICE
+from executors.replica import RANK, RENDEZVOUS, SERVICE, TIMEOUT_S
 from executors.run_index import local_store, new_run_id, remember
 from executors.store import open_store, store_at
 from executors.store.url import default_rendezvous, remote_access, shared_rendezvous
@@ -90,8 +91,8 @@ class JobExecutor:
         self.service = service
         self._states = JobStates(service)
         self._ends = JobEnds(service, self._states)
-        self._starting: set[JobKey] = set()
-        """The jobs that this process asked for, and has no answer yet."""
+        self._starting: set[str] = set()
+        """The attempts whose jobs this process asked for, and has no answer yet."""
         self._explained: set[str] = set()
         """The attempts of which the service has said why it ended them, or that it does not know."""
 
@@ -176,11 +177,14 @@ class JobExecutor:
                 remember(run.run_id, run.store_url, run.task_digest, self.options_to_keep)
         timeout_s = self._timeout_s(timeout)
         task = read_task(store_at(run.store_url), run.run_id, run.task_digest, run.task_folder)
-        requirements = task.record.requirements
-        jobs = self._jobs(run, gpu, timeout_s, requirements)
+        price = functools.partial(self.price_per_hour, gpu)
+        limits = limits_left(run, task.record.launched_with, timeout_s, price, together=self.service.starts_together)
+        jobs = self._jobs(run, gpu, limits, task.record.requirements)
 
-        handle_of = functools.partial(self._handle, timeout_s=timeout_s)
-        self._starting |= {job.key for _, job in jobs}
+        def handle_of(attempt: Attempt, job_id: JobId) -> ReplicaHandle:
+            return self._handle(attempt, job_id, timeout_s=limits[attempt.rank], launched_at=run.launched_at)
+
+        self._starting |= {attempt.place for attempt, _ in jobs}
         handles = GangStart(self.service, self.backend_name, run, jobs, handle_of=handle_of, tell=tell).run()
         if run.spares:
             start_spares(run, lambda of: self.launch_replicas(run.spares, "", {}, gpu=gpu, timeout=timeout, run=of))
@@ -191,7 +195,11 @@ class JobExecutor:
     ) -> dict[str, Any]:
         """Return the requests that `launch_replicas` would make, one a rank, with what is secret masked."""
         parts = [run, spares_of(run)] if run.spares else [run]
-        jobs = [job for part in parts for job in self._jobs(part, gpu, self._timeout_s(timeout), requirements)]
+        timeout_s = self._timeout_s(timeout)
+        limits = [dict.fromkeys(part.ranks, timeout_s) for part in parts]
+        jobs = [
+            job for part, its in zip(parts, limits, strict=True) for job in self._jobs(part, gpu, its, requirements)
+        ]
         return {"service": self.service.name, "jobs": [self.service.describe(job) for _, job in jobs]}
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
@@ -298,11 +306,13 @@ class JobExecutor:
         """Find a replica whose launcher wrote its intent and no handle; see `NativeExecutor.find_handle`."""
         place = handle.metadata
         attempt = Attempt(store_at(place["store_url"]), place["run_id"], handle.rank, place["attempt"])
-        key = JobKey.of(attempt)
-        return self._look_for(attempt) if key not in self._starting and self._states.may_look_for(key) else None
+        is_due = attempt.place not in self._starting and self._states.may_look_for(attempt.place)
+        return self._look_for(attempt) if is_due else None
 
     def _look_for(self, attempt: Attempt) -> ReplicaHandle | None:
-        jobs = retrying()(self.service.find, JobKey.of(attempt))
+        record = find_run_record(attempt.store, attempt.run_id)
+        launched_at, timeout_s = (0.0, None) if record is None else (record.created_at, record.timeout_s)
+        jobs = retrying()(self.service.find, JobKey.of(attempt, launched_at))
         if not jobs:
             intent = attempt.find("intent.json", Intent.parse)
             if intent is not None and time.time() - intent.at > intent.takes_s:
@@ -310,8 +320,7 @@ class JobExecutor:
                 error = f"Replica {rank} was never started: {service} knows no job of it. Did {intent.by} die?"
                 attempt.record(attempt.ended(ReplicaStatus.FAILED, "start_failed", error=error))
             return None
-        record = find_run_record(attempt.store, attempt.run_id)
-        found = self._handle(attempt, jobs[0], self._timeout_s(record.timeout_s if record else None))
+        found = self._handle(attempt, jobs[0], timeout_s=self._timeout_s(timeout_s), launched_at=launched_at)
         if attempt.store.put_if_absent(attempt.key("handle.json"), found.to_json().encode()):
             return found
         return attempt.handle(self.backend_name) or found  # its launcher lives, and knows best
@@ -329,37 +338,37 @@ class JobExecutor:
         """Return the job that a replica's handle names, once the service has said that it is this replica's."""
         return None if replica.job is None else self._states.verified(replica.key, replica.job)
 
-    def _handle(self, attempt: Attempt, job_id: JobId, timeout_s: float | None) -> ReplicaHandle:
-        self._states.started(JobKey.of(attempt), job_id)
-        self._starting.discard(JobKey.of(attempt))
+    def _handle(self, attempt: Attempt, job_id: JobId, *, timeout_s: float | None, launched_at: float) -> ReplicaHandle:
+        self._states.started(JobKey.of(attempt, launched_at), job_id)
+        self._starting.discard(attempt.place)
         announced = attempt.announced(self.backend_name)
+        known = {"launched_at": launched_at, "timeout_s": timeout_s, "job": job_id}
         spare = {"spare": attempt.rank} if attempt.is_spare else {}
-        return replace(announced, metadata={**announced.metadata, **spare, "timeout_s": timeout_s, "job": job_id})
+        return replace(announced, metadata={**announced.metadata, **spare, **known})
 
     def _jobs(
-        self, run: RunSpec, gpu: str | None, timeout_s: float | None, requirements: Sequence[str]
+        self, run: RunSpec, gpu: str | None, limits: Mapping[int, float | None], requirements: Sequence[str]
     ) -> list[tuple[Attempt, Job]]:
         from executors.shipping.package import replica_environment
 
         store = store_at(run.store_url)
         url, credentials = remote_access(store)
         told = {RENDEZVOUS: url, SERVICE: self.service.name}
-        common = {**run.env, **replica_environment(run, 0, timeout_s, gpu), **told}
-        command, limit_s = self.service.command(), None
-        if timeout_s is not None:
-            limit_s = int(timeout_s + (INSTALL_S if requirements else MARGIN_S))
+        common = {**run.env, **replica_environment(run, 0, None, gpu), **told}
+        command, margin_s = self.service.command(), INSTALL_S if requirements else MARGIN_S
         jobs = []
         for rank in run.ranks:
+            timeout_s = limits[rank]
             attempt = Attempt(store, run.run_id, rank, run.attempt, run.is_of_spares)
             job = Job(
-                JobKey.of(attempt),
+                JobKey.of(attempt, run.launched_at),
                 command,
                 tuple(requirements),
-                {**common, RANK: str(rank)},
+                {**common, RANK: str(rank), **({} if timeout_s is None else {TIMEOUT_S: str(timeout_s)})},
                 {**credentials, **run.credentials},
                 run.secret_names,
                 gpu,
-                limit_s,
+                None if timeout_s is None else int(timeout_s + margin_s),
             )
             jobs.append((attempt, job))
         return jobs

@@ -12,7 +12,7 @@ from executors.backends.jobs.job_states import JobStates
 from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobState, retrying, stop_others
 from executors.native import Parent
 from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus
-from executors.store.records import FAR_AHEAD, Fields, integer, json_object, nullable, number
+from executors.store.records import FAR_AHEAD, LONG_AGO, Fields, integer, json_object, nullable, number
 from executors.task.record import MAX_WORLD_SIZE
 
 LOG_LINES = 200
@@ -35,9 +35,10 @@ class JobReplica:
         fields = Fields(handle.metadata, where, attempt.store.url)
         timeout_s = fields.take("timeout_s", nullable(number(0.0, FAR_AHEAD)))
         spare = fields.take("spare", SPARE, None)
-        job, launched = fields.take("job", nullable(json_object)), fields.take("attempt", integer(0, MAX_ATTEMPTS))
-        runs_it = attempt.at(launched) if spare is None else replace(attempt, rank=spare, number=0, is_spare=True)
-        return cls(attempt, JobKey.of(runs_it), job, timeout_s)
+        launched_at = fields.take("launched_at", number(LONG_AGO, FAR_AHEAD), 0.0)
+        job, number_of_it = fields.take("job", nullable(json_object)), fields.take("attempt", integer(0, MAX_ATTEMPTS))
+        runs_it = attempt.at(number_of_it) if spare is None else replace(attempt, rank=spare, number=0, is_spare=True)
+        return cls(attempt, JobKey.of(runs_it, launched_at), job, timeout_s)
 
 
 class JobEnds:

@@ -16,8 +16,8 @@ BESIDE_LISTS = (0.4, 16)  # with a list every 5 s: less than 60 requests in any 
 ONE_BY_ONE = (1.6, 60)  # 540 requests in the first five minutes; Hugging Face allows a free account 1,000
 
 log = logging.getLogger(__name__)
-Place = tuple[str, str]
-"""The store and the id of a run."""
+Place = tuple[str, str, float]
+"""The store and the id of a run, and when it was launched."""
 
 
 class JobStates:
@@ -31,7 +31,7 @@ class JobStates:
         self._lists_jobs = type(service).states is not JobService.states
         self._runs = PollThrottle[Place](clock)
         self._one_by_one = PollThrottle[JobKey](clock)
-        self._searches = PollThrottle[JobKey](clock)
+        self._searches = PollThrottle[str](clock)
         self._budget = TokenBucket(*(BESIDE_LISTS if self._lists_jobs else ONE_BY_ONE), clock)
         self._lock = threading.Lock()
         self._jobs: dict[JobKey, JobId] = {}
@@ -85,9 +85,9 @@ class JobStates:
         self.forget(key)
         self._runs.forget(_place(key))
 
-    def may_look_for(self, key: JobKey) -> bool:
-        """Whether to ask now for the jobs of a rank whose launcher left no handle. A caller that gets True asks."""
-        return bool(self._searches.due([key], lambda _: self._budget.take()))
+    def may_look_for(self, place: str) -> bool:
+        """Whether to ask now for the jobs of an attempt whose launcher left no handle. A caller that gets True asks."""
+        return bool(self._searches.due([place], lambda _: self._budget.take()))
 
     def _forget(self, key: JobKey) -> None:
         self._jobs.pop(key, None)
@@ -133,4 +133,4 @@ class JobStates:
 
 
 def _place(key: JobKey) -> Place:
-    return key.store_url, key.run_id
+    return key.store_url, key.run_id, key.launched_at

@@ -54,21 +54,24 @@ class JobKey:
     attempt: int
     is_spare: bool = False
     """Whether `rank` numbers a spare."""
+    launched_at: float = 0.0
+    """When its run was: one store may hold runs of one id, each after the one before was removed."""
 
     @classmethod
-    def of(cls, attempt: Attempt) -> JobKey:
-        return cls(attempt.store.url, attempt.run_id, attempt.rank, attempt.number, attempt.is_spare)
+    def of(cls, attempt: Attempt, launched_at: float) -> JobKey:
+        place = attempt.store.url, attempt.run_id, attempt.rank, attempt.number
+        return cls(*place, attempt.is_spare, launched_at)
 
     @property
     def name(self) -> str:
         """At most 64 of `[a-z0-9-]`: what every service takes as a name."""
-        return f"{self.run_id}-{self._place}-{'s' if self.is_spare else 'r'}{self.rank:04d}-a{self.attempt}"
+        return f"{self.run_id}-{self.nonce}-{'s' if self.is_spare else 'r'}{self.rank:04d}-a{self.attempt}"
 
     @property
     def group(self) -> str:
         """At most 53 of `[a-z0-9-]`, the same for all ranks of one attempt number. Several groups may have one name."""
         end = f"-{'s' if self.is_spare else 'a'}{self.attempt}"
-        return f"{self.run_id}-{self._place}"[: MAX_GROUP - len(end)] + end
+        return f"{self.run_id}-{self.nonce}"[: MAX_GROUP - len(end)] + end
 
     @property
     def labels(self) -> dict[str, str]:
@@ -79,12 +82,14 @@ class JobKey:
     @property
     def run_labels(self) -> dict[str, str]:
         """Those that all jobs of the run have."""
-        return {"replicas-run": self.run_id, "replicas-store": self._place}
+        return {"replicas-run": self.run_id, "replicas-store": self.nonce}
 
     @property
-    def _place(self) -> str:
+    def nonce(self) -> str:
+        """Eight hex digits that tell apart the runs of one id, in several stores, or in one after each other."""
         # Without the options behind the "?": the launcher's and another machine's may differ.
-        return hashlib.sha256(self.store_url.partition("?")[0].encode()).hexdigest()[:8]
+        where = self.store_url.partition("?")[0]
+        return hashlib.sha256(f"{where} {self.launched_at!r}".encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)

@@ -288,7 +288,8 @@ def test_the_ranks_of_an_attempt_are_a_group_whose_name_fits_everywhere() -> Non
         ranks = {JobKey("s3://b/p", run_id, rank, attempt).group for rank in range(3)}
         spares = {JobKey("s3://b/p", run_id, rank, attempt, is_spare=True).group for rank in range(3)}
         elsewhere = {JobKey("s3://b/q", run_id, 0, attempt).group, JobKey("s3://b/p", run_id, 0, attempt + 1).group}
-        assert [len(names) for names in (ranks, spares, ranks | spares | elsewhere)] == [1, 1, 4]
+        elsewhere.add(JobKey("s3://b/p", run_id, 0, attempt, launched_at=1.8e9).group)
+        assert [len(names) for names in (ranks, spares, ranks | spares | elsewhere)] == [1, 1, 5]
         assert all(re.fullmatch(r"[a-z0-9][a-z0-9-]{0,52}", name) for name in ranks | spares)
     assert JobKey("s3://b/p", "otter", 0, 2).group == f"otter-{JobKey('s3://b/p', 'otter', 0, 2).name.split('-')[1]}-a2"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from executors.backends.jobs.service import JobKey, JobServiceError, JobState
+from executors.backends.jobs.service import Job, JobKey, JobServiceError, JobState, retrying
 from executors.backends.slurm import SlurmJobs
 from executors.backends.slurm_commands import (
     Row,
@@ -175,6 +175,38 @@ def test_a_job_whose_number_another_has_by_now_is_lost(answer: Path, monkeypatch
         service.verify(job_id, key)
         (answer / "said").write_text(f"184|3|RUNNING|None|0|{name}|\n")
         assert service.state(job_id) == state
+
+
+def test_a_controller_that_falls_silent_after_sbatch_starts_no_second_array(answer: Path) -> None:
+    (answer / "sbatch").write_text(f"#!/bin/sh\necho >> {answer}/asked\ntouch {answer}/is-silent\necho 184\n")
+    (answer / "scontrol").write_text(
+        f"#!/bin/sh\nif mv {answer}/is-silent {answer}/was-silent 2> /dev/null; then\n"
+        "echo 'Unable to contact slurm controller' >&2; exit 1; fi\necho 'ClusterName = here'\n"
+    )
+    for name in ("sbatch", "scontrol"):
+        (answer / name).chmod(0o755)
+    service = SlurmJobs()
+    start = retrying(lambda pause_s: None)
+    (job_id,) = start(service.start_jobs, [Job(JobKey("s3://bucket/runs", "otter", 0, 1), ("true",), (), {}, {})])
+    assert job_id == {"id": "184", "task": 0, "cluster": "here"}
+    assert (answer / "asked").read_text().count("\n") == 1
+
+
+def test_a_silent_controller_is_found_out_before_anything_is_asked_for(answer: Path) -> None:
+    (answer / "scontrol").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+    (answer / "scontrol").chmod(0o755)
+    (answer / "sbatch").write_text(f"#!/bin/sh\ntouch {answer}/asked\necho 184\n")
+    with pytest.raises(JobServiceError) as caught:
+        SlurmJobs().start_jobs([Job(JobKey("s3://bucket/runs", "otter", 0, 1), ("true",), (), {}, {})])
+    assert (caught.value.kind, (answer / "asked").exists()) == ("unavailable", False)
+
+
+def test_jobs_are_asked_for_in_all_partitions(answer: Path) -> None:
+    (answer / "squeue").write_text(f"#!/bin/sh\necho $* >> {answer}/asked\n")
+    SlurmJobs().find(JobKey("s3://bucket/runs", "otter", 0, 0))
+    list_jobs("--jobs=184")
+    asked = [line.split() for line in (answer / "asked").read_text().splitlines()]
+    assert ["--all" in options for options in asked] == [True, True], "a hidden partition is listed only so"
 
 
 def test_an_environment_that_names_another_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,107 @@
+"""What bounds the cost of a run bounds all that is started of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+from support.fake_jobs import FakeExecutor, FakeJobs, Machines, attached, start, wait_until_hanging
+
+from executors import Run
+from executors.attempt import Attempt
+from executors.backends.jobs.executor import INSTALL_S
+from executors.backends.jobs.max_cost import used_s
+from executors.errors import MaxCostSpentError
+from executors.protocol import ReplicaStatus
+from executors.resume import resume
+from executors.store.memory import MemoryStore
+from executors.store.records import to_bytes
+from executors.testing import eventually
+
+SHARE_S = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def _a_price(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeJobs, "price_per_hour", lambda self, gpu: 2.0)
+
+
+def limits(machines: Machines) -> list[float]:
+    """Return for how long each job's replica may run."""
+    return [float(each.job.env["REPLICA_TIMEOUT_S"]) for each in machines.jobs]
+
+
+def has_run(run: Run, rank: int, number: int, seconds: float) -> None:
+    """Let an attempt have begun earlier than it did."""
+    attempt = Attempt(run.store, run.run_id, rank, number)
+    claim = json.loads(bytes(run.store.get(attempt.key("started.json"))))
+    run.store.put(attempt.key("started.json"), to_bytes({**claim, "at": time.time() - seconds}))
+
+
+def preempted(run: Run, machines: Machines, rank: int, number: int, after_s: float) -> None:
+    """Take the machine of an attempt back, once it hangs."""
+    attempt = Attempt(run.store, run.run_id, rank, number)
+    eventually(lambda: attempt.has("handle.json") and "hanging" in run.logs(rank), f"attempt {number} hangs")
+    has_run(run, rank, number, after_s)
+    machines.end(machines.job_of(attached(), rank), "preempted")
+
+
+def test_a_replica_that_was_preempted_gets_the_rest_of_max_cost_and_no_more(machines: Machines) -> None:
+    run = start(1, "hang", max_cost=2.0, restarts="5,backoff=0s")
+    keeper = threading.Thread(target=run.wait, args=(120,))
+    keeper.start()
+    preempted(run, machines, 0, 0, 2000.0)
+    preempted(run, machines, 0, 1, 1590.0)
+    keeper.join()
+    assert limits(machines) == [SHARE_S, pytest.approx(SHARE_S - 2000, abs=60)]
+    assert [each.job.limit_s for each in machines.jobs] == [int(limit_s + INSTALL_S) for limit_s in limits(machines)]
+    (outcome,) = run.outcomes()
+    assert (outcome.attempt, outcome.reason) == (2, "timeout")
+    assert "max_cost=2 of run 'otter' is spent: rank 0 ran for the 1:00:00 that each replica may." in str(outcome.error)
+    with pytest.raises(MaxCostSpentError, match="replicas resume otter --from-snapshot"):
+        resume(attached())
+    assert len(machines.jobs) == 2
+
+
+def test_each_rank_that_is_resumed_gets_the_rest_of_its_own_share(machines: Machines) -> None:
+    run = start(3, "hang", max_cost=6.0, timeout=3000.0)
+    wait_until_hanging(run)
+    for rank, seconds in enumerate((100.0, 1200.0, 3590.0)):
+        has_run(run, rank, 0, seconds)
+    run.cancel()
+    assert run.wait(60)
+    with pytest.raises(MaxCostSpentError, match="is spent: rank 2 ran"):
+        resume(attached())
+    again = resume(attached(), ranks=[0, 1], timeout=9000.0)
+    assert sorted(limits(machines)[3:]) == [pytest.approx(2400, abs=60), pytest.approx(3500, abs=60)]
+    again.cancel()
+
+
+def test_what_is_added_to_a_run_comes_on_top_of_max_cost_and_that_is_said(
+    machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = start(1, "hang", max_cost=2.0)
+    assert run.add(FakeExecutor(), 1) == [1]
+    assert "max_cost=2 of run 'otter' does not bound what is added" in capsys.readouterr().err
+    assert limits(machines) == [SHARE_S, SHARE_S]
+    run.cancel()
+
+
+def test_the_time_of_a_rank_is_that_of_its_containers_and_not_until_somebody_looked() -> None:
+    first = Attempt(MemoryStore(), "otter", 0)
+
+    def attempt(number: int, at: float, beat_at: float, finished_at: float, host: str, *, is_launched: bool) -> None:
+        its = first.at(number)
+        claim = {"nonce": "x", "pid": 1, "host": "node", "at": 1e9 + at}
+        its.store.put(its.key("started.json"), to_bytes(claim))
+        its.store.put(its.key("heartbeat.json"), to_bytes({"at": 1e9 + beat_at}))
+        its.record(its.ended(ReplicaStatus.FAILED, "lost", host=host, finished_at=1e9 + finished_at))
+        if is_launched:
+            its.store.put(its.key("intent.json"), b"{}")
+
+    attempt(0, 0, 90, 100, "node", is_launched=True)
+    attempt(1, 110, 190, 200, "node", is_launched=False)  # a process after another, in the same container
+    attempt(2, 1000, 1050, 9000, "laptop", is_launched=True)  # found in the morning
+    assert [used_s(first.at(number)) for number in range(4)] == [0, 100, 200, 250]
