@@ -59,7 +59,7 @@ class Kept:
         """Return the live work it had, as distances from the anchor, by fragment."""
         found = (self.arrays.get(f"progress/{index}") for index in range(len(sizes)))
         return [
-            torch.zeros(size)
+            torch.zeros(size, dtype=torch.float32, device="cpu")
             if values is None or values.dtype != np.float32 or values.shape != (size,)
             else torch.from_numpy(np.array(values))
             for values, size in zip(found, sizes, strict=True)

@@ -37,7 +37,7 @@ class ModelState:
     ) -> None:
         self.model = model
         self.fragments = tuple(fragments)
-        self.anchors = [torch.empty(fragment.n_elements) for fragment in fragments]
+        self.anchors = [torch.empty(fragment.n_elements, dtype=torch.float32, device="cpu") for fragment in fragments]
         self.rank = settings.rank
         self._frozen = marks_of_frozen(model)
         self.carries = settings.late == "carry"
@@ -241,7 +241,7 @@ class ModelState:
     def reserve(self, size_bytes: int) -> None:
         """Take memory for so much of a payload now: the first use of a page costs several times a copy."""
         if self._memory.nbytes < size_bytes:
-            self._memory = torch.zeros(size_bytes, dtype=torch.uint8).numpy()
+            self._memory = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu").numpy()
 
     def _room(self, size_bytes: int) -> memoryview:
         """Return memory that is used again and again."""
