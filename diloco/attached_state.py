@@ -253,10 +253,13 @@ def _flatten(value: Any, arrays: dict[str, Array], prefix: str, where: str) -> A
         dtype, values = str(value.dtype).removeprefix("torch."), value.detach().cpu()
         if dtype == "bfloat16":
             values = values.contiguous().view(torch.int16)  # numpy has no such type
-        return {"tensor": _added(values.numpy(), arrays, prefix), "dtype": dtype}
+        with contextlib.suppress(TypeError):  # of another type, or layout, that numpy does not have
+            if (array := values.numpy()).dtype in _KEPT:
+                return {"tensor": _added(array, arrays, prefix), "dtype": dtype}
     if isinstance(value, np.ndarray) and value.dtype in _KEPT:
         return {"array": _added(value, arrays, prefix)}
-    raise TypeError(f"{where} is {kind_of(value)}, which can be kept neither as a tensor nor as JSON.")
+    kind = f"{kind_of(value)} of {value.dtype}" if isinstance(value, (Tensor, np.ndarray)) else kind_of(value)
+    raise TypeError(f"{where} is {kind}, which can be kept neither as a tensor nor as JSON.")
 
 
 def _added(values: Array, arrays: dict[str, Array], prefix: str) -> str:
