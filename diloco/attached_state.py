@@ -84,6 +84,8 @@ class AttachedState:
         """What an earlier attempt left, if there was one."""
         self.step = self._step_of_kept()
         """The run's step when `follow` was last called; before, the one that what was kept is of."""
+        self._n_steps = 0
+        """Those that this process had made then."""
         self._missed = 0
         """Steps of the run that what is attached did not take."""
 
@@ -125,18 +127,19 @@ class AttachedState:
         self._followers += [thing] * follow
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of", UserWarning)  # before the optimizer's: on purpose
-            self.follow(step)
+            self.follow(step, self._n_steps)
 
-    def follow(self, step: int, *, made: int = 0) -> None:
+    def follow(self, step: int, n_steps: int) -> None:
         """Step the schedules that follow to the run's step; say where the run went on and the rest did not.
 
         Args:
-            made: steps of this replica since the last call.
+            n_steps: that this process has made.
         """
         for schedule in self._followers:
             while schedule.last_epoch < step:
                 schedule.step()
-        gap, self.step = step - self.step - made, step
+        gap = step - self.step - (n_steps - self._n_steps)
+        self.step, self._n_steps = step, n_steps
         self._missed += gap
         if gap >= self._plan.steps_per_entry and len(self._attached) > len(self._followers):
             own = step - self._missed

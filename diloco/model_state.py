@@ -39,6 +39,8 @@ class ModelState:
         self.fragments = tuple(fragments)
         self.anchors = [torch.empty(fragment.n_elements, dtype=torch.float32, device="cpu") for fragment in fragments]
         self.rank = settings.rank
+        self.before_hold: Callable[[], None] = lambda: None
+        """Called before work is held: until that is handed over, the rounds do nothing beside the training."""
         self._frozen = marks_of_frozen(model)
         self.carries = settings.late == "carry"
         self.keeps_later_work = settings.merge == "carry"
@@ -102,6 +104,7 @@ class ModelState:
 
     @torch.no_grad()
     def hold(self, fragment: int, *, is_early: bool) -> None:
+        self.before_hold()
         check_is_whole(self.model, self.fragments, f"Contribution of rank {self.rank}")
         if self._trains_on or is_early or not self.wire.is_exact:
             self._shadows[fragment].hold(f"Contribution of rank {self.rank}")
