@@ -251,7 +251,8 @@ def round_cost(job: Job, choice: Choice) -> RoundCost:
         requests = REQUESTS_IN_TURN["small"]
         up, down = elements * (w + v / n), elements * ((n - 1) * w / n + v)  # on average
     else:
-        part = ceil(blocks / max(1, min(n, blocks, MAX_SHARDS))) / blocks
+        shards = max(1, min(n, elements // BLOCK_ELEMENTS, MAX_SHARDS))  # none of a part of a block alone
+        part = ceil(blocks / shards) / blocks
         up, down = elements * (w + part * v), elements * ((n - 1) * part * w + (1 - part) * v)
         link_s = up / link.up + down / link.down
         requests = REQUESTS_IN_TURN["sharded"]
