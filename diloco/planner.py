@@ -127,7 +127,8 @@ class Choice:
     def fits(self, steps: int | None) -> bool:
         """Tell whether `DiLoCo` takes these arguments, for so many steps."""
         return (
-            self.inner_steps % self.fragments == 0
+            min(self.inner_steps, self.fragments) >= 1
+            and self.inner_steps % self.fragments == 0
             and self.overlap_steps < self.steps_between
             and (steps is None or steps >= self.inner_steps)
         )
