@@ -59,7 +59,7 @@ class Kept:
         """Return the live work it had, as distances from the anchor, by fragment."""
         found = (self.arrays.get(f"progress/{index}") for index in range(len(sizes)))
         return [
-            torch.zeros(size)
+            torch.zeros(size, dtype=torch.float32, device="cpu")
             if values is None or values.dtype != np.float32 or values.shape != (size,)
             else torch.from_numpy(np.array(values))
             for values, size in zip(found, sizes, strict=True)
@@ -84,6 +84,8 @@ class AttachedState:
         """What an earlier attempt left, if there was one."""
         self.step = self._step_of_kept()
         """The run's step when `follow` was last called; before, the one that what was kept is of."""
+        self._n_steps = 0
+        """Those that this process had made then."""
         self._missed = 0
         """Steps of the run that what is attached did not take."""
 
@@ -125,18 +127,19 @@ class AttachedState:
         self._followers += [thing] * follow
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of", UserWarning)  # before the optimizer's: on purpose
-            self.follow(step)
+            self.follow(step, self._n_steps)
 
-    def follow(self, step: int, *, made: int = 0) -> None:
+    def follow(self, step: int, n_steps: int) -> None:
         """Step the schedules that follow to the run's step; say where the run went on and the rest did not.
 
         Args:
-            made: steps of this replica since the last call.
+            n_steps: that this process has made.
         """
         for schedule in self._followers:
             while schedule.last_epoch < step:
                 schedule.step()
-        gap, self.step = step - self.step - made, step
+        gap = step - self.step - (n_steps - self._n_steps)
+        self.step, self._n_steps = step, n_steps
         self._missed += gap
         if gap >= self._plan.steps_per_entry and len(self._attached) > len(self._followers):
             own = step - self._missed
@@ -253,10 +256,13 @@ def _flatten(value: Any, arrays: dict[str, Array], prefix: str, where: str) -> A
         dtype, values = str(value.dtype).removeprefix("torch."), value.detach().cpu()
         if dtype == "bfloat16":
             values = values.contiguous().view(torch.int16)  # numpy has no such type
-        return {"tensor": _added(values.numpy(), arrays, prefix), "dtype": dtype}
+        with contextlib.suppress(TypeError):  # of another type, or layout, that numpy does not have
+            if (array := values.numpy()).dtype in _KEPT:
+                return {"tensor": _added(array, arrays, prefix), "dtype": dtype}
     if isinstance(value, np.ndarray) and value.dtype in _KEPT:
         return {"array": _added(value, arrays, prefix)}
-    raise TypeError(f"{where} is {kind_of(value)}, which can be kept neither as a tensor nor as JSON.")
+    kind = f"{kind_of(value)} of {value.dtype}" if isinstance(value, (Tensor, np.ndarray)) else kind_of(value)
+    raise TypeError(f"{where} is {kind}, which can be kept neither as a tensor nor as JSON.")
 
 
 def _added(values: Array, arrays: dict[str, Array], prefix: str) -> str:

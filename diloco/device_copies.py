@@ -45,7 +45,7 @@ class DeviceCopies:
             for (slot, _), source in zip(live, sources, strict=True):
                 to = memory[slot.start : slot.end].view(slot.shape)
                 if source.dtype != torch.float32:
-                    narrow = torch.empty(slot.shape, dtype=source.dtype, pin_memory=True)
+                    narrow = torch.empty(slot.shape, dtype=source.dtype, device="cpu", pin_memory=True)
                     self._narrow.append((to, narrow))
                     to = narrow
                 to.copy_(source, non_blocking=True)

@@ -37,8 +37,10 @@ class ModelState:
     ) -> None:
         self.model = model
         self.fragments = tuple(fragments)
-        self.anchors = [torch.empty(fragment.n_elements) for fragment in fragments]
+        self.anchors = [torch.empty(fragment.n_elements, dtype=torch.float32, device="cpu") for fragment in fragments]
         self.rank = settings.rank
+        self.before_hold: Callable[[], None] = lambda: None
+        """Called before work is held: until that is handed over, the rounds do nothing beside the training."""
         self._frozen = marks_of_frozen(model)
         self.carries = settings.late == "carry"
         self.keeps_later_work = settings.merge == "carry"
@@ -102,6 +104,7 @@ class ModelState:
 
     @torch.no_grad()
     def hold(self, fragment: int, *, is_early: bool) -> None:
+        self.before_hold()
         check_is_whole(self.model, self.fragments, f"Contribution of rank {self.rank}")
         if self._trains_on or is_early or not self.wire.is_exact:
             self._shadows[fragment].hold(f"Contribution of rank {self.rank}")
@@ -241,7 +244,7 @@ class ModelState:
     def reserve(self, size_bytes: int) -> None:
         """Take memory for so much of a payload now: the first use of a page costs several times a copy."""
         if self._memory.nbytes < size_bytes:
-            self._memory = torch.zeros(size_bytes, dtype=torch.uint8).numpy()
+            self._memory = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu").numpy()
 
     def _room(self, size_bytes: int) -> memoryview:
         """Return memory that is used again and again."""

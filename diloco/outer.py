@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
 from typing import Any, Literal, Self
@@ -189,6 +189,7 @@ class DiLoCo:
             self._attached.take_over(context.origin, self.rounds)
         self._steps_before = self._attached.step
         self._kept_period = self.rounds // settings.entries_per_snapshot
+        self._model_state.before_hold = self._keep_if_due
         is_open[self._name] = self
         self._liaison.plan(total_steps)
         self._liaison.show(self.rounds, self._round_s)
@@ -215,11 +216,10 @@ class DiLoCo:
         self._check_open()
         self._liaison.progress()
         self._leave_if_asked(after_round=False)
-        reports, began = self._in_round(self._participant.step)
-        self._attached.follow(self.inner_step, made=1)
-        report = self._report(reports, began)
-        self._leave_if_asked(after_round=report is not None)
-        return report
+        reports = self._in_round(self._participant.step)
+        self._attached.follow(self.inner_step, self._participant.phase.n_steps)
+        self._leave_if_asked(after_round=bool(reports))
+        return RoundReport.sum_of(reports) if reports else None
 
     def sync(self) -> list[RoundReport]:
         """Have a round of every fragment now; all replicas must call it at the same step. Inner steps count from here.
@@ -229,9 +229,8 @@ class DiLoCo:
         """
         self._check_open()
         self._liaison.progress()
-        reports, began = self._in_round(self._participant.sync)
-        self._attached.follow(self.inner_step)
-        self._report(reports, began)
+        reports = self._in_round(self._participant.sync)
+        self._attached.follow(self.inner_step, self._participant.phase.n_steps)
         return reports
 
     def attach_state(self, name: str, thing: Any, *, follow: bool = False) -> None:
@@ -329,7 +328,7 @@ class DiLoCo:
 
         What is on its way is waited for and merged first: save the model's own state after this.
         """
-        self._drain()
+        self._in_round(self._participant.drain)
         phase = self._participant.phase
         position = {"rounds": self.rounds, "base": phase.base, "since": phase.since, "inner_step": self.inner_step}
         return {**position, **self._participant.apart(self._model_state.checkpoint)}
@@ -343,44 +342,41 @@ class DiLoCo:
         Raises: ValueError: the checkpoint is not of this run and model.
         """
         self._check_open()
-        self._drain()
+        self._in_round(self._participant.drain)
         self._model_state.load_checkpoint(state, self.rounds)
         self._attached.step = state["inner_step"]
         self._steps_before = state["inner_step"] - self._participant.phase.n_steps
         self._participant.go_back(state["rounds"], state["base"], state["since"])
-        self._attached.follow(self.inner_step)
+        self._attached.follow(self.inner_step, self._participant.phase.n_steps)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _drain(self) -> None:
-        self._report(*self._in_round(self._participant.drain))  # what is on its way is waited for and merged
-
-    def _in_round(self, act: Callable[[], list[RoundReport]]) -> tuple[list[RoundReport], float]:
-        """Return what was reported, and when that began."""
+    def _in_round(self, act: Callable[[], list[RoundReport]]) -> list[RoundReport]:
+        """Return the rounds that something brings about, once they are reported and what is attached is kept."""
         began = monotonic()
         with self._liaison.waiting("round"):
-            return act(), began
-
-    def _report(self, reports: Sequence[RoundReport], began: float) -> RoundReport | None:
-        """Report the last round with what all cost; keep what is attached, once between two snapshots."""
-        report = None
+            reports = act()
         if reports:
-            period = self.rounds // self._settings.entries_per_snapshot
-            if self._attached and period != self._kept_period:
-                self._kept_period = period
-                self._keep_attached()
+            self._keep_if_due()
             self._participant.phase.left()
-            report = RoundReport.sum_of(reports)
-            log.debug("rank %s: %s", self._settings.rank, report)
+            log.debug("rank %s: %s", self._settings.rank, RoundReport.sum_of(reports))
         self._round_s += monotonic() - began
-        if report is not None:
+        if reports:
             self._liaison.show(self.rounds, self._round_s)
         self._liaison.record(reports)
         self._same_data.check(reports)
-        return report
+        return reports
+
+    def _keep_if_due(self) -> None:
+        """Keep what is attached, once between two snapshots: after a merge, and before more is sent."""
+        period = self.rounds // self._settings.entries_per_snapshot
+        if self._attached and period != self._kept_period:
+            self._kept_period = period
+            self._attached.follow(self.inner_step, self._participant.phase.n_steps)
+            self._keep_attached()
 
     def _keep_attached(self) -> None:
-        """Keep what is attached, with this replica's live work."""
+        """Keep what is attached, with this replica's live work; nothing is in flight."""
         progress = self._participant.apart(self._model_state.progress)
         self._attached.keep(self.rounds, progress, self._participant.uncounted_since)
 

@@ -98,7 +98,8 @@ class NesterovSGD(OuterOptimizer):
         self._fragment = fragment
         self._stepped = [slot for slot in fragment.slots if slot.kind == "parameter"]
         self._anchor = anchor  # (n_elements,) float32
-        self._momentum = torch.zeros(fragment.n_stepped if schedule.momentum else 0)  # (n_stepped,) float32
+        n_momenta = fragment.n_stepped if schedule.momentum else 0
+        self._momentum = torch.zeros(n_momenta, dtype=torch.float32, device="cpu")
         self._schedule = schedule
         self._step = np.empty(min(CHUNK, fragment.n_elements), np.float32)
 

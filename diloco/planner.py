@@ -127,7 +127,8 @@ class Choice:
     def fits(self, steps: int | None) -> bool:
         """Tell whether `DiLoCo` takes these arguments, for so many steps."""
         return (
-            self.inner_steps % self.fragments == 0
+            min(self.inner_steps, self.fragments) >= 1
+            and self.inner_steps % self.fragments == 0
             and self.overlap_steps < self.steps_between
             and (steps is None or steps >= self.inner_steps)
         )
@@ -251,7 +252,8 @@ def round_cost(job: Job, choice: Choice) -> RoundCost:
         requests = REQUESTS_IN_TURN["small"]
         up, down = elements * (w + v / n), elements * ((n - 1) * w / n + v)  # on average
     else:
-        part = ceil(blocks / max(1, min(n, blocks, MAX_SHARDS))) / blocks
+        shards = max(1, min(n, elements // BLOCK_ELEMENTS, MAX_SHARDS))  # none of a part of a block alone
+        part = ceil(blocks / shards) / blocks
         up, down = elements * (w + part * v), elements * ((n - 1) * part * w + (1 - part) * v)
         link_s = up / link.up + down / link.down
         requests = REQUESTS_IN_TURN["sharded"]

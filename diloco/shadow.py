@@ -40,9 +40,10 @@ class Room:
     def take(self, n_elements: int, *, is_pinned: bool) -> Tensor:
         """Return memory of (n_elements,) float32 for a fragment, page-locked or not."""
         if not self.keeps:
-            return torch.empty(n_elements)
-        free = self._free[is_pinned]
-        return (free.pop() if free else torch.zeros(self._n_elements, pin_memory=is_pinned))[:n_elements]
+            return torch.empty(n_elements, dtype=torch.float32, device="cpu")
+        if not (free := self._free[is_pinned]):
+            free.append(torch.zeros(self._n_elements, dtype=torch.float32, device="cpu", pin_memory=is_pinned))
+        return free.pop()[:n_elements]
 
     def give(self, memory: Tensor, *, is_pinned: bool) -> None:
         """Take memory back. What more is used than two fragments at a time, as at a reload, is let go."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import time
@@ -61,8 +62,8 @@ def _rate(text: str) -> float:
         raise UsageProblem(f"{text!r} may mean bits or bytes. Give {text.strip()[:-1]}bit or {text.strip()[:-1]}B.")
     value = 0.0
     if found:
-        base = 1024 if found[3] else 1000
-        value = float(found[1]) * base ** POWERS.index(found[2].lower()) / (8 if found[4] in ("bit", "Bit") else 1)
+        base, bits = 1024 if found[3] else 1000, 8 if (found[4] or "").lower() == "bit" else 1
+        value = float(found[1]) * base ** POWERS.index(found[2].lower()) / bits
     if not 1 <= value <= 1e15:
         raise UsageProblem(f"{text!r} is not a speed. Give bytes or bits a second, such as 20MB, 20e6 or 160Mbit.")
     return value
@@ -143,7 +144,6 @@ def plan(
         )
         fixed = {"inner_steps": inner_steps, "fragments": fragments, "overlap_steps": overlap_steps}
         found = planner.choose(job, wires=planner.WIRES if wire is None else (wire,), mean_wire=mean_wire, **fixed)
-        free = planner.choose(job)
     kind = _kind_of(url)
     prices = planner.PRICES.get(kind, planner.Prices())
     prices = replace(prices, **(price or {}))
@@ -156,7 +156,7 @@ def plan(
                f"({source}: {describe_link(speed)})", "bold", wrap=True)  # fmt: skip
     for line in (*_lines(found), _sums(found, prices, is_priced, kind, url)):
         output.say(line, wrap=True)
-    for line in _advice(found, free, source):
+    for line in _advice(found, planner, source):
         output.say(line, "yellow", wrap=True)
     output.say(f"pass it on:  DiLoCo(model, {_settings(found)})")
     if n > 1:
@@ -316,16 +316,20 @@ def _region(url: str | None) -> str:
     return found or "the bucket's region"
 
 
-def _advice(plan: Any, free: Any, source: str) -> list[str]:
+def _advice(plan: Any, planner: Any, source: str) -> list[str]:
     lines = []
+    free = None
+    if plan.late_s:
+        with contextlib.suppress(ValueError):  # the run is shorter than any round that is usual
+            free = planner.choose(plan.job)
     if plan.has_few_rounds:
         lines.append(
             f"Only {plan.rounds} round{'s' * (plan.rounds != 1)} of each fragment: below 30 the outer momentum does "
             "more harm than good, so this is plain averaging. Train longer, or with shorter rounds."
         )
-    if plan.late_s and free.share < plan.share:
+    if free is not None and free.share < plan.share:
         lines.append(f"{name_share(free.share)} of the time would be lost with: {_settings(free)}")
-    elif plan.late_s:
+    elif free is not None:
         lines.append("Nothing hides the rounds at this link; this loses least.")
     if 2 * plan.choice.overlap_steps > plan.choice.inner_steps:
         lines.append(

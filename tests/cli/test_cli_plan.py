@@ -11,6 +11,7 @@ from servers.s3.server import S3Server
 from support.cli import Folder, HereInstead
 
 from executors import LocalProcessExecutor, launch
+from executors.cli.plan import _rate
 from executors.cli.planned import MeasuredLink, link_key, note_link
 from executors.run_index import state_dir
 from executors.testing import eventually
@@ -76,6 +77,7 @@ def test_a_plan_says_what_speaks_against_it(here: HereInstead, more: tuple[str, 
         ((*BY_HAND, "--step", "0"), "step_s must be more than 0, got step_s=0.0."),
         ((*BY_HAND, "--wire", "int2"), "wire must be one of fp32, bf16, int8, int4, got wire='int2'."),
         ((*BY_HAND, "--inner-steps", "50", "--fragments", "3"), "got inner_steps=50 and fragments=3."),
+        ((*BY_HAND, "--fragments", "0"), "fragments must be at least 1, got fragments=0."),
         ((*BY_HAND, "--inner-steps", "50", "--steps", "20"), "steps must be at least inner_steps"),
         (("--store", "gs://bucket"), "No store serves 'gs'"),
         (("--store", "memory://x", "--probe"), "is in one process's memory"),
@@ -87,6 +89,18 @@ def test_what_cannot_be_planned_is_refused_in_a_sentence(
 ) -> None:
     result = here.replicas("plan", *SMALL, *given)
     assert (result.code, problem in result.stderr, result.stdout) == (2, True, ""), result
+
+
+def test_a_run_shorter_than_any_usual_round_is_planned_with_the_rounds_that_are_given(here: HereInstead) -> None:
+    slow = ("--up", "2MB", "--down", "2MB", "--steps", "8", "--inner-steps", "4")
+    result = here.replicas("plan", *SMALL, *slow)
+    assert "2 rounds" in result.stdout, result
+    assert "Nothing hides the rounds at this link; this loses least." not in result.stdout
+
+
+@pytest.mark.parametrize("rate", ["160Mbit", "160mbit", "160MBIT", "160MBit/s", "20MB", "20mB/s", "20e6"])
+def test_a_speed_may_be_of_bits_in_any_letters(rate: str) -> None:
+    assert _rate(rate) == 20e6
 
 
 def test_a_probe_leaves_a_measurement_here_and_nothing_there(here: HereInstead, tmp_path: Path) -> None:

@@ -158,6 +158,9 @@ class Run:
         self.anchors = [self._flat(tensors, "anchor", names) for names in self.names]
         has_momentum = contract["outer_momentum"] != 0
         self.momenta = [np.zeros(n if has_momentum else 0, F32) for n in contract["stepped"]]
+        for names, momentum in zip(self.names, self.momenta, strict=True):
+            if stepped := [name for name in names if f"momentum/{name}" in tensors]:  # of the run that it goes on from
+                momentum[:] = self._flat(tensors, "momentum", stepped)
         assert start["state"] == [self.state(index) for index in range(contract["fragments"])]
 
     def _get(self, key: str) -> bytes:

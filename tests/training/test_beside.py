@@ -142,6 +142,25 @@ def test_a_mean_is_applied_at_the_first_step_after_it_has_come_where_that_is_ask
         assert value_of(model) == pytest.approx(11.0, rel=1e-5)
 
 
+def test_a_record_that_is_kept_while_the_next_round_goes_on_belongs_to_its_position(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each round takes until the next is due: the step that merges the one sends the other."""
+    gate, model = Gate(), zeros()
+    options: dict[str, Any] = {"inner_steps": 3, "overlap_steps": "auto", "snapshot_every": 1, "merge": "carry"}
+    with begin(gate.store, model, **options) as diloco:
+        diloco.attach_state("generator", torch.Generator())
+        steps(5, model, diloco)
+        gate.opens_when(diloco, monkeypatch, lambda: None)
+        steps(1, model, diloco)
+        assert diloco._participant._is_awaited
+        diloco._workers.uploads.finish()
+        kept = diloco._attached._read(KEYS, 1, 0)
+        assert kept is not None
+        assert (diloco.rounds, value_of(model)) == (1, 6.0)
+        assert kept.progress([4])[0].tolist() == [3.0 - 6.0] * 4  # the first anchor is 3
+
+
 def test_who_asks_for_the_anchor_waits_for_the_round_and_leaves_the_live_parameters_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

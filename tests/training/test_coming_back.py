@@ -211,14 +211,22 @@ def test_states_of_all_kinds_come_back_as_they_went() -> None:
 
 def test_what_cannot_be_kept_is_refused_by_name_when_it_is_attached() -> None:
     class Odd:
+        def __init__(self, value: Any = print) -> None:
+            self.value = value
+
         def state_dict(self) -> dict[str, Any]:
-            return {"hooks": [1, print]}
+            return {"hooks": [1, self.value]}
 
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     with DiLoCo(nn.Linear(2, 2), **place(MemoryStore())) as diloco:
         with pytest.raises(TypeError, match=r"odd\['hooks'\]\[1\] is a builtin_function_or_method"):
             diloco.attach_state("odd", Odd())
+        for dtype in (torch.complex64, torch.float8_e4m3fn):
+            with pytest.raises(TypeError, match=rf"odd\['hooks'\]\[1\] is a Tensor of {dtype}, which can be kept"):
+                diloco.attach_state("odd", Odd(torch.ones(2).to(dtype)))
+        with pytest.raises(TypeError, match=r"odd\['hooks'\]\[1\] is a ndarray of complex128, which can be kept"):
+            diloco.attach_state("odd", Odd(np.ones(2, complex)))
         with pytest.raises(TypeError, match="something with state_dict"):
             diloco.attach_state("number", 3)
         diloco.attach_state("fine", torch.Generator())

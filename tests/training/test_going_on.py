@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import decoder
 from support.training import nudge
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -100,3 +101,28 @@ def test_a_run_may_go_on_from_one_that_went_on_from_another() -> None:
     four = Training(store, "four", continues="three")
     assert four.diloco.rounds == 12
     four.die()
+
+
+class Keeping(MemoryStore):
+    """Deletes nothing."""
+
+    def delete(self, key: str) -> None:
+        pass
+
+
+def test_a_run_that_goes_on_from_a_snapshot_is_read_by_the_decoder() -> None:
+    store = Keeping("going on, to be read")
+    Training(store, "old").train_until(11).die()
+    new = Training(store, "new", continues="old").train_until(15)
+    anchor = new.diloco.anchor()
+    new.die()
+    prefix = "new/diloco/main/"
+    objects = {entry.key.removeprefix(prefix): bytes(store.get(entry.key)) for entry in store.list(prefix)}
+    run = decoder.Run(objects)
+    assert any(momentum.any() for momentum in run.momenta)
+    assert list(run) == [*range(9, 15)]
+    for fragment in range(2):
+        for name, values in run.anchor(fragment).items():
+            assert values.tobytes() == anchor[name].numpy().tobytes()
+    fields = {*decoder.frame(objects["own/0/12/0/record"], "", decoder.UNSIGNED).head}
+    assert fields == {"rank", "attempt", "position", "steps", "uncounted_since", "digest"}

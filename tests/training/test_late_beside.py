@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 from support.training import PLAIN, leave, next_process, nudge
 from torch import nn
 
@@ -35,6 +36,20 @@ def uncounted(diloco: DiLoCo, model: nn.Module) -> list[tuple[float, float]] | N
     return None
 
 
+def check_what_is_kept(diloco: DiLoCo) -> None:
+    """Let each record be compared with the rounds that it is said to be after, and with the steps made since."""
+    training, keep = diloco._participant, diloco._attached.keep
+
+    def checked(position: int, progress: list[torch.Tensor], uncounted_since: list[int]) -> None:
+        assert training.apart(lambda: training._rounds.position) == position
+        for away, n in zip(progress, training.phase.made, strict=True):
+            assert -float(away.mean()) == pytest.approx(n, abs=1e-3)
+        keep(position, progress, uncounted_since)
+
+    diloco.attach_state("generator", torch.Generator())
+    diloco._attached.keep = checked  # type: ignore[method-assign,assignment]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -56,8 +71,9 @@ def test_what_is_in_the_live_parameters_and_not_in_the_anchor_is_what_no_mean_ha
         model = nn.Sequential(*[nn.Linear(6, 1, bias=False) for _ in range(2)][: options.get("fragments", 1)])
         for parameter in model.parameters():
             nn.init.zeros_(parameter)
-        given = {"inner_steps": 4, "mean_wire": "fp32", "same_data": "allow", **PLAIN, **options}
+        given = {"inner_steps": 4, "mean_wire": "fp32", "same_data": "allow", "snapshot_every": 1, **PLAIN, **options}
         diloco = DiLoCo(model, **given, **{**where, "store": store}, _limits=LIMITS)
+        check_what_is_kept(diloco)
         was_out = []
         for step in range(60):
             if rank == 0 and step % 10 == 9:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.training import PLAIN, nudge, place
+from support.training import PLAIN, leave, next_process, nudge, place
 from torch import nn
 
 from diloco import DiLoCo
@@ -21,6 +21,7 @@ from diloco.outer_optimizer import NesterovSGD, Schedule
 from diloco.rendezvous.round import Limits
 from diloco.rendezvous.training_state import Verdict
 from diloco.testing import run_replicas
+from executors.store import MemoryStore
 from executors.testing.helpers import environment
 
 SHARDED = Limits(small_bytes=0, block_elements=16)
@@ -222,6 +223,42 @@ def test_alone_with_eta_one_and_no_momentum_it_is_plain_training() -> None:
 
     for name, value in run_replicas(1, body)[0].items():
         torch.testing.assert_close(value, plain.get_parameter(name))
+
+
+@pytest.fixture
+def _defaults_are_restored() -> Iterator[None]:
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("_defaults_are_restored")
+@pytest.mark.parametrize("options", [{}, {"overlap_steps": 1, "wire": "int8", "merge": "carry"}])
+@pytest.mark.parametrize("set_default", [
+    lambda: torch.set_default_dtype(torch.bfloat16), lambda: torch.set_default_dtype(torch.float64),
+    lambda: torch.set_default_device("meta"),
+])  # fmt: skip
+def test_the_anchor_is_float32_on_the_cpu_whatever_torch_makes_by_default(
+    set_default: Callable[[], object], options: dict[str, Any]
+) -> None:
+    def trained(models: list[nn.Module]) -> dict[str, torch.Tensor]:
+        store = MemoryStore()
+        for model, n_steps in zip(models, (5, 4), strict=True):  # the second goes on with what the first has kept
+            next_process()
+            diloco = DiLoCo(model, inner_steps=2, snapshot_every=1, **options, **place(store))
+            diloco.attach_state("generator", torch.Generator())
+            for _ in range(n_steps):
+                nudge(model, 0.25)
+                diloco.step()
+            leave(diloco)
+        return {**diloco.anchor(), "momentum": diloco._model_state.outer[0].state_dict()["momentum"]}
+
+    models = [ThreeLayers(0).to(torch.bfloat16) for _ in range(4)]
+    expected = trained(models[:2])
+    set_default()
+    for name, value in trained(models[2:]).items():
+        assert (value.dtype, value.device.type) == (torch.float32, "cpu")
+        assert torch.equal(value, expected[name])
 
 
 def test_the_loss_falls() -> None:

@@ -30,7 +30,7 @@ from diloco.planner import (
     round_cost,
 )
 from diloco.rendezvous import frames, snapshot
-from diloco.rendezvous.round import Limits
+from diloco.rendezvous.round import Layout, Limits
 from diloco.wires import DEFAULT_MEAN_WIRE, WIRES
 
 BUCKET = Link(up=210e6, down=260e6, latency_s=0.048)
@@ -61,6 +61,17 @@ def test_the_parts_of_a_sharded_round_are_those_of_the_formula() -> None:
     assert cost.noticing_s == 2 * 0.5
     assert cost.seconds == cost.link_s + cost.requests_s + cost.processor_s + cost.noticing_s
     assert cost.seconds == pytest.approx(14.3, abs=0.05)
+
+
+@given(elements=st.integers(1, 200 << 20), n=st.integers(1, 100), wire=NAMES)
+def test_the_planner_cuts_a_mean_as_the_rounds_do(elements: int, n: int, wire: str) -> None:
+    layout = Layout(elements, Limits(), WIRES[wire], WIRES[DEFAULT_MEAN_WIRE[wire]])
+    shards = [layout.shard(shard, layout.n_shards(n)) for shard in range(layout.n_shards(n))]
+    largest = max(shard.end_block - shard.first_block for shard in shards)
+    cost = cost_of_round(elements, n, wire, None, Link(up=1, down=1, latency_s=0), Processor())
+    if not layout.is_small:
+        received = cost.up / elements - BYTES_PER_ELEMENT[wire]
+        assert received / BYTES_PER_ELEMENT[DEFAULT_MEAN_WIRE[wire]] == pytest.approx(largest / layout.n_blocks)
 
 
 def test_a_small_round_has_one_phase() -> None:
