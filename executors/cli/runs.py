@@ -238,8 +238,11 @@ def cancel(
     problems: list[BackendError] = []
     with _noted_in(problems):
         before = found.status(reports=False)
+    with usage_errors():
+        for one in rank or ():
+            found.check_rank(one)
     for one in rank or (None,):
-        with _noted_in(problems), usage_errors():
+        with _noted_in(problems):
             found.cancel(one)
     with _noted_in(problems):
         after = found.status(reports=False)

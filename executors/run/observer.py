@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from executors.attempt import Attempt, Beat
+from executors.attempt import Attempt
 from executors.errors import BackendError, CorruptObjectError, UnknownHandleError, UnwritableStoreError
 from executors.native import NativeExecutor, Observation, Unfinished
 from executors.pauses import pauses
 from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
 from executors.run.fleet import Fleet
 from executors.run.handles import kept_handles
+from executors.run.heartbeats import Heartbeats
 from executors.run.restart_states import Answers
 from executors.run.service_reasons import ServiceReasons
 from executors.status import ReplicaState, RunStatus
@@ -70,7 +71,7 @@ class Observer:
         self._unrecorded: set[int] = set()
         """Ranks whose end was found and cannot be written: the next look tries again."""
         self._problems: dict[int, Outcome] = {}
-        self._beats: dict[int, tuple[int, Beat | None]] = {}
+        self._heartbeats = Heartbeats()
         self._answers = Answers(store, run_id, record, self.has_keeper)
         self._hopeless: set[int] = set()
         self.reasons = ServiceReasons()
@@ -145,11 +146,7 @@ class Observer:
         return {rank: end for rank in self.ranks if (end := self.outcome(rank)) is not None}
 
     def recorded(self, ranks: Sequence[int] | None = None) -> list[ReplicaState]:
-        """Return the state of replicas as the store alone tells it, whether or not their backend answers.
-
-        Args:
-            ranks: None: all.
-        """
+        """Return the state of ranks, None: of all, as the store alone tells it, whether a backend answers or not."""
         return [self._state(rank, None, "") for rank in self._read(ranks)]
 
     def _read(self, asked: Sequence[int] | None) -> Sequence[int]:
@@ -183,7 +180,12 @@ class Observer:
 
     def with_reports(self, states: Sequence[ReplicaState]) -> list[ReplicaState]:
         """Read the heartbeat of each replica that has one, once after its end, and add what it says."""
-        return self.map(self._with_report, states)
+
+        def with_report(state: ReplicaState) -> ReplicaState:
+            has_beat = self._inventory.has(state.rank, state.attempt, "heartbeat")
+            return self._heartbeats.over(state, self.attempt(state.rank).at(state.attempt), has_beat=has_beat)
+
+        return self.map(with_report, states)
 
     def count_joined(self) -> int:
         """Return how many more ranks joined while the run went on, launched by nobody, as of the last look."""
@@ -390,22 +392,6 @@ class Observer:
             status = ReplicaStatus.FAILED if self._inventory.has(rank, number, "outcome") else status
             return ReplicaState(rank, number, status, problem, is_readable=False)
         return ReplicaState(rank, number, status, doing=doing)
-
-    def _with_report(self, state: ReplicaState) -> ReplicaState:
-        if state.outcome is not None and state.outcome.reported is not None:
-            return replace(state, reported=dict(state.outcome.reported))
-        attempt = self.attempt(state.rank).at(state.attempt)
-        number, beat = self._beats.get(state.rank, (None, None))
-        if number != state.attempt:
-            try:
-                beat = attempt.beat() if self._inventory.has(state.rank, state.attempt, "heartbeat") else None
-            except CorruptObjectError as error:
-                return replace(state, doing=str(error))
-            if state.status.is_terminal:
-                self._beats[state.rank] = (state.attempt, beat)
-        if beat is None:
-            return state
-        return replace(state, heartbeat_age_s=max(0.0, time.time() - beat.at), reported=dict(beat.reported))
 
 
 def unreadable(attempt: Attempt, error: Exception) -> Outcome:

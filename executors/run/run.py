@@ -116,7 +116,7 @@ class Run(Traces):
 
     def cancel(self, rank: int | None = None) -> None:
         """Cancel one replica, or all that still run; returns when they are gone. Nothing changes for the others."""
-        self._canceller.cancel(None if rank is None else self._check_rank(rank))
+        self._canceller.cancel(None if rank is None else self.check_rank(rank))
         if rank is None:
             self._settle()
 

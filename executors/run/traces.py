@@ -217,7 +217,7 @@ class Traces:
         """
         logs = RunLogs(self._observer, self.executor, attempt, lines, note, is_one=isinstance(rank, int))
         chosen = self.ranks if rank is None else [rank] if isinstance(rank, int) else rank
-        ranks = [self._check_rank(r) for r in chosen]
+        ranks = [self.check_rank(r) for r in chosen]
         return logs.followed(ranks, tail, grows=rank is None) if follow else logs.tails(ranks, tail)
 
     def events(self, follow: bool = False, note: LogNote = log.warning) -> Iterator[Event]:
@@ -253,7 +253,7 @@ class Traces:
 
     def all_artifacts(self, rank: int) -> list[Artifact]:
         """List all objects where a replica keeps its files, also those whose names cannot be written to."""
-        return find_artifacts(self.store, rank, self.newest_attempt(self._check_rank(rank)).key("artifacts/"))
+        return find_artifacts(self.store, rank, self.newest_attempt(self.check_rank(rank)).key("artifacts/"))
 
     def report(self, path: str | Path) -> Path:
         """Write the run, as it is now, as one self-contained HTML page; return its path.
@@ -298,7 +298,12 @@ class Traces:
     def _look(self) -> list[ReplicaState]:
         return self._observer.look()
 
-    def _check_rank(self, rank: int) -> int:
+    def check_rank(self, rank: int) -> int:
+        """Return a rank.
+
+        Raises:
+            ValueError: the run has no such rank.
+        """
         if not 0 <= rank < self.world_size and rank not in self.ranks:
             raise ValueError(f"Run {self.run_id!r} has the {name_ranks(self.ranks)}, got rank={rank}.")
         return rank

@@ -170,3 +170,10 @@ def test_a_stdout_that_is_closed_is_no_traceback(folder: Folder) -> None:
     closed = ["sh", "-c", '"$@" 2>&1 >&-', "sh", *COMMAND, "ls"]
     told = subprocess.run(closed, cwd=folder.path, capture_output=True, text=True, check=False)
     assert (told.returncode, told.stdout) == (0, "")
+
+
+def test_cancel_of_a_rank_that_does_not_exist_cancels_nobody(here: HereInstead, local: LocalProcessExecutor) -> None:
+    with launch(local, "job:hang", 2, run_id="mine") as run:
+        told = here.replicas("cancel", "mine", "--rank", "0-3")
+        assert (told.code, "Run 'mine' has the ranks 0-1, got rank=2." in told.stderr) == (2, True)
+        assert not any(run.newest_attempt(rank).has("cancel.json") for rank in (0, 1))
