@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from executors.attempt import Attempt, Intent, half_way
+from executors.attempt import Attempt, half_way
 from executors.errors import (
     AlreadyResumedError,
+    BackendError,
     CorruptObjectError,
     LaunchError,
     ReplicasError,
@@ -26,12 +27,13 @@ from executors.native import NativeExecutor, restarts_replicas
 from executors.policy import HangLimits, Restarts
 from executors.process import this_process
 from executors.protocol import ReplicaHandle, ReplicaStatus
+from executors.run.fleet import check_single_ranks
 from executors.run.handles import keep_handles
 from executors.run.launch_hands import Recipe
 from executors.run.recipe import native_executor, recipes_of, vouched_task
 from executors.run.run import Run
 from executors.run.spread import options_to_note
-from executors.run_index import keep_key, new_run_id, remember, settle
+from executors.run_index import keep_key, new_run_id, reference, remember, settle
 from executors.status import ReplicaState, name_ranks
 from executors.store.parallel import in_parallel
 from executors.store.records import exists
@@ -86,7 +88,7 @@ def resume(
         ValueError: no rank can be resumed, one of `ranks` still runs (from a snapshot: any rank does), a value of the
             environment is missing, or a secret, option or key that is not taken from a record.
         UntrustedTaskError: another machine launched the run, and nobody vouches for its task.
-        BackendError: the backend cannot start single ranks.
+        BackendError: the backend cannot start single ranks, or one of several is not to be had here.
         AlreadyResumedError: another process is resuming the same ranks. When it is some of them, the others are
             resumed, and those are named on stderr.
         LaunchError: the run was cancelled or stopped meanwhile, or a replica was refused; those already started were
@@ -122,10 +124,11 @@ def resume(
         return _begin_from_snapshot(run, task, recipes[0], tell)
     if not executor.needs_shared_rendezvous:  # it would refuse when the log says already that ranks are resumed
         settle(run.run_id, run.store.url, task.digest)
-    if new_restarts or new_hang:
-        order_policy(log, new_restarts, new_hang)
     n_seen = len(log.read())
     next_attempts = _next_attempts(run, ranks, {rank for recipe in recipes for rank in recipe.spec.ranks})
+    _check_backends(run, next_attempts)
+    if new_restarts or new_hang:
+        order_policy(log, new_restarts, new_hang)
     if (barring := order_resume(log, next_attempts, n_seen)) is not None:
         what = "cancelled" if barring.kind == "cancel" else "stopped"
         raise LaunchError(f"Run {run.run_id!r} was {what} meanwhile by {_name(barring.by)}.", cancelled=True)
@@ -203,6 +206,32 @@ def _begin_from_snapshot(run: Run, task: StoredTask, recipe: Recipe, tell: Calla
     return begun
 
 
+def _check_backends(run: Run, chosen: Collection[int]) -> None:
+    """Ask for all executors that are to start something: were one missing, what others have started is ended again.
+
+    Raises:
+        BackendError: one is not to be had here.
+    """
+    missing: dict[int, BackendError] = {}
+    for site in {run.fleet.site(rank): None for rank in chosen} if len(run.fleet.sites) > 1 else ():
+        try:
+            check_single_ranks(site.executor)
+        except BackendError as error:
+            missing |= {rank: error for rank in chosen if rank in site.placement.ranks}
+    if not missing:
+        return
+    others = [rank for rank in chosen if rank not in missing]
+    advice = ""
+    if others:
+        option = name_ranks(others).partition(" ")[2].replace(" ", "")
+        name = reference(run.run_id, run.store.url)
+        advice = f" Resume what this machine can start: replicas resume {name} --rank {option}, or ranks=."
+    raise BackendError(
+        f"{name_ranks(missing).capitalize()} of run {run.run_id!r} cannot be started here, and nothing was. "
+        f"{next(iter(missing.values()))}{advice}"
+    )
+
+
 def _end_begun(
     executor: NativeExecutor, log: DecisionLog, begun: Mapping[int, ReplicaHandle], error: BaseException
 ) -> None:
@@ -258,7 +287,7 @@ def _who_resumes(run: Run, overtaken: Mapping[int, int], but: str | None = None)
     """Say by whom attempts were begun that this process was to begin."""
     by_whom: dict[tuple[int, str], list[str]] = {}
     for rank, attempt in overtaken.items():
-        who = _begun_by(run, Attempt(run.store, run.run_id, rank, attempt))
+        who = _begun_by(Attempt(run.store, run.run_id, rank, attempt))
         if who != but:
             by_whom.setdefault((attempt, who), []).append(str(rank))
     return " ".join(_being_resumed(run, ranks, attempt, f"begun by {who}") for (attempt, who), ranks in by_whom.items())
@@ -271,14 +300,11 @@ def _being_resumed(run: Run, ranks: Sequence[str], attempt: int, by: str) -> str
     return f"{subject} being resumed by another process (attempt {attempt}, {by})."
 
 
-def _begun_by(run: Run, begun: Attempt) -> str:
+def _begun_by(begun: Attempt) -> str:
     """Name the process that began an attempt, as its first record does."""
-    by: Any = None
+    by = None
     with contextlib.suppress(CorruptObjectError):
-        if intent := begun.find("intent.json", Intent.parse):
-            by = intent.by
-        elif handle := begun.handle(run.fleet.backend(begun.rank)):
-            by = handle.metadata.get("by")
+        by = begun.begun_by()
     return _name(by)
 
 

@@ -38,6 +38,7 @@ from executors.store.records import (
     nullable,
     number,
     one_of,
+    read_record,
     retry,
     text,
     to_bytes,
@@ -220,6 +221,23 @@ class Attempt:
     def find(self, name: str, parse: Parse[T], max_bytes: int = MAX_RECORD_BYTES) -> T | None:
         """Read one of its records; None when there is none."""
         return find_record(self.store, self.key(name), parse, max_bytes)
+
+    def begin(self, nonce: str, **more: Any) -> bool:
+        """Begin it by creating its intent; False if there is one of another launch, which has another nonce."""
+        key = self.key("intent.json")
+        intent = {"nonce": nonce, "by": this_process(), **more, "at": time.time()}
+        created = self.store.put_if_absent(key, to_bytes(intent))
+        # Perhaps the one that exists is ours, by a create whose answer was lost.
+        return created or read_record(self.store, key, Intent.parse).nonce == nonce
+
+    def begun_by(self) -> str | None:
+        """Name the process that began it, as its first record does, perhaps by ""; None: nobody has begun it."""
+        if (intent := self.find("intent.json", Intent.parse)) is not None:
+            return intent.by
+        if (handle := self.find("handle.json", parse_handle)) is not None:
+            by = handle.metadata.get("by")
+            return by if isinstance(by, str) else ""
+        return "" if self.has("started.json") else None
 
     def beat(self) -> Beat | None:
         """Return its last heartbeat."""

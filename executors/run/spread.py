@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -23,6 +25,7 @@ from executors.native import (
     RunSpec,
     Unfinished,
 )
+from executors.process import this_process
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.registry import describe_executor
 from executors.run.fleet import Site
@@ -184,8 +187,15 @@ class SpreadExecutor:
     ) -> list[ReplicaHandle]:
         handles: dict[Site, list[ReplicaHandle]] = {}
         errors: dict[Site, ReplicasError | OSError] = {}
-        futures = dict(zip(sites, in_threads(start, [*sites], len(sites)), strict=True))
+        begins = threading.Event()  # before, Ctrl-C would leave threads that start what nobody knows of
+
+        def start_then(site: Site) -> list[ReplicaHandle]:
+            begins.wait()
+            return start(site)
+
+        futures = dict(zip(sites, in_threads(start_then, [*sites], len(sites)), strict=True))
         try:
+            begins.set()
             for site, future in futures.items():
                 try:
                     handles[site] = future.result()
@@ -198,7 +208,8 @@ class SpreadExecutor:
         if not errors and (run.min_replicas is None or len(started) >= run.min_replicas):
             return sorted(started, key=lambda handle: handle.rank)
         for site, problem in errors.items():
-            self._abandon(run, sites[site], problem)
+            # What its executor has begun, that has ended; others may have begun some, too.
+            self._abandon(filter(_take, _attempts(run, sites[site])), problem)
         if run.min_replicas is not None and len(started) >= run.min_replicas:
             for problem in errors.values():
                 print(f"replicas: started with {len(started)} of {len(run.ranks)} replicas: {problem}", file=sys.stderr)
@@ -215,21 +226,22 @@ class SpreadExecutor:
     def _end_all(self, run: RunSpec, parts: Iterable[Future[list[ReplicaHandle]]], interrupt: BaseException) -> None:
         """End what is being started: an outcome comes last, for what has one is not ended any more."""
         print("replicas: ending what was begun; Ctrl-C again leaves it to end when it comes up", file=sys.stderr)
-        for rank in run.ranks:
+        ours = [attempt for attempt in _attempts(run, run.ranks) if _take(attempt) or _is_ours(attempt)]
+        for attempt in ours:
             with contextlib.suppress(ReplicasError):
-                Attempt(store_at(run.store_url), run.run_id, rank, run.attempt).request_cancel(half_way(interrupt))
+                attempt.request_cancel(half_way(interrupt))
         for part in parts:
             with contextlib.suppress(Exception):
                 self._end(run, part.result(), interrupt)
-        self._abandon(run, run.ranks, interrupt)
+        self._abandon(ours, interrupt)
 
-    def _abandon(self, run: RunSpec, ranks: Sequence[int], error: BaseException) -> None:
-        for rank in ranks:
+    def _abandon(self, attempts: Iterable[Attempt], error: BaseException) -> None:
+        for attempt in attempts:
             with contextlib.suppress(ReplicasError):
-                Attempt(store_at(run.store_url), run.run_id, rank, run.attempt).abandon(error)
+                attempt.abandon(error)
 
     def _end(self, run: RunSpec, handles: Sequence[ReplicaHandle], error: BaseException) -> None:
-        self._abandon(run, [handle.rank for handle in handles], error)
+        self._abandon(_attempts(run, [handle.rank for handle in handles]), error)
 
         def end(handle: ReplicaHandle) -> None:
             with contextlib.suppress(ReplicasError):
@@ -347,6 +359,24 @@ class SpreadExecutor:
                 answers = [instead(error) for _ in indexes]
             found |= dict(zip(indexes, answers, strict=True))
         return [found[index] for index in range(len(replicas))]
+
+
+def _attempts(run: RunSpec, ranks: Sequence[int]) -> list[Attempt]:
+    return [Attempt(store_at(run.store_url), run.run_id, rank, run.attempt) for rank in ranks]
+
+
+def _take(attempt: Attempt) -> bool:
+    """Begin an attempt that nobody has begun, so that nobody does any more; False if somebody has."""
+    with contextlib.suppress(ReplicasError):
+        return attempt.begun_by() is None and attempt.begin(secrets.token_hex(16))
+    return False
+
+
+def _is_ours(attempt: Attempt) -> bool:
+    """Return whether this process has begun an attempt."""
+    with contextlib.suppress(ReplicasError):
+        return attempt.begun_by() == this_process()
+    return False
 
 
 def _newest(handle: ReplicaHandle) -> Attempt:

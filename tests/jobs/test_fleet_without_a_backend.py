@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,15 @@ import pytest
 from support.fake_jobs import FakeExecutor, Machines
 
 from executors import LocalProcessExecutor, Run, attach, launch
+from executors.attempt import Attempt
+from executors.errors import BackendError, LaunchError
 from executors.launcher.parts import executor_of
 from executors.registry import get_executor
+from executors.resume import resume
+from executors.store import store_at
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes
+from executors.supervision.decisions import DecisionLog
 from executors.task.added import read_added
 from executors.testing import eventually
 
@@ -61,6 +67,62 @@ def test_an_interrupt_in_the_middle_of_a_launch_leaves_no_job_that_waits_for_a_m
     run = attach("otter", executor=FakeExecutor())
     assert run.wait(60)
     assert {str(each.status) for each in run.status().replicas} <= {"cancelled", "failed"}
+
+
+def ended_on_two(go: Path) -> Run:
+    """A run with rank 0 here and ranks 1 and 2 at the service, all cancelled."""
+    spread = executor_of(
+        "local:1,support.fake_jobs:FakeExecutor:2", lambda name: get_executor(name, LOCAL if name == "local" else {})
+    )
+    run = launch(spread, "job.py:main", 3, run_id="otter", args={"go": str(go)}, detach=True)
+    run.cancel()
+    assert run.wait(60)
+    return run
+
+
+class Overtaken(FakeExecutor):
+    """Lets another process begin attempt 1 of rank 1 just before it would."""
+
+    def launch_replicas(self, *args: Any, run: Any = None, **more: Any) -> Any:
+        theirs = Attempt(store_at(run.store_url), run.run_id, 1, 1)
+        theirs.store.put(theirs.key("intent.json"), to_bytes({"nonce": "x", "by": "elsewhere:1", "at": time.time()}))
+        return super().launch_replicas(*args, run=run, **more)
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True], ids=["refused", "interrupted"])
+def test_a_mixed_resume_that_is_overtaken_and_refused_leaves_the_others_attempts_alone(
+    machines: Machines, go: Path, is_interrupted: bool
+) -> None:
+    run = ended_on_two(go)
+
+    def interrupt() -> bool:
+        eventually(lambda: Attempt(run.store, "otter", 1, 1).has("intent.json"), "it is overtaken")
+        os.kill(os.getpid(), signal.SIGINT)
+        eventually(lambda: Attempt(run.store, "otter", 2, 1).has("cancel.json"), "what is ours is marked")
+        return False
+
+    machines.fail("start", "rejected", rank=2, when=interrupt if is_interrupted else None)
+    with pytest.raises(KeyboardInterrupt if is_interrupted else LaunchError):
+        resume(attach("otter", executor=Overtaken()), detach=True)
+    assert machines.living() == []
+    theirs = Attempt(run.store, "otter", 1, 1)
+    assert [theirs.has(f"{name}.json") for name in ("intent", "cancel", "outcome")] == [True, False, False]
+    assert all(Attempt(run.store, "otter", rank, 1).has("cancel.json") for rank in (0, 2))
+    eventually(Attempt(run.store, "otter", 0, 1).outcome, "what is ours has ended")
+
+
+def test_a_resume_where_one_backend_is_missing_starts_nothing(machines: Machines, go: Path) -> None:
+    run = ended_on_two(go)
+    n_decided = len(DecisionLog(run.store, "otter").read())
+    advice = r"Ranks 1-2 of run 'otter' cannot be started here, .*replicas resume otter --rank 0, or ranks="
+    with pytest.raises(BackendError, match=advice):
+        resume(attach("otter"), restarts=3)
+    assert len(DecisionLog(run.store, "otter").read()) == n_decided, "nothing was ordered"
+    assert [run.newest_attempt(rank).number for rank in range(3)] == [0, 0, 0]
+    go.touch()
+    resume(attach("otter"), ranks=[0])
+    eventually(lambda: run.newest_attempt(0).at(1).outcome(), "it ends")
+    assert [run.newest_attempt(rank).number for rank in range(3)] == [1, 0, 0]
 
 
 @pytest.mark.parametrize("record", ["intent", "handle"])

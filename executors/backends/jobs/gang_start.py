@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from executors.attempt import Attempt, Intent
+from executors.attempt import Attempt
 from executors.backends.jobs.sdk import TokenBucket, call_each
 from executors.backends.jobs.service import (
     LONGEST_PATIENCE_S,
@@ -31,10 +32,8 @@ from executors.backends.jobs.service import (
 )
 from executors.errors import LaunchError, ReplicasError, StoreError
 from executors.native import RunSpec
-from executors.process import this_process
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.store.parallel import in_threads
-from executors.store.records import read_record, to_bytes
 from executors.store.url import impatient_store
 
 MAX_THREADS = 256  # a call may block until its job is scheduled, so each rank has its own
@@ -257,13 +256,10 @@ class GangStart:
     def _begin(self, start: _Start) -> bool:
         """Begin an attempt by creating its intent; False if another launcher has begun it."""
         if start.is_begun is None:
-            store, key = start.attempt.store, start.attempt.key("intent.json")
-            intent = {"nonce": self._nonce, "by": this_process(), "job": start.job.key.name, "at": time.time()}
+            more: dict[str, Any] = {"job": start.job.key.name}
             if start.attempt.number:
-                intent["takes_s"] = self._service.start_limit_s(start.job) + len(self._starts)
-            created = store.put_if_absent(key, to_bytes(intent))
-            # Perhaps the one that exists is ours, by a create whose answer was lost: the nonce says it.
-            start.is_begun = created or read_record(store, key, Intent.parse).nonce == self._nonce
+                more["takes_s"] = self._service.start_limit_s(start.job) + len(self._starts)
+            start.is_begun = start.attempt.begin(self._nonce, **more)
         return start.is_begun
 
     def _write_handle(self, start: _Start) -> None:
