@@ -39,7 +39,7 @@ def limits_left(
     Raises:
         MaxCostSpentError: the share of a rank is used up.
     """
-    limits = dict.fromkeys(run.ranks, timeout_s)
+    limits: dict[int, float | None] = dict.fromkeys(run.ranks, timeout_s)
     if launched is None or launched.max_cost is None or run.attempt == 0 or run.is_of_spares:
         return limits
     share_s = launched.timeout_s
@@ -59,7 +59,10 @@ def limits_left(
             f"replicas resume {run.run_id} --from-snapshot",
             ranks=spent,
         )
-    return dict.fromkeys(limits, min(filter(None, limits.values()), default=None)) if together else limits
+    if together:
+        least_s = min((limit_s for limit_s in limits.values() if limit_s is not None), default=None)
+        limits = dict.fromkeys(limits, least_s)
+    return limits
 
 
 def used_s(attempt: Attempt) -> float:
