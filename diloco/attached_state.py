@@ -55,6 +55,11 @@ class Kept:
         since = [*self.uncounted_since, *[self.position] * len(sizes)][: len(sizes)]
         return Restored(self.position, self.progress(sizes), since)
 
+    def names(self) -> set[str]:
+        """Return under which names something was attached."""
+        matches = (re.fullmatch("attached/(.*)/json", key, re.DOTALL) for key in self.arrays)
+        return {match[1] for match in matches if match}
+
     def progress(self, sizes: Sequence[int]) -> list[Tensor]:
         """Return the live work it had, as distances from the anchor, by fragment."""
         found = (self.arrays.get(f"progress/{index}") for index in range(len(sizes)))
@@ -81,7 +86,9 @@ class AttachedState:
         self._attached: dict[str, Any] = {}
         self._followers: list[Any] = []
         self.kept = self._find(keys) if me.attempt else None
-        """What an earlier attempt left, if there was one."""
+        """What an earlier attempt left, if there was one; let go once training goes on: it is as large as the states."""
+        self._let_go: set[str] = set()
+        """The names of what was in it."""
         self.step = self._step_of_kept()
         """The run's step when `follow` was last called; before, the one that what was kept is of."""
         self._n_steps = 0
@@ -121,6 +128,11 @@ class AttachedState:
                     state = from_arrays(self.kept.arrays, f"attached/{name}")
             except BadRecordError as error:
                 log.warning("rank %s: what it kept as %r cannot be read: %s", self._me.rank, name, error)
+        elif name in self._let_go:
+            log.warning(
+                "rank %s: %r is attached after a step: what was kept of it is let go. Attach it right after making the "
+                "DiLoCo.", self._me.rank, name,
+            )  # fmt: skip
         if state is not None:
             give(state)
         self._attached[name] = thing
@@ -135,6 +147,8 @@ class AttachedState:
         Args:
             n_steps: that this process has made.
         """
+        if n_steps and self.kept is not None:
+            self._let_go, self.kept = self.kept.names(), None
         for schedule in self._followers:
             while schedule.last_epoch < step:
                 schedule.step()

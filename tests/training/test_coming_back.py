@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -133,6 +135,21 @@ def died_after(steps: int, **options: Any) -> MemoryStore:
     trainer.die()
     next_process()
     return store
+
+
+def test_what_an_earlier_attempt_kept_is_let_go_once_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    again = Trainer(place(died_after(9)))
+    assert again.diloco._attached.kept is not None
+    arrays = [weakref.ref(values) for values in again.diloco._attached.kept.arrays.values()]
+    assert len(arrays) > 10
+    again.step()
+    gc.collect()
+    assert not [values for values in arrays if values() is not None]
+    assert "is attached after a step" not in caplog.text
+    del again.diloco._attached._attached["noise"]
+    again.diloco.attach_state("noise", torch.Generator())
+    assert "rank 0: 'noise' is attached after a step: what was kept of it is let go" in caplog.text
+    leave(again.diloco)
 
 
 def rot(store: MemoryStore, key: str) -> None:
