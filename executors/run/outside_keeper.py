@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from executors.attempt import TOLD_BY_SERVICES, Attempt
 from executors.errors import BackendError, StoreError
-from executors.native import Parent, Unfinished
+from executors.native import Parent, Unfinished, parents_of
 from executors.policy import Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.fleet import check_single_ranks
@@ -104,7 +104,8 @@ class OutsideKeeper:
         asked = [end for end in failed if (end.rank, end.attempt) not in self._gone]
         handles = {end.rank: self._observer.handle(end.rank) for end in asked}
         ours = [end for end in asked if handles[end.rank] is not None]
-        told = self.hands.executor.parents([Unfinished(handles[end.rank], end.attempt) for end in ours]) if ours else []
+        replicas = [Unfinished(handles[end.rank], end.attempt) for end in ours]
+        told = parents_of(self.hands.executor, replicas) if ours else []
         found = {end.rank: parent for end, parent in zip(ours, told, strict=True)}
         for end in asked:
             parent = found.setdefault(end.rank, Parent(is_alive=False))

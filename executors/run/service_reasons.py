@@ -9,7 +9,7 @@ from typing import Any
 
 from executors.attempt import Attempt
 from executors.errors import BackendError, CorruptObjectError, UnknownHandleError
-from executors.native import NativeExecutor, Unfinished
+from executors.native import NativeExecutor, Unfinished, parents_of
 from executors.protocol import Outcome, ServerlessExecutor
 
 ASK_WHY_S = 3600.0  # services forget their jobs
@@ -40,7 +40,7 @@ class ServiceReasons:
             if not isinstance(service, NativeExecutor):
                 return []
             known = [(end, handle) for end in told if (handle := handle_of(end.rank)) is not None]
-            parents = service.parents([Unfinished(handle, end.attempt) for end, handle in known])
+            parents = parents_of(service, [Unfinished(handle, end.attempt) for end, handle in known])
             for (end, handle), parent in zip(known, parents, strict=True):
                 if not parent.is_alive:
                     self._waited_until[end.rank, end.attempt] = 0.0

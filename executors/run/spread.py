@@ -355,6 +355,8 @@ class SpreadExecutor:
         for site, indexes in groups.items():
             try:
                 answers = list(ask(site.native, [replicas[index] for index in indexes]))
+            except UnknownHandleError:  # of one replica, also where it is a BackendError: who asks finds out whose
+                raise
             except BackendError as error:
                 answers = [instead(error) for _ in indexes]
             found |= dict(zip(indexes, answers, strict=True))

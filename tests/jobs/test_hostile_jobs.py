@@ -18,9 +18,13 @@ from support.hostile_scene import OwnsDirectory
 from executors import LocalProcessExecutor, Run, attach, launch, open_store
 from executors.attempt import Attempt
 from executors.errors import BackendError, CorruptObjectError
+from executors.launcher.parts import executor_of
+from executors.native import NativeExecutor, Unfinished, parents_of
 from executors.protocol import Outcome
+from executors.registry import get_executor
 from executors.resume import resume
 from executors.store.records import exists
+from executors.testing import eventually
 from executors.testing.executor_contract import task
 
 LOOKS: list[Callable[[Run], Any]] = [
@@ -54,6 +58,27 @@ def test_a_job_of_somebody_elses_run_is_neither_shown_nor_ended(machines: Machin
             assert not exists(run.store, f"bad/replicas/0000/0/{name}"), "they would learn of it there"
     assert machines.living() == [(0, 0)]
     assert (machines.count("state"), machines.count("logs"), machines.count("stop")) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("parts", ["local:1,support.fake_jobs:FakeExecutor:2", "support.fake_jobs:FakeExecutor"])
+def test_a_foreign_job_of_one_rank_hides_no_other_of_its_backend_in_a_mixed_run(machines: Machines, parts: str) -> None:
+    """Nor in one of that backend alone."""
+    options = {"preload": (), "term_grace_s": 0.5}
+    executor = executor_of(parts, lambda name: get_executor(name, options if name == "local" else {}))
+    run = launch(executor, "job.py:hang", 3, run_id="otter", detach=True)
+    eventually(lambda: all("hanging" in run.logs(rank) for rank in range(3)), "all run")
+    machines.end(machines.job_of(run, 2), "preempted")
+    key = Attempt(run.store, "otter", 1).key("handle.json")
+    job, handle = run.handle(2).metadata["job"], json.loads(bytes(run.store.get(key)))
+    run.store.put(key, json.dumps({**handle, "metadata": {**handle["metadata"], "job": job}}).encode())
+    seen = attach("otter", executor=FakeExecutor())
+    states = [(str(state.status), state.is_readable) for state in seen.status().replicas]
+    asked: list[Any] = [Unfinished(seen.handle(rank), 0) for rank in range(3)]
+    assert isinstance(seen.executor, NativeExecutor)
+    parents = [(parent.is_alive, parent.reason) for parent in parents_of(seen.executor, asked)]
+    run.cancel()
+    assert states == [("running", True), ("running", False), ("failed", True)]
+    assert parents == [(True, None), (True, None), (False, "preempted")]
 
 
 def test_a_job_that_is_not_an_object_is_refused_by_name(machines: Machines, tmp_path: Path) -> None:

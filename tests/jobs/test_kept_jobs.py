@@ -196,6 +196,27 @@ def test_a_detached_run_waits_for_whoever_keeps_it(machines: Machines, folder: P
     assert run.results() == [1, 0]
 
 
+def test_a_handle_that_names_the_job_of_another_rank_keeps_no_other_from_its_restart(
+    machines: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executors.run.outside_keeper.LEAVE_S", 2.0)  # its supervisor counts as one that lives
+    run = waits(folder, 3, restarts="2", detach=True)
+    for rank in (0, 1):
+        lose_container(machines, machines.job_of(run, rank))
+    eventually(lambda: run.status() and all(run.newest_attempt(rank).outcome() for rank in (0, 1)), "both are lost")
+    key = Attempt(run.store, "otter", 1).key("handle.json")
+    handle = json.loads(bytes(run.store.get(key)))
+    handle["metadata"]["job"] = run.handle(2).metadata["job"]
+    run.store.put(key, to_bytes(handle))
+    keeper, told = attached(), list[str]()
+    keeper.keep_here(recipes_of(keeper, vouched_task(keeper), detach=True), None, told.append)
+    with waiting(keeper):
+        eventually(lambda: all((folder / name).exists() for name in ("0-1", "1-1")), "both are started anew")
+        (folder / "go").touch()
+    assert run.results() == [1, 1, 0]
+    assert told == [], "what follows their ends could be decided"
+
+
 def test_a_store_or_service_that_fails_for_a_while_is_told_once_and_ends_no_wait(
     machines: Machines, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

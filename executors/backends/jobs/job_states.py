@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from executors.backends.jobs.sdk import PollThrottle, TokenBucket
-from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobState
+from executors.backends.jobs.service import ForeignJobError, JobId, JobKey, JobService, JobServiceError, JobState
 
 MAX_THREADS = 16
 BESIDE_LISTS = (0.4, 16)  # with a list every 5 s: less than 60 requests in any minute
@@ -60,7 +60,9 @@ class JobStates:
         one_by_one = [key for key in jobs if not self._lists_jobs or key in self._unlisted]
         if due := self._one_by_one.due(one_by_one, self._can_pay):
             with ThreadPoolExecutor(min(MAX_THREADS, len(due))) as pool:
-                list(pool.map(self._ask, due, (jobs[key] for key in due)))
+                told = list(pool.map(self._ask, due, (jobs[key] for key in due)))  # all, whatever is wrong with one
+            for error in sorted(filter(None, told), key=lambda error: isinstance(error, ForeignJobError)):
+                raise error
         with self._lock:
             return {key: self._known[key] for key in jobs if key in self._known}
 
@@ -116,14 +118,20 @@ class JobStates:
                 else:
                     self._unlisted.add(key)
 
-    def _ask(self, key: JobKey, named: JobId) -> None:
+    def _ask(self, key: JobKey, named: JobId) -> JobServiceError | None:
+        """Ask for a job; return what asking again would not mend."""
         try:
             state = self._service.state(self.verified(key, named))
         except JobServiceError as error:
+            if isinstance(error, ForeignJobError):
+                self._one_by_one.forget(key)  # who asked for several finds out by asking for each whose it is
+            if error.kind == "rejected":
+                return error
             self._warn(error, f"rank {key.rank}")
-            return
+            return None
         with self._lock:
             self._known[key] = state
+        return None
 
     def _warn(self, error: JobServiceError, of: str) -> None:
         """Raise what asking again would not mend; the rest is asked for again at a later look."""
