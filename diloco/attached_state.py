@@ -72,21 +72,27 @@ class Kept:
 
 
 class AttachedState:
-    """The states that are kept for a rank's next attempt."""
+    """The states that are kept for a rank's next attempt.
+
+    Args:
+        begun_at: the step that schedules had counted when the run began, at its step 0.
+    """
 
     def __init__(
-        self, store: PatientStore, keys: Keys, me: Identity, background: Background, plan: Plan, proof: Proof
-    ) -> None:
+        self, store: PatientStore, keys: Keys, me: Identity, background: Background, plan: Plan, proof: Proof,
+        begun_at: int = 0,
+    ) -> None:  # fmt: skip
         self._store = store
         self._keys = keys
         self._me = me
         self._background = background
         self._plan = plan
         self._proof = proof
+        self._begun_at = begun_at
         self._attached: dict[str, Any] = {}
         self._followers: list[Any] = []
         self.kept = self._find(keys) if me.attempt else None
-        """What an earlier attempt left, if there was one; let go once training goes on: it is as large as the states."""
+        """What an earlier attempt left, if there was one; let go once training goes on, as it is large."""
         self._let_go: set[str] = set()
         """The names of what was in it."""
         self.step = self._step_of_kept()
@@ -150,14 +156,14 @@ class AttachedState:
         if n_steps and self.kept is not None:
             self._let_go, self.kept = self.kept.names(), None
         for schedule in self._followers:
-            while schedule.last_epoch < step:
+            while schedule.last_epoch < self._begun_at + step:
                 schedule.step()
         gap = step - self.step - (n_steps - self._n_steps)
         self.step, self._n_steps = step, n_steps
         self._missed += gap
         if gap >= self._plan.steps_per_entry and len(self._attached) > len(self._followers):
-            own = step - self._missed
-            log.warning("rank %s: went on at step %s; what is attached is from step %s", self._me.rank, step, own)
+            now, own = self._begun_at + step, self._begun_at + step - self._missed
+            log.warning("rank %s: went on at step %s; what is attached is from step %s", self._me.rank, now, own)
 
     def keep(self, position: int, progress: Sequence[Tensor], uncounted_since: Sequence[int]) -> None:
         """Copy all states as they are now, and store the copy in the background."""

@@ -147,6 +147,7 @@ class DiLoCo:
         world_size: int | None = None,
         key: bytes | None = None,
         _limits: Limits | None = None,
+        _begun_at: int = 0,
     ) -> None:
         place = find_place(store, run_id, rank, world_size)
         self._liaison = Liaison(place.replica, name)
@@ -156,7 +157,7 @@ class DiLoCo:
         fragments_ = plan_fragments(model, fragments, sync_buffers=sync_buffers)
         self._settings = settings = Settings.of(
             locals(), n_fragments=len(fragments_), key=place.key_of_run(key), world_size=place.world_size,
-            rank=place.world_size if place.rank is None else place.rank,
+            rank=place.world_size if place.rank is None else place.rank, begun_at=_begun_at,
         )  # fmt: skip
         settings.check()
         settings.warn_of_few_rounds()
@@ -179,7 +180,7 @@ class DiLoCo:
         )  # fmt: skip
         for layout in context.layouts:
             self._model_state.reserve(layout.kept_bytes(place.world_size, streams=patient.streams))
-        self._attached = AttachedState(patient, keys, me, workers.uploads, settings.plan, context.proof)
+        self._attached = AttachedState(patient, keys, me, workers.uploads, settings.plan, context.proof, _begun_at)
         self._same_data = SameData(same_data, me.rank, place.replica)
         self._participant = Participant(context)
         self._round_s, self._closed, kept = 0.0, False, self._attached.kept
@@ -191,7 +192,7 @@ class DiLoCo:
         self._kept_period = self.rounds // settings.entries_per_snapshot
         self._model_state.before_hold = self._keep_if_due
         is_open[self._name] = self
-        self._liaison.plan(total_steps)
+        self._liaison.plan(None if total_steps is None else _begun_at + total_steps)
         self._liaison.show(self.rounds, self._round_s)
 
     # -- training ----------------------------------------------------------------------------------------------------

@@ -54,6 +54,8 @@ class Settings:
     same_data: str
     world_size: int
     rank: int
+    begun_at: int = 0
+    """The step of a trainer at which the run began: from a checkpoint of that."""
     key: bytes | None = field(default=None, repr=False)
 
     @classmethod
@@ -286,6 +288,7 @@ class Settings:
         if self.round_seconds is not None:
             by_clock = {"round_seconds": float(self.round_seconds), "total_rounds": self.total_rounds}
         return {
+            **({"begun_at": self.begun_at} if self.begun_at else {}),
             "fragments": self.n_fragments,
             "wire": self.wire,
             "mean_wire": self.wire_of_means,

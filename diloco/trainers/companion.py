@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 import torch
@@ -12,7 +14,15 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from diloco.errors import ContributionError
 from diloco.outer import DiLoCo
-from diloco.rendezvous.round import RoundReport
+from diloco.rendezvous.envelope import BadRecordError, reading, typed
+from diloco.rendezvous.frames import READ_TRIES
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import find_place
+from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.proof import proof_of
+from diloco.rendezvous.round import Limits, RoundReport
+from diloco.rendezvous.snapshot import Pointer
+from executors.replica import current_replica
 
 ROUNDS_PER_SNAPSHOT, MOST_ROUNDS = 20, 10
 
@@ -23,20 +33,24 @@ class Companion:
     Args:
         total_steps: that the trainer plans; None: it has no end.
         options: DiLoCo's arguments.
-        begun_at: the trainer's step at which the run begins.
+        begun_at: the trainer's step at which the run begins. Where this replica has come back, the run says it.
     """
 
     def __init__(
         self, model: nn.Module, total_steps: int | None, options: Mapping[str, Any], *, begun_at: int = 0
     ) -> None:
         self.model = model
-        self.begun_at = begun_at
-        self.total_steps = None if total_steps is None else total_steps - begun_at
+        known = step_of_begin(options) if current_replica().attempt else None
+        self.begun_at = begun_at if known is None else known
+        self.total_steps = None if total_steps is None else total_steps - self.begun_at
         self.last: RoundReport | None = None
         """The newest round."""
         try:
             self.diloco = DiLoCo(
-                model, total_steps=self.total_steps, **{"snapshot_every": self._snapshot_every(options), **options}
+                model,
+                total_steps=self.total_steps,
+                **{"snapshot_every": self._snapshot_every(options), **options},
+                _begun_at=self.begun_at,
             )
         except ContributionError as error:
             error.add_note(
@@ -86,6 +100,21 @@ class Companion:
         if not keep_model and self.diloco.rounds:
             for name, value in self.diloco.anchor().items():
                 live[name].copy_(value)
+
+
+def step_of_begin(options: Mapping[str, Any]) -> int | None:
+    """Return the trainer's step at which a run has begun, as all its replicas agreed; None: it cannot be read."""
+    place = find_place(*(options.get(name) for name in ("store", "run_id", "rank", "world_size")))
+    store = PatientStore(place.store, clock=monotonic, error_patience_s=Limits().error_patience_s)
+    key, proof = (
+        Keys(place.run_id, options.get("name", "main")).snapshot(0),
+        proof_of(place.key_of_run(options.get("key"))),
+    )
+    for _ in range(READ_TRIES):
+        if (data := store.peek(key)) is not None:
+            with suppress(BadRecordError), reading("agreement"):
+                return max(0, typed(int, Pointer.parse(data, key, proof).agreement.get("begun_at", 0)))
+    return None
 
 
 def check_options(inner_steps: int, options: Mapping[str, Any]) -> dict[str, Any]:

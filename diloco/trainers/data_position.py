@@ -20,6 +20,10 @@ class DataPosition:
         self._epoch = self._batches = 0
         self._next = (0, 0)
         """Where the next epoch begins: its number, and the batches of it that were seen already."""
+        self._of_trainer = (0, 0)
+        """Where the trainer begins by itself: behind what its checkpoint has seen."""
+        self.is_loaded = False
+        """Whether an earlier attempt has kept a position, which wins over the trainer's."""
         self._start = (0, 0)
         self._loader: Any = None
         self._length: int | None = None
@@ -28,10 +32,14 @@ class DataPosition:
         return {"epoch": self._epoch, "batches": self._batches}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._next = state["epoch"], state["batches"]
+        self._next, self.is_loaded = (state["epoch"], state["batches"]), True
+
+    def begin_at(self, epoch: int, batches: int = 0) -> None:
+        """Count from where the trainer begins by itself."""
+        self._next = self._of_trainer = epoch, batches
 
     def go_to(self, loader: Any) -> None:
-        """Let a loader begin at the position that was loaded, if there was one."""
+        """Let a loader begin at the position that was loaded, if one was; the trainer then leaves out no batch."""
         self._loader = loader
         with contextlib.suppress(TypeError):  # a stream has none
             self._length = len(loader)
@@ -39,7 +47,10 @@ class DataPosition:
         if self._length is not None and batches >= self._length:
             epoch, batches = epoch + 1, 0
         self._start = self._next = epoch, batches
-        if self._start == (0, 0):
+        if not self.is_loaded:
+            return
+        epoch -= self._of_trainer[0]
+        if (epoch, batches) == (0, 0):
             return
         sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
         if isinstance(dataset, IterableDataset) and hasattr(loader, "skip_batches"):

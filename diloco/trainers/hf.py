@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import signal
 from pathlib import Path
@@ -57,8 +58,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
     """Trains one model together with the other replicas of the run; in a process that is no replica, alone.
 
     A replica that comes back goes on with its optimizer, its schedule and its data where its newest snapshot was, and
-    at the step where the run is. When training ends, the model is the anchor, unless `load_best_model_at_end` chose
-    another.
+    at the step where the run is, whatever checkpoint `train()` is to resume from: that is where a new run begins. When
+    training ends, the model is the anchor, unless `load_best_model_at_end` chose another.
 
     Args:
         inner_steps: updates from one round to the next, whatever `gradient_accumulation_steps` is.
@@ -67,7 +68,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
 
     Raises:
         ValueError: when training begins, for what cannot be: several processes in one replica, DeepSpeed, FSDP, a
-            folder that is another replica's too, `resume_from_checkpoint` in a replica that came back.
+            folder that is another replica's too.
     """
 
     def __init__(self, inner_steps: int = 500, **options: Any) -> None:
@@ -93,7 +94,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         replica = current_replica()
         if self._companion is not None:
             raise ValueError("A DiLoCoCallback goes with one call of train(): give the next Trainer its own.")
-        if problem := _problem_of(args, state, replica):
+        if problem := _problem_of(args):
             raise ValueError(problem)
         self._folder = OwnFolder(Path(args.output_dir), replica)
         self._folder.check()
@@ -106,7 +107,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         companion.attach_schedule("schedule", with_["lr_scheduler"])
         if (scaler := getattr(optimizer, "scaler", None)) is not None:
             companion.diloco.attach_state("scaler", scaler)
+        self._data.begin_at(*_begin_of_data(args, state, with_["train_dataloader"]))
         companion.diloco.attach_state("data", self._data)
+        args.ignore_data_skip |= self._data.is_loaded
         self._data.go_to(with_["train_dataloader"])
         state.global_step = companion.trainer_step
         self._companion = companion
@@ -192,7 +195,17 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             self._folder.leave()
 
 
-def _problem_of(args: TrainingArguments, state: TrainerState, replica: Replica) -> str | None:
+def _begin_of_data(args: TrainingArguments, state: TrainerState, loader: Any) -> tuple[int, int]:
+    """Return the epoch in which the trainer begins after a checkpoint, and how many of its batches it leaves out."""
+    try:
+        updates = max(1, math.ceil(len(loader) / args.gradient_accumulation_steps))
+    except TypeError:  # a stream has no length
+        updates = state.max_steps
+    epoch, made = divmod(state.global_step, updates)
+    return epoch, 0 if args.ignore_data_skip else made * args.gradient_accumulation_steps
+
+
+def _problem_of(args: TrainingArguments) -> str | None:
     if args.deepspeed or args.fsdp:
         return f"DiLoCoCallback cannot go with {'DeepSpeed' if args.deepspeed else 'FSDP'}: a replica is one process."
     if args.world_size != 1:
@@ -202,11 +215,6 @@ def _problem_of(args: TrainingArguments, state: TrainerState, replica: Replica) 
         )
     if args.auto_find_batch_size:
         return "DiLoCoCallback needs a batch size that stays: auto_find_batch_size=False."
-    if state.global_step and replica.attempt:
-        return (
-            "resume_from_checkpoint: this replica has come back, and goes on with the run's own state, which is newer "
-            "than a checkpoint. Call train() without it."
-        )
     return None
 
 

@@ -24,15 +24,15 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
 
     A replica that comes back goes on with its optimizers, its schedules and its data where its newest snapshot was, and
     at the step where the run is. Data are where they were to the item with `StatefulDataLoader`; else as many batches
-    of the epoch are left out as were seen. When training ends, the module is the anchor.
+    of the epoch are left out as were seen. A `ckpt_path` is where a run begins; who comes back may be given it again,
+    and goes on where the run is. When training ends, the module is the anchor.
 
     Args:
         inner_steps: batches with a step of the optimizer from one round to the next.
         options: other arguments of `DiLoCo`, but `total_steps`, which is the trainer's.
 
     Raises:
-        ValueError: when training begins, for a strategy of several processes, or a `ckpt_path` in a replica that came
-            back.
+        ValueError: when training begins, for a strategy of several processes.
     """
 
     def __init__(self, inner_steps: int = 500, **options: Any) -> None:
@@ -49,16 +49,12 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         return None if self._companion is None else self._companion.diloco
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        replica = current_replica()
+        if current_replica().attempt:
+            self._loaded = None  # what the run has is newer
         if trainer.world_size != 1 or not isinstance(trainer.strategy, SingleDeviceStrategy):
             raise ValueError(
                 f"DiLoCoCallback takes one process and one device a replica, got {trainer.world_size} processes and "
                 f"{type(trainer.strategy).__name__}: Trainer(devices=1), in replicas of `replicas launch`."
-            )
-        if trainer.global_step and replica.attempt:
-            raise ValueError(
-                "ckpt_path: this replica has come back, and goes on with the run's own state, which is newer than a "
-                "checkpoint. Call fit() without it."
             )
         is_simple = pl_module.automatic_optimization  # else a batch may have any number of steps
         planned = trainer.estimated_stepping_batches if is_simple else math.inf
@@ -88,8 +84,11 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
             diloco.attach_state("data", loader)
         else:
+            self._data.begin_at(trainer.current_epoch)
             diloco.attach_state("data", self._data)
             self._data.go_to(loader)
+        if current_replica().attempt and diloco.rounds:
+            trainer.fit_loop.epoch_loop.restarting = False  # else the epoch is cut by what a checkpoint had seen
         if current_replica().attempt or diloco.rounds:
             iter(trainer.fit_loop._data_fetcher)
 

@@ -231,6 +231,40 @@ def test_a_run_may_begin_from_a_checkpoint_of_the_trainer(tmp_path: Path) -> Non
     assert steps == STEPS
 
 
+@pytest.mark.parametrize(("at", "again"), [(8, 8), (8, None), (8, 16), (13, 13), (16, 16)])  # an epoch has 13 updates
+def test_a_replica_of_a_run_that_began_from_a_checkpoint_comes_back(tmp_path: Path, at: int, again: int | None) -> None:
+    """It is given that checkpoint again, or none, or one that it has written itself."""
+    steps = at + 16
+    first = trainer(tmp_path, MemoryStore(), max_steps=at, save_strategy="steps", save_steps=at)
+    first.train()
+    begins: dict[str, Any] = {"resume_from_checkpoint": str(tmp_path / f"checkpoint-{at}")}
+    next_process()
+    calm = trainer(tmp_path, MemoryStore(), max_steps=steps)
+    calm.train(**begins)
+    next_process()
+    store = MemoryStore()
+    died = trainer(tmp_path, store, dies_at=at + 10, max_steps=steps, save_strategy="steps", save_steps=at)
+    with pytest.raises(Killed):
+        died.train(**begins)
+    next_process()
+    set_current_replica(Replica(0, 1, "another", 1, "memory://hf"))
+    back = trainer(tmp_path, store, max_steps=steps)
+    back.train(resume_from_checkpoint=None if again is None else str(tmp_path / f"checkpoint-{again}"))
+    assert (back.state.global_step, back.ours.diloco.rounds) == (steps, 16 // INNER)
+    assert back.optimizer.state_dict()["state"][0]["step"] == steps
+    assert back.lr_scheduler.last_epoch == steps
+    assert died.model.seen[: 8 * 2] + back.model.seen == calm.model.seen, "it goes on where its second round was"
+
+
+def test_progress_of_a_run_from_a_checkpoint_counts_the_trainers_steps(tmp_path: Path) -> None:
+    trainer(tmp_path, MemoryStore(), max_steps=8, save_strategy="steps", save_steps=8).train()
+    next_process()
+    replica = Replica(0, 1, "another", 0, "memory://hf")
+    set_current_replica(replica)
+    trainer(tmp_path, MemoryStore()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert (replica.reported["step"], replica.reported["total_steps"]) == (STEPS, STEPS)
+
+
 def refused(made: Any, **train: Any) -> str:
     with pytest.raises(ValueError, match=r"\.$") as caught:
         made.train(**train)
@@ -262,14 +296,6 @@ def test_what_cannot_be_is_refused_before_training(tmp_path: Path) -> None:
 
 class FourProcesses:
     num_processes, process_index, local_process_index = 4, 3, 3
-
-
-def test_a_replica_that_came_back_is_not_given_a_checkpoint_too(tmp_path: Path) -> None:
-    trainer(tmp_path, MemoryStore(), max_steps=8, save_strategy="steps", save_steps=8).train()
-    next_process()
-    set_current_replica(Replica(0, 1, "another", 1, "memory://hf"))
-    said = refused(trainer(tmp_path, MemoryStore()), resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
-    assert said.startswith("resume_from_checkpoint: this replica has come back")
 
 
 def test_two_replicas_in_one_folder_are_refused_both_and_told_of_their_own(tmp_path: Path) -> None:

@@ -61,18 +61,21 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def fit(store: Any, loader: Any, *, dies_at: int | None = None, folder: Path, **more: Any) -> tuple[Any, Module, Any]:
+def fit(
+    store: Any, loader: Any, *, dies_at: int | None = None, folder: Path, ckpt_path: Path | None = None, **more: Any
+) -> tuple[Any, Module, Any]:
     ours, module = DiLoCoCallback(inner_steps=INNER, outer_lr=1.0, outer_momentum=0.0, **place(store)), Module(dies_at)
     options: dict[str, Any] = {"max_steps": STEPS, "logger": False, "enable_checkpointing": False, **more}
     trainer = lightning.Trainer(
         accelerator="cpu", callbacks=[ours], enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=folder, **options,
     )  # fmt: skip
+    from_: dict[str, Any] = {"ckpt_path": ckpt_path, "weights_only": True if ckpt_path else None}
     if dies_at is None:
-        trainer.fit(module, loader)
+        trainer.fit(module, loader, **from_)
     else:
         with pytest.raises(Killed):
-            trainer.fit(module, loader)
+            trainer.fit(module, loader, **from_)
         ours.diloco._workers.uploads.finish()
     return ours, module, trainer
 
@@ -111,16 +114,35 @@ def test_a_replica_that_comes_back_has_its_optimizer_schedule_data_and_step(
         assert torch.equal(back.get_parameter(name), values), name
 
 
-def test_a_checkpoint_has_the_state_and_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_state(tmp_path: Path) -> None:
     ours, _, trainer = fit(MemoryStore(), plain_loader(), folder=tmp_path, max_steps=8)
     trainer.save_checkpoint(tmp_path / "it.ckpt")
     kept = torch.load(tmp_path / "it.ckpt", weights_only=True)["callbacks"]["DiLoCoCallback"]
     assert (kept["run_id"], kept["diloco"]["rounds"]) == ("another", ours.diloco.rounds)
+
+
+@pytest.mark.parametrize("is_given_again", [True, False])
+def test_a_replica_of_a_run_that_began_from_a_checkpoint_comes_back(tmp_path: Path, is_given_again: bool) -> None:
+    set_current_replica(Replica(0, 1, "before", 0, "memory://lightning"))
+    _, _, trainer = fit(MemoryStore(), plain_loader(), folder=tmp_path, max_steps=13)  # an epoch
+    trainer.save_checkpoint(tmp_path / "it.ckpt")
+    begins: dict[str, Any] = {"folder": tmp_path, "ckpt_path": tmp_path / "it.ckpt", "max_steps": 29}
+    replica = Replica(0, 1, "another", 0, "memory://lightning")
+    set_current_replica(replica)
+    next_process()
+    _, calm, _ = fit(MemoryStore(), plain_loader(), **begins)
+    assert (replica.reported["step"], replica.reported["total_steps"]) == (29, 29)
+    next_process()
+    store = MemoryStore()
+    _, died, _ = fit(store, plain_loader(), dies_at=23, **begins)
     next_process()
     set_current_replica(Replica(0, 1, "another", 1, "memory://lightning"))
-    again = lightning.Trainer(accelerator="cpu", callbacks=[DiLoCoCallback()], max_steps=9, logger=False)
-    with pytest.raises(ValueError, match="ckpt_path: this replica has come back"):
-        again.fit(Module(), plain_loader(), ckpt_path=tmp_path / "it.ckpt", weights_only=True)
+    ours, back, trainer = fit(store, plain_loader(), **{**begins, **({} if is_given_again else {"ckpt_path": None})})
+    assert (trainer.global_step, ours.diloco.rounds) == (29, 4)
+    assert died.seen[: 8 * 2] + back.seen == calm.seen
+    assert {step: calm.rates[step] for step in back.rates} == back.rates
+    for name, values in calm.state_dict().items():
+        assert torch.equal(back.state_dict()[name], values), name
 
 
 def test_a_long_validation_is_progress(tmp_path: Path) -> None:
