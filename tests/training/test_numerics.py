@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -241,7 +241,7 @@ def _defaults_are_restored() -> Iterator[None]:
 def test_the_anchor_is_float32_on_the_cpu_whatever_torch_makes_by_default(
     set_default: Callable[[], object], options: dict[str, Any]
 ) -> None:
-    def trained(models: list[nn.Module]) -> dict[str, torch.Tensor]:
+    def trained(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
         store = MemoryStore()
         for model, n_steps in zip(models, (5, 4), strict=True):  # the second goes on with what the first has kept
             next_process()
