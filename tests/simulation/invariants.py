@@ -126,7 +126,8 @@ class Invariants:
     def _check_everybody_is_named(self) -> None:
         """I11: from the third seal on after the last fault, once a replica that waits has had its next look.
 
-        A seal of work of the dead alone is of before: it says of nobody that its phase is the run's.
+        A seal of work that was all sent before it, or of the dead alone, is of before: it says of nobody that its phase
+        is the run's, and who came back since could not be in it.
         """
         pause_s = min(MOST_PAUSE_S, max(0.02, self.plan.grace_s / 4))
         calm_s = 0.0
@@ -141,13 +142,15 @@ class Invariants:
             for key, at_s in self.store.created_s.items()
             if "/seal/" in key and at_s > calm_s + pause_s
         )
-        n_alive = 0
+        n_since = 0
         for at_s, entry in sealed:
-            named = {member.nonce for member in self.seal_of(entry).members.values()}
+            members = self.seal_of(entry).members
+            named = {member.nonce for member in members.values()}
+            sent_s = max(self.store.created_s[self.keys.contribution(entry, rank)] for rank in members)
             here = [process for process in self.processes if process.is_here(at_s)]
             left_out = [process for process in here if f"nonce{process.slot}" not in named]
-            n_alive += len(left_out) < len(here)
-            if left_out and n_alive > 2:
+            n_since += sent_s > calm_s and len(left_out) < len(here)
+            if left_out and n_since > 2:
                 raise Violation(
                     f"I11: {left_out[0].name} is not in seal {entry} at {at_s:.3f} s; all was calm from {calm_s:.3f} s"
                 )
