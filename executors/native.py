@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from executors.errors import CorruptObjectError, UnknownHandleError
 from executors.protocol import Outcome, Reason, ReplicaHandle, ServerlessExecutor
 from executors.run_key import RUN_KEY
 
@@ -301,16 +300,6 @@ class Log(Protocol):
 def restarts_replicas(executor: ServerlessExecutor) -> bool:
     """Whether single replicas of an executor can be started again, and watched by a supervisor."""
     return isinstance(executor, NativeExecutor) and executor.backend_name != "inline"
-
-
-def parents_of(executor: NativeExecutor, replicas: Sequence[Unfinished]) -> list[Parent]:
-    """Return what `NativeExecutor.parents` does; whose handle is another's counts as alive, and hides no other."""
-    try:
-        return executor.parents(replicas)
-    except (CorruptObjectError, UnknownHandleError):
-        if len(replicas) > 1:  # whose it is, is found out by asking for each
-            return [parent for each in replicas for parent in parents_of(executor, [each])]
-        return [Parent(is_alive=True) for _ in replicas]
 
 
 def page_of_job(handle: Any) -> str | None:

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from executors.errors import BackendError, UnknownHandleError
-from executors.native import KeepsOptions, NativeExecutor, restarts_replicas
+from executors.errors import BackendError, CorruptObjectError, UnknownHandleError
+from executors.native import KeepsOptions, NativeExecutor, Parent, Unfinished, restarts_replicas
 from executors.protocol import ServerlessExecutor
 from executors.registry import describe_executor, executor_class, executor_of_record, is_given
 from executors.run_index import as_noted
@@ -206,6 +206,16 @@ class Fleet:
 def _backend_of(named: str) -> str:
     """Return the backend of an executor that a person named, by its backend or class."""
     return str(getattr(executor_class(named), "backend_name", named)) if ":" in named else named
+
+
+def parents_of(executor: NativeExecutor, replicas: Sequence[Unfinished]) -> list[Parent]:
+    """Return what `NativeExecutor.parents` does; whose handle is another's counts as alive, and hides no other."""
+    try:
+        return executor.parents(replicas)
+    except (CorruptObjectError, UnknownHandleError):
+        if len(replicas) > 1:  # whose it is, is found out by asking for each
+            return [parent for each in replicas for parent in parents_of(executor, [each])]
+        return [Parent(is_alive=True) for _ in replicas]
 
 
 def check_single_ranks(executor: ServerlessExecutor) -> NativeExecutor:

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from executors.attempt import TOLD_BY_SERVICES, Attempt
 from executors.errors import BackendError, StoreError
-from executors.native import Parent, Unfinished, parents_of
+from executors.native import Parent, Unfinished
 from executors.policy import Restarts
 from executors.protocol import Outcome, ReplicaStatus
-from executors.run.fleet import check_single_ranks
+from executors.run.fleet import check_single_ranks, parents_of
 from executors.run.launch_hands import LaunchHands
 from executors.run.observer import Observer
 from executors.run.spread import SpreadExecutor

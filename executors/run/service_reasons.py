@@ -9,8 +9,9 @@ from typing import Any
 
 from executors.attempt import Attempt
 from executors.errors import BackendError, CorruptObjectError, UnknownHandleError
-from executors.native import NativeExecutor, Unfinished, parents_of
+from executors.native import NativeExecutor, Unfinished
 from executors.protocol import Outcome, ServerlessExecutor
+from executors.run.fleet import parents_of
 
 ASK_WHY_S = 3600.0  # services forget their jobs
 ANSWERS_IN_S = 20.0  # a job may take some seconds to be gone

@@ -354,6 +354,15 @@ def start(n: int = 1, function: str = "main", **more: Any) -> Run:
     return launch(FakeExecutor(), f"job.py:{function}", n, run_id="otter", **more)
 
 
+def launched(machines: Machines, n: int, run_id: str = "otter") -> Run:
+    """Launch, and see that each rank has one job, which is its handle's."""
+    run = launch(FakeExecutor(), "job.py:main", n, run_id=run_id)
+    assert machines.living() == [(rank, 0) for rank in range(n)]
+    assert [machines.job_of(run, rank).job.key.rank for rank in range(n)] == list(range(n))
+    assert not any(machines.job_of(run, rank).state().has_ended for rank in range(n))
+    return run
+
+
 def attached() -> Run:
     """Find the run as another process would."""
     return attach("otter", executor=FakeExecutor())

@@ -1,0 +1,148 @@
+"""Runs of jobs that several resume at once, or that a resume does not bring back: one job a rank, and no other."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.fake_jobs import FakeExecutor, Machines, attached, launched
+
+from executors import Run
+from executors.errors import AlreadyResumedError, LaunchError
+from executors.resume import resume
+from executors.supervision.decisions import DecisionLog
+from executors.testing import eventually
+
+pytestmark = pytest.mark.usefixtures("quick_tries")
+
+
+@pytest.fixture(autouse=True)
+def _no_machines(machines: Machines) -> None:
+    """Jobs are taken and do not start: what is reported of them is enough here."""
+    machines.is_held = True
+
+
+def test_a_run_is_resumed_after_a_resume_that_failed(machines: Machines) -> None:
+    run = launched(machines, 2)
+    run.cancel(0)
+    machines.fail("start", "rejected")
+    with pytest.raises(LaunchError, match="replica 0 of 2"):
+        resume(attached())
+    again = resume(attached())
+    assert [state.attempt for state in again.status().replicas] == [2, 0]
+    assert machines.living() == [(0, 2), (1, 0)]
+
+
+class Refusing(FakeExecutor):
+    """Starts no third attempt."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self._error = error
+
+    def launch_replicas(self, *args: Any, run: Any = None, **more: Any) -> Any:
+        if run.attempt == 2:
+            raise self._error("no third one")
+        return super().launch_replicas(*args, run=run, **more)
+
+
+@pytest.mark.parametrize("error", [LaunchError, KeyboardInterrupt])
+def test_a_resume_that_is_refused_in_part_leaves_nothing_running(
+    machines: Machines, error: type[BaseException]
+) -> None:
+    """Ranks at different attempts are started one after the other."""
+    run = launched(machines, 3)
+    run.cancel()
+    resume(attached(), ranks=[1], detach=True).cancel()
+    with pytest.raises(error, match="no third one"):
+        resume(Run(run.store, "otter", executor=Refusing(error)), detach=True)
+    assert machines.living() == []
+    assert [(str(state.status), state.attempt) for state in attached().status().replicas] == [("cancelled", 1)] * 3
+    ordered = [entry.rank for entry in DecisionLog(run.store, "otter").read() if "no third one" in entry.words]
+    assert ordered == [0, 2, 1], "and no keeper goes on with it"
+    resume(attached(), detach=True)
+    assert machines.living() == [(0, 2), (1, 2), (2, 2)]
+
+
+class Overtaken(FakeExecutor):
+    """Lets another resume go first, once, when attempts beyond the first are asked for."""
+
+    def __init__(self, ranks: list[int] | None) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    def launch_replicas(self, *args: Any, run: Any = None, **more: Any) -> Any:
+        ranks = tuple(self._ranks or run.ranks)
+        FakeExecutor().launch_replicas(len(ranks), *args[1:], run=replace(run, ranks=ranks), **more)
+        return super().launch_replicas(*args, run=run, **more)
+
+
+def resume_overtaken(machines: Machines, by_ranks: list[int] | None) -> None:
+    run = launched(machines, 3)
+    run.cancel()
+    resume(Run(run.store, "otter", executor=Overtaken(by_ranks)))
+
+
+def test_a_resume_that_comes_second_starts_nothing_and_is_told_who_was_first(machines: Machines) -> None:
+    told = r"Ranks 0, 1, 2 of run 'otter' are being resumed .*attempt 1, begun by .*:\d+\)"
+    with pytest.raises(AlreadyResumedError, match=told):
+        resume_overtaken(machines, None)
+    assert machines.living() == [(0, 1), (1, 1), (2, 1)]
+    assert machines.count("start") == 6
+
+
+def test_a_resume_that_is_overtaken_in_part_goes_on_with_the_rest(
+    machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume_overtaken(machines, [1])
+    assert "replicas: Rank 1 of run 'otter' is being resumed by another process" in capsys.readouterr().err
+    assert machines.living() == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_a_resume_that_is_overtaken_in_part_and_fails_ends_its_own_jobs_alone(machines: Machines) -> None:
+    run = launched(machines, 3)
+    run.cancel()
+    machines.fail("start", "rejected", rank=2, when=lambda: eventually(lambda: (0, 1) in machines.living()))
+    with pytest.raises(LaunchError, match="replica 2 of 3"):
+        resume(Run(run.store, "otter", executor=Overtaken([1])))
+    assert machines.living() == [(1, 1)]
+    states = [(str(state.status), state.attempt) for state in attached().status().replicas]
+    assert states == [("cancelled", 1), ("pending", 1), ("failed", 1)]
+
+
+def test_what_was_reported_of_an_attempt_is_not_taken_for_the_next_one_that_begins_while_others_are_looked_at(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else who resumes then gives the rank a third attempt, and a second job."""
+    launched(machines, 2).cancel()
+    look, others = attached()._observer, iter([[], [0], [1]])
+    update = look.update
+
+    def update_after_another_resumed(max_age_s: float = 0.0) -> None:
+        if ranks := next(others, []):
+            resume(attached(), ranks=ranks)
+        update(max_age_s)
+
+    monkeypatch.setattr(look, "update", update_after_another_resumed)
+    assert [(str(state.status), state.attempt) for state in look.look([0, 1])] == [("pending", 1), ("pending", 0)]
+
+
+def test_ranks_that_several_resume_at_once_have_one_job_more(machines: Machines) -> None:
+    launched(machines, 3).cancel()
+    found, together = [attached() for _ in range(4)], threading.Barrier(4)
+
+    def bring_back(run: Run) -> None:
+        together.wait()
+        with contextlib.suppress(
+            AlreadyResumedError, ValueError
+        ):  # the latter when it looked after the first had begun
+            resume(run)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(bring_back, found))
+    assert machines.living() == [(0, 1), (1, 1), (2, 1)]
+    assert machines.count("start") == 6
