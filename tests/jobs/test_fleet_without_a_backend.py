@@ -118,11 +118,12 @@ def test_a_resume_where_one_backend_is_missing_starts_nothing(machines: Machines
     with pytest.raises(BackendError, match=advice):
         resume(attach("otter"), restarts=3)
     assert len(DecisionLog(run.store, "otter").read()) == n_decided, "nothing was ordered"
-    assert [run.newest_attempt(rank).number for rank in range(3)] == [0, 0, 0]
+    ranks = [Attempt(run.store, "otter", rank) for rank in range(3)]
+    assert [rank.newest().number for rank in ranks] == [0, 0, 0]
     go.touch()
     resume(attach("otter"), ranks=[0])
-    eventually(lambda: run.newest_attempt(0).at(1).outcome(), "it ends")
-    assert [run.newest_attempt(rank).number for rank in range(3)] == [1, 0, 0]
+    eventually(ranks[0].at(1).outcome, "it ends")
+    assert [rank.newest().number for rank in ranks] == [1, 0, 0]
 
 
 @pytest.mark.parametrize("record", ["intent", "handle"])
