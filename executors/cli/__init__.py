@@ -7,6 +7,7 @@ timeouts, 130 cancelled.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import io
 import json
@@ -164,6 +165,7 @@ def _call() -> int:
         arguments, argv = _split_argv(sys.argv[1:])
         if not {*arguments[:1]} & {"launch", "resume", "add"}:  # which may train in this process
             gc.set_threshold(SELDOM)
+            atexit.register(gc.freeze)  # else all that was imported is looked through once more: a fifth of `status`
         returned = command_of(arguments).main(arguments, prog_name="replicas", standalone_mode=False, obj=argv)
     except (KeyboardInterrupt, typer.Abort):
         return CANCELLED
