@@ -59,23 +59,24 @@ def add(
 
     output = Output(as_json)
     found = find_run(run, rendezvous)
+    with usage_errors():
+        executor = make_executor(backend, options_of(backend, option, volume))
     with Interrupts():
         try:
-            with usage_errors():
-                executor = make_executor(backend, options_of(backend, option, volume))
-                with output.busy(f"Adding {n} replica{'s' * (n > 1)} to {found.run_id}") as tell:
-                    ranks = found.add(
-                        executor,
-                        n,
-                        gpu=gpu,
-                        timeout=timeout,
-                        env=parse_texts("--env", env),
-                        secrets=secret or (),
-                        detach=detach,
-                        task_digest=task_digest,
-                        trust_bucket=trust_bucket,
-                        tell=tell,
-                    )
+            text = f"Adding {n} replica{'s' * (n > 1)} to {found.run_id}"
+            with usage_errors(), output.busy(text) as tell:
+                ranks = found.add(
+                    executor,
+                    n,
+                    gpu=gpu,
+                    timeout=timeout,
+                    env=parse_texts("--env", env),
+                    secrets=secret or (),
+                    detach=detach,
+                    task_digest=task_digest,
+                    trust_bucket=trust_bucket,
+                    tell=tell,
+                )
         except KeyboardInterrupt:
             return cancelled_early(output)
         output.say(f"Added {name_ranks(ranks)} on {executor.backend_name}.")

@@ -144,6 +144,10 @@ def plan(
         )
         fixed = {"inner_steps": inner_steps, "fragments": fragments, "overlap_steps": overlap_steps}
         found = planner.choose(job, wires=planner.WIRES if wire is None else (wire,), mean_wire=mean_wire, **fixed)
+        free = None
+        if found.late_s:
+            with contextlib.suppress(ValueError):  # the run is shorter than any round that is usual
+                free = planner.choose(job)
     kind = _kind_of(url)
     prices = planner.PRICES.get(kind, planner.Prices())
     prices = replace(prices, **(price or {}))
@@ -156,7 +160,7 @@ def plan(
                f"({source}: {describe_link(speed)})", "bold", wrap=True)  # fmt: skip
     for line in (*_lines(found), _sums(found, prices, is_priced, kind, url)):
         output.say(line, wrap=True)
-    for line in _advice(found, planner, source):
+    for line in _advice(found, free, source):
         output.say(line, "yellow", wrap=True)
     output.say(f"pass it on:  DiLoCo(model, {_settings(found)})")
     if n > 1:
@@ -316,12 +320,9 @@ def _region(url: str | None) -> str:
     return found or "the bucket's region"
 
 
-def _advice(plan: Any, planner: Any, source: str) -> list[str]:
+def _advice(plan: Any, free: Any, source: str) -> list[str]:
+    """Return what a person should know of a plan; `free` is one that nobody bound, where steps wait."""
     lines = []
-    free = None
-    if plan.late_s:
-        with contextlib.suppress(ValueError):  # the run is shorter than any round that is usual
-            free = planner.choose(plan.job)
     if plan.has_few_rounds:
         lines.append(
             f"Only {plan.rounds} round{'s' * (plan.rounds != 1)} of each fragment: below 30 the outer momentum does "
