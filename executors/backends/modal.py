@@ -38,6 +38,7 @@ KILLED = 128 + 9
 GPU_START_S = 1500.0  # a start waits for a machine, up to 21 minutes
 BUILD_S = 900.0  # of an image
 PYTHON_VERSION = re.compile(r"3\.\d{1,2}")
+APP_ID = re.compile(r"ap-\w{1,60}", re.ASCII)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -103,7 +104,7 @@ class ModalJobs(JobService):
             create = modal.Sandbox.create.aio
             sandbox = self._starts.make(lambda: create(*job.command, app=app, **inside, **self._request(job)))
             self._keys[sandbox.object_id] = job.key
-            return self._job_id(sandbox.object_id)
+            return self._job_id(sandbox.object_id, app.app_id)
 
     def start_limit_s(self, job: Job) -> float:
         return GPU_START_S if job.gpu else BUILD_S if job.requirements else super().start_limit_s(job)
@@ -117,7 +118,7 @@ class ModalJobs(JobService):
         for also_ended in (False, True):
             with contextlib.suppress(modal.exception.NotFoundError):
                 found = modal.Sandbox.from_name(**where, include_terminated=also_ended)
-                return [self._job_id(found.object_id)]
+                return [self._job_id(found.object_id, self._look_up(create_if_missing=False).app_id)]
         return []
 
     @in_thread
@@ -128,7 +129,7 @@ class ModalJobs(JobService):
         with contextlib.suppress(modal.exception.NotFoundError):
             if not self._is_of(modal.Sandbox.from_id(name), key):
                 raise ForeignJobError(self.name, key)
-        return self._job_id(name)
+        return self._job_id(name, job_id.get("app_id"))
 
     @in_thread
     def state(self, job_id: JobId) -> JobState:
@@ -152,7 +153,7 @@ class ModalJobs(JobService):
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
         running: set[str] = set()
         with contextlib.suppress(modal.exception.NotFoundError, StopIteration):  # no such app; no jobs
-            where: Any = {"app_id": self._look_up(create_if_missing=False).app_id, "tags": next(iter(jobs)).run_labels}
+            where: Any = {"tags": next(iter(jobs)).run_labels, "app_id": self._app_id(list(jobs.values()))}
             unseen = {str(job_id.get("sandbox_id")) for job_id in jobs.values()}
             for sandbox in modal.Sandbox.list(**where):
                 running.add(sandbox.object_id)
@@ -162,7 +163,7 @@ class ModalJobs(JobService):
         return {
             key: JobState(False)
             for key, job_id in jobs.items()
-            if (name := str(job_id.get("sandbox_id"))) in running and job_id == self._job_id(name)
+            if (name := str(job_id.get("sandbox_id"))) in running and job_id == self._job_id(name, job_id.get("app_id"))
         }
 
     def logs(self, job_id: JobId, n_lines: int) -> str:
@@ -203,8 +204,19 @@ class ModalJobs(JobService):
     def _names(self, job: Job) -> list[str]:
         return list(dict.fromkeys((*self.secrets, *job.secret_names)))
 
-    def _job_id(self, sandbox_id: str) -> JobId:
-        return {"sandbox_id": sandbox_id, "url": f"https://modal.com/id/{sandbox_id}"}  # as `modal dashboard` has it
+    def _job_id(self, sandbox_id: str, app_id: object) -> JobId:
+        named = {"app_id": app_id} if isinstance(app_id, str) and APP_ID.fullmatch(app_id) else {}
+        return {"sandbox_id": sandbox_id, "url": f"https://modal.com/id/{sandbox_id}", **named}  # as `modal dashboard`
+
+    def _app_id(self, job_ids: Sequence[JobId]) -> str:
+        """Return the app of sandboxes as all their handles name it, which saves a request; else as Modal does.
+
+        A handle that somebody else wrote names no app for the others.
+        """
+        app_id, *others = (job_id.get("app_id") for job_id in job_ids)
+        if isinstance(app_id, str) and APP_ID.fullmatch(app_id) and all(other == app_id for other in others):
+            return app_id
+        return str(self._look_up(create_if_missing=False).app_id)
 
     def _is_of(self, sandbox: modal.Sandbox, key: JobKey) -> bool:
         """Whether a sandbox runs this attempt, by its tags, which are asked for once."""

@@ -48,8 +48,6 @@ class Cloud:
     """Let the job that was started as this one print a line."""
     delay: Callable[[float], None]
     """Hold every answer of the service up."""
-    a_first_list: int = 1
-    """How many requests it takes a process to list jobs for the first time."""
 
     def counted(self) -> dict[str, int]:
         return {STORE: len(self.bucket.requests()), SERVICE: self.asked()}
@@ -70,10 +68,10 @@ def looking(options: Options) -> list[Comparison]:
                 run, launched = launch(cloud, n)
                 what = f"{cloud.backend}, N={n}"
                 first, look = cloud.asked_meanwhile(run.status), cloud.asked_meanwhile(run.status)
+                goals = {STORE: 2 + n, SERVICE: 1}
                 found += [
-                    _requests("Q1", f"{what}: requests of a process's first look", [first],
-                              {STORE: 2 + n, SERVICE: cloud.a_first_list}),
-                    _requests("Q1", f"{what}: requests of a look", [look], {STORE: 2 + n, SERVICE: 1}),
+                    _requests("Q1", f"{what}: requests of a process's first look", [first], goals),
+                    _requests("Q1", f"{what}: requests of a look", [look], goals),
                     _requests("Q1", f"{what}: requests of `replicas wait` in a minute", [_minute(cloud, run, seconds)],
                               {STORE: 15 * (2 + n), SERVICE: 15}),
                     _requests("Q3", f"{what}: requests of a launch", [launched], {}),
@@ -277,6 +275,6 @@ def modal() -> Iterator[Cloud]:
             server.used_by_the_sdk(),
             variables({"REPLICAS_RENDEZVOUS": bucket.url("runs")}),
         ):
-            yield Cloud("modal", bucket, lambda: len(server.calls_of()), lambda: None, say, not_here, 2)  # with the app
+            yield Cloud("modal", bucket, lambda: len(server.calls_of()), lambda: None, say, not_here)
     finally:
         Sandbox.start, control_plane.PAGE = usual, page  # type: ignore[method-assign]

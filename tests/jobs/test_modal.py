@@ -240,6 +240,34 @@ def test_the_states_of_those_that_run_are_one_list(modal_runs: ModalServer, serv
         service.stop(each)
 
 
+def test_a_process_that_looks_for_the_first_time_asks_for_a_list_and_nothing_else(
+    modal_runs: ModalServer, service: JobService, job: Job
+) -> None:
+    jobs = {key: service.start(replace(job, key=key)) for key in (KEY, replace(KEY, rank=1))}
+    n_calls = len(modal_runs.calls_of())
+    assert list(ModalExecutor().service.states(jobs)) == list(jobs)
+    asked = [call.rpc for call in modal_runs.calls_of()[n_calls:]]
+    assert [rpc for rpc in asked if rpc != "AuthTokenGet"] == ["SandboxListV2"]
+    for each in jobs.values():
+        service.stop(each)
+
+
+@pytest.mark.parametrize("app_id", ["ap-another", "../x", 5, None, ["ap-another"], {}])
+def test_a_handle_that_names_another_app_hides_the_state_of_no_other(
+    modal_runs: ModalServer, service: JobService, job: Job, app_id: object
+) -> None:
+    jobs = {key: service.start(replace(job, key=key)) for key in (KEY, replace(KEY, rank=1))}
+    for wrong in jobs:
+        told = ModalExecutor().service.states({**jobs, wrong: {**jobs[wrong], "app_id": app_id}})
+        assert {key: told[key] for key in jobs if key != wrong} == {
+            key: JobState(False) for key in jobs if key != wrong
+        }
+    everywhere = {key: {**job_id, "app_id": app_id} for key, job_id in jobs.items()}
+    assert set(ModalExecutor().service.states(everywhere)) <= set(jobs), "then each is asked for by itself"
+    for each in jobs.values():
+        service.stop(each)
+
+
 def test_a_look_at_a_sandbox_is_one_call_and_its_log_asks_for_nothing_else(
     modal_runs: ModalServer, service: JobService, job: Job
 ) -> None:
