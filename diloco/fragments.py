@@ -6,6 +6,7 @@ stay local, and so do buffers that the model does not save or that hold infiniti
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, prod
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.errors import ContributionError
+from diloco.wires import wire_named
 from executors.errors import kind_of
 
 FragmentSpec: TypeAlias = int | Sequence[Sequence[nn.Module | str]]
@@ -45,15 +47,21 @@ class Fragment:
     n_elements: int
 
 
-def plan_fragments(model: nn.Module, fragments: FragmentSpec, *, sync_buffers: bool) -> list[Fragment]:
+def plan_fragments(
+    model: nn.Module, fragments: FragmentSpec, *, sync_buffers: bool | None, wires: Sequence[str] = ()
+) -> list[Fragment]:
     """Lay a model out in fragments.
 
     Args:
         fragments: a number (layers are dealt out in turn, as Streaming DiLoCo found best: 2501.18512, 2.3), or lists
             of modules or names of modules or parameters that cover each trainable parameter exactly once.
+        sync_buffers: whether float buffers are averaged. None: unless one of the wires is too coarse for them; a
+            warning says so.
+        wires: by name, how contributions and means travel.
 
     Raises:
-        ValueError: there is nothing to train, not enough layers, or the lists do not cover the model once.
+        ValueError: there is nothing to train, not enough layers, or the lists do not cover the model once; or buffers
+            are to be averaged over a wire that is too coarse for them.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {kind_of(model)}.")
@@ -66,13 +74,16 @@ def plan_fragments(model: nn.Module, fragments: FragmentSpec, *, sync_buffers: b
             raise TypeError(f"Parameter {name!r} is {kind}; only real numbers with values can be averaged.")
     if isinstance(fragments, (bool, str)) or not isinstance(fragments, (int, Sequence)):
         raise TypeError(f"fragments must be a number, or lists of modules or names, got fragments={fragments!r}.")
-    if not isinstance(sync_buffers, bool):
-        raise TypeError(f"sync_buffers must be True or False, got sync_buffers={sync_buffers!r}.")
+    if not isinstance(sync_buffers, bool | None):
+        raise TypeError(f"sync_buffers must be True, False or None, got sync_buffers={sync_buffers!r}.")
     if isinstance(fragments, int):
         groups = _dealt_out(model, parameters, fragments)
     else:
         groups = _listed(model, parameters, fragments)
-    buffers = synchronised_buffers(model) if sync_buffers else {}
+    buffers = {} if sync_buffers is False else synchronised_buffers(model)
+    if buffers and (coarse := next((wire for wire in wires if not wire_named(wire).is_relative), None)):
+        _say_too_coarse(coarse, list(buffers), is_asked_for=sync_buffers is True)
+        buffers = {}
     homes = _homes(groups, buffers)
     plan = []
     for index, group in enumerate(groups):
@@ -109,6 +120,24 @@ def synchronised_buffers(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in model.named_buffers()
         if name in saved and buffer.is_floating_point() and bool(torch.isfinite(buffer).all())
     }
+
+
+def _say_too_coarse(wire: str, buffers: list[str], *, is_asked_for: bool) -> None:
+    """Warn that buffers stay each replica's own.
+
+    Raises: ValueError: they were to be averaged.
+    """
+    more = f" and {len(buffers) - 1} more" if len(buffers) > 1 else ""
+    why = (
+        f"a wire of {wire} is too coarse to average running statistics ({buffers[0]!r}{more}): its error is a share of "
+        "the largest value beside, and a small variance would become negative."
+    )
+    if is_asked_for:
+        raise ValueError(f"sync_buffers=True: {why} Use bf16, or sync_buffers=False: each replica keeps its own.")
+    warnings.warn(
+        f"Float buffers stay each replica's own: {why} Say sync_buffers=False where that is meant, or use bf16.",
+        stacklevel=4,
+    )
 
 
 def _dealt_out(model: nn.Module, parameters: dict[str, nn.Parameter], count: int) -> list[set[str]]:

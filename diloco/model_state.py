@@ -192,6 +192,7 @@ class ModelState:
         progress = [torch.empty_like(anchor) for anchor in self.anchors]
         for fragment, anchor, out in zip(self.fragments, self.anchors, progress, strict=True):
             difference(self.model, fragment, anchor, out)
+            out[fragment.n_stepped :] = 0.0  # statistics are averaged, and are no work to go on with
         return progress
 
     def has_moved(self) -> bool:
@@ -214,9 +215,8 @@ class ModelState:
         anchor = {name: values.clone() for name, values in self.anchor_views().items()}
         return {"anchor": anchor, "outer": [outer.state_dict() for outer in self.outer]}
 
-    @torch.no_grad()
-    def load_checkpoint(self, state: Mapping[str, Any], rounds: int) -> None:
-        """Take anchor and outer state from a checkpoint. Leaves live work alone.
+    def check_checkpoint(self, state: Mapping[str, Any], rounds: int) -> None:
+        """Refuse what `load_checkpoint` could not take.
 
         Raises: ValueError: it is of another model, or of another run, as one that had so many rounds cannot have it.
         """
@@ -225,10 +225,14 @@ class ModelState:
                 f"This checkpoint is of round {state['rounds']}, the run is at {rounds}: it is of another run. To "
                 "begin a new run from a checkpoint, load the model's own state before making a DiLoCo."
             )
-        views = self.anchor_views()
-        if state["anchor"].keys() != views.keys():
+        shapes = {name: values.shape for name, values in self.anchor_views().items()}
+        if {name: values.shape for name, values in state["anchor"].items()} != shapes:
             raise ValueError("This checkpoint is of a model with other parameters.")
-        for name, view in views.items():
+
+    @torch.no_grad()
+    def load_checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Take anchor and outer state from a checkpoint. Leaves live work alone."""
+        for name, view in self.anchor_views().items():
             view.copy_(state["anchor"][name])
         for outer, outer_state in zip(self.outer, state["outer"], strict=True):
             outer.load_state_dict(outer_state)

@@ -4,8 +4,8 @@ Each replica trains alone for `inner_steps` steps, then all average how far they
 parameters they share, along that average (Douillard et al., 2311.08105). With several fragments the model is
 synchronised a part at a time, staggered, and a part may travel while training goes on (Streaming DiLoCo, 2501.18512).
 
-`rendezvous/participant.py` counts steps and says when, `rendezvous/loop.py` brings the replicas together, and
-`model_state.py` holds the anchor.
+`rendezvous/participant.py` says when, `rendezvous/loop.py` brings the replicas together, and `model_state.py` holds the
+anchor.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import Any, Literal, Self
 
@@ -32,7 +33,7 @@ from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.round import Context, Limits, RoundReport
 from diloco.same_data import SameData, SameDataMode
-from diloco.settings import Settings
+from diloco.settings import Settings, check_wires
 from diloco.workers import Workers
 from executors.errors import ReplicasError
 from executors.store import Store
@@ -93,7 +94,8 @@ class DiLoCo:
         weight: of this replica's work in the mean, relative to the others'; a number, or a callable that is asked at
             each contribution, as for the tokens it is made of. A number is scaled where work of fewer than
             `inner_steps` is sent; with `round_seconds` it is the weight of one step.
-        sync_buffers: average float buffers too, without the outer optimizer. Integer buffers stay local.
+        sync_buffers: average float buffers too, as a BatchNorm's statistics; each merge takes the anchor's. None: but
+            for a wire of int8 or int4, too coarse for them, with a warning. Integer buffers stay each replica's own.
         snapshot_every: rounds between snapshots, from which later and returning replicas start.
         allow_no_rounds: let `close()` pass when there was no round: each replica has trained alone, on purpose.
         same_data: what to do when other replicas send the same work, bit for bit, three rounds in a row: they train on
@@ -136,7 +138,7 @@ class DiLoCo:
         grace_s: float = 30.0,
         round_timeout_s: float = 1800.0,
         weight: float | Callable[[], float] = 1.0,
-        sync_buffers: bool = True,
+        sync_buffers: bool | None = None,
         snapshot_every: int = 10,
         allow_no_rounds: bool = False,
         same_data: SameDataMode = "raise",
@@ -154,7 +156,7 @@ class DiLoCo:
         limits = _limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
         if place.is_alone:  # its memory is not to fill up: what a mean is made of is deleted behind the last snapshot
             snapshot_every, limits = 1, replace(limits, small_bytes=0)
-        fragments_ = plan_fragments(model, fragments, sync_buffers=sync_buffers)
+        fragments_ = plan_fragments(model, fragments, sync_buffers=sync_buffers, wires=check_wires(wire, mean_wire))
         self._settings = settings = Settings.of(
             locals(), n_fragments=len(fragments_), key=place.key_of_run(key), world_size=place.world_size,
             rank=place.world_size if place.rank is None else place.rank, begun_at=_begun_at,
@@ -162,15 +164,14 @@ class DiLoCo:
         settings.check()
         settings.warn_of_few_rounds()
         self._model_state = ModelState(model, fragments_, settings, block_elements=limits.block_elements)
-        watch = open_watch(place.store)
         patience_s, copies = limits.error_patience_s, settings.key is not None
         patient = PatientStore(place.store, clock=monotonic, error_patience_s=patience_s, copies=copies)
         keys = Keys(place.run_id, name)
-        me = place.identify(patient, keys, watch)
+        me = place.identify(patient, keys)
         self._name = (me.nonce, name)
         check_is_free(self._name)
         self._model_state.rank = me.rank
-        who = f"diloco {name} of rank {me.rank}"
+        who, watch = f"diloco {name} of rank {me.rank}", open_watch(place.store)
         self._workers = workers = Workers(patient, watch, who, is_beside=settings.is_beside)
         context = Context(
             store=patient, keys=keys, me=me, training=self._model_state, plan=settings.plan,
@@ -280,8 +281,10 @@ class DiLoCo:
         self._liaison.show(self.rounds, self._round_s)
         if in_order:
             self._workers.uploads.finish()
-            phase, moved = self._participant.phase, self._model_state.has_moved
-            self._settings.check_what_was_averaged(phase.n_steps, max(phase.made), self.rounds, moved)
+            phase, moved, is_alone = self._participant.phase, self._model_state.has_moved, self._participant.is_alone
+            self._settings.check_what_was_averaged(
+                phase.n_steps, max(phase.made), self.rounds, moved, is_alone=is_alone
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -329,10 +332,9 @@ class DiLoCo:
 
         What is on its way is waited for and merged first: save the model's own state after this.
         """
-        self._in_round(self._participant.drain)
-        phase = self._participant.phase
-        position = {"rounds": self.rounds, "base": phase.base, "since": phase.since, "inner_step": self.inner_step}
-        return {**position, **self._participant.apart(self._model_state.checkpoint)}
+        taken: list[dict[str, Any]] = []
+        self._in_round(lambda: self._participant.at_rest(lambda: taken.append(self._model_state.checkpoint())))
+        return {**self._participant.place, "inner_step": self.inner_step, **taken[0]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a checkpoint of this run, and then on to where the run is now.
@@ -344,10 +346,10 @@ class DiLoCo:
         """
         self._check_open()
         self._in_round(self._participant.drain)
-        self._model_state.load_checkpoint(state, self.rounds)
+        self._model_state.check_checkpoint(state, self.rounds)
         self._attached.step = state["inner_step"]
         self._steps_before = state["inner_step"] - self._participant.phase.n_steps
-        self._participant.go_back(state["rounds"], state["base"], state["since"])
+        self._in_round(partial(self._participant.go_back, state, partial(self._model_state.load_checkpoint, state)))
         self._attached.follow(self.inner_step, self._participant.phase.n_steps)
 
     # -- inside ------------------------------------------------------------------------------------------------------

@@ -99,9 +99,6 @@ class Settings:
                 raise ValueError(
                     f"min_quorum must be at most the world size of {self.world_size}, got min_quorum={self.min_quorum}."
                 )
-        _one_of("wire", self.wire, tuple(WIRES))
-        if self.mean_wire is not None:
-            _one_of("mean_wire", self.mean_wire, tuple(WIRES))
         _one_of("late", self.late, ("carry", "drop"))
         _one_of("same_data", self.same_data, ("raise", "warn", "allow"))
         _number("outer_lr", self.outer_lr)
@@ -175,7 +172,7 @@ class Settings:
     @property
     def wire_of_means(self) -> str:
         """How means travel."""
-        return self.mean_wire or DEFAULT_MEAN_WIRE[self.wire]
+        return check_wires(self.wire, self.mean_wire)[1]
 
     @property
     def plan(self) -> Plan:
@@ -237,7 +234,9 @@ class Settings:
                 stacklevel=3,
             )
 
-    def check_what_was_averaged(self, steps: int, uncounted: int, rounds: int, has_moved: Callable[[], bool]) -> None:
+    def check_what_was_averaged(
+        self, steps: int, uncounted: int, rounds: int, has_moved: Callable[[], bool], *, is_alone: bool
+    ) -> None:
         """Warn of steps that no round has counted, and of a replica alone that had no round.
 
         Args:
@@ -245,22 +244,23 @@ class Settings:
             rounds: of the run.
             uncounted: steps since the last round that counted this replica.
             has_moved: whether the model is not the anchor.
+            is_alone: whether there is nobody else; others may have come to a world of 1.
 
         Raises: DiLoCoError: there are others, and there was no round at all.
         """
-        if not steps and not rounds and self.world_size > 1 and not self.allow_no_rounds and has_moved():
+        if not steps and not rounds and not is_alone and not self.allow_no_rounds and has_moved():
             raise DiLoCoError(
                 "The model was trained, and step() never called: there was no round, and each replica has its own "
                 "model. Call step() after each optimizer.step(), or allow it: DiLoCo(model, allow_no_rounds=True)."
             )
-        if not steps or (self.world_size == 1 and rounds):
+        if not steps or (is_alone and rounds):
             return
-        if self.world_size == 1 and not self.allow_no_rounds:
+        if is_alone and not self.allow_no_rounds:
             warnings.warn(
                 f"{steps} step{'s' * (steps > 1)} and no round: {self.when}. With other replicas this is an error.",
                 stacklevel=5,
             )
-        if self.world_size > 1 and not rounds and not self.allow_no_rounds:
+        if not is_alone and not rounds and not self.allow_no_rounds:
             raise DiLoCoError(
                 f"{steps} steps and no round: {self.when}, so this replica has trained alone, and the replicas end "
                 f"with different models. Use a smaller {self.when.split()[0]}, call sync(), or allow it: "
@@ -317,6 +317,18 @@ def _number(name: str, value: Any, *, high: float | None = None, below: float | 
     if not fits or (high is not None and value > high) or (below is not None and value >= below):
         upper = f" and at most {high:g}" if high is not None else f" and below {below:g}" if below is not None else ""
         raise ValueError(f"{name} must be at least 0{upper}, got {name}={value}.")
+
+
+def check_wires(wire: str, mean_wire: str | None) -> tuple[str, str]:
+    """Return the names of the wires of contributions and of means.
+
+    Raises: ValueError: there is none of a name.
+    """
+    _one_of("wire", wire, tuple(WIRES))
+    if mean_wire is None:
+        return wire, DEFAULT_MEAN_WIRE[wire]
+    _one_of("mean_wire", mean_wire, tuple(WIRES))
+    return wire, mean_wire
 
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -3,9 +3,11 @@
 The training holds a copy of its live parameters, B, and trains on. The rounds send anchor - B, step the anchor from A
 to A', and turn the same memory into what is to be merged. With S what the others decoded of it, work that was counted
 leaves the live parameters by adding A' - A + S: what is left of them is what was done since, and what the wire lost
-(error feedback as of 1-bit SGD, Seide et al. 2014, whose memory here is the live parameters). So the memory belongs to
-the training until it is handed over, then to the rounds until it has landed, and then to the training again; no lock
-guards it.
+(error feedback as of 1-bit SGD, Seide et al. 2014, whose memory here is the live parameters). Buffers are statistics,
+and no work: moved so, a variance may become negative. They take the anchor's values, whatever becomes of the work.
+
+So the memory belongs to the training until it is handed over, then to the rounds until it has landed, and then to the
+training again; no lock guards it.
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ class Shadow:
         self._fragment = fragment
         self._anchor = anchor
         self._room = room
+        self._buffers = slice(fragment.n_stepped, fragment.n_elements)
         self._copies = DeviceCopies.of(live_tensors(model, fragment)) if room.keeps else None
         self._is_pinned = self._copies is not None
         self._memory: Tensor | None = None
@@ -110,7 +113,7 @@ class Shadow:
             if kind is None or source is None:
                 continue
             values = self._landed[number] if self._landed else source[at].view(slot.shape)
-            if kind == "add":
+            if kind == "add" and slot.kind == "parameter":
                 _add(live, values)
             elif self._mix:
                 live.copy_(live.to(torch.float32).lerp(values.to(live.device), 1 - self._mix))
@@ -187,6 +190,10 @@ class Shadow:
         """Add the anchor, as it is now."""
         if self._kind in ("add", "set"):
             self.memory.add_(self._anchor)
+            self._take_buffers()
+
+    def _take_buffers(self) -> None:
+        self.memory[self._buffers].copy_(self._anchor[self._buffers])
 
     def land(self) -> None:
         """Bring what is to be merged to where the parameters are."""
@@ -204,12 +211,17 @@ class Shadow:
             return
         if self._kind is None and (is_passed or not self.is_held):
             self._turn_into("add").copy_(shift)
+            self._take_buffers()
             return
         if self._copies is not None:
             self._copies.wait()
-        self.memory.add_(shift)
         if self._kind is None:  # what is held moves along, so that what was sent of it stays what it was
+            shift[self._buffers] = 0.0
             self._shift = shift if self._shift is None else self._shift.add_(shift)
+            self.memory.add_(shift)
+        else:
+            self.memory.add_(shift)
+            self._take_buffers()
 
     def forget(self) -> None:
         """Return the memory to the training."""

@@ -12,6 +12,7 @@ class Bf16:
 
     name = "bf16"
     is_exact = False
+    is_relative = True
 
     def size(self, n: int) -> int:
         return 2 * n

@@ -12,6 +12,7 @@ class Fp32:
 
     name = "fp32"
     is_exact = True
+    is_relative = True
 
     def size(self, n: int) -> int:
         return 4 * n

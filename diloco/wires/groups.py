@@ -26,6 +26,7 @@ class Grouped(ABC):
     """The largest whole number; the smallest is less by all of it."""
     align: ClassVar[int] = 4
     is_exact: ClassVar[bool] = False
+    is_relative: ClassVar[bool] = False
 
     @abstractmethod
     def _bytes(self, n: int) -> int:

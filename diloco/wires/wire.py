@@ -46,6 +46,10 @@ class Wire(Protocol):
     def is_exact(self) -> bool:
         """Whether each value is decoded as it was encoded."""
 
+    @property
+    def is_relative(self) -> bool:
+        """Whether the error of each value is a share of that value, and not of the largest one beside it."""
+
     def size(self, n: int) -> int:
         """Return the bytes of a block of `n` values."""
 

@@ -22,6 +22,7 @@ class Multiples:
     """A wire of multiples of a unit: whole ones, and the rest is left out, or the nearest ones."""
 
     is_exact = False
+    is_relative = False
 
     def __init__(self, unit: float, dtype: npt.DTypeLike, to_whole: Callable[[Floats], Floats]) -> None:
         self.name = f"multiples of {unit}"

@@ -354,7 +354,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"fragments": True}, "fragments must be a number, or lists of modules or names, got fragments=True"),
     ({"fragments": "0"}, "fragments must be a number, or lists of modules or names, got fragments='0'"),
-    ({"sync_buffers": "x"}, "sync_buffers must be True or False, got sync_buffers='x'"),
+    ({"sync_buffers": "x"}, "sync_buffers must be True, False or None, got sync_buffers='x'"),
     ({"min_quorum": 0}, "min_quorum must be at least 1"),
     ({"min_quorum": 3}, "min_quorum must be at most the world size of 1"),
     ({"momentum_warmup": -1}, "momentum_warmup must be"),
