@@ -23,8 +23,8 @@ def check_is_free(name: tuple[str, str]) -> None:
     """Raises: DiLoCoError: there is one of this name."""
     if name in is_open:
         raise DiLoCoError(
-            f"A DiLoCo named {name[1]!r} is open in this replica already. Close it first, or give this one another "
-            "name: DiLoCo(model, name=…)."
+            f"A DiLoCo named {name[1]!r} is open in this replica already. Give this one another name: "
+            "DiLoCo(model, name=…)."
         )
 
 

@@ -10,7 +10,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, sleep
 from typing import Literal
 
 from diloco.errors import AbortedError, DiLoCoError, FencedError
@@ -24,7 +24,6 @@ from executors.run_key import key_id
 from executors.store import MemoryStore, Store, store_at
 from executors.store.added_ranks import MAX_ADDED, AddedRanks
 from executors.store.records import MAX_RECORD_BYTES
-from executors.store.watch import Watch
 
 JOIN = "join"
 MISREAD = 3
@@ -325,13 +324,23 @@ class Place:
             check_signed(record.key_id, None if key is None else key_id(key))
         return key
 
-    def identify(self, store: PatientStore, keys: Keys, watch: Watch) -> Identity:
-        """Return the claim that this process has already, or claim the next attempt, or the next rank."""
+    def identify(self, store: PatientStore, keys: Keys) -> Identity:
+        """Return the claim that this process has already, or claim the next attempt, or the next rank.
+
+        Raises: DiLoCoError: it has left under this name: nobody waits for it, and its run is where it was left.
+        """
         replica = self.replica
         if replica is not None and (replica.run_id, replica.rank) == (self.run_id, self.rank):
-            return Identity(replica.rank, self.world_size, replica.attempt, replica.nonce)
-        nonce = process_nonce(store.store.url, self.run_id, self.rank)
-        return claim(store, keys, self.rank, self.world_size, nonce, lambda: watch.wait(0.01, ()))
+            me = Identity(replica.rank, self.world_size, replica.attempt, replica.nonce)
+        else:
+            nonce = process_nonce(store.store.url, self.run_id, self.rank)
+            me = claim(store, keys, self.rank, self.world_size, nonce, lambda: sleep(0.01))
+        if store.exists(keys.bye(me.rank, me.attempt)):
+            raise DiLoCoError(
+                f"The DiLoCo named {keys.name!r} of this replica has left, and this one would go on with its model, at "
+                "its step. Give each training another name: DiLoCo(model, name=…)."
+            )
+        return me
 
 
 def find_place(

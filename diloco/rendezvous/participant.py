@@ -11,10 +11,10 @@ business. Plain blocking code: the tests run both sides under a simulated schedu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from diloco.rendezvous.contribution import check_weight
 from diloco.rendezvous.frames import MAX_WEIGHT
@@ -72,18 +72,30 @@ class Participant:
             self._turns.leave()
             raise
 
-    def go_back(self, position: int, base: float, since: float) -> None:
-        """Continue from an earlier position, whose training state was loaded, and then on to where the run is now.
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where in the run this replica is: rounds, the run's step at the last of them, and the steps made since."""
+        return {"rounds": self.position, "base": self.phase.base, "since": self.phase.since}
+
+    def go_back(self, place: Mapping[str, Any], load: Callable[[], None]) -> list[RoundReport]:
+        """Continue from an earlier place, and then on to where the run is now; return what was merged before.
 
         Args:
-            base, since: the run's step at that position, and the steps that were made since.
+            load: takes the training state of that place.
         """
-        self.apart(lambda: self._rounds.go_back(position))
+        position, base, since = place["rounds"], place["base"], place["since"]
+
+        def act() -> None:
+            load()
+            self._rounds.go_back(position)
+
+        reports = self.at_rest(act)
         self.position, self._sent = position, None
         self.phase.made = [0] * self._n_fragments
         self.phase.is_restored = [True] * self._n_fragments
         self.phase.begin(base, since)
         self._join_the_others()
+        return reports
 
     def _join_the_others(self) -> None:
         """Catch up, and go on in phase, or out of it where the others are in the midst of theirs."""
@@ -101,6 +113,12 @@ class Participant:
         """How much work no seal has decided on, in the unit of `RoundReport.work`: the mean over all fragments."""
         made = self.phase.made
         return sum(made) / len(made) * self._work_per_step
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else is in the newest seal; before the first, in the world that was launched."""
+        me, seal = self._context.me, self._members.seal
+        return me.world_size == 1 if seal is None else seal.members.keys() <= {me.rank}
 
     @property
     def uncounted_since(self) -> list[int]:
@@ -219,9 +237,26 @@ class Participant:
             self._turns.until(self._has_landed)
         return self._take()
 
+    def at_rest(self, act: Callable[[], None]) -> list[RoundReport]:
+        """Have something done apart once all that the rounds have brought about is merged; return what was merged."""
+        reports: list[RoundReport] = []
+        is_done = False
+
+        def act_at_rest() -> None:  # out of phase, they may have found a seal since
+            nonlocal is_done
+            if not self._has_landed():
+                act()
+                is_done = True
+
+        while not is_done:
+            reports += self.drain()
+            self.apart(act_at_rest)
+        return reports
+
     def stop(self) -> list[RoundReport]:
         """End the rounds where they stand, and merge what they have brought about."""
         self._turns.leave()
+        self._is_awaited = False
         return self._merge_landed()
 
     def _meet(self) -> list[RoundReport]:

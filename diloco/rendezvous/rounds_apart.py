@@ -64,7 +64,8 @@ class Rounds:
         self._cursor.set_newest_seal()
 
     def go_back(self, position: int) -> None:
-        """Continue from an earlier position, whose training state was loaded."""
+        """Continue from an earlier position, whose training state was loaded; nothing is looked for until then."""
+        self._is_looking, self._look = False, None
         self._cursor.position = position
         self._cursor.settle_all()
         self.rendezvous.entry = None

@@ -107,6 +107,17 @@ def test_who_comes_back_shows_at_once_where_the_run_is(replica: Replica) -> None
     for _ in range(3):
         earlier.step()
     leave(earlier)
-    replica.reported.clear()
+    later = Replica(0, 1, replica.run_id, 1, replica.rendezvous, claimed_nonce="later")
+    set_current_replica(later)
     with DiLoCo(nn.Linear(1, 1), inner_steps=1, snapshot_every=1, **PLAIN):
-        assert replica.reported["round"] == 3
+        assert later.reported["round"] == 3
+
+
+def test_a_training_after_a_closed_one_of_its_name_is_refused_with_advice(replica: Replica) -> None:
+    with DiLoCo(nn.Linear(1, 1), inner_steps=1, **PLAIN) as diloco:
+        diloco.step()
+    with pytest.raises(DiLoCoError, match=r"named 'main' of this replica has left.*DiLoCo\(model, name=…\)"):
+        DiLoCo(nn.Linear(1, 1), inner_steps=1, **PLAIN)
+    with DiLoCo(nn.Linear(1, 1), inner_steps=1, name="second", **PLAIN) as diloco:
+        assert diloco.inner_step == 0
+        diloco.step()

@@ -161,6 +161,17 @@ def test_a_record_that_is_kept_while_the_next_round_goes_on_belongs_to_its_posit
         assert kept.progress([4])[0].tolist() == [3.0 - 6.0] * 4  # the first anchor is 3
 
 
+def test_a_state_may_be_taken_after_an_error_ended_rounds_in_flight() -> None:
+    model = zeros()
+    diloco = begin(MemoryStore(), model, world_size=2)
+    steps(3, model, diloco)
+    assert diloco._participant._is_awaited
+    with pytest.raises(RuntimeError, match="the user's"), diloco:
+        raise RuntimeError("the user's")
+    state = diloco.state_dict()
+    assert (state["rounds"], state["anchor"]["weight"].tolist()) == (0, [[0.0] * 4])
+
+
 def test_who_asks_for_the_anchor_waits_for_the_round_and_leaves_the_live_parameters_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

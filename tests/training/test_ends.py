@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.training import PLAIN, nudge, place
+from support.training import PLAIN, leave, nudge, place
 from torch import nn
 
 from diloco import DiLoCo
@@ -169,6 +169,19 @@ def test_steps_that_are_in_nobodys_average_are_counted_in_a_warning() -> None:
     for message in run_replicas(2, body):
         assert message.startswith("5 steps of this replica since its last round are in nobody's average")
         assert "total_steps" in message
+
+
+def test_steps_in_nobodys_average_are_told_also_where_others_came_to_a_run_of_one() -> None:
+    where = place()
+    model = nn.Linear(1, 1)
+    first = DiLoCo(model, inner_steps=2, **PLAIN, **where)
+    joiner = DiLoCo(nn.Linear(1, 1), inner_steps=2, **PLAIN, **{**where, "rank": "join"})
+    for _ in range(3):
+        nudge(model, 1.0)
+        first.step()
+    with pytest.warns(UserWarning, match="1 step of this replica since its last round is in nobody's average"):
+        first.close()
+    leave(joiner)
 
 
 def test_a_second_diloco_of_the_same_name_is_refused_while_the_first_is_open() -> None:
