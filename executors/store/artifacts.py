@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ from pathlib import Path
 from executors.store.protocol import MAX_KEY_BYTES, MAX_SEGMENT_BYTES, Store
 
 PART_BYTES = 256 << 20
+KEPT = re.compile(r"(0|[1-9][0-9]{0,3})/artifacts/(.*)", re.DOTALL)
 
 
 def problem_of(name: str) -> str | None:
@@ -93,3 +95,19 @@ def find_artifacts(store: Store, rank: int, prefix: str) -> list[Artifact]:
         Artifact(rank, entry.key.removeprefix(prefix), entry.size_bytes, store, entry.key)
         for entry in store.list(prefix)
     ]
+
+
+def kept_artifacts(store: Store, rank: int, prefix: str) -> list[Artifact]:
+    """Return the files that the attempts of a rank kept, whatever their names; of one name the newest attempt's.
+
+    An attempt that goes on from a checkpoint does not keep once more what earlier ones kept.
+    The newest attempt's come first: where two names cannot both be paths below a folder, the newer is written.
+
+    Args:
+        prefix: of all attempts' objects.
+    """
+    found = [(match, entry) for entry in store.list(prefix) if (match := KEPT.fullmatch(entry.key, len(prefix)))]
+    kept: dict[str, Artifact] = {}
+    for match, entry in sorted(found, key=lambda each: -int(each[0][1])):
+        kept.setdefault(match[2], Artifact(rank, match[2], entry.size_bytes, store, entry.key))
+    return list(kept.values())
