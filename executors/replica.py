@@ -241,6 +241,8 @@ class Replica:
     def save_artifact(self, name: str, path: str | Path) -> None:
         """Keep a file, or a folder of files, with the run: `replicas collect` and `Run.artifacts` bring it back.
 
+        What this rank's earlier attempts kept is brought back, too; of one name the newest attempt's.
+
         Args:
             name: what it is called there; may contain `/`.
             path: the file or folder to copy.

@@ -123,9 +123,14 @@ _known: set[tuple[str, str]] = set()
 """Handles that were seen in their store, which is asked for each but once: they are never taken back."""
 
 
+def replica_prefix(run_id: str, rank: int) -> str:
+    """Name where the objects of all attempts of one rank are: `<run>/replicas/0003/`."""
+    return f"{run_id}/replicas/{rank:04d}/"
+
+
 def replica_key(run_id: str, rank: int, attempt: int, name: str) -> str:
     """Name an object of one attempt of one rank: `<run>/replicas/0003/0/<name>`."""
-    return f"{run_id}/replicas/{rank:04d}/{attempt}/{name}"
+    return f"{replica_prefix(run_id, rank)}{attempt}/{name}"
 
 
 def spare_key(run_id: str, number: int, attempt: int, name: str) -> str:

@@ -137,7 +137,7 @@ def _check_backend(
     if isinstance(executor, NativeExecutor) and executor.needs_shared_rendezvous:
         try:
             url = shared_rendezvous(name, rendezvous, "train.py:main", 2)
-        except BackendError as error:
+        except (BackendError, ValueError) as error:
             yield Finding("rendezvous", "wrong", str(error), "Both sides meet there; any S3 bucket will do.")
             return
     if url is not None:

@@ -132,7 +132,9 @@ def status(
     try:
         found = find_run(run, rendezvous, backend, option)
     except RunNotFoundError:
-        if (preparation := find_preparation(run.rstrip("/").rpartition("/")[2])) is None:
+        named = run.rstrip("/")
+        is_elsewhere = rendezvous is not None or "/" in named  # where a run of the same id may be another
+        if is_elsewhere or (preparation := find_preparation(named)) is None:
             raise
         text, state = preparation.describe(run), "preparing" if preparation.is_going_on else "never started"
         output.document({"run_id": run, "status": state, "problem": text}) if as_json else output.say(text)

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from executors.attempt import Attempt
+from executors.attempt import Attempt, replica_prefix
 from executors.errors import (
     RunNotFoundError,
 )
@@ -24,7 +24,7 @@ from executors.run.spread import SpreadExecutor, as_one
 from executors.run_index import Note, noted_at_launch, noted_options
 from executors.status import ReplicaState, RunStatus, name_ranks
 from executors.store import Store
-from executors.store.artifacts import Artifact, find_artifacts
+from executors.store.artifacts import Artifact, kept_artifacts
 from executors.store.inventory import Inventory
 from executors.store.records import retry
 from executors.store.url import address_of
@@ -245,15 +245,16 @@ class Traces:
         return read_metrics(self.store, self.run_id, self.record)
 
     def artifacts(self, rank: int) -> list[Artifact]:
-        """List the files that a replica kept with `save_artifact`.
+        """List the files that a rank kept with `save_artifact`, in whichever attempt.
 
-        Those whose names are not relative paths, or cannot be shown, are left out; `replicas collect` names them.
+        Of one name it is the newest attempt's, and the newest attempt's come first. Those whose names are not relative
+        paths, or cannot be shown, are left out; `replicas collect` names them.
         """
         return [artifact for artifact in self.all_artifacts(rank) if artifact.problem is None]
 
     def all_artifacts(self, rank: int) -> list[Artifact]:
-        """List all objects where a replica keeps its files, also those whose names cannot be written to."""
-        return find_artifacts(self.store, rank, self.newest_attempt(self.check_rank(rank)).key("artifacts/"))
+        """List all objects where a rank keeps its files, also those whose names cannot be written to."""
+        return kept_artifacts(self.store, rank, replica_prefix(self.run_id, self.check_rank(rank)))
 
     def report(self, path: str | Path) -> Path:
         """Write the run, as it is now, as one self-contained HTML page; return its path.

@@ -5,9 +5,10 @@ Anybody who can write to a store chooses the names there, so a name does not say
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -16,6 +17,7 @@ from pathlib import Path
 from executors.store.protocol import MAX_KEY_BYTES, MAX_SEGMENT_BYTES, Store
 
 PART_BYTES = 256 << 20
+KEPT = re.compile(r"(0|[1-9][0-9]{0,3})/artifacts/(.*)", re.DOTALL)
 
 
 def problem_of(name: str) -> str | None:
@@ -58,15 +60,18 @@ class Artifact:
             yield self.store.get(self.key, start=start, size=min(PART_BYTES, self.size_bytes - start))
 
     def save(self, path: str | Path) -> None:
-        """Write the content to a file, and make its folders."""
-        parts = self.parts()
-        first = next(parts, b"")  # nothing is made for what cannot be read
+        """Write the content to a file, all of it or nothing, over the file if there is one; make its folders.
+
+        Raises:
+            OSError: it cannot be written to; or the path is a folder, a device, a pipe.
+            StoreError: the content cannot be read.
+        """
+        parts = self._parts_from_the_first()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as file:
-            file.writelines(chain([first], parts))
+        _replace(Path(path), parts)
 
     def save_below(self, folder: Path) -> Path:
-        """Write the content under its name below a folder, and nowhere else; return where.
+        """Write the content under its name below a folder, and nowhere else, all of it or nothing; return where.
 
         Raises:
             OSError: the name cannot be a path, or something is in the way.
@@ -75,16 +80,30 @@ class Artifact:
         if self.problem is not None:
             raise OSError(self.problem)
         path = folder / self.name
-        parts = self.parts()
-        first = next(parts, b"")
+        parts = self._parts_from_the_first()
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.parent.resolve().is_relative_to(folder.resolve()):
             raise OSError("a symbolic link on the way leads out of the folder")
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # and not through it, if it is a link
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
-            file.writelines(chain([first], parts))
+        _replace(path, parts)
         return path
+
+    def _parts_from_the_first(self) -> Iterator[memoryview]:
+        """Return the parts when the first is read: no folder is made for what cannot be read."""
+        parts = self.parts()
+        return chain([next(parts, memoryview(b""))], parts)
+
+
+def _replace(path: Path, parts: Iterable[memoryview]) -> None:
+    """Put a file, when it is whole, in the place of another or of a link: nothing is written through that."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    part = path.with_name(f".{os.urandom(8).hex()}.part")
+    try:
+        with open(part, "xb") as file:
+            file.writelines(parts)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def find_artifacts(store: Store, rank: int, prefix: str) -> list[Artifact]:
@@ -93,3 +112,19 @@ def find_artifacts(store: Store, rank: int, prefix: str) -> list[Artifact]:
         Artifact(rank, entry.key.removeprefix(prefix), entry.size_bytes, store, entry.key)
         for entry in store.list(prefix)
     ]
+
+
+def kept_artifacts(store: Store, rank: int, prefix: str) -> list[Artifact]:
+    """Return the files that the attempts of a rank kept, whatever their names; of one name the newest attempt's.
+
+    An attempt that goes on from a checkpoint does not keep once more what earlier ones kept.
+    The newest attempt's come first: where two names cannot both be paths below a folder, the newer is written.
+
+    Args:
+        prefix: of all attempts' objects.
+    """
+    found = [(match, entry) for entry in store.list(prefix) if (match := KEPT.fullmatch(entry.key, len(prefix)))]
+    kept: dict[str, Artifact] = {}
+    for match, entry in sorted(found, key=lambda each: -int(each[0][1])):
+        kept.setdefault(match[2], Artifact(rank, match[2], entry.size_bytes, store, entry.key))
+    return list(kept.values())

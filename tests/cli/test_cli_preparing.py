@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from servers.s3.server import S3Server
 from support.cli import COMMAND, FAST, Folder, HereInstead, Terminal
 
 from executors import attach, launch, list_runs
@@ -18,6 +19,7 @@ from executors.cli import output as output_module
 from executors.cli.output import Output
 from executors.errors import NO_DIRECTORY, ReplicasError, RunNotFoundError
 from executors.run_index import FORGOTTEN_S, Preparation, find_preparation, preparing
+from executors.store.url import address_of
 from executors.testing import eventually
 from executors.testing.helpers import environment
 
@@ -55,6 +57,17 @@ def test_status_knows_a_run_from_the_moment_its_id_is_chosen(slow: Folder, here:
         assert command.ends() == 0
     assert here.replicas("status", "mine", "--json").json["status"] == "succeeded"
     assert find_preparation("mine") is None
+
+
+def test_what_this_machine_was_about_to_launch_is_not_told_of_a_run_elsewhere(
+    here: HereInstead, s3: S3Server, tmp_path: Path
+) -> None:
+    assert here.launch("job:mian", "--run-id", "mine").code == 2
+    for elsewhere in ((tmp_path / "mine",), (address_of(s3.url("runs"), "mine"),), ("mine", "--rendezvous", tmp_path)):
+        result = here.replicas("status", *elsewhere)
+        assert (result.code, result.stdout) == (2, ""), result
+        assert result.stderr.startswith("Error: No run 'mine' at "), result
+    assert "never started" in here.replicas("status", "mine/").stdout
 
 
 def test_a_launch_that_came_to_nothing_says_why_and_is_not_listed(here: HereInstead, state_home: Path) -> None:

@@ -231,6 +231,12 @@ def test_the_doctor_finds_that_there_is_no_rendezvous_or_names_its_bucket_once(
     assert "any S3 bucket will do" in found["rendezvous"][1]
 
 
+def test_the_doctor_finds_a_rendezvous_that_is_no_url(here: HereInstead) -> None:
+    code, found = doctor(here, "--rendezvous", "s3:/bucket/runs")
+    state, words = found["rendezvous"]
+    assert (code, state, "two slashes follow its scheme" in words) == (1, "wrong", True)
+
+
 def test_the_doctor_finds_what_of_a_bucket_hurts(here: HereInstead, moto: S3Server) -> None:
     client = boto3.client("s3", endpoint_url=moto.endpoint_url, region_name="us-east-1")
     client.put_bucket_versioning(Bucket=BUCKET, VersioningConfiguration={"Status": "Enabled"})

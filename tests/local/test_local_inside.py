@@ -218,3 +218,21 @@ def test_progress_and_artifacts_reach_the_launcher(local: LocalProcessExecutor, 
         assert (artifact.name, artifact.size_bytes) == ("model/weights.bin", 200_000)
         artifact.save(tmp_path / f"back/{rank}/weights")
         assert (tmp_path / f"back/{rank}/weights").read_bytes() == b"\0\1" * 100_000
+
+
+def test_what_earlier_attempts_kept_is_brought_back_and_of_one_name_the_newest_attempts(
+    local: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    def keep(folder: str) -> None:
+        me = current_replica()
+        file = Path(folder, "weights")
+        file.write_text(f"of attempt {me.attempt}")
+        for name in ("last.pt", f"epoch/{me.attempt}.pt"):
+            me.save_artifact(name, file)
+        if me.attempt == 0:
+            raise ValueError("boom")
+
+    run = launch(local, keep, 1, args={"folder": str(tmp_path)}, restarts=1)
+    assert run.wait(60)
+    kept = {artifact.name: bytes(artifact.read()).decode() for artifact in run.artifacts(0)}
+    assert kept == {"epoch/0.pt": "of attempt 0", "epoch/1.pt": "of attempt 1", "last.pt": "of attempt 1"}

@@ -16,6 +16,7 @@ from support.runs import pid_of
 from executors import LocalProcessExecutor, attach, launch
 from executors.backends.local.request import LocalLaunch
 from executors.errors import RunExistsError
+from executors.logs.times import PAIR, times_of
 from executors.process import fork
 from executors.resume import resume
 from executors.run_index import local_store
@@ -104,6 +105,21 @@ def test_logs_of_two_runs_of_one_id_are_never_mixed(
         resume(away, task_digest=digest)
     away.remove()
     assert "mine" in attach("same").logs(0)
+
+
+def test_a_run_under_the_id_of_one_that_was_deleted_elsewhere_begins_its_log_anew(
+    local: LocalProcessExecutor, tmp_path: Path, state_home: Path
+) -> None:
+    """A bucket's lifecycle and `replicas rm` on another machine leave this machine's folder as it is."""
+    log = state_home / "replicas" / "nightly" / "replicas" / "0000" / "0" / "output.log"
+    for message in ("theirs", "mine"):
+        run = launch(local, task("fail"), 1, args={"message": message}, run_id="nightly", rendezvous=tmp_path)
+        assert run.wait(30)
+        assert message in log.read_text()
+        assert ("theirs" in log.read_text()) is (message == "theirs")
+        assert bytes(run.store.get("nightly/replicas/0000/0/output.log")) == log.read_bytes()
+        assert all(at > run.record.created_at for at, _ in PAIR.iter_unpack(times_of(log).read_bytes()))
+        shutil.rmtree(tmp_path / "nightly")
 
 
 def test_a_store_that_moved_is_resumed_where_it_is(local: LocalProcessExecutor, tmp_path: Path) -> None:

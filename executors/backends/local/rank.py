@@ -23,7 +23,7 @@ from executors.attempt.outcome import OUTPUT_TAIL_BYTES
 from executors.backends.local.request import LocalLaunch, adopt
 from executors.errors import LaunchError, ReplicasError
 from executors.logs import tail_text
-from executors.logs.times import TimesWriter
+from executors.logs.times import TimesWriter, times_of
 from executors.process import become_subreaper, die_with_parent, fork, kill_descendants, start_time, usable_cores
 from executors.protocol import ReplicaHandle
 from executors.shared_page import SharedPage
@@ -123,6 +123,8 @@ class LocalRanks:
         self._torch_threads = launch.torch_threads(usable_cores())
         self._pid, self._started = os.getpid(), start_time(os.getpid())
         self._lock: int | None = None
+        self._begun: set[tuple[int, int]] = set()
+        """By rank and number, the attempts that are this process's."""
         self._times: dict[int, TimesWriter] = {}
         """By rank, of its newest attempt here."""
         self._last_at: dict[int, int] = {}
@@ -151,6 +153,9 @@ class LocalRanks:
         handle = self.handle(attempt)
         if self._launch.begin(attempt, handle) != handle:
             return False
+        if (attempt.rank, attempt.number) not in self._begun:
+            self._begun.add((attempt.rank, attempt.number))
+            self._delete_older_output(attempt)
         if self._lock is not None:
             hold(self._lock, attempt.rank, attempt.number)
         return True
@@ -199,6 +204,13 @@ class LocalRanks:
             finally:
                 os._exit(0)
         return pid
+
+    def _delete_older_output(self, attempt: Attempt) -> None:
+        """Delete what a run of this id that was deleted elsewhere printed: a new attempt has printed nothing."""
+        log = self._launch.log_file(attempt)
+        for older in (log, times_of(log)):
+            with contextlib.suppress(OSError):  # what is in the way is told when the log is opened
+                older.unlink()
 
     def _become_rank(
         self,

@@ -1,0 +1,67 @@
+"""Files that a replica kept, written to a folder of who looks: whole, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from executors.errors import StoreError
+from executors.store import MemoryStore
+from executors.store.artifacts import Artifact, find_artifacts
+from executors.store.faulty import FaultyStore
+
+SAVES: dict[str, Callable[[Artifact, Path], object]] = {
+    "save": lambda artifact, folder: artifact.save(folder / artifact.name),
+    "save_below": Artifact.save_below,
+}
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
+    """A store with one file, which is read in three parts."""
+    monkeypatch.setattr("executors.store.artifacts.PART_BYTES", 4)
+    made = FaultyStore(MemoryStore(), seed=0)
+    made.put("kept/model.pt", b"0123456789")
+    return made
+
+
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+def test_a_file_takes_the_place_of_an_older_one(
+    store: FaultyStore, tmp_path: Path, save: Callable[[Artifact, Path], object]
+) -> None:
+    (artifact,) = find_artifacts(store, 0, "kept/")
+    for _ in range(2):
+        save(artifact, tmp_path)
+        assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("model.pt", b"0123456789")]
+
+
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+@pytest.mark.parametrize("older", [[], [("model.pt", b"an older one")]], ids=["none", "an older one"])
+def test_a_file_that_cannot_be_read_to_its_end_leaves_no_part_and_an_older_one_whole(
+    store: FaultyStore, tmp_path: Path, save: Callable[[Artifact, Path], object], older: list[tuple[str, bytes]]
+) -> None:
+    for name, data in older:
+        (tmp_path / name).write_bytes(data)
+    (artifact,) = find_artifacts(store, 0, "kept/")
+    store.fail_at("get", key="kept/*", count=2, action="error")
+    with pytest.raises(StoreError):
+        save(artifact, tmp_path)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == older
+
+
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+def test_a_file_is_written_neither_through_a_link_nor_over_what_is_no_file(
+    store: FaultyStore, tmp_path: Path, save: Callable[[Artifact, Path], object]
+) -> None:
+    (tmp_path / "elsewhere").write_text("mine")
+    (tmp_path / "model.pt").symlink_to("elsewhere")
+    (artifact,) = find_artifacts(store, 0, "kept/")
+    save(artifact, tmp_path)
+    assert (tmp_path / "elsewhere").read_text() == "mine"
+    assert (tmp_path / "model.pt").read_bytes() == b"0123456789"
+    (tmp_path / "model.pt").unlink()
+    (tmp_path / "model.pt").symlink_to("/dev/null")
+    with pytest.raises(OSError, match="regular file"):
+        save(artifact, tmp_path)
