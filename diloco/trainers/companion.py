@@ -95,11 +95,16 @@ class Companion:
         Args:
             keep_model: the trainer has put another into its place, as the best one.
         """
-        live = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        self.diloco.close()
-        if not keep_model and self.diloco.rounds:
-            for name, value in self.diloco.anchor().items():
-                live[name].copy_(value)
+        shared = [*(each for each in self.model.parameters() if each.requires_grad), *self.model.buffers()]
+        best = [values.clone() for values in shared] if keep_model else []
+        self.diloco.close()  # which merges what is in flight into the model
+        if keep_model:
+            for values, chosen in zip(shared, best, strict=True):
+                values.copy_(chosen)
+        elif self.diloco.rounds:
+            live = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+            for name, values in self.diloco.anchor().items():
+                live[name].copy_(values)
 
 
 def step_of_begin(options: Mapping[str, Any]) -> int | None:

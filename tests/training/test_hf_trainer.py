@@ -5,9 +5,9 @@ A replica is killed here by an error in the midst of training: what it leaves in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,8 +111,11 @@ def arguments(folder: Path, **more: Any) -> Any:
     return transformers.TrainingArguments(**options)
 
 
-def trainer(folder: Path, store: Any, *, dies_at: int | None = None, data: Any = ITEMS, **more: Any) -> Any:
-    ours = DiLoCoCallback(inner_steps=INNER, outer_lr=1.0, outer_momentum=0.0, **place(store))
+def trainer(
+    folder: Path, store: Any, options: Mapping[str, Any] = MappingProxyType({}), *, dies_at: int | None = None, data: Any = ITEMS,
+    **more: Any,
+) -> Any:  # fmt: skip
+    ours = DiLoCoCallback(inner_steps=INNER, outer_lr=1.0, outer_momentum=0.0, **place(store), **options)
     made = transformers.Trainer(
         Model(), arguments(folder, **more), train_dataset=data, eval_dataset=ITEMS[:4], callbacks=[ours]
     )
@@ -218,6 +221,20 @@ def test_the_best_model_stays_where_the_trainer_was_told_to_load_it(tmp_path: Pa
     one.train()
     assert one.state.best_global_step < STEPS
     assert not is_anchor(one.model, one.ours.diloco)
+
+
+def test_the_best_model_stays_where_training_ends_early_with_a_round_on_its_way(tmp_path: Path) -> None:
+    steps: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    best: dict[str, Any] = {"load_best_model_at_end": True, "greater_is_better": True}
+    one = trainer(tmp_path, MemoryStore(), {"overlap_steps": 2}, **steps, **best)
+    one.add_callback(transformers.EarlyStoppingCallback(1))
+    one.train()
+    assert (one.state.best_global_step, one.state.global_step) == (5, 10)
+    assert one.ours.diloco.rounds == 3, "the third is due at step 12, and was on its way"
+    from safetensors.torch import load_file
+
+    for name, values in load_file(tmp_path / "checkpoint-5/model.safetensors").items():
+        assert torch.equal(one.model.state_dict()[name], values), name
 
 
 def test_a_run_may_begin_from_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
