@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from time import monotonic
@@ -17,7 +18,7 @@ from diloco.outer import DiLoCo
 from diloco.rendezvous.envelope import BadRecordError, reading, typed
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import find_place
+from diloco.rendezvous.membership import Place, find_place
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.round import Limits, RoundReport
@@ -107,9 +108,25 @@ class Companion:
                 live[name].copy_(values)
 
 
+def run_of(options: Mapping[str, Any]) -> str:
+    """Return what tells the run from every other, for one attempt: another of its name may be launched later.
+
+    In a process that is alone each training is a run, in a memory of its own.
+    """
+    place = _place_of(options)
+    if place.is_alone:
+        return secrets.token_hex(8)
+    where = place.store.url if place.replica is None else place.replica.nonce
+    return f"{place.run_id}/{options.get('name', 'main')}/{where}"
+
+
+def _place_of(options: Mapping[str, Any]) -> Place:
+    return find_place(*(options.get(name) for name in ("store", "run_id", "rank", "world_size")))
+
+
 def step_of_begin(options: Mapping[str, Any]) -> int | None:
     """Return the trainer's step at which a run has begun, as all its replicas agreed; None: it cannot be read."""
-    place = find_place(*(options.get(name) for name in ("store", "run_id", "rank", "world_size")))
+    place = _place_of(options)
     store = PatientStore(place.store, clock=monotonic, error_patience_s=Limits().error_patience_s)
     key, proof = (
         Keys(place.run_id, options.get("name", "main")).snapshot(0),
