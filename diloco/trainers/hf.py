@@ -42,11 +42,15 @@ SEEDS_APART = 10_007
 def replica_arguments(args: A) -> A:
     """Return a replica's own copy of the arguments: another order of the data, another folder, another name.
 
-    Pass it to `Trainer` in the place of `args`. Outside a replica nothing is changed.
+    Pass it to `Trainer` in the place of `args`. With `push_to_hub` rank 0 alone pushes, to the repository that `args`
+    names. Outside a replica nothing is changed.
     """
     own, replica = copy.copy(args), find_replica()
     if replica is not None:
-        own.output_dir = os.path.join(args.output_dir or "trainer_output", str(replica.rank))
+        folder = args.output_dir or "trainer_output"
+        own.output_dir = os.path.join(folder, str(replica.rank))
+        own.hub_model_id = args.hub_model_id or Path(folder).absolute().name  # else it would be the rank
+        own.push_to_hub = args.push_to_hub and replica.rank == 0
         own.run_name = f"{args.run_name or replica.run_id}-{replica.rank}"
         own.data_seed = (args.seed if args.data_seed is None else args.data_seed) + SEEDS_APART * replica.rank
         own.seed = args.seed + SEEDS_APART * replica.rank

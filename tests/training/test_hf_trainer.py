@@ -25,7 +25,7 @@ from executors.store import MemoryStore
 
 transformers = pytest.importorskip("transformers", reason="pip install 'serverless-replicas[hf-trainer]'")
 from diloco.trainers.companion import Companion  # noqa: E402
-from diloco.trainers.hf import OWN_ORDER, DiLoCoCallback, OwnFolder, replica_arguments  # noqa: E402
+from diloco.trainers.hf import OWN_ORDER, DiLoCoCallback, replica_arguments  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Only .* rounds are planned"),
@@ -35,6 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true"),
 ]
 N_ITEMS, STEPS, INNER = 26, 24, 4
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +113,7 @@ def arguments(folder: Path, **more: Any) -> Any:
 
 
 def trainer(
-    folder: Path, store: Any, options: Mapping[str, Any] = MappingProxyType({}), *, dies_at: int | None = None, data: Any = ITEMS,
+    folder: Path, store: Any, options: Mapping[str, Any] = NONE, *, dies_at: int | None = None, data: Any = ITEMS,
     **more: Any,
 ) -> Any:  # fmt: skip
     ours = DiLoCoCallback(inner_steps=INNER, outer_lr=1.0, outer_momentum=0.0, **place(store), **options)
@@ -315,19 +316,6 @@ class FourProcesses:
     num_processes, process_index, local_process_index = 4, 3, 3
 
 
-def test_two_replicas_in_one_folder_are_refused_both_and_told_of_their_own(tmp_path: Path) -> None:
-    first, second = (OwnFolder(tmp_path, Replica(rank, 2, "run", 0, "memory://hf")) for rank in (0, 1))
-    first.check()
-    for each in (second, first):
-        with pytest.raises(ValueError, match=r"Rank [01] writes to output_dir=.*replica_arguments\(args\)"):
-            each.check()
-    OwnFolder(tmp_path, Replica(0, 2, "another run", 0, "memory://hf")).check()
-    OwnFolder(tmp_path / "1", Replica(1, 2, "run", 0, "memory://hf")).check()
-    for each in (second, first):
-        each.leave()
-    assert [path.name for path in (tmp_path / ".replicas").iterdir()] == ["another run"]
-
-
 @pytest.mark.parametrize("has_own", [True, False])
 def test_who_has_the_seed_of_all_is_told_before_training(
     tmp_path: Path, has_own: bool, caplog: pytest.LogCaptureFixture
@@ -354,21 +342,6 @@ def test_who_trains_on_the_same_data_is_told_of_its_own_arguments_where_a_table_
     )
     assert "replica_arguments(args)" in OWN_ORDER
     assert len(f"diloco.errors.DuplicateWorkError: {error.value}") <= MAX_CHARACTERS
-
-
-def test_each_replica_has_arguments_of_its_own_and_a_plain_script_keeps_its() -> None:
-    args = arguments(Path("out"), seed=7)
-    own = []
-    for rank in (0, 1):
-        set_current_replica(Replica(rank, 2, "run", 0, "memory://hf"))
-        own.append(replica_arguments(args))
-    assert [(each.output_dir, each.run_name, each.seed, each.data_seed) for each in own] == [
-        ("out/0", "run-0", 7, 7),
-        ("out/1", "run-1", 10014, 10014),
-    ]
-    assert (args.output_dir, args.seed, args.data_seed) == ("out", 7, None)
-    set_current_replica(None)
-    assert replica_arguments(args).output_dir == "out"
 
 
 def test_a_long_evaluation_is_progress(tmp_path: Path) -> None:
