@@ -102,7 +102,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             raise ValueError(problem)
         self._folder = OwnFolder(Path(args.output_dir), replica)
         self._folder.check()
-        if replica.world_size > 1 and getattr(args, "of_replica", None) != replica.rank:
+        # A rank that was added is beyond the world_size of the launch, which may be 1.
+        if max(replica.world_size, replica.rank + 1) > 1 and getattr(args, "of_replica", None) != replica.rank:
             log.warning("rank %s: %s", replica.rank, SAME_ORDER)
         self._begun_at = self._logged_at = state.global_step
         companion = Companion(with_["model"], state.max_steps, self._options, begun_at=state.global_step)
@@ -235,7 +236,7 @@ class OwnFolder:
 
     def check(self) -> None:
         """Raises: ValueError: another replica has it."""
-        if self._replica.world_size == 1:
+        if self._replica.is_alone:  # while a run of one may be added to
             return
         self._numbers.mkdir(parents=True, exist_ok=True)
         (self._numbers / str(self._replica.rank)).touch()

@@ -56,3 +56,15 @@ def test_two_replicas_in_one_folder_are_refused_both_and_told_of_their_own(tmp_p
     for each in (second, first):
         each.leave()
     assert [path.name for path in (tmp_path / ".replicas").iterdir()] == ["another run"]
+
+
+def test_a_replica_that_was_added_to_a_run_of_one_is_refused_the_first_ones_folder(tmp_path: Path) -> None:
+    first, added = (OwnFolder(tmp_path, Replica(rank, 1, "run", 0, "memory://hf")) for rank in (0, 1))
+    first.check()
+    with pytest.raises(ValueError, match=r"Rank 0 writes to output_dir="):
+        added.check()
+
+
+def test_a_plain_script_leaves_nothing_in_its_folder_but_the_trainers(tmp_path: Path) -> None:
+    OwnFolder(tmp_path, Replica(0, 1, "alone", 0, "memory://hf", is_alone=True)).check()
+    assert list(tmp_path.iterdir()) == []

@@ -316,11 +316,12 @@ class FourProcesses:
     num_processes, process_index, local_process_index = 4, 3, 3
 
 
+@pytest.mark.parametrize("world_size", [2, 1])  # 1: rank 1 was added
 @pytest.mark.parametrize("has_own", [True, False])
 def test_who_has_the_seed_of_all_is_told_before_training(
-    tmp_path: Path, has_own: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, has_own: bool, world_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    set_current_replica(Replica(1, 2, "another", 0, "memory://hf"))
+    set_current_replica(Replica(1, world_size, "another", 0, "memory://hf"))
     one = trainer(tmp_path, MemoryStore())
     if has_own:
         one.args = replica_arguments(one.args)
