@@ -65,6 +65,10 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
     at the step where the run is, whatever checkpoint `train()` is to resume from: that is where a new run begins. When
     training ends, the model is the anchor, unless `load_best_model_at_end` chose another.
 
+    The log has `diloco/round` and `diloco/wait_s`, and its means are of this replica's own steps, where the Trainer
+    divides by the run's. Trackers of `report_to` are told before this callback is, and get neither: put them behind it
+    by `trainer.add_callback(trainer.pop_callback(WandbCallback))`, or use `replicas launch --tracker wandb`.
+
     Args:
         inner_steps: updates from one round to the next, whatever `gradient_accumulation_steps` is.
         options: other arguments of `DiLoCo`, but `total_steps`, which is the trainer's `max_steps`. `snapshot_every` is

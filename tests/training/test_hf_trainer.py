@@ -194,6 +194,29 @@ def test_the_log_has_rounds_and_the_replica_reports_what_the_trainer_logs(tmp_pa
     assert me.reported["step"] == STEPS
 
 
+class Tracker(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **with_: Any) -> None:
+        self.rows.append({**logs, "step": state.global_step})
+
+
+def test_a_tracker_that_was_put_behind_gets_rounds_and_means_of_the_replicas_own_steps(tmp_path: Path) -> None:
+    store = MemoryStore()
+    with pytest.raises(Killed):
+        trainer(tmp_path, store, dies_at=9).train()
+    next_process()
+    back, tracker = trainer(tmp_path, store), Tracker()
+    back.callback_handler.callbacks.insert(1, tracker)  # where report_to puts its own
+    back.add_callback(back.pop_callback(Tracker))
+    back.train()
+    assert tracker.rows[0]["step"] == 10
+    assert "diloco/round" in tracker.rows[-1]
+    for told, kept in zip(tracker.rows, back.state.log_history, strict=True):
+        assert told == {name: value for name, value in kept.items() if name in told}
+
+
 def test_a_rank_that_comes_back_after_the_end_ends_with_the_anchor(tmp_path: Path) -> None:
     store = MemoryStore()
     first = trainer(tmp_path, store)
