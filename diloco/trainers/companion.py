@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from time import monotonic
@@ -17,7 +18,7 @@ from diloco.outer import DiLoCo
 from diloco.rendezvous.envelope import BadRecordError, reading, typed
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import find_place
+from diloco.rendezvous.membership import Place, find_place
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.round import Limits, RoundReport
@@ -95,16 +96,37 @@ class Companion:
         Args:
             keep_model: the trainer has put another into its place, as the best one.
         """
-        live = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        self.diloco.close()
-        if not keep_model and self.diloco.rounds:
-            for name, value in self.diloco.anchor().items():
-                live[name].copy_(value)
+        shared = [*(each for each in self.model.parameters() if each.requires_grad), *self.model.buffers()]
+        best = [values.clone() for values in shared] if keep_model else []
+        self.diloco.close()  # which merges what is in flight into the model
+        if keep_model:
+            for values, chosen in zip(shared, best, strict=True):
+                values.copy_(chosen)
+        elif self.diloco.rounds:
+            live = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+            for name, values in self.diloco.anchor().items():
+                live[name].copy_(values)
+
+
+def run_of(options: Mapping[str, Any]) -> str:
+    """Return what tells the run from every other, for one attempt: another of its name may be launched later.
+
+    In a process that is alone each training is a run, in a memory of its own.
+    """
+    place = _place_of(options)
+    if place.is_alone:
+        return secrets.token_hex(8)
+    where = place.store.url if place.replica is None else place.replica.nonce
+    return f"{place.run_id}/{options.get('name', 'main')}/{where}"
+
+
+def _place_of(options: Mapping[str, Any]) -> Place:
+    return find_place(*(options.get(name) for name in ("store", "run_id", "rank", "world_size")))
 
 
 def step_of_begin(options: Mapping[str, Any]) -> int | None:
     """Return the trainer's step at which a run has begun, as all its replicas agreed; None: it cannot be read."""
-    place = find_place(*(options.get(name) for name in ("store", "run_id", "rank", "world_size")))
+    place = _place_of(options)
     store = PatientStore(place.store, clock=monotonic, error_patience_s=Limits().error_patience_s)
     key, proof = (
         Keys(place.run_id, options.get("name", "main")).snapshot(0),

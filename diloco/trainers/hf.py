@@ -42,11 +42,15 @@ SEEDS_APART = 10_007
 def replica_arguments(args: A) -> A:
     """Return a replica's own copy of the arguments: another order of the data, another folder, another name.
 
-    Pass it to `Trainer` in the place of `args`. Outside a replica nothing is changed.
+    Pass it to `Trainer` in the place of `args`. With `push_to_hub` rank 0 alone pushes, to the repository that `args`
+    names. Outside a replica nothing is changed.
     """
     own, replica = copy.copy(args), find_replica()
     if replica is not None:
-        own.output_dir = os.path.join(args.output_dir or "trainer_output", str(replica.rank))
+        folder = args.output_dir or "trainer_output"
+        own.output_dir = os.path.join(folder, str(replica.rank))
+        own.hub_model_id = args.hub_model_id or Path(folder).absolute().name  # else it would be the rank
+        own.push_to_hub = args.push_to_hub and replica.rank == 0
         own.run_name = f"{args.run_name or replica.run_id}-{replica.rank}"
         own.data_seed = (args.seed if args.data_seed is None else args.data_seed) + SEEDS_APART * replica.rank
         own.seed = args.seed + SEEDS_APART * replica.rank
@@ -60,6 +64,10 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
     A replica that comes back goes on with its optimizer, its schedule and its data where its newest snapshot was, and
     at the step where the run is, whatever checkpoint `train()` is to resume from: that is where a new run begins. When
     training ends, the model is the anchor, unless `load_best_model_at_end` chose another.
+
+    The log has `diloco/round` and `diloco/wait_s`, and its means are of this replica's own steps, where the Trainer
+    divides by the run's. Trackers of `report_to` are told before this callback is, and get neither: put them behind it
+    by `trainer.add_callback(trainer.pop_callback(WandbCallback))`, or use `replicas launch --tracker wandb`.
 
     Args:
         inner_steps: updates from one round to the next, whatever `gradient_accumulation_steps` is.
@@ -98,7 +106,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             raise ValueError(problem)
         self._folder = OwnFolder(Path(args.output_dir), replica)
         self._folder.check()
-        if replica.world_size > 1 and getattr(args, "of_replica", None) != replica.rank:
+        # A rank that was added is beyond the world_size of the launch, which may be 1.
+        if max(replica.world_size, replica.rank + 1) > 1 and getattr(args, "of_replica", None) != replica.rank:
             log.warning("rank %s: %s", replica.rank, SAME_ORDER)
         self._begun_at = self._logged_at = state.global_step
         companion = Companion(with_["model"], state.max_steps, self._options, begun_at=state.global_step)
@@ -231,7 +240,7 @@ class OwnFolder:
 
     def check(self) -> None:
         """Raises: ValueError: another replica has it."""
-        if self._replica.world_size == 1:
+        if self._replica.is_alone:  # while a run of one may be added to
             return
         self._numbers.mkdir(parents=True, exist_ok=True)
         (self._numbers / str(self._replica.rank)).touch()

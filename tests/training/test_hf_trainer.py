@@ -5,9 +5,9 @@ A replica is killed here by an error in the midst of training: what it leaves in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from executors.store import MemoryStore
 
 transformers = pytest.importorskip("transformers", reason="pip install 'serverless-replicas[hf-trainer]'")
 from diloco.trainers.companion import Companion  # noqa: E402
-from diloco.trainers.hf import OWN_ORDER, DiLoCoCallback, OwnFolder, replica_arguments  # noqa: E402
+from diloco.trainers.hf import OWN_ORDER, DiLoCoCallback, replica_arguments  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Only .* rounds are planned"),
@@ -35,6 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true"),
 ]
 N_ITEMS, STEPS, INNER = 26, 24, 4
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @pytest.fixture(autouse=True)
@@ -111,8 +112,11 @@ def arguments(folder: Path, **more: Any) -> Any:
     return transformers.TrainingArguments(**options)
 
 
-def trainer(folder: Path, store: Any, *, dies_at: int | None = None, data: Any = ITEMS, **more: Any) -> Any:
-    ours = DiLoCoCallback(inner_steps=INNER, outer_lr=1.0, outer_momentum=0.0, **place(store))
+def trainer(
+    folder: Path, store: Any, options: Mapping[str, Any] = NONE, *, dies_at: int | None = None, data: Any = ITEMS,
+    **more: Any,
+) -> Any:  # fmt: skip
+    ours = DiLoCoCallback(inner_steps=INNER, outer_lr=1.0, outer_momentum=0.0, **place(store), **options)
     made = transformers.Trainer(
         Model(), arguments(folder, **more), train_dataset=data, eval_dataset=ITEMS[:4], callbacks=[ours]
     )
@@ -190,6 +194,29 @@ def test_the_log_has_rounds_and_the_replica_reports_what_the_trainer_logs(tmp_pa
     assert me.reported["step"] == STEPS
 
 
+class Tracker(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **with_: Any) -> None:
+        self.rows.append({**logs, "step": state.global_step})
+
+
+def test_a_tracker_that_was_put_behind_gets_rounds_and_means_of_the_replicas_own_steps(tmp_path: Path) -> None:
+    store = MemoryStore()
+    with pytest.raises(Killed):
+        trainer(tmp_path, store, dies_at=9).train()
+    next_process()
+    back, tracker = trainer(tmp_path, store), Tracker()
+    back.callback_handler.callbacks.insert(1, tracker)  # where report_to puts its own
+    back.add_callback(back.pop_callback(Tracker))
+    back.train()
+    assert tracker.rows[0]["step"] == 10
+    assert "diloco/round" in tracker.rows[-1]
+    for told, kept in zip(tracker.rows, back.state.log_history, strict=True):
+        assert told == {name: value for name, value in kept.items() if name in told}
+
+
 def test_a_rank_that_comes_back_after_the_end_ends_with_the_anchor(tmp_path: Path) -> None:
     store = MemoryStore()
     first = trainer(tmp_path, store)
@@ -218,6 +245,20 @@ def test_the_best_model_stays_where_the_trainer_was_told_to_load_it(tmp_path: Pa
     one.train()
     assert one.state.best_global_step < STEPS
     assert not is_anchor(one.model, one.ours.diloco)
+
+
+def test_the_best_model_stays_where_training_ends_early_with_a_round_on_its_way(tmp_path: Path) -> None:
+    steps: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    best: dict[str, Any] = {"load_best_model_at_end": True, "greater_is_better": True}
+    one = trainer(tmp_path, MemoryStore(), {"overlap_steps": 2}, **steps, **best)
+    one.add_callback(transformers.EarlyStoppingCallback(1))
+    one.train()
+    assert (one.state.best_global_step, one.state.global_step) == (5, 10)
+    assert one.ours.diloco.rounds == 3, "the third is due at step 12, and was on its way"
+    from safetensors.torch import load_file
+
+    for name, values in load_file(tmp_path / "checkpoint-5/model.safetensors").items():
+        assert torch.equal(one.model.state_dict()[name], values), name
 
 
 def test_a_run_may_begin_from_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
@@ -298,24 +339,12 @@ class FourProcesses:
     num_processes, process_index, local_process_index = 4, 3, 3
 
 
-def test_two_replicas_in_one_folder_are_refused_both_and_told_of_their_own(tmp_path: Path) -> None:
-    first, second = (OwnFolder(tmp_path, Replica(rank, 2, "run", 0, "memory://hf")) for rank in (0, 1))
-    first.check()
-    for each in (second, first):
-        with pytest.raises(ValueError, match=r"Rank [01] writes to output_dir=.*replica_arguments\(args\)"):
-            each.check()
-    OwnFolder(tmp_path, Replica(0, 2, "another run", 0, "memory://hf")).check()
-    OwnFolder(tmp_path / "1", Replica(1, 2, "run", 0, "memory://hf")).check()
-    for each in (second, first):
-        each.leave()
-    assert [path.name for path in (tmp_path / ".replicas").iterdir()] == ["another run"]
-
-
+@pytest.mark.parametrize("world_size", [2, 1])  # 1: rank 1 was added
 @pytest.mark.parametrize("has_own", [True, False])
 def test_who_has_the_seed_of_all_is_told_before_training(
-    tmp_path: Path, has_own: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, has_own: bool, world_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    set_current_replica(Replica(1, 2, "another", 0, "memory://hf"))
+    set_current_replica(Replica(1, world_size, "another", 0, "memory://hf"))
     one = trainer(tmp_path, MemoryStore())
     if has_own:
         one.args = replica_arguments(one.args)
@@ -337,21 +366,6 @@ def test_who_trains_on_the_same_data_is_told_of_its_own_arguments_where_a_table_
     )
     assert "replica_arguments(args)" in OWN_ORDER
     assert len(f"diloco.errors.DuplicateWorkError: {error.value}") <= MAX_CHARACTERS
-
-
-def test_each_replica_has_arguments_of_its_own_and_a_plain_script_keeps_its() -> None:
-    args = arguments(Path("out"), seed=7)
-    own = []
-    for rank in (0, 1):
-        set_current_replica(Replica(rank, 2, "run", 0, "memory://hf"))
-        own.append(replica_arguments(args))
-    assert [(each.output_dir, each.run_name, each.seed, each.data_seed) for each in own] == [
-        ("out/0", "run-0", 7, 7),
-        ("out/1", "run-1", 10014, 10014),
-    ]
-    assert (args.output_dir, args.seed, args.data_seed) == ("out", 7, None)
-    set_current_replica(None)
-    assert replica_arguments(args).output_dir == "out"
 
 
 def test_a_long_evaluation_is_progress(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning has advice for ev
 N_ITEMS, STEPS, INNER = 26, 24, 4
 
 
+def replica_of(run_id: str, attempt: int = 0, **more: Any) -> Replica:
+    return Replica(0, 1, run_id, attempt, "memory://lightning", **{"claimed_nonce": f"{run_id}-{attempt}", **more})
+
+
 @pytest.fixture(autouse=True)
 def _a_replica() -> Iterator[None]:
     next_process()
-    set_current_replica(Replica(0, 1, "another", 0, "memory://lightning"))  # else each test says that it is none
+    set_current_replica(replica_of("another"))  # else each test says that it is none
     yield
     set_current_replica(None)
 
@@ -62,12 +66,14 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
 
 
 def fit(
-    store: Any, loader: Any, *, dies_at: int | None = None, folder: Path, ckpt_path: Path | None = None, **more: Any
-) -> tuple[Any, Module, Any]:
-    ours, module = DiLoCoCallback(inner_steps=INNER, outer_lr=1.0, outer_momentum=0.0, **place(store)), Module(dies_at)
-    options: dict[str, Any] = {"max_steps": STEPS, "logger": False, "enable_checkpointing": False, **more}
+    store: Any, loader: Any, *, dies_at: int | None = None, folder: Path, ckpt_path: Path | None = None,
+    also: Sequence[Any] = (), **more: Any,
+) -> tuple[Any, Module, Any]:  # fmt: skip
+    met: dict[str, Any] = {} if store is None else place(store)
+    ours, module = DiLoCoCallback(inner_steps=INNER, outer_lr=1.0, outer_momentum=0.0, **met), Module(dies_at)
+    options: dict[str, Any] = {"max_steps": STEPS, "logger": False, "enable_checkpointing": bool(also), **more}
     trainer = lightning.Trainer(
-        accelerator="cpu", callbacks=[ours], enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", callbacks=[ours, *also], enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=folder, **options,
     )  # fmt: skip
     from_: dict[str, Any] = {"ckpt_path": ckpt_path, "weights_only": True if ckpt_path else None}
@@ -118,16 +124,16 @@ def test_a_checkpoint_has_the_state(tmp_path: Path) -> None:
     ours, _, trainer = fit(MemoryStore(), plain_loader(), folder=tmp_path, max_steps=8)
     trainer.save_checkpoint(tmp_path / "it.ckpt")
     kept = torch.load(tmp_path / "it.ckpt", weights_only=True)["callbacks"]["DiLoCoCallback"]
-    assert (kept["run_id"], kept["diloco"]["rounds"]) == ("another", ours.diloco.rounds)
+    assert kept["diloco"]["rounds"] == ours.diloco.rounds == 2
 
 
 @pytest.mark.parametrize("is_given_again", [True, False])
 def test_a_replica_of_a_run_that_began_from_a_checkpoint_comes_back(tmp_path: Path, is_given_again: bool) -> None:
-    set_current_replica(Replica(0, 1, "before", 0, "memory://lightning"))
+    set_current_replica(replica_of("before"))
     _, _, trainer = fit(MemoryStore(), plain_loader(), folder=tmp_path, max_steps=13)  # an epoch
     trainer.save_checkpoint(tmp_path / "it.ckpt")
     begins: dict[str, Any] = {"folder": tmp_path, "ckpt_path": tmp_path / "it.ckpt", "max_steps": 29}
-    replica = Replica(0, 1, "another", 0, "memory://lightning")
+    replica = replica_of("another")
     set_current_replica(replica)
     next_process()
     _, calm, _ = fit(MemoryStore(), plain_loader(), **begins)
@@ -136,7 +142,7 @@ def test_a_replica_of_a_run_that_began_from_a_checkpoint_comes_back(tmp_path: Pa
     store = MemoryStore()
     _, died, _ = fit(store, plain_loader(), dies_at=23, **begins)
     next_process()
-    set_current_replica(Replica(0, 1, "another", 1, "memory://lightning"))
+    set_current_replica(replica_of("another", 1))
     ours, back, trainer = fit(store, plain_loader(), **{**begins, **({} if is_given_again else {"ckpt_path": None})})
     assert (trainer.global_step, ours.diloco.rounds) == (29, 4)
     assert died.seen[: 8 * 2] + back.seen == calm.seen
@@ -145,9 +151,33 @@ def test_a_replica_of_a_run_that_began_from_a_checkpoint_comes_back(tmp_path: Pa
         assert torch.equal(back.state_dict()[name], values), name
 
 
+@pytest.mark.parametrize("is_replica", [True, False])
+def test_another_run_of_the_name_begins_where_a_checkpoint_of_the_first_is(tmp_path: Path, is_replica: bool) -> None:
+    """A plain script that is started again, and `replicas rm RUN` before a launch of the same."""
+    for nonce, steps in [("first", 8), ("second", STEPS)]:
+        replica = replica_of("again", claimed_nonce=nonce)
+        replica.__dict__["store"] = MemoryStore()
+        set_current_replica(replica if is_replica else None)
+        begins = None if nonce == "first" else tmp_path / "it.ckpt"
+        ours, _, trainer = fit(None, plain_loader(), folder=tmp_path, ckpt_path=begins, max_steps=steps)
+        trainer.save_checkpoint(tmp_path / "it.ckpt")
+    assert (trainer.global_step, ours.diloco.rounds) == (STEPS, (STEPS - 8) // INNER)
+
+
+def test_a_process_that_trains_again_from_its_checkpoint_goes_on_with_its_run(tmp_path: Path) -> None:
+    replica = replica_of("again")
+    replica.__dict__["store"] = MemoryStore()
+    set_current_replica(replica)
+    keeper = lightning.callbacks.ModelCheckpoint(tmp_path, filename="it", every_n_train_steps=10)
+    _, died, _ = fit(None, plain_loader(), dies_at=11, folder=tmp_path, also=[keeper])
+    ours, back, trainer = fit(None, plain_loader(), folder=tmp_path, ckpt_path=tmp_path / "it.ckpt")
+    assert (trainer.global_step, ours.diloco.rounds) == (STEPS, STEPS // INNER)
+    assert len(back.seen) == 2 * (STEPS - 10), died.seen
+
+
 def test_a_long_validation_is_progress(tmp_path: Path) -> None:
     page = SharedPage.create()
-    set_current_replica(Replica(0, 1, "another", 0, "memory://lightning", page=page))
+    set_current_replica(replica_of("another", page=page))
     trainer = lightning.Trainer(
         accelerator="cpu", callbacks=[DiLoCoCallback()], logger=False, default_root_dir=tmp_path
     )
