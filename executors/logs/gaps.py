@@ -30,6 +30,14 @@ def completed(log: str, kept: str) -> str:
     return f"{whole}{newline}{partial}" + "\n".join(missing) + "\n"
 
 
+def completed_bytes(log: bytes, kept: str) -> bytes:
+    """Return the end of a log completed as `completed` does, and else as it was written."""
+    text = log.decode(errors="replace")
+    if (whole := completed(text, kept) if kept else text) == text:
+        return log
+    return log[: log.rfind(b"\n") + 1] + whole[text.rfind("\n") + 1 :].encode()
+
+
 def place_after(seen: Sequence[str], lines: Sequence[str]) -> int:
     """Return the number of `lines` up to the last ones that were seen.
 

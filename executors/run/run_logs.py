@@ -14,10 +14,11 @@ from itertools import chain
 from typing import Literal, TypeVar
 
 from executors.attempt import Attempt
+from executors.attempt.outcome import OUTPUT_TAIL_BYTES
 from executors.errors import CorruptObjectError, unknown_name
 from executors.logs import MAX_READ_BYTES, last_of
 from executors.logs.follower import WHOLE, Sight, begins, follow_logs
-from executors.logs.gaps import completed
+from executors.logs.gaps import completed, completed_bytes
 from executors.logs.readers import open_log
 from executors.native import KnowsTimes, Log
 from executors.protocol import Outcome, ServerlessExecutor
@@ -29,6 +30,7 @@ Which = int | Literal["all"] | None
 Ranks = int | Sequence[int] | None
 Note = Callable[[str], None]
 MAX_THREADS = 16
+KEPT_BYTES = 2 * OUTPUT_TAIL_BYTES  # of the end of a log, to find in it what an outcome kept
 FIELDS = ("rank", "attempt", "run_id")
 """Of what leads a line."""
 
@@ -108,6 +110,34 @@ class RunLogs:
         self._chosen = chosen
         self._note = note
         self._is_one = is_one
+
+    def whole(self, attempt: Attempt, tell: Note) -> Iterator[bytes]:
+        """Yield all that can be had of what an attempt printed, as it was written, in pieces of bounded size.
+
+        Args:
+            tell: is told why, if that is not all.
+        """
+        problem = self._observer.problem(attempt.rank)
+        end, cut, may_lag = b"", problem.error or "" if problem else "", True
+        if (handle := self._observer.handle_at(attempt)) is not None:
+            with contextlib.closing(open_log(self._executor, handle)) as opened:
+                for piece in opened.pieces():
+                    end += piece
+                    yield end[:-KEPT_BYTES]
+                    end = end[-KEPT_BYTES:]
+                if end and opened.note:
+                    self._say(attempt, opened.note)
+                cut, may_lag = opened.cut, opened.may_lag
+        outcome = self._outcome(attempt) if may_lag or not end else None
+        kept = outcome.output_tail if outcome is not None else ""
+        if end:
+            yield completed_bytes(end, kept)
+        elif outcome is not None:
+            yield (kept or outcome.error or "").encode()
+            if cut or len(kept.encode()) >= OUTPUT_TAIL_BYTES:
+                cut = f"{cut or self._has_none(attempt)}; this is the end that its outcome kept"
+        if cut:
+            tell(cut)
 
     def tails(self, ranks: Sequence[int], n_lines: int) -> Iterator[str]:
         """Return the last lines of rank after rank. Several are read at the same time, and few kept."""
@@ -205,15 +235,21 @@ class RunLogs:
         if is_empty and not is_by_time:
             yield _split(self._tail(attempt, WHOLE))
 
+    def _say(self, attempt: Attempt, words: str) -> None:
+        self._note(f"Rank {attempt.rank}: {words}")
+
+    def _has_none(self, attempt: Attempt) -> str:
+        return f"{self._observer.backend(attempt.rank)} has no log of it"
+
     def _tail(self, attempt: Attempt, n_lines: int) -> str:
         text, handle = "", self._observer.handle_at(attempt)
         if problem := self._observer.problem(attempt.rank):
-            self._note(f"Rank {attempt.rank}: {problem.error}")
+            self._say(attempt, problem.error or "")
         if handle is not None:
             with contextlib.closing(open_log(self._executor, handle)) as opened:
                 text = opened.tail(n_lines)
             if text and opened.note:
-                self._note(f"Rank {attempt.rank}: {opened.note}")
+                self._say(attempt, opened.note)
             if text and not opened.may_lag:
                 return text
         outcome = self._outcome(attempt)
@@ -222,8 +258,8 @@ class RunLogs:
         if text:
             return last_of(completed(text, outcome.output_tail), n_lines)
         if outcome.output_tail:
-            key, who = attempt.key("outcome.json"), self._observer.backend(attempt.rank)
-            self._note(f"Rank {attempt.rank}: {who} has no log of it. This was kept by its outcome, {key!r}.")
+            key = attempt.key("outcome.json")
+            self._say(attempt, f"{self._has_none(attempt)}. This was kept by its outcome, {key!r}.")
         return last_of(outcome.output_tail or outcome.error or "", n_lines)
 
     def _outcome(self, attempt: Attempt) -> Outcome | None:

@@ -220,6 +220,15 @@ class Traces:
         ranks = [self.check_rank(r) for r in chosen]
         return logs.followed(ranks, tail, grows=rank is None) if follow else logs.tails(ranks, tail)
 
+    def whole_log(self, attempt: Attempt, tell: LogNote) -> Iterator[bytes]:
+        """Yield all that can be had of what an attempt printed, as it was written, in pieces.
+
+        Args:
+            tell: is told why, if that is not all.
+        """
+        logs = RunLogs(self._observer, self.executor, attempt.number, EVERYTHING, lambda words: None, is_one=True)
+        return logs.whole(attempt, tell)
+
     def events(self, follow: bool = False, note: LogNote = log.warning) -> Iterator[Event]:
         """Yield what happened in the run so far, in the order of time: launches, ends, hangs, decisions.
 
