@@ -142,18 +142,17 @@ def window_of_entries(path: Path) -> Log:
 
 @pytest.fixture
 def long_log(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], Log]], bytes]:
-    """Make a run of one replica whose service gives a long log in some way."""
+    """Have the service of a run of one replica give a long log in some way; return all of it."""
+    assert start(1).wait(60)
+    (job,) = machines.jobs
+    whole = LONG + job.log.read_bytes()
+    job.log.write_bytes(whole)
 
-    def made(opened: Callable[[Path], Log]) -> bytes:
-        run = start(1)
-        assert run.wait(60)
-        (job,) = machines.jobs
-        whole = LONG + job.log.read_bytes()
-        job.log.write_bytes(whole)
+    def given(opened: Callable[[Path], Log]) -> bytes:
         monkeypatch.setattr(FakeJobs, "open_log", lambda self, job_id: opened(job.log))
         return whole
 
-    return made
+    return given
 
 
 def test_collect_brings_a_long_log_whole_where_a_service_has_it_whole(
@@ -173,3 +172,17 @@ def test_collect_names_a_log_of_which_a_service_gives_only_the_end(
     words = "these are the last 20,000 entries, and its service gives no more"
     assert f"Skipped the log 'output.log' of rank 0: {words}" in told.stdout
     assert Path("out/0/output.log").read_text().count("\n") == MAX_KNOWN
+
+
+def test_a_search_goes_through_the_whole_log_or_says_that_a_service_gives_only_its_end(
+    long_log: Callable[[Callable[[Path], Log]], bytes], here: HereInstead
+) -> None:
+    search = ("logs", "otter", "-r", 0, "--backend", "support.fake_jobs:FakeExecutor", "--grep")
+    long_log(file_on_a_disk_between)
+    found = here.replicas(*search, "step 0[012]0000")
+    assert (found.stdout.split()[1::4], found.stderr) == (["000000", "010000", "020000"], "")
+    long_log(window_of_entries)
+    for more in ((), ("--until", "2999-01-01")):
+        found = here.replicas(*search, "step 0[012]0000", *more)
+        assert found.stdout.split()[1::4] == ["020000"]
+        assert found.stderr == "Note: Rank 0: these are the last 20,000 entries, and its service gives no more.\n"
