@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from executors.logs import EVERY_LINE, LIMITED, MAX_READ_BYTES, read_from, tail_lines
-from executors.logs.gaps import place_after
+from executors.logs.gaps import BREAK, goes_on, place_after
 from executors.logs.times import offset_at
 from executors.native import Log, NativeExecutor, OffsetReader
 from executors.protocol import ServerlessExecutor
@@ -142,15 +142,20 @@ class TailedLog:
     """Compares the last lines with those seen before.
 
     Exact while the log is shorter than the window. Beyond it, some lines of a program that prints the same ones over
-    and over may be left out.
+    and over may be left out; where it lacks the last lines that were seen, a line before it says so.
+
+    Args:
+        read: returns so many last lines.
+        window: how many it is asked for.
     """
 
     may_lag = True
     pause_s = 0.5
     cut = ""
 
-    def __init__(self, read: Callable[[int], str]) -> None:
+    def __init__(self, read: Callable[[int], str], window: int = WINDOW_LINES) -> None:
         self._read = read
+        self._window = window
         self._seen: list[str] | None = None
 
     @property
@@ -164,7 +169,7 @@ class TailedLog:
         yield self._read(EVERY_LINE).encode()
 
     def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
-        *lines, rest = self._read(WINDOW_LINES).split("\n")
+        *lines, rest = self._read(self._window).split("\n")
         is_stale = False
         if self._seen is None:
             fresh = lines[max(0, len(lines) - n_first) :]
@@ -172,9 +177,11 @@ class TailedLog:
         elif self._seen and "\n".join(["", *lines, ""]) in "\n".join(["", *self._seen, ""]):  # cut off, or nothing new
             fresh = []
             is_stale = not lines or lines[-1] != self._seen[-1]
+        elif not goes_on(self._seen, lines):
+            fresh, self._seen = [BREAK, *lines], lines
         else:
             fresh = lines[place_after(self._seen, lines) :]
-            self._seen = [*self._seen, *fresh][-WINDOW_LINES:]
+            self._seen = [*self._seen, *fresh][-max(WINDOW_LINES, len(lines)) :]
         yield [f"{line}\n" for line in fresh]
         if has_ended and rest and not is_stale:
             yield [rest]

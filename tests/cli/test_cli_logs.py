@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from executors import LocalProcessExecutor, Run, attach, launch
 from executors.logs.times import PAIR, times_of
 from executors.resume import resume
 from executors.run.observer import Observer
+from executors.status import ReplicaState
 
 BARS = """
 import sys
@@ -105,8 +107,13 @@ def test_as_json_a_rank_that_lacks_the_attempt_is_left_out_and_one_look_is_of_al
     bars: HereInstead, local: LocalProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resumed(local)
-    looks, look = list[object](), Observer.look
-    monkeypatch.setattr(Observer, "look", lambda self, ranks=None: looks.append(ranks) or look(self, ranks))
+    looks, look = list[Sequence[int] | None](), Observer.look
+
+    def counted(self: Observer, ranks: Sequence[int] | None = None) -> list[ReplicaState]:
+        looks.append(ranks)
+        return look(self, ranks)
+
+    monkeypatch.setattr(Observer, "look", counted)
     for arguments, rows in (
         (("--attempt", 1), [(1, "attempt 1 of rank 1\n")]),
         ((), [(0, "attempt 0 of rank 0\n"), (1, "attempt 1 of rank 1\n")]),

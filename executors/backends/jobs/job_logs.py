@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from executors.backends.jobs.service import JobServiceError, retrying
 from executors.logs import EVERY_LINE
+from executors.logs.gaps import BREAK
 from executors.native import KnowsTimes, Log
 
 QUIET_S = 0.5  # a stream that is silent for so long has sent what there is
@@ -25,7 +26,6 @@ FIRST_LINE_S = 2.0  # how long the first line may take
 LONGEST_S = 30.0
 AGAIN_LINES = 10_000  # what is asked for where a stream broke off
 LONGEST_PAUSE_S = 30.0  # before a stream is opened again
-BREAK = "=== here the log broke off; lines may be missing ==="
 BROKEN = "lines may be missing: its stream broke off, or took too long"
 JOB_STARTED = "===== Job started"  # a line of the service's, not of the job's
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from executors.attempt import Attempt
 from executors.errors import StoreError
-from executors.logs import LIMITED, MAX_READ_BYTES, last_of
+from executors.logs import EVERY_LINE, LIMITED, MAX_READ_BYTES, last_of
 from executors.logs.readers import FileLog, TailedLog
 from executors.native import Log
 from executors.store.artifacts import Artifact
@@ -47,7 +47,7 @@ class StoredLog(TailedLog):
     pause_s = PAUSE_S
 
     def __init__(self, attempt: Attempt, why: str = "") -> None:
-        super().__init__(self._read_object)
+        super().__init__(self._read_object, EVERY_LINE)
         self._store = attempt.store
         self._rank = attempt.rank
         self._key = attempt.key(NAME)
