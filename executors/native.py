@@ -280,11 +280,18 @@ class Log(Protocol):
         """Whether lines come late, so that the last may be missing when the replica has ended."""
 
     @property
+    def cut(self) -> str:
+        """Why what `tail`, `pieces` or `between` gave is not all that was asked for, for people; empty if it is."""
+
+    @property
     def pause_s(self) -> float:
         """The least time between two reads."""
 
     def tail(self, n_lines: int) -> str:
         """Return the last lines so far."""
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield all that can be had, as it was written, from the beginning or from where `cut` says."""
 
     def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
         """Yield whole lines in parts of bounded size: the last `n_first` in the first call, then what is new.

@@ -24,22 +24,15 @@ from executors.cli.options import (
 )
 from executors.cli.output import FAILED, JsonOption, Output, finite, inert, one_line, refuse, strict_json
 from executors.errors import ReplicasError, StoreError
-from executors.native import OffsetReader
-from executors.store.artifacts import find_artifacts
 
 if TYPE_CHECKING:
     from executors.attempt import Attempt
     from executors.run.run import Run
     from executors.store.artifacts import Artifact
 
-EVERY_LINE = 1 << 40
 OUT = "A folder for results.json, and for logs (of all attempts) and artifacts by rank."
 RESULTS = "results.json"
 OF_ITS_NAME = (None, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ)
-
-
-class _UnreadableError(Exception):
-    """A log cannot be read; the message says why, and which file."""
 
 
 def collect(
@@ -147,7 +140,7 @@ def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, A
         for attempt in attempts:
             is_newest = attempt == attempts[-1]
             log = folder / str(rank) / ("output.log" if is_newest else f"output-attempt-{attempt.number}.log")
-            if problem := _copy_log(run, attempt, log, is_newest=is_newest):
+            if problem := _copy_log(run, attempt, log):
                 skipped.append({"rank": rank, "log": log.name, "problem": problem, "is_unreadable": True})
         for artifact in run.all_artifacts(rank):
             if error := _save(artifact, folder / str(rank) / "artifacts"):
@@ -185,39 +178,25 @@ def _save(artifact: Artifact, folder: Path) -> Exception | None:
     return None
 
 
-def _copy_log(run: Run, attempt: Attempt, path: Path, *, is_newest: bool) -> str | None:
-    """Write the log of an attempt, all of it where it can be read so; return what cannot be read, and why."""
-    problem = None
+def _copy_log(run: Run, attempt: Attempt, path: Path) -> str | None:
+    """Write all that can be had of the log of an attempt; return why that is not all."""
+    problems = list[str]()
     with _named(path), open(path, "wb") as file:
-        if is_newest:
-            try:
-                for piece in _pieces(run, attempt.rank):
-                    file.write(piece)
-            except _UnreadableError as error:
-                problem = str(error)
-        if file.tell() == 0:
-            try:
-                for copy in find_artifacts(attempt.store, attempt.rank, attempt.key("output.log")):
-                    if not copy.name:  # not another object whose name begins so
-                        file.writelines(copy.parts())
-                        return None
-                file.write(run.logs(attempt.rank, EVERY_LINE, attempt=attempt.number).encode())
-            except ReplicasError as error:
-                problem = problem or str(error)
-        is_cut = problem is not None and file.tell() > 0
-    if problem is not None and not is_cut:
+        file.writelines(_pieces(run, attempt, problems))
+        is_empty = file.tell() == 0
+    if problems and is_empty:
         path.unlink()
-    return f"{problem} (only its end was found)" if is_cut else problem
+    return "; ".join(problems) or None
 
 
-def _pieces(run: Run, rank: int) -> Iterator[bytes]:
-    """Read the log of a rank's newest attempt in pieces, if the executor can read it so."""
-    piece, offset = b"-", 0
+def _pieces(run: Run, attempt: Attempt, problems: list[str]) -> Iterator[bytes]:
+    """Read a log in pieces; what goes wrong here is not what goes wrong with the file that is written."""
+    is_begun = False
     try:
-        handle, executor = run.handle(rank), run.fleet.site(rank).executor
-        while piece and handle is not None and isinstance(executor, OffsetReader):
-            piece, offset = executor.read_logs(handle, offset=offset)
+        for piece in run.whole_log(attempt, problems.append):
+            is_begun = is_begun or bool(piece)
             yield piece
     except (ReplicasError, OSError) as error:
         file, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
-        raise _UnreadableError(f"{file}: {reason}" if file and reason else str(error)) from error
+        why = f"{file}: {reason}" if file and reason else str(error)
+        problems.append(f"{why} (only its beginning was read)" if is_begun else why)

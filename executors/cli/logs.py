@@ -21,7 +21,6 @@ from executors.cli.options import (
 )
 from executors.cli.output import JsonOption, Output, inert, name_ranks, refuse, usage_errors
 from executors.durations import DURATIONS, parse_duration
-from executors.logs import MAX_READ_BYTES
 
 if TYPE_CHECKING:
     from executors.run.run import Run
@@ -104,10 +103,9 @@ def logs(
             prefix=prefix,
             clean=str if raw else without_bars,
         )
-        n_lines = lines if lines is not None else MAX_READ_BYTES if chosen.is_search and not follow else LAST_LINES
+        n_lines = lines if lines is not None else None if chosen.is_search and not follow else LAST_LINES
         if as_json:
-            ranks = rank or found.ranks
-            texts = {one: "".join(found.log_pieces(one, n_lines, False, which, chosen, _note)) for one in ranks}
+            texts = found.logs_by_rank(rank or found.ranks, n_lines, which, chosen, _note)
             rows = [{"rank": one, "log": text} for one, text in texts.items()]
             Output(as_json).document({"run_id": found.run_id, "attempt": attempt, "replicas": rows})
             return 0
@@ -117,8 +115,6 @@ def logs(
             last = text[-1:] or last
             if follow:
                 sys.stdout.flush()
-            elif len(text) >= MAX_READ_BYTES:
-                _note(f"these are the last {MAX_READ_BYTES >> 20} MiB; `replicas collect --out DIR` writes all.")
     if last != "\n":
         sys.stdout.write("\n")
     return 0

@@ -7,6 +7,8 @@ from pathlib import Path
 
 BLOCK_BYTES = 64 * 1024
 MAX_READ_BYTES = 4 * 1024 * 1024  # what a reader holds at most, whatever the lines' length
+LIMITED = f"these are the last {MAX_READ_BYTES >> 20} MiB; `replicas collect --out DIR` writes all"
+EVERY_LINE = 1 << 40
 
 
 def tail_text(path: Path, n_bytes: int) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Sequence
 
+BREAK = "=== here the log broke off; lines may be missing ==="
+LAST_LINES = 3  # one alone may be empty, or one that is printed over and over
+
 
 def completed(log: str, kept: str) -> str:
     """Return a log with the lines that its replica kept and printed after the last one that both hold.
@@ -28,6 +31,21 @@ def completed(log: str, kept: str) -> str:
     else:
         partial = ""  # the beginning of the first missing line
     return f"{whole}{newline}{partial}" + "\n".join(missing) + "\n"
+
+
+def completed_bytes(log: bytes, kept: str) -> bytes:
+    """Return the end of a log completed as `completed` does, and else as it was written."""
+    text = log.decode(errors="replace")
+    if (whole := completed(text, kept) if kept else text) == text:
+        return log
+    return log[: log.rfind(b"\n") + 1] + whole[text.rfind("\n") + 1 :].encode()
+
+
+def goes_on(seen: Sequence[str], lines: Sequence[str]) -> bool:
+    """Return whether the last lines that were seen lie together in `lines`, so that none is missing after them."""
+    n = min(LAST_LINES, len(seen))
+    text = "\n".join(["", *seen[len(seen) - n :], ""])
+    return text in "\n".join(["", *lines, ""])
 
 
 def place_after(seen: Sequence[str], lines: Sequence[str]) -> int:

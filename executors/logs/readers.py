@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from executors.logs import read_from, tail_lines
-from executors.logs.gaps import place_after
+from executors.logs import EVERY_LINE, LIMITED, MAX_READ_BYTES, read_from, tail_lines
+from executors.logs.gaps import BREAK, goes_on, place_after
 from executors.logs.times import offset_at
 from executors.native import Log, NativeExecutor, OffsetReader
 from executors.protocol import ServerlessExecutor
@@ -48,6 +48,14 @@ class LineBuffer:
         return [rest] if rest else []
 
 
+def lines_of(pieces: Iterable[bytes]) -> Iterator[list[str]]:
+    """Yield the lines of a log that comes in pieces, in parts of the pieces' size."""
+    decoder, lines = codecs.getincrementaldecoder("utf-8")(errors="replace"), LineBuffer()
+    for piece in pieces:
+        yield lines.add(decoder.decode(piece))
+    yield lines.last()
+
+
 class OffsetLog:
     """A file, or what can be read like one: continues where the last read ended, so that no line is missed.
 
@@ -55,7 +63,7 @@ class OffsetLog:
         read: returns bytes, and the offset behind them: from an offset on, or of the last lines.
     """
 
-    note = ""
+    note = cut = ""
     may_lag = False
     pause_s = 0.3
     reads_all = False
@@ -68,7 +76,13 @@ class OffsetLog:
         self._lines = LineBuffer()
 
     def tail(self, n_lines: int) -> str:
-        return self._read(None, n_lines)[0].decode(errors="replace")
+        data, _ = self._read(None, n_lines)
+        self.cut = LIMITED if len(data) >= MAX_READ_BYTES and data.count(b"\n") < n_lines else ""
+        return data.decode(errors="replace")
+
+    def pieces(self) -> Iterator[bytes]:
+        self.cut = ""
+        yield from self._bytes(0, None)
 
     def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
         while True:
@@ -83,16 +97,17 @@ class OffsetLog:
             yield self._lines.last()
 
     def between(self, since: float | None, until: float | None) -> Iterator[list[str]]:
-        offset, end = self._span(since, until)
-        decoder, lines = codecs.getincrementaldecoder("utf-8")(errors="replace"), LineBuffer()
+        yield from lines_of(self._bytes(*self._span(since, until)))
+
+    def _bytes(self, offset: int, end: int | None) -> Iterator[bytes]:
         while end is None or offset < end:
             part, behind = self._read(offset, 0)
             if not part:
                 break
-            part = part if end is None else part[: end - offset]
+            yield part if end is None else part[: end - offset]
             offset = behind
-            yield lines.add(decoder.decode(part))
-        yield lines.last()
+            if self.reads_all:
+                break
 
     def _span(self, since: float | None, until: float | None) -> tuple[int, int | None]:
         """Return where the lines of a span begin and end."""
@@ -127,14 +142,20 @@ class TailedLog:
     """Compares the last lines with those seen before.
 
     Exact while the log is shorter than the window. Beyond it, some lines of a program that prints the same ones over
-    and over may be left out.
+    and over may be left out; where it lacks the last lines that were seen, a line before it says so.
+
+    Args:
+        read: returns so many last lines.
+        window: how many it is asked for.
     """
 
     may_lag = True
     pause_s = 0.5
+    cut = ""
 
-    def __init__(self, read: Callable[[int], str]) -> None:
+    def __init__(self, read: Callable[[int], str], window: int = WINDOW_LINES) -> None:
         self._read = read
+        self._window = window
         self._seen: list[str] | None = None
 
     @property
@@ -144,8 +165,11 @@ class TailedLog:
     def tail(self, n_lines: int) -> str:
         return self._read(n_lines)
 
+    def pieces(self) -> Iterator[bytes]:
+        yield self._read(EVERY_LINE).encode()
+
     def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
-        *lines, rest = self._read(WINDOW_LINES).split("\n")
+        *lines, rest = self._read(self._window).split("\n")
         is_stale = False
         if self._seen is None:
             fresh = lines[max(0, len(lines) - n_first) :]
@@ -153,9 +177,11 @@ class TailedLog:
         elif self._seen and "\n".join(["", *lines, ""]) in "\n".join(["", *self._seen, ""]):  # cut off, or nothing new
             fresh = []
             is_stale = not lines or lines[-1] != self._seen[-1]
+        elif not goes_on(self._seen, lines):
+            fresh, self._seen = [BREAK, *lines], lines
         else:
             fresh = lines[place_after(self._seen, lines) :]
-            self._seen = [*self._seen, *fresh][-WINDOW_LINES:]
+            self._seen = [*self._seen, *fresh][-max(WINDOW_LINES, len(lines)) :]
         yield [f"{line}\n" for line in fresh]
         if has_ended and rest and not is_stale:
             yield [rest]

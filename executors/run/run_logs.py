@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import string
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import chain
-from typing import Literal, TypeVar
+from itertools import chain, islice
+from queue import Queue
+from typing import Generic, Literal, TypeVar
 
 from executors.attempt import Attempt
+from executors.attempt.outcome import OUTPUT_TAIL_BYTES
 from executors.errors import CorruptObjectError, unknown_name
-from executors.logs import MAX_READ_BYTES, last_of
-from executors.logs.follower import WHOLE, Sight, begins, follow_logs
-from executors.logs.gaps import completed
-from executors.logs.readers import open_log
+from executors.logs import LIMITED, MAX_READ_BYTES, last_of
+from executors.logs.follower import Sight, begins, follow_logs
+from executors.logs.gaps import completed, completed_bytes
+from executors.logs.readers import lines_of, open_log
 from executors.native import KnowsTimes, Log
 from executors.protocol import Outcome, ServerlessExecutor
 from executors.run.observer import Observer, unreadable
@@ -29,6 +31,8 @@ Which = int | Literal["all"] | None
 Ranks = int | Sequence[int] | None
 Note = Callable[[str], None]
 MAX_THREADS = 16
+MAX_PARTS = 16  # of a rank, that were read before its turn
+KEPT_BYTES = 2 * OUTPUT_TAIL_BYTES  # of the end of a log, to find in it what an outcome kept
 FIELDS = ("rank", "attempt", "run_id")
 """Of what leads a line."""
 
@@ -108,9 +112,41 @@ class RunLogs:
         self._chosen = chosen
         self._note = note
         self._is_one = is_one
+        self._said = set[tuple[Attempt, str]]()
 
-    def tails(self, ranks: Sequence[int], n_lines: int) -> Iterator[str]:
-        """Return the last lines of rank after rank. Several are read at the same time, and few kept."""
+    def whole(self, attempt: Attempt, tell: Note) -> Iterator[bytes]:
+        """Yield all that can be had of what an attempt printed, as it was written, in pieces of bounded size.
+
+        Args:
+            tell: is told why, if that is not all.
+        """
+        problem = self._observer.problem(attempt.rank)
+        end, cut, may_lag = b"", problem.error or "" if problem else "", True
+        if (handle := self._observer.handle_at(attempt)) is not None:
+            with contextlib.closing(open_log(self._executor, handle)) as opened:
+                for piece in opened.pieces():
+                    end += piece
+                    yield end[:-KEPT_BYTES]
+                    end = end[-KEPT_BYTES:]
+                if end and opened.note:
+                    self._say(attempt, opened.note)
+                cut, may_lag = opened.cut, opened.may_lag
+        outcome = self._outcome(attempt) if may_lag or not end else None
+        kept = outcome.output_tail if outcome is not None else ""
+        if end:
+            yield completed_bytes(end, kept)
+        elif outcome is not None:
+            yield (kept or outcome.error or "").encode()
+            if cut or len(kept.encode()) >= OUTPUT_TAIL_BYTES:
+                cut = f"{cut or self._has_none(attempt)}; this is the end that its outcome kept"
+        if cut:
+            tell(cut)
+
+    def tails(self, ranks: Sequence[int], n_lines: int | None) -> Iterator[tuple[int, str]]:
+        """Return the last lines of rank after rank, None: all, each rank in one text or more.
+
+        Several are read at the same time, and few lines kept.
+        """
         self._observer.look(ranks)
         return in_order(lambda rank: self._tails(rank, n_lines), self._that_have_it(ranks))
 
@@ -156,64 +192,86 @@ class RunLogs:
         launched = self._observer.launched(rank)
         return launched if self._which == "all" else launched[-1:]
 
-    def _tails(self, rank: int, n_lines: int) -> str:
-        texts = []
+    def _tails(self, rank: int, n_lines: int | None) -> Iterator[str]:
         for attempt in self._attempts(rank):
             if self._which == "all":
-                texts.append(self._shown(rank, attempt.number, begins(attempt.number)))
-            texts += self._chosen_of(attempt, n_lines)
-        return "".join(texts)
+                yield self._shown(rank, attempt.number, begins(attempt.number))
+            parts = map(functools.partial(self._chosen_of, attempt), self._parts(attempt, n_lines))
+            if n_lines is None:
+                yield from chain([""], map("".join, parts))
+            else:
+                yield "".join(self._last_of(attempt, parts, n_lines))
 
-    def _chosen_of(self, attempt: Attempt, n_lines: int) -> Iterable[str]:
-        """Return the last of the chosen lines of an attempt, as they are shown, and at most 4 MiB."""
+    def _chosen_of(self, attempt: Attempt, lines: Iterable[str]) -> Iterable[str]:
+        """Return the chosen ones of some lines, as they are shown."""
         is_led = self._chosen.prefix is not None or not self._is_one
-        kept, size = deque[str](), 0
-        for line in chain.from_iterable(self._parts(attempt, n_lines)):
+        for line in lines:
             if is_led and not line.strip("\n"):
                 continue
             is_open = (is_led or self._which == "all") and not line.endswith("\n")
-            text = self._chosen.shown(attempt, f"{line}\n" if is_open else line, is_one=self._is_one)
-            if text:
-                kept.append(text)
-                size += len(text)
+            if text := self._chosen.shown(attempt, f"{line}\n" if is_open else line, is_one=self._is_one):
+                yield text
+
+    def _last_of(self, attempt: Attempt, parts: Iterable[Iterable[str]], n_lines: int) -> Iterable[str]:
+        """Return the last lines, and at most 4 MiB of them."""
+        kept, size, is_limited = deque[str](), 0, False
+        for text in chain.from_iterable(parts):
+            kept.append(text)
+            size += len(text)
             while len(kept) > n_lines or (size > MAX_READ_BYTES and len(kept) > 1):
+                is_limited = is_limited or len(kept) <= n_lines
                 size -= len(kept.popleft())
+        if is_limited:
+            found = f"these are the last {MAX_READ_BYTES >> 20} MiB of what was found"
+            self._say(attempt, f"{found if self._chosen.is_search else LIMITED}.")
         return kept
 
-    def _parts(self, attempt: Attempt, n_lines: int) -> Iterator[Sequence[str]]:
+    def _parts(self, attempt: Attempt, n_lines: int | None) -> Iterator[Sequence[str]]:
         """Yield lines of an attempt in parts: the last ones, or all where some are looked for.
 
         Raises:
             ValueError: those of a span are looked for, and nobody kept when they came.
         """
         chosen = self._chosen
-        if not chosen.is_search:
+        if chosen.since is not None or chosen.until is not None:
+            yield from self._between(attempt)
+        elif chosen.grep is not None or n_lines is None:
+            yield from lines_of(self.whole(attempt, lambda why: self._say(attempt, f"{why}.")))
+        else:
             yield _split(self._tail(attempt, n_lines))
+
+    def _between(self, attempt: Attempt) -> Iterator[list[str]]:
+        if (handle := self._observer.handle_at(attempt)) is None:
             return
-        is_by_time, is_empty = chosen.since is not None or chosen.until is not None, True
-        if (handle := self._observer.handle_at(attempt)) is not None:
-            with contextlib.closing(open_log(self._executor, handle)) as opened:
-                try:
-                    if is_by_time and not isinstance(opened, KnowsTimes):
-                        raise ValueError(opened.note or "nobody keeps when its lines come")
-                    if isinstance(opened, KnowsTimes) and (is_by_time or not opened.may_lag):
-                        for lines in opened.between(chosen.since, chosen.until):
-                            is_empty = is_empty and not lines
-                            yield lines
-                except ValueError as error:
-                    raise ValueError(f"Rank {attempt.rank} has no times of its lines: {error}.") from None
-        if is_empty and not is_by_time:
-            yield _split(self._tail(attempt, WHOLE))
+        with contextlib.closing(open_log(self._executor, handle)) as opened:
+            try:
+                if not isinstance(opened, KnowsTimes):
+                    raise ValueError(opened.note or "nobody keeps when its lines come")
+                yield from opened.between(self._chosen.since, self._chosen.until)
+            except ValueError as error:
+                raise ValueError(f"Rank {attempt.rank} has no times of its lines: {error}.") from None
+            if opened.cut:
+                self._say(attempt, f"{opened.cut}.")
+
+    def _say(self, attempt: Attempt, words: str) -> None:
+        if (attempt, words) not in self._said:
+            self._said.add((attempt, words))
+            self._note(f"Rank {attempt.rank}: {words}")
+
+    def _has_none(self, attempt: Attempt) -> str:
+        return f"{self._observer.backend(attempt.rank)} has no log of it"
 
     def _tail(self, attempt: Attempt, n_lines: int) -> str:
         text, handle = "", self._observer.handle_at(attempt)
         if problem := self._observer.problem(attempt.rank):
-            self._note(f"Rank {attempt.rank}: {problem.error}")
+            self._say(attempt, problem.error or "")
         if handle is not None:
             with contextlib.closing(open_log(self._executor, handle)) as opened:
                 text = opened.tail(n_lines)
             if text and opened.note:
-                self._note(f"Rank {attempt.rank}: {opened.note}")
+                self._say(attempt, opened.note)
+            if opened.cut:
+                self._say(attempt, f"{opened.cut}.")
             if text and not opened.may_lag:
                 return text
         outcome = self._outcome(attempt)
@@ -222,8 +280,8 @@ class RunLogs:
         if text:
             return last_of(completed(text, outcome.output_tail), n_lines)
         if outcome.output_tail:
-            key, who = attempt.key("outcome.json"), self._observer.backend(attempt.rank)
-            self._note(f"Rank {attempt.rank}: {who} has no log of it. This was kept by its outcome, {key!r}.")
+            key = attempt.key("outcome.json")
+            self._say(attempt, f"{self._has_none(attempt)}. This was kept by its outcome, {key!r}.")
         return last_of(outcome.output_tail or outcome.error or "", n_lines)
 
     def _outcome(self, attempt: Attempt) -> Outcome | None:
@@ -280,28 +338,54 @@ def _split(text: str) -> list[str]:
     return [*(f"{line}\n" for line in lines), *([last] if last else [])]
 
 
-def in_order(act: Callable[[int], T], ranks: Sequence[int]) -> Iterator[T]:
-    """Yield what `act` returns for each rank; several are under way at the same time.
+def in_order(act: Callable[[int], Iterable[T]], ranks: Iterable[int]) -> Iterator[tuple[int, T]]:
+    """Yield each rank with each of what `act` gives for it, rank after rank; several are read at the same time.
 
     In threads that nobody waits for: Ctrl-C ends at once.
     """
-    waiting: deque[Future[T]] = deque()
-    for rank in ranks:
-        waiting.append(_started(act, rank))
-        if len(waiting) >= MAX_THREADS:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+    left = iter(ranks)
+    waiting: deque[tuple[int, _Ahead[T]]] = deque()
+    try:
+        while True:
+            waiting.extend((rank, _Ahead(act, rank)) for rank in islice(left, MAX_THREADS - len(waiting)))
+            if not waiting:
+                return
+            rank, ahead = waiting[0]
+            yield from ((rank, item) for item in ahead)
+            waiting.popleft()
+    finally:
+        for _, ahead in waiting:
+            ahead.stop()
 
 
-def _started(act: Callable[[int], T], rank: int) -> Future[T]:
-    answer: Future[T] = Future()
+class _Ahead(Generic[T]):
+    """What is read of one rank, by a thread that is a few items ahead."""
 
-    def run() -> None:
+    def __init__(self, act: Callable[[int], Iterable[T]], rank: int) -> None:
+        self._ready: Queue[T | BaseException | None] = Queue()
+        self._room = threading.Semaphore(MAX_PARTS)
+        self._is_stopped = False
+        threading.Thread(target=self._read, args=(act, rank), name="replicas-logs", daemon=True).start()
+
+    def __iter__(self) -> Iterator[T]:
+        while (item := self._ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            self._room.release()
+            yield item
+
+    def stop(self) -> None:
+        """End the thread, without waiting for what it is at."""
+        self._is_stopped = True
+        self._room.release()
+
+    def _read(self, act: Callable[[int], Iterable[T]], rank: int) -> None:
         try:
-            answer.set_result(act(rank))
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="replicas-logs", daemon=True).start()
-    return answer
+            for item in act(rank):
+                self._room.acquire()
+                if self._is_stopped:
+                    return
+                self._ready.put(item)
+            self._ready.put(None)
+        except BaseException as error:  # noqa: BLE001 - raised again in the reader's thread
+            self._ready.put(error)

@@ -14,6 +14,7 @@ from executors.attempt import Attempt, replica_prefix
 from executors.errors import (
     RunNotFoundError,
 )
+from executors.logs.follower import WHOLE
 from executors.metrics.metrics import Metrics, read_metrics
 from executors.protocol import Outcome, ServerlessExecutor
 from executors.run.fleet import Fleet
@@ -203,7 +204,7 @@ class Traces:
     def log_pieces(
         self,
         rank: Ranks,
-        tail: int,
+        tail: int | None,
         follow: bool,
         attempt: Which = None,
         lines: Lines = EVERYTHING,
@@ -212,13 +213,35 @@ class Traces:
         """Yield what `logs` returns, rank after rank; followed, line after line.
 
         Args:
+            tail: None: all lines; of logs that are followed the last 20,000.
             lines: which ones, and how they are shown.
             note: is given a line about each log that is not read where its replica writes to.
         """
         logs = RunLogs(self._observer, self.executor, attempt, lines, note, is_one=isinstance(rank, int))
         chosen = self.ranks if rank is None else [rank] if isinstance(rank, int) else rank
         ranks = [self.check_rank(r) for r in chosen]
-        return logs.followed(ranks, tail, grows=rank is None) if follow else logs.tails(ranks, tail)
+        if follow:
+            return logs.followed(ranks, WHOLE if tail is None else tail, grows=rank is None)
+        return (text for _, text in logs.tails(ranks, tail))
+
+    def logs_by_rank(
+        self, ranks: Sequence[int], tail: int | None, attempt: Which, lines: Lines, note: LogNote
+    ) -> dict[int, str]:
+        """Return the lines of each rank that has the attempt, led by nothing; see `log_pieces`."""
+        logs = RunLogs(self._observer, self.executor, attempt, lines, note, is_one=True)
+        texts: dict[int, list[str]] = {}
+        for rank, text in logs.tails([self.check_rank(rank) for rank in ranks], tail):
+            texts.setdefault(rank, []).append(text)
+        return {rank: "".join(pieces) for rank, pieces in texts.items()}
+
+    def whole_log(self, attempt: Attempt, tell: LogNote) -> Iterator[bytes]:
+        """Yield all that can be had of what an attempt printed, as it was written, in pieces.
+
+        Args:
+            tell: is told why, if that is not all.
+        """
+        logs = RunLogs(self._observer, self.executor, attempt.number, EVERYTHING, lambda words: None, is_one=True)
+        return logs.whole(attempt, tell)
 
     def events(self, follow: bool = False, note: LogNote = log.warning) -> Iterator[Event]:
         """Yield what happened in the run so far, in the order of time: launches, ends, hangs, decisions.

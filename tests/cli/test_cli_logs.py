@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from support.cli import HereInstead
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.logs.times import PAIR, times_of
 from executors.resume import resume
+from executors.run.observer import Observer
+from executors.status import ReplicaState
 
 BARS = """
 import sys
@@ -98,6 +101,48 @@ def test_lines_are_chosen_and_led_as_asked(bars: HereInstead, local: LocalProces
     run = attach("mine")
     assert run.logs(1, attempt="all", grep="^Runtime") == run.logs(1, attempt=0, grep="^Runtime") != ""
     assert (run.logs(0, since=60), run.logs(0, since=10_000)) == ("", "attempt 0 of rank 0\n")
+
+
+def test_as_json_a_rank_that_lacks_the_attempt_is_left_out_and_one_look_is_of_all(
+    bars: HereInstead, local: LocalProcessExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumed(local)
+    looks, look = list[Sequence[int] | None](), Observer.look
+
+    def counted(self: Observer, ranks: Sequence[int] | None = None) -> list[ReplicaState]:
+        looks.append(ranks)
+        return look(self, ranks)
+
+    monkeypatch.setattr(Observer, "look", counted)
+    for arguments, rows in (
+        (("--attempt", 1), [(1, "attempt 1 of rank 1\n")]),
+        ((), [(0, "attempt 0 of rank 0\n"), (1, "attempt 1 of rank 1\n")]),
+        (("--grep", "rank 1"), [(0, ""), (1, "attempt 1 of rank 1\n")]),
+    ):
+        looks.clear()
+        shown = bars.replicas("logs", "mine", "--json", *arguments)
+        assert (shown.code, [(row["rank"], row["log"]) for row in shown.json["replicas"]]) == (0, rows), shown
+        assert looks == [[0, 1]]
+
+
+def test_all_that_is_found_in_a_long_log_is_shown_and_what_is_left_out_of_many_lines_is_said(
+    bars: HereInstead, local: LocalProcessExecutor, state_home: Path
+) -> None:
+    assert launch(local, "bars:fail_once", 1, run_id="mine").wait(60)
+    (log,) = state_home.rglob("output.log")
+    text = "".join(f"step {number:06} {'é' * 40} loss=1\n" for number in range(60_000))
+    log.write_text(text)
+    found = bars.replicas("logs", "mine", "-r", 0, "--grep", "loss=")
+    assert (found.code, found.stdout == text, found.stderr) == (0, True, "")
+    assert bars.replicas("logs", "mine", "--grep", "loss=", "--json").json["replicas"][0]["log"] == text
+    for arguments, words in (
+        ((), "these are the last 4 MiB; `replicas collect --out DIR` writes all"),
+        (("-r", 0), "these are the last 4 MiB; `replicas collect --out DIR` writes all"),
+        (("--prefix", "{run_id}" * 30, "--grep", "loss="), "these are the last 4 MiB of what was found"),
+    ):
+        shown = bars.replicas("logs", "mine", "-n", 10**8, *arguments)
+        assert (shown.code, shown.stderr) == (0, f"Note: Rank 0: {words}.\n"), arguments
+        assert shown.stdout.endswith("step 059999 " + "é" * 40 + " loss=1\n")
 
 
 REFUSED = (

@@ -242,7 +242,8 @@ def test_collect_names_a_log_that_cannot_be_read_and_says_so_by_its_exit_code(
     log.mkdir()  # as unreadable to everybody as another user's file is to us
     told = here.replicas("collect", "mine", "--out", here.folder.path / "out")
     assert told.code == 1
-    assert f"Skipped the log 'output.log' of rank 0: {log}: Is a directory (only its end was found)" in told.stdout
+    why = f"{log} cannot be read (Is a directory); this is the end that its outcome kept"
+    assert f"Skipped the log 'output.log' of rank 0: {why}" in told.stdout
     assert (here.folder.path / "out" / "1" / "output.log").read_text() == "saved\n"
 
 

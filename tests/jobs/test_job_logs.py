@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from servers.hub.server import HubServer
 from servers.modal.server import ModalServer
-from support.fake_jobs import Machines, start, wait_until_hanging
+from support.cli import HereInstead
+from support.fake_jobs import FakeJobs, Machines, start, wait_until_hanging
 
 from executors import HFJobsExecutor, ModalExecutor
 from executors.backends.jobs.service import Job, JobKey
+from executors.backends.jobs.timed_log import MAX_KNOWN, Entry, TimedLog
+from executors.logs.readers import FileLog
 from executors.native import Log
 from executors.resume import resume
 from executors.testing import eventually
@@ -114,3 +119,70 @@ def test_each_attempt_has_the_log_of_its_own_job_and_a_new_one_is_followed_on(ma
     machines.job_of(run, 1)
     run.cancel()
     assert "=== attempt" not in "".join(lines)
+
+
+ENTRY = Entry(datetime.now(UTC), "stdout", "", "container")
+LONG = b"".join(b"step %06d \xff %s\n" % (number, b"." * 190) for number in range(30_000))  # six mebibytes
+COLLECT = ("collect", "otter", "--out", "out", "--backend", "support.fake_jobs:FakeExecutor")
+
+
+def file_on_a_disk_between(path: Path) -> Log:
+    log = FileLog(path)
+    log.may_lag = True
+    return log
+
+
+def window_of_entries(path: Path) -> Log:
+    def fetch(since: datetime | None, n_entries: int) -> list[Entry]:
+        lines = path.read_text(errors="replace").splitlines(keepends=True)
+        return [ENTRY._replace(text=line) for line in lines[-min(n_entries, MAX_KNOWN) :]]
+
+    return TimedLog(fetch, None)
+
+
+@pytest.fixture
+def long_log(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], Log]], bytes]:
+    """Have the service of a run of one replica give a long log in some way; return all of it."""
+    assert start(1).wait(60)
+    (job,) = machines.jobs
+    whole = LONG + job.log.read_bytes()
+    job.log.write_bytes(whole)
+
+    def given(opened: Callable[[Path], Log]) -> bytes:
+        monkeypatch.setattr(FakeJobs, "open_log", lambda self, job_id: opened(job.log))
+        return whole
+
+    return given
+
+
+def test_collect_brings_a_long_log_whole_where_a_service_has_it_whole(
+    long_log: Callable[[Callable[[Path], Log]], bytes], here: HereInstead
+) -> None:
+    whole = long_log(file_on_a_disk_between)
+    told = here.replicas(*COLLECT)
+    assert (Path("out/0/output.log").read_bytes() == whole, told.code) == (True, 0), told
+
+
+def test_collect_names_a_log_of_which_a_service_gives_only_the_end(
+    long_log: Callable[[Callable[[Path], Log]], bytes], here: HereInstead
+) -> None:
+    long_log(window_of_entries)
+    told = here.replicas(*COLLECT)
+    assert told.code == 1
+    words = "these are the last 20,000 entries, and its service gives no more"
+    assert f"Skipped the log 'output.log' of rank 0: {words}" in told.stdout
+    assert Path("out/0/output.log").read_text().count("\n") == MAX_KNOWN
+
+
+def test_a_search_goes_through_the_whole_log_or_says_that_a_service_gives_only_its_end(
+    long_log: Callable[[Callable[[Path], Log]], bytes], here: HereInstead
+) -> None:
+    search = ("logs", "otter", "-r", 0, "--backend", "support.fake_jobs:FakeExecutor", "--grep")
+    long_log(file_on_a_disk_between)
+    found = here.replicas(*search, "step 0[012]0000")
+    assert (found.stdout.split()[1::4], found.stderr) == (["000000", "010000", "020000"], "")
+    long_log(window_of_entries)
+    for more in ((), ("--until", "2999-01-01")):
+        found = here.replicas(*search, "step 0[012]0000", *more)
+        assert found.stdout.split()[1::4] == ["020000"]
+        assert found.stderr == "Note: Rank 0: these are the last 20,000 entries, and its service gives no more.\n"

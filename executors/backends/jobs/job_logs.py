@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from itertools import chain, islice
+from typing import Any, TypeVar
 
 from executors.backends.jobs.service import JobServiceError, retrying
+from executors.logs import EVERY_LINE
+from executors.logs.gaps import BREAK
 from executors.native import KnowsTimes, Log
 
 QUIET_S = 0.5  # a stream that is silent for so long has sent what there is
@@ -23,10 +26,12 @@ FIRST_LINE_S = 2.0  # how long the first line may take
 LONGEST_S = 30.0
 AGAIN_LINES = 10_000  # what is asked for where a stream broke off
 LONGEST_PAUSE_S = 30.0  # before a stream is opened again
-BREAK = "=== here the log broke off; lines may be missing ==="
+BROKEN = "lines may be missing: its stream broke off, or took too long"
 JOB_STARTED = "===== Job started"  # a line of the service's, not of the job's
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class PatientLog:
@@ -46,8 +51,15 @@ class PatientLog:
     def pause_s(self) -> float:
         return self._inner.pause_s
 
+    @property
+    def cut(self) -> str:
+        return self._inner.cut
+
     def tail(self, n_lines: int) -> str:
         return retrying()(self._inner.tail, n_lines)
+
+    def pieces(self) -> Iterator[bytes]:
+        return retrying()(lambda: _begun(self._inner.pieces()))
 
     def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
         try:
@@ -63,10 +75,15 @@ class PatientLog:
     def between(self, since: float | None, until: float | None) -> Iterator[list[str]]:
         if not isinstance(self._inner, KnowsTimes):
             raise ValueError("its service does not say when its lines came")
-        return iter(retrying()(lambda: list(self._inner.between(since, until))))  # type: ignore[attr-defined]
+        return retrying()(lambda: _begun(self._inner.between(since, until)))  # type: ignore[attr-defined]
 
     def close(self) -> None:
         self._inner.close()
+
+
+def _begun(parts: Iterator[T]) -> Iterator[T]:
+    """Return the same parts, the first of them read: what a service says comes at once, or fails there."""
+    return chain(list(islice(parts, 1)), parts)
 
 
 class StreamedLog:
@@ -79,7 +96,7 @@ class StreamedLog:
             unknown. Raises JobServiceError.
     """
 
-    note = ""
+    note = cut = ""
     may_lag = True
     pause_s = 0.2
 
@@ -104,12 +121,15 @@ class StreamedLog:
         lines = self._take(n_lines, waits=True) if n_lines > 0 else []
         return "".join(f"{line}\n" for _, line in lines[-n_lines:])
 
+    def pieces(self) -> Iterator[bytes]:
+        yield self.tail(EVERY_LINE).encode()
+
     def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
         yield [f"{line}\n" for _, line in self._take(n_first, waits=has_ended)]
 
     def between(self, since: float | None, until: float | None) -> Iterator[list[str]]:
-        """Yield the lines of a span, by the service's clock, of the last `AGAIN_LINES`."""
-        for at, line in self._take(AGAIN_LINES, waits=True):
+        """Yield the lines of a span, by the service's clock."""
+        for at, line in self._take(EVERY_LINE, waits=True):
             if (since is None or at >= since) and (until is None or at <= until):
                 yield [f"{line}\n"]
 
@@ -130,8 +150,8 @@ class StreamedLog:
                 self._n_lines, waits = n_lines, True
                 self._heard_at = time.monotonic()
                 threading.Thread(target=self._read, args=(n_lines,), name="replicas-log", daemon=True).start()
-            if waits:
-                self._wait()
+            if waits and not self._wait():
+                self.cut = BROKEN
             lines = list(self._lines)
             self._lines.clear()
             self._changed.notify_all()
@@ -139,14 +159,16 @@ class StreamedLog:
                 raise self._error
             return lines
 
-    def _wait(self) -> None:
+    def _wait(self) -> bool:
+        """Wait for what there is; return whether it came, as far as can be seen."""
         deadline = time.monotonic() + LONGEST_S
         self._has_all = self._is_over
         while not self._has_all and self._error is None and (now := time.monotonic()) < deadline:
             left_s = self._heard_at + (QUIET_S if self._last else FIRST_LINE_S) - now
             if left_s <= 0:
-                return
+                return True
             self._changed.wait(left_s)
+        return self._has_all
 
     def _read(self, n_lines: int) -> None:
         failures, pause_s = 0, 0.0
@@ -197,6 +219,7 @@ class StreamedLog:
                     continue
                 is_new = True
                 if n_known == 0:
+                    self.cut = BROKEN
                     self._add(BREAK, at)
             self._add(text, at, has_all=began_at is not None and at > began_at + 1)
 

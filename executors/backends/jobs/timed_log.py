@@ -24,6 +24,7 @@ DISTRUST_S = 600.0
 ANSWER_S = 10.0  # an answer for all jobs is good for so long
 
 
+FULL = f"these are the last {MAX_KNOWN:,} entries, and its service gives no more"
 OLDEST = datetime.min.replace(tzinfo=UTC)
 
 
@@ -149,7 +150,7 @@ class TimedLog:
         shared: where entries of its container come, too.
     """
 
-    note = ""
+    note = cut = ""
     may_lag = True
 
     def __init__(self, fetch: Callable[[datetime | None, int], Sequence[Entry]], shared: SharedLog | None) -> None:
@@ -169,7 +170,14 @@ class TimedLog:
         return 0.1 if self._is_shared else 0.5
 
     def tail(self, n_lines: int) -> str:
-        return last_of("".join(entry.text for entry in self._last(2 * n_lines)), n_lines) if n_lines > 0 else ""
+        if n_lines <= 0:
+            return ""
+        text = self._text(2 * n_lines)
+        self.cut = self.cut if text.count("\n") < n_lines else ""
+        return last_of(text, n_lines)
+
+    def pieces(self) -> Iterator[bytes]:
+        yield self._text(MAX_KNOWN).encode()
 
     def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
         if self._once is None:
@@ -187,6 +195,7 @@ class TimedLog:
         """Yield the lines of a span, by the service's clock; of the last `MAX_KNOWN` entries where it has no start."""
         lines = LineBuffer()
         found = self._last(MAX_KNOWN) if since is None else self._fetch(datetime.fromtimestamp(since, UTC), 0)
+        self.cut = FULL if len(found) >= MAX_KNOWN else ""
         last = None if until is None else datetime.fromtimestamp(until, UTC)
         yield [line for entry in found if last is None or entry.at <= last for line in lines.add(entry.text)]
         yield lines.last()
@@ -214,6 +223,11 @@ class TimedLog:
         self._is_shared = bool(self._container) and self._shared.is_trusted
         self._checked_at = time.monotonic() + random.uniform(-0.5, 0) * CHECK_EVERY_S  # not all at once
         self._check_since = once.since
+
+    def _text(self, n_lines: int) -> str:
+        entries = self._last(n_lines)
+        self.cut = FULL if len(entries) >= MAX_KNOWN else ""
+        return "".join(entry.text for entry in entries)
 
     def _last(self, n_lines: int) -> Sequence[Entry]:
         n_entries = n_lines + 50  # one may be a part of a line

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from executors.attempt import Attempt
 from executors.errors import StoreError
-from executors.logs import MAX_READ_BYTES, last_of
+from executors.logs import EVERY_LINE, LIMITED, MAX_READ_BYTES, last_of
 from executors.logs.readers import FileLog, TailedLog
 from executors.native import Log
+from executors.store.artifacts import Artifact
 from executors.store.protocol import Entry
+from executors.worker.log_copy import FINAL_BYTES, LIVE_BYTES, NAME
 
 PAUSE_S = 15.0  # a supervisor puts its object every 60 s
 
@@ -27,22 +30,27 @@ def open_local_log(attempt: Attempt, path: Path | None, runs_here: bool) -> Log:
             with open(path, "rb"):
                 return FileLog(path)
         except FileNotFoundError:
-            if runs_here:
+            if runs_here and not attempt.has(NAME):
                 return FileLog(path)
         except OSError as error:
-            return StoredLog(attempt, f"{path} cannot be read ({error.strerror}); ")
+            return StoredLog(attempt, f"{path} cannot be read ({error.strerror})")
     return StoredLog(attempt)
 
 
 class StoredLog(TailedLog):
-    """The end of a log, as the supervisor put it into the rendezvous a while ago."""
+    """The end of a log, as the supervisor put it into the rendezvous a while ago.
+
+    Args:
+        why: why the file itself is not read, if this machine should have it.
+    """
 
     pause_s = PAUSE_S
 
     def __init__(self, attempt: Attempt, why: str = "") -> None:
-        super().__init__(self._read_object)
+        super().__init__(self._read_object, EVERY_LINE)
         self._store = attempt.store
-        self._key = attempt.key("output.log")
+        self._rank = attempt.rank
+        self._key = attempt.key(NAME)
         self._why = why
         self._entry: Entry | None = None
         self._text = ""
@@ -50,10 +58,32 @@ class StoredLog(TailedLog):
     @property
     def note(self) -> str:
         """Where the log is read and how old that is."""
-        where = f"{self._why}read from {self._key!r} in {self._store.url}"
+        why = f"{self._why}; " if self._why else ""
+        where = f"{why}read from {self._key!r} in {self._store.url}"
         if (entry := self._entry or self._look()) is None:
             return f"{where}, where nothing is yet."
         return f"{where}, {max(0.0, time.time() - entry.modified_at):.0f} s old."
+
+    def tail(self, n_lines: int) -> str:
+        text, self.cut = super().tail(n_lines), ""
+        if text.count("\n") < n_lines:
+            is_limited = self._entry is not None and self._entry.size_bytes > MAX_READ_BYTES
+            self.cut = LIMITED if is_limited else self._held(self._entry)
+        return text
+
+    def pieces(self) -> Iterator[bytes]:
+        entry = self._look()
+        self.cut = self._held(entry)
+        if entry is not None:
+            yield from map(bytes, Artifact(self._rank, "", entry.size_bytes, self._store, self._key).parts())
+
+    def _held(self, entry: Entry | None) -> str:
+        """Return why the copy is not all of the log; empty if it is."""
+        if entry is None:
+            return self._why
+        if entry.size_bytes not in (LIVE_BYTES, FINAL_BYTES):
+            return ""
+        return f"these are the last {entry.size_bytes >> 10:,} KiB, and its copy in the rendezvous holds no more"
 
     def _read_object(self, n_lines: int) -> str:
         entry = self._look()

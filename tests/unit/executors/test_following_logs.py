@@ -24,7 +24,7 @@ PATIENCE_S = 60.0
 class Scripted:
     """A log whose every reading is a call; whole as soon as it was written."""
 
-    note = ""
+    note = cut = ""
     may_lag = False
     pause_s = 0.0
 
@@ -34,6 +34,9 @@ class Scripted:
 
     def tail(self, n_lines: int) -> str:
         return ""
+
+    def pieces(self) -> Iterator[bytes]:
+        yield b""
 
     def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
         yield self.read()

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from executors.attempt import Attempt
+from executors.backends.local.local_log import StoredLog
 from executors.logs import MAX_READ_BYTES, last_of, read_from, tail_lines, tail_text
 from executors.logs.follower import Sight, follow_logs
-from executors.logs.gaps import completed
-from executors.logs.readers import FileLog, TailedLog
+from executors.logs.gaps import BREAK, completed
+from executors.logs.readers import WINDOW_LINES, FileLog, TailedLog
 from executors.logs.times import PAIR, TimesWriter, times_of
 from executors.native import Log
+from executors.store import MemoryStore
+from executors.store.protocol import Entry
+from executors.worker.log_copy import FINAL_BYTES, LIVE_BYTES
 
 LINES = [f"line {i} of é\n" for i in range(12)]
 ALL = "".join(LINES)
@@ -161,6 +166,39 @@ def test_a_response_in_a_window_that_moved_on_doubles_no_line() -> None:
     long = [f"{line[:-1]} {'.' * 2000}\n" for line in LINES]
     windows = [long[:6], long[3:8], long[3:5], long[4:]]
     assert followed(*map("".join, windows)) == "".join(long)
+
+
+def test_a_window_that_moved_on_too_far_is_led_by_a_line_that_says_so() -> None:
+    lines = [f"step {number} {'.' * 60}\n\n" for number in range(3 * WINDOW_LINES)]
+    first, second, third = lines[:WINDOW_LINES], lines[-WINDOW_LINES - 5 : -5], lines[-WINDOW_LINES:]
+    assert followed(*map("".join, (first, second, third)), tail=0) == f"{BREAK}\n" + "".join([*second, *third[-5:]])
+
+
+class Copies(MemoryStore):
+    """A rendezvous in which a log is longer at each look, and its copy holds the last 256 KiB."""
+
+    def __init__(self, attempt_key: str, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.key, self.sizes = attempt_key, iter(sizes)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        if (size := next(self.sizes, None)) is not None:
+            n_bytes = LIVE_BYTES if size < 70_000 else FINAL_BYTES
+            self.put(self.key, b"".join(b"step %d\n\n" % number for number in range(size))[-n_bytes:])
+        return super().list(prefix)
+
+
+def test_a_copy_of_a_log_is_followed_through_all_it_holds_and_a_hole_between_two_is_said() -> None:
+    attempt = Attempt(Copies("otter/replicas/0000/0/output.log", [100, 10_000, 60_000, 70_000]), "otter", 0)
+    log = StoredLog(attempt)
+    assert [line for part in log.lines(0) for line in part] == []
+    grown = "".join(line for part in log.lines(0) for line in part)
+    assert grown == "".join(f"step {number}\n\n" for number in range(100, 10_000)), "more than 2000 lines are no hole"
+    after = "".join(line for part in log.lines(0) for line in part)
+    assert after.startswith(f"{BREAK}\n")
+    assert after.endswith("step 59998\n\nstep 59999\n\n")
+    end = "".join(line for part in log.lines(0) for line in part)
+    assert end == "".join(f"step {number}\n\n" for number in range(60_000, 70_000)), "the last copy holds more"
 
 
 def test_a_log_is_completed_after_the_last_line_that_the_replica_kept_too() -> None:
