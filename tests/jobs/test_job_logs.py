@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from support.fake_jobs import Machines, start, wait_until_hanging
 
 from executors import HFJobsExecutor, ModalExecutor
 from executors.backends.jobs.service import Job, JobKey
+from executors.logs.follower import Sight
 from executors.native import Log
 from executors.resume import resume
+from executors.run.run_logs import RunLogs
 from executors.testing import eventually
 
 JOB = Job(JobKey("s3://bucket/runs", "otter", 0, 0), ("python", "-c", "for n in range(5): print(n)"), (), {}, {})
@@ -114,3 +117,32 @@ def test_each_attempt_has_the_log_of_its_own_job_and_a_new_one_is_followed_on(ma
     machines.job_of(run, 1)
     run.cancel()
     assert "=== attempt" not in "".join(lines)
+
+
+def test_an_attempt_of_which_no_look_heard_while_it_ran_is_followed_too(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, may_look, look = start(1, "hang"), threading.Event(), RunLogs.look
+
+    def held(self: RunLogs, ranks: Sequence[int] | None) -> dict[int, Sight]:
+        assert may_look.wait(60)
+        return look(self, ranks)
+
+    monkeypatch.setattr(RunLogs, "look", held)
+    may_look.set()
+    wait_until_hanging(run)
+    lines = run.logs(0, follow=True)
+    assert next(lines) == "hanging\n"
+    may_look.clear()
+    for _ in range(2):
+        run.cancel()
+        resume(run)
+        eventually(lambda: run.logs(0) == "hanging\n", "the next attempt hangs")
+    may_look.set()
+    shown = [next(lines)]
+    while shown[-1] != "=== attempt 2 ===\n":
+        shown.append(next(lines))
+    assert shown[shown.index("=== attempt 1 ===\n") + 1] == "hanging\n"
+    run.cancel()
+    assert next(lines) == "hanging\n"
+    lines.close()  # type: ignore[union-attr]
