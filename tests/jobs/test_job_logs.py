@@ -144,5 +144,4 @@ def test_an_attempt_of_which_no_look_heard_while_it_ran_is_followed_too(
         shown.append(next(lines))
     assert shown[shown.index("=== attempt 1 ===\n") + 1] == "hanging\n"
     run.cancel()
-    assert next(lines) == "hanging\n"
-    lines.close()  # type: ignore[union-attr]
+    assert "hanging\n" in list(lines)
