@@ -204,7 +204,8 @@ class _Rank:
             log.close()
 
     def _begin(self, attempt: int) -> None:
-        self.attempt, self._has_ended = attempt, False
+        self.attempt = attempt
+        self._has_ended = False
         self._log: Log | None = None
         self._shown: deque[str] = deque()
         self._partial = ""
