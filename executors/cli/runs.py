@@ -178,9 +178,9 @@ def status(
     for each in now.decided[-MAX_DECIDED:]:
         output.say(f"[{name_duration(each.at - record.created_at):>6}] {one_line(each.line, MAX_LINE)}", "yellow")
     note_unknown_columns(columns or (), now)
-    for state in now.replicas:
-        if (job := name_of_job(handles.get(state.rank))) is not None:
-            output.say(f"rank {state.rank}: {one_line(job)}", "dim")
+    for replica in now.replicas:
+        if (job := name_of_job(handles.get(replica.rank))) is not None:
+            output.say(f"rank {replica.rank}: {one_line(job)}", "dim")
     summary.print_failures(output)
     return 0
 

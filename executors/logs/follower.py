@@ -172,6 +172,7 @@ class _Rank:
         self.rank = rank
         self._logs = logs
         self._tail = tail
+        self._has_ended = False
         self._begin(first)
 
     @property
@@ -204,8 +205,7 @@ class _Rank:
             log.close()
 
     def _begin(self, attempt: int) -> None:
-        self.attempt = attempt
-        self._has_ended = False
+        self.attempt, self._has_ended = attempt, False
         self._log: Log | None = None
         self._shown: deque[str] = deque()
         self._partial = ""
