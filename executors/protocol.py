@@ -159,7 +159,8 @@ class Outcome:
     pid: int | None = None
     started_at: float | None = None
     finished_at: float = 0.0
-    """Seconds since the epoch, by the clock of whoever recorded the outcome."""
+    """Seconds since the epoch, by the clock of whoever recorded the outcome; of a replica that others found lost, when
+    its last heartbeat came, by its own clock."""
     output_tail: str = ""
     reported: Mapping[str, float] | None = None
     """What the replica reported last. None: its last heartbeat says it."""

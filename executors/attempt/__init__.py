@@ -333,7 +333,7 @@ class Attempt:
         return self.outcome() or outcome
 
     def record_lost(self, who_says: str) -> Outcome:
-        """Write the outcome of a replica that vanished without one.
+        """Write the outcome of a replica that vanished without one, and ended with its last heartbeat, if it sent one.
 
         Args:
             who_says: as in "its supervisor is gone" or "Modal reports it gone".
@@ -341,7 +341,9 @@ class Attempt:
         beat = self.beat()
         age = f" Its last heartbeat was {time.time() - beat.at:.0f} s ago." if beat else " It never sent a heartbeat."
         error = f"{self.title()} was lost: {who_says} and it left no outcome.{age}"
-        return self.record(self.ended(ReplicaStatus.FAILED, "lost", error=error))
+        # Whoever finds it lost may come a day later; 0.0: now.
+        last_at = beat.at if beat else 0.0
+        return self.record(self.ended(ReplicaStatus.FAILED, "lost", error=error, finished_at=last_at))
 
     def title(self) -> str:
         """Return its name at the beginning of a sentence: `Replica 3 of 8 (attempt 1)`."""

@@ -142,7 +142,8 @@ def status(
     now, record = found.status(), found.record
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]
     summary = Summary(found, outcomes, code_of(found, outcomes) if now.is_terminal else None)
-    handles = found.handles if as_json or verbose else []
+    # By rank: those that joined have none, and ranks may have been added since the look.
+    handles = {each.rank: each for each in found.handles if each is not None} if as_json or verbose else {}
     spares = [
         _words_of_spare(Attempt(found.store, found.run_id, number, is_spare=True)) for number in range(record.spares)
     ]
@@ -158,8 +159,9 @@ def status(
         document |= {"flakiness": up["flakiness"], "attention": {str(rank): why for rank, why in attention.items()}}
         document["spares"] = spares
         document["plan"] = None if compared is None else compared.to_json()
-        pairs = zip(document["replicas"], up["replicas"], map(page_of_job, handles), strict=True)
-        output.document({**document, "replicas": [{**row, **more, "page": page} for row, more, page in pairs]})
+        rows = [{**row, **more} for row, more in zip(document["replicas"], up["replicas"], strict=True)]
+        pages = [{"page": page_of_job(handles.get(row["rank"]))} for row in rows]
+        output.document({**document, "replicas": [{**row, **page} for row, page in zip(rows, pages, strict=True)]})
         return FAILED if check and attention else 0
     output.say(heading(found, n=len(now.replicas)), "bold")
     output.say(
@@ -178,9 +180,9 @@ def status(
     for each in now.decided[-MAX_DECIDED:]:
         output.say(f"[{name_duration(each.at - record.created_at):>6}] {one_line(each.line, MAX_LINE)}", "yellow")
     note_unknown_columns(columns or (), now)
-    for rank, job in enumerate(map(name_of_job, handles)):
-        if job is not None:
-            output.say(f"rank {rank}: {one_line(job)}", "dim")
+    for replica in now.replicas:
+        if (job := name_of_job(handles.get(replica.rank))) is not None:
+            output.say(f"rank {replica.rank}: {one_line(job)}", "dim")
     summary.print_failures(output)
     return 0
 

@@ -27,6 +27,8 @@ class Sight(NamedTuple):
     attempt: int
     """Its newest attempt that has a log."""
     has_ended: bool
+    earlier: tuple[int, ...] = ()
+    """Those before it that have one, too, oldest first."""
 
 
 class Logs(Protocol):
@@ -52,6 +54,7 @@ def follow_logs(
     ranks: Sequence[int] | None,
     tail: int,
     *,
+    first: Mapping[int, int] | None = None,
     look_s: float = LOOK_S,
     longest_pause_s: float = LONGEST_PAUSE_S,
 ) -> Iterator[tuple[int, int, str]]:
@@ -62,9 +65,10 @@ def follow_logs(
     Args:
         ranks: None: all, and those that come later.
         tail: how many lines of each rank come first, of those that were there before.
+        first: by rank, the attempt to begin with. Others begin with the newest; ranks that come later with the oldest.
         look_s: how long to wait between two looks at the run.
     """
-    follower = _Follower(logs, ranks, tail, longest_pause_s)
+    follower = _Follower(logs, ranks, tail, first or {}, longest_pause_s)
     try:
         yield from follower.lines(look_s)
     finally:
@@ -72,10 +76,13 @@ def follow_logs(
 
 
 class _Follower:
-    def __init__(self, logs: Logs, ranks: Sequence[int] | None, tail: int, longest_pause_s: float) -> None:
+    def __init__(
+        self, logs: Logs, ranks: Sequence[int] | None, tail: int, first: Mapping[int, int], longest_pause_s: float
+    ) -> None:
         self._logs = logs
         self._asked = ranks
         self._tail = tail
+        self._first = first
         self._ranks: Mapping[int, _Rank] = {}
         self._longest_pause_s = longest_pause_s
         self._sights: Mapping[int, Sight] = {}
@@ -86,7 +93,8 @@ class _Follower:
 
     def lines(self, look_s: float) -> Iterator[tuple[int, int, str]]:
         self._sights = self._logs.look(self._asked)
-        self._ranks = {rank: _Rank(self._logs, rank, self._tail) for rank in self._sights}
+        firsts = {rank: self._first.get(rank, sight.attempt) for rank, sight in self._sights.items()}
+        self._ranks = {rank: _Rank(self._logs, rank, self._tail, first) for rank, first in firsts.items()}
         each = list(self._ranks.values())
         for place in range(min(MAX_THREADS, len(each))):
             self._start(lambda mine=each[place::MAX_THREADS]: self._read(mine))  # type: ignore[misc]
@@ -123,7 +131,8 @@ class _Follower:
     def _look(self, look_s: float) -> None:
         while not self._waited(look_s):
             sights, before = self._logs.look(self._asked), self._sights
-            added = {rank: _Rank(self._logs, rank, WHOLE) for rank in sights if rank not in before}
+            firsts = {rank: (*seen.earlier, seen.attempt)[0] for rank, seen in sights.items() if rank not in before}
+            added = {rank: _Rank(self._logs, rank, WHOLE, first) for rank, first in firsts.items()}
             with self._changed:
                 self._sights, self._ranks = sights, {**self._ranks, **added}
                 self._changed.notify_all()
@@ -159,17 +168,12 @@ class _Follower:
 class _Rank:
     """One rank, as it is read; by one thread."""
 
-    def __init__(self, logs: Logs, rank: int, tail: int) -> None:
+    def __init__(self, logs: Logs, rank: int, tail: int, first: int) -> None:
         self.rank = rank
         self._logs = logs
         self._tail = tail
-        self._log: Log | None = None
-        self._attempt: int | None = None
         self._has_ended = False
-
-    @property
-    def attempt(self) -> int:
-        return self._attempt or 0
+        self._begin(first)
 
     @property
     def pause_s(self) -> float:
@@ -177,20 +181,18 @@ class _Rank:
 
     def is_done(self, sight: Sight) -> bool:
         """Whether all of it was read, as far as is known."""
-        return self._has_ended and sight.has_ended and sight.attempt == self._attempt
+        return self._has_ended and sight.has_ended and sight.attempt == self.attempt
 
     def read(self, sight: Sight) -> Iterator[list[str]]:
-        """Yield the lines since the last call."""
-        if sight.attempt != self._attempt:
-            if self._attempt is not None:
+        """Yield the lines since the last call, also of attempts that came and went since."""
+        for number in (*sight.earlier, sight.attempt):
+            if self.attempt < number <= sight.attempt:
                 if not self._has_ended:
                     yield from self._fresh(True)
                 self.close()
-                self._begin(sight.attempt)
-                yield [begins(sight.attempt)]
+                self._begin(number)
+                yield [begins(number)]
                 self._tail = WHOLE
-            else:
-                self._begin(sight.attempt)
         if self._has_ended:
             return
         yield from self._fresh(sight.has_ended)
@@ -203,17 +205,16 @@ class _Rank:
             log.close()
 
     def _begin(self, attempt: int) -> None:
-        self._attempt, self._has_ended = attempt, False
-        self._log = None
+        self.attempt, self._has_ended = attempt, False
+        self._log: Log | None = None
         self._shown: deque[str] = deque()
         self._partial = ""
         self._n_shown = 0
 
     def _fresh(self, has_ended: bool) -> Iterator[list[str]]:
         """Yield what is new; of an attempt that has ended to its last line."""
-        assert self._attempt is not None
         is_first = self._log is None
-        self._log = self._log or self._logs.open(self.rank, self._attempt)
+        self._log = self._log or self._logs.open(self.rank, self.attempt)
         if self._log is None or (is_first and self._log.may_lag):
             # More than is shown: what an outcome keeps is looked for in it.
             parts = () if self._log is None else self._log.lines(max(self._tail, WINDOW_LINES), has_ended=has_ended)
@@ -238,10 +239,9 @@ class _Rank:
 
     def _missing(self) -> list[str]:
         """Return the lines that an ended attempt printed and its log does not show."""
-        assert self._attempt is not None
         missing = self._partial
         if self._log is None or self._log.may_lag:
             shown = "".join(self._shown)
-            kept = self._logs.kept(self.rank, self._attempt)
+            kept = self._logs.kept(self.rank, self.attempt)
             missing = completed(f"{shown}{self._partial}", kept)[len(shown) :]
         return [f"{line}\n" for line in missing.removesuffix("\n").split("\n")] if missing else []

@@ -52,7 +52,7 @@ def read_life(attempt: Attempt, records: Collection[str], rows: Sequence[Row]) -
             return lived
         if lived.outcome is not None and lived.outcome.host == lived.host:
             lived.last_t = max(lived.last_t, lived.outcome.finished_at - lived.claimed_at)
-        elif "heartbeat" in records and (beat := attempt.beat()):  # who found it lost may have come much later
+        elif "heartbeat" in records and (beat := attempt.beat()):  # who found its end may have come much later
             lived.last_t = max(lived.last_t, beat.at - lived.claimed_at)
     except StoreError as error:
         lived.problem = str(error)

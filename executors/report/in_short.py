@@ -60,12 +60,20 @@ def is_late(document: Mapping[str, Any], rank: int) -> bool:
 
 
 def _late(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    n, alive_s = document["rounds"]["n"], document["numbers"]["alive_s"]
+    n = document["rounds"]["n"]
     if not n:
         return
     for same in document["rounds"]["same"]:
         words = f"{name_ranks(same['ranks']).capitalize()} sent identical work in {same['rounds']} of {n} rounds"
         yield "bad", f"{words}: they train on the same data."
+    if document["numbers"]["alive_s"]:  # as far as their records tell, which anybody may have written
+        yield from _held_up(document)
+    if drifting := [rank for rank, row in document["rounds"]["by_rank"].items() if 10 * row["drifting"] >= n]:
+        yield "bad", f"The pseudo-gradients of {name_ranks(drifting)} drift: their norms are far from the median."
+
+
+def _held_up(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    n, alive_s = document["rounds"]["n"], document["numbers"]["alive_s"]
     late = {rank: row for rank, row in document["rounds"]["by_rank"].items() if is_late(document, rank)}
     for rank, row in sorted(late.items(), key=lambda each: -each[1]["cost_s"])[:MAX_LATE]:
         when = [f"last in {row['last']}"] if row["last"] else []
@@ -79,8 +87,6 @@ def _late(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if not late:
         share = name_share(document["numbers"]["waiting"])
         yield "good", f"Replicas waited for {share} of their time, in {n} rounds, and for none of them in particular."
-    if drifting := [rank for rank, row in document["rounds"]["by_rank"].items() if 10 * row["drifting"] >= n]:
-        yield "bad", f"The pseudo-gradients of {name_ranks(drifting)} drift: their norms are far from the median."
 
 
 def _lost(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

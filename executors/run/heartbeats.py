@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from executors.attempt import Attempt, Beat
 from executors.errors import CorruptObjectError
 from executors.status import ReplicaState
 
 
+@dataclass(frozen=True)
+class _Sighting:
+    """When looks saw a heartbeat, by this process's own clock."""
+
+    attempt: int
+    at: float
+    """When it was written, by its host's clock."""
+    after: float
+    """When the last look saw the one before it."""
+    first: float
+    last: float
+
+
 class Heartbeats:
     """Reads heartbeats: at each look while a replica goes on, and once after its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[int, _Sighting] = {}
         self._last: dict[int, tuple[int, Beat | None]] = {}
         """By rank, the number of an attempt that has ended, and its last heartbeat."""
 
@@ -35,4 +52,13 @@ class Heartbeats:
                 self._last[state.rank] = (state.attempt, beat)
         if beat is None:
             return state
-        return replace(state, heartbeat_age_s=max(0.0, time.time() - beat.at), reported=dict(beat.reported))
+        return replace(state, heartbeat_age_s=self._age_s(state, beat), reported=dict(beat.reported))
+
+    def _age_s(self, state: ReplicaState, beat: Beat) -> float:
+        """Return how old a heartbeat is: as its host's clock says, which may be wrong, but within what was seen."""
+        now, seen = self._clock(), self._seen.get(state.rank)
+        if seen is None or (seen.attempt, seen.at) != (state.attempt, beat.at):
+            after = seen.last if seen is not None and seen.attempt == state.attempt else -math.inf
+            seen = _Sighting(state.attempt, beat.at, after=after, first=now, last=now)
+        self._seen[state.rank] = replace(seen, last=now)
+        return min(max(time.time() - beat.at, now - seen.first), now - seen.after)

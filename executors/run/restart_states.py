@@ -142,7 +142,7 @@ class Answers:
         if expected.kind == "give_up" and expected.why != "no_progress":
             note = note_of([*log, expected], len(log), self._launched, now)
             return replace(state, restart=replace(known, note=note, is_hopeless=expected.why in HOPELESS))
-        # Whoever finds a rank lost dates its end, so that says nothing of how long a run that goes on alone has waited.
+        # A rank of a run that goes on alone is lost with its supervisor: nobody is left who could still answer its end.
         seen_at = 0.0 if end.reason == "lost" and self._record.detach else end.finished_at
         return _awaiting(state, known, self._note_of_wait(end.rank, f"ended: {expected.words}", seen_at, now))
 

@@ -294,6 +294,7 @@ class RunLogs:
             return unreadable(attempt, error)
 
     def _follow(self, ranks: Sequence[int], n_lines: int, *, grows: bool) -> Iterator[tuple[int, int, str]]:
+        first = dict[int, int]()
         if self._which == "all":
             for rank in ranks:
                 *earlier, newest = self._attempts(rank)
@@ -302,8 +303,9 @@ class RunLogs:
                     lines = _split(self._tail(attempt, n_lines))
                     yield from ((rank, attempt.number, line.removesuffix("\n") + "\n") for line in lines)
                 yield rank, newest.number, begins(newest.number)
+                first[rank] = newest.number
         look_s = LOOK_S if self._observer.is_near else FAR_LOOK_S
-        yield from follow_logs(self, None if grows else ranks, n_lines, look_s=look_s)
+        yield from follow_logs(self, None if grows else ranks, n_lines, first=first, look_s=look_s)
 
     # What a follower needs
 
@@ -311,9 +313,9 @@ class RunLogs:
         """Return the newest attempt of each rank that has a log; where one attempt is asked for, that."""
         sights = {}
         for state in self._observer.look(ranks):
-            newest = self._observer.launched(state.rank)[-1].number
+            *earlier, newest = (attempt.number for attempt in self._observer.launched(state.rank))
             number = self._which if isinstance(self._which, int) else newest
-            sights[state.rank] = Sight(number, state.is_over or number < newest)
+            sights[state.rank] = Sight(number, state.is_over or number < newest, tuple(earlier))
         return sights
 
     def open(self, rank: int, attempt: int) -> Log | None:

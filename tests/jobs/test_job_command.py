@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 from support.cli import Folder, HereInstead
-from support.fake_jobs import Machines, attached, start
+from support.fake_jobs import FakeExecutor, Machines, attached, start
 
+from executors import Run
+from executors.attempt import replica_key
 from executors.errors import ReplicaFailedError
+from executors.status import RunStatus
 from executors.testing import eventually
 
 BACKEND = "support.fake_jobs:FakeExecutor"
@@ -90,6 +93,29 @@ def test_the_pages_of_jobs_are_shown(machines: Machines, command: HereInstead) -
     assert "https://" not in command.replicas(*STATUS).stdout
     assert f"rank 1: {pages[1]}" in command.replicas(*STATUS, "-v").stdout.splitlines()
     assert [row["page"] for row in run.report_document()["replicas"]] == pages
+
+
+def test_a_page_is_shown_with_its_rank_where_others_joined_or_are_added_during_the_look(
+    machines: Machines, command: HereInstead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, look = start(1, "hang"), Run.status
+    run.store.put(replica_key("otter", 1, 0, "started.json"), b'{"nonce": "joined by itself"}')
+
+    def look_before_somebody_adds(self: Run) -> RunStatus:
+        now = look(self)
+        monkeypatch.setattr(Run, "status", look)
+        assert run.add(FakeExecutor(), 1) == [2]
+        look(self)  # as whoever asks for handles, one of which is missing
+        return now
+
+    monkeypatch.setattr(Run, "status", look_before_somebody_adds)
+    pages = [row["page"] for row in command.replicas(*STATUS, "--json").json["replicas"]]
+    assert pages == [f"https://fake.example/{machines.job_of(run, 0).id}"]
+    shown = command.replicas(*STATUS, "-v").stdout.splitlines()
+    assert [line for line in shown if "https://" in line] == [
+        f"rank {rank}: https://fake.example/{machines.job_of(run, rank).id}" for rank in (0, 2)
+    ]
+    run.cancel()
 
 
 def test_a_number_of_replicas_that_cannot_be_enough_is_refused(machines: Machines, command: HereInstead) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,9 +17,11 @@ from support.fake_jobs import FakeJobs, Machines, start, wait_until_hanging
 from executors import HFJobsExecutor, ModalExecutor
 from executors.backends.jobs.service import Job, JobKey
 from executors.backends.jobs.timed_log import MAX_KNOWN, Entry, TimedLog
+from executors.logs.follower import Sight
 from executors.logs.readers import FileLog
 from executors.native import Log
 from executors.resume import resume
+from executors.run.run_logs import RunLogs
 from executors.testing import eventually
 
 JOB = Job(JobKey("s3://bucket/runs", "otter", 0, 0), ("python", "-c", "for n in range(5): print(n)"), (), {}, {})
@@ -186,3 +188,31 @@ def test_a_search_goes_through_the_whole_log_or_says_that_a_service_gives_only_i
         found = here.replicas(*search, "step 0[012]0000", *more)
         assert found.stdout.split()[1::4] == ["020000"]
         assert found.stderr == "Note: Rank 0: these are the last 20,000 entries, and its service gives no more.\n"
+
+
+def test_an_attempt_of_which_no_look_heard_while_it_ran_is_followed_too(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, may_look, look = start(1, "hang"), threading.Event(), RunLogs.look
+
+    def held(self: RunLogs, ranks: Sequence[int] | None) -> dict[int, Sight]:
+        assert may_look.wait(60)
+        return look(self, ranks)
+
+    monkeypatch.setattr(RunLogs, "look", held)
+    may_look.set()
+    wait_until_hanging(run)
+    lines = run.logs(0, follow=True)
+    assert next(lines) == "hanging\n"
+    may_look.clear()
+    for _ in range(2):
+        run.cancel()
+        resume(run)
+        eventually(lambda: run.logs(0) == "hanging\n", "the next attempt hangs")
+    may_look.set()
+    shown = [next(lines)]
+    while shown[-1] != "=== attempt 2 ===\n":
+        shown.append(next(lines))
+    assert shown[shown.index("=== attempt 1 ===\n") + 1] == "hanging\n"
+    run.cancel()
+    assert "hanging\n" in list(lines)

@@ -187,6 +187,17 @@ def test_what_a_rank_was_down_is_told_from_its_ends_and_claims(run: MadeUp) -> N
     }
 
 
+def test_a_rank_that_is_found_lost_late_was_down_since_its_last_heartbeat(run: MadeUp) -> None:
+    run.store.put(run.attempt(0).key("heartbeat.json"), to_bytes({"at": 1060.0}))
+    lost = run.attempt(0).record_lost("its supervisor is gone")
+    events = [event for event in run.look() if (event.rank, event.kind) == (0, "ended")]
+    assert [(event.at, event.duration_s) for event in events] == [(1060.0, 50.0)]
+    resumed = [ReplicaState(0, 1, ReplicaStatus.RUNNING), ReplicaState(1, 1, ReplicaStatus.RUNNING)]
+    run.claim(0, 1, 1090.0)
+    assert uptime_document(run.status(*resumed), 1000.0, run.attempt)["replicas"][0]["down_s"] == 30.0
+    assert run.status(ReplicaState(0, 0, FAILED, lost)).last_at == 1060.0, "the run was over then"
+
+
 def test_ranks_that_hang_wait_for_a_keeper_or_were_given_up_want_attention(run: MadeUp) -> None:
     given_up = RestartState(decision={"kind": "give_up"}, note="given up: failed twice alike")
     states = [

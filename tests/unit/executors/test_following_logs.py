@@ -167,6 +167,38 @@ def test_a_rank_that_is_begun_again_is_followed_on() -> None:
     assert opened == [0, 1]
 
 
+def test_an_attempt_that_came_and_went_between_two_looks_is_shown_too() -> None:
+    texts = {0: b"first\n", 2: b"the new traceback\nits end", 3: b"last\n"}  # 1 went on in the log of 0
+    scene = Scene(
+        lambda rank, attempt: OffsetLog(lambda offset, n: (texts[attempt][offset or 0 :], len(texts[attempt])))
+    )
+    lines = follow_logs(scene, [3], 5, look_s=0.01)
+    assert next(lines) == (3, 0, "first\n")
+    scene.sights[3] = Sight(3, True, earlier=(0, 2))
+    assert list(lines) == [
+        (3, 2, "=== attempt 2 ===\n"),
+        (3, 2, "the new traceback\n"),
+        (3, 2, "its end\n"),
+        (3, 3, "=== attempt 3 ===\n"),
+        (3, 3, "last\n"),
+    ]
+
+
+def test_attempts_before_the_first_look_are_shown_of_a_rank_that_came_later_or_was_read_before() -> None:
+    def open_log(rank: int, attempt: int) -> Log:
+        text = f"{rank}, {attempt}\n".encode()
+        return OffsetLog(lambda offset, n: (text[offset or 0 :], len(text)))
+
+    scene = Scene(open_log)
+    scene.sights = {0: Sight(2, False, earlier=(0, 1)), 1: Sight(2, True, earlier=(0, 1))}
+    lines = follow_logs(scene, None, 5, first={1: 1}, look_s=0.01)
+    shown = [next(lines) for _ in range(4)]
+    assert [(rank, attempt) for rank, attempt, _ in shown if rank == 0] == [(0, 2)]
+    assert [line for rank, _, line in shown if rank == 1] == ["1, 1\n", "=== attempt 2 ===\n", "1, 2\n"]
+    scene.sights = {rank: Sight(2, True, earlier=(0, 1)) for rank in range(3)}
+    assert [line for _, _, line in lines if "===" not in line] == ["2, 0\n", "2, 1\n", "2, 2\n"]
+
+
 def test_what_goes_wrong_in_a_thread_is_raised_where_the_lines_are_read() -> None:
     def fail() -> list[str]:
         raise ValueError("not ours")

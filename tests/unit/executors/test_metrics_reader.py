@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 from typing import Any
 
 import pytest
 from support.hostile_records import ANSI, DEEP, outcome_json, run_json
 
+from executors.attempt import Attempt
 from executors.metrics import metrics as metrics_module
 from executors.metrics import segments as segments_module
 from executors.metrics.metrics import Metrics, read_metrics
@@ -173,6 +175,14 @@ def test_attempts_begin_at_their_claims_and_end_at_their_outcomes() -> None:
     assert spans == [(0, 0, 0.0, 20.0), (0, 1, 50.0, None), (1, 0, 2.0, 30.0)], "who found it lost came late"
     assert [found.at(row) for row in found] == [1.0, 59.0]
     assert found.attempts[0].outcome is not None
+
+
+def test_an_attempt_found_lost_the_next_day_on_its_own_machine_ended_at_its_last_sign_of_life() -> None:
+    scene = Scene().claim(T0, host=socket.gethostname()).segment(NUMBERS).record("heartbeat", {"at": T0 + 20})
+    lost = Attempt(scene.store, "run", 0).record_lost("its supervisor is gone")
+    assert lost.host == socket.gethostname(), "the finder's"
+    found = scene.read()
+    assert (found.as_of_s, [span.ended_s for span in found.attempts]) == (20.0, [20.0])
 
 
 def test_a_record_of_an_attempt_that_cannot_be_read_is_named() -> None:

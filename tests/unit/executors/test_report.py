@@ -203,6 +203,15 @@ def test_the_six_numbers_are_sums_over_the_rows(kills: tuple[Subject, Document])
     assert six["work"]["lost"] == pytest.approx(10, rel=0.05), "half a round, twice"
 
 
+def test_rounds_of_replicas_that_never_lived_are_shown_without_shares_of_their_time() -> None:
+    subject = SCENES["beside"]()
+    unborn = [replace(span, ended_s=span.started_s) for span in subject.metrics.attempts]
+    rows = [replace(row, t=0.0) for row in subject.metrics.rounds]  # as somebody may write who owns the bucket
+    made = document(replace(subject, metrics=replace(subject.metrics, attempts=unborn, rows=rows)))
+    assert (made["numbers"]["waiting"], made["rounds"]["n"] > 0) == (None, True)
+    assert "<dt>Waiting for others</dt><dd>—</dd>" in page(made)
+
+
 def test_a_round_beside_the_training_holds_it_up_for_as_long_as_it_is_late() -> None:
     subject = SCENES["beside"]()
     made, rounds = document(subject), subject.metrics.rounds

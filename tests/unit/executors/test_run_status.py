@@ -1,11 +1,18 @@
-"""What a run's status says when fewer replicas than asked for are enough."""
+"""What a run's status says when fewer replicas than asked for are enough, and of hosts whose clocks are wrong."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import pytest
+
+from executors.attempt import Attempt
 from executors.protocol import Outcome, ReplicaStatus
+from executors.run.heartbeats import Heartbeats
 from executors.status import ReplicaState, RunStatus
+from executors.store.memory import MemoryStore
+from executors.store.records import to_bytes
 
 PENDING, RUNNING, SUCCEEDED, FAILED = (ReplicaStatus(name) for name in ("pending", "running", "succeeded", "failed"))
 
@@ -43,3 +50,26 @@ def test_a_replica_that_was_never_started_is_no_early_failure_where_fewer_are_en
     assert run(RUNNING, FAILED, enough=1).failed_early == [1]
     assert run(RUNNING, FAILED, reason="start_failed").failed_early == [1]
     assert run(RUNNING, FAILED, reason="fenced").failed_early == []
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, -60.0, 0.0, 3600.0])
+def test_a_replica_is_called_silent_by_the_clock_of_whoever_looks_again_whatever_its_own_says(ahead_s: float) -> None:
+    attempt, now_s, began_at = Attempt(MemoryStore(), "otter", 0), 0.0, time.time() + ahead_s
+    heartbeats = Heartbeats(lambda: now_s)
+
+    def look(now: float, beat: float) -> ReplicaState:
+        nonlocal now_s
+        now_s = now
+        attempt.store.put(attempt.key("heartbeat.json"), to_bytes({"at": began_at + beat}))
+        return heartbeats.over(ReplicaState(0, 0, RUNNING), attempt, has_beat=True)
+
+    look(0.0, 0.0)
+    for second in range(1, 4):
+        state = look(4.0 * second, 4.0 * second)
+        assert state.note == "", "it has beaten since the last look"
+        assert 0.0 <= (state.heartbeat_age_s or 0.0) <= 4.0
+    ages = [look(12.0 + silent_s, 12.0).heartbeat_age_s or 0.0 for silent_s in (20.0, 40.0)]
+    assert 20.0 <= ages[0] <= 24.0
+    assert 40.0 <= ages[1] <= 44.0
+    assert look(60.0, 12.0).note.startswith("last heartbeat ")
+    assert look(61.0, 61.0).note == ""
