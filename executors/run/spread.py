@@ -80,6 +80,11 @@ class SpreadExecutor:
         return any(executor.ends_with_launcher for _, executor in self.parts)
 
     @property
+    def ships_code(self) -> bool:
+        """Whether all replicas get a package of the code."""
+        return all(executor.ships_code for _, executor in self.parts)
+
+    @property
     def lease_s(self) -> float | None:
         """How long those replicas go on that need a lease, while no process renews it."""
         return max((executor.lease_s for _, executor in self.parts if executor.lease_s is not None), default=None)
