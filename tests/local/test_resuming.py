@@ -106,7 +106,7 @@ def test_a_resumed_replica_can_be_cancelled_and_resumed_again(half_dead: Run, tm
 
 @pytest.fixture
 def two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """Two folders with a `train.py` of their own; the first is the current one, and `sys.path` names the current one."""
+    """Two folders with a `train.py` of their own; the first is the current one, which `sys.path` names."""
     here, there = tmp_path / "with a space", tmp_path / "other"
     for folder in (here, there):
         folder.mkdir()
