@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from servers.s3.server import S3Server
@@ -168,7 +169,7 @@ def test_a_bucket_that_is_not_there_is_tried_once_for_each_list(
     here: HereInstead, s3_credentials: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remember("away", "s3://bucket/runs?endpoint_url=http://127.0.0.1:9&region=x")
-    defaults = S3Store.__init__.__kwdefaults__
+    defaults: Any = S3Store.__init__.__kwdefaults__
     monkeypatch.setitem(defaults, "sleep", lambda pause_s: pytest.fail(f"it waits for {pause_s:g} s and tries again"))
     (row,) = here.replicas("ls", "--json").json
     assert (row["run_id"], row["status"], "127.0.0.1:9" in row["problem"]) == ("away", "unknown", True)

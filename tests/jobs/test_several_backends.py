@@ -223,7 +223,7 @@ def test_replicas_that_would_get_the_code_of_another_folder_are_not_added(
     there.mkdir()
     (there / "job.py").write_text(MAIN)
     monkeypatch.chdir(there)
-    for executor in (LocalProcessExecutor(**LOCAL), FakeExecutor()):
+    for executor in (made("local"), FakeExecutor()):
         with pytest.raises(ValueError, match=f"cd {here} && replicas add --n 2 otter"):
             run.add(executor, 2)
     assert run.ranks == [0]
