@@ -162,6 +162,8 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
     """Whether its replicas see no directory of this machine."""
     ends_with_launcher: bool
     """Whether a run that is not detached ends with the process that launched it, however that ends."""
+    ships_code: bool
+    """Whether its replicas get a package of the code; else they run what lies in the folder that they start in."""
     lease_s: float | None
     """How long the replicas of an attached run go on while no process renews its lease. None: they need none."""
     default_timeout_s: float | None
@@ -189,7 +191,7 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
         """
 
     def package(self, entrypoint: str | Callable[..., Any]) -> Package | None:
-        """Return what replicas need of this machine's code; None where they run on this machine."""
+        """Return what replicas need of this machine's code; None where no code is shipped."""
 
     def launch_replicas(
         self,

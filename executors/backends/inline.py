@@ -54,6 +54,7 @@ class InlineExecutor:
     supports_inter_replica_network = True
     needs_shared_rendezvous = False
     ends_with_launcher = False  # it has ended when its launch returns
+    ships_code = False
     lease_s: float | None = None
     default_timeout_s: float | None = None
     recordable_options: ClassVar[Recordable] = {}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -147,21 +145,14 @@ def _recipes(
     run: Run, env: Sequence[str] | None, secrets: Sequence[str] | None, *, task_digest: str | None, trust_bucket: bool
 ) -> list[Recipe]:
     """Return what starts attempts of a run that another process launched, after checking that all it needs is here."""
-    from executors.cli.summary import reference
     from executors.run.recipe import native_executor, recipes_of, vouched_task
     from executors.run.spread import SpreadExecutor
 
     task, executor = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket), native_executor(run)
     # What this starts on this machine outlives it: Ctrl-C leaves the run alone.
     detach = run.record.detach or executor.lease_s is None
-    recipes = recipes_of(run, task, env=parse_texts("--env", env), secrets=secrets or (), detach=detach)
-    where = run.record.cwd
-    is_shipped = executor.needs_shared_rendezvous or task.record.code_sha256 is not None
-    if not is_shipped and where and os.path.realpath(where) != os.path.realpath(os.getcwd()):
-        refuse(
-            f"Run {run.run_id!r} was launched in {where!r}, and what is started here finds its files from the folder "
-            f"of this command: cd {shlex.quote(where)} && replicas watch {reference(run)}"
-        )
+    values: Any = {"env": parse_texts("--env", env), "secrets": secrets or ()}
+    recipes = recipes_of(run, task, **values, detach=detach, verb="watch")
     # Its digest vouches for the entrypoint; what is checked are the account and the secrets.
     for recipe in recipes:
         sites = list({run.fleet.site(rank): None for rank in recipe.spec.ranks})

@@ -40,6 +40,7 @@ from executors.native import name_of_job, page_of_job
 from executors.protocol import ReplicaStatus
 from executors.run_index import find_preparation
 from executors.status import MAX_DECIDED, MAX_LINE
+from executors.store.url import is_near
 
 if TYPE_CHECKING:
     from executors.run.run import Run
@@ -107,6 +108,8 @@ def _row_of(run: Run) -> dict[str, Any]:
         row |= {"status": str(now.status), "backend": now.backend, "n": len(now.replicas)}
     except ReplicasError as error:
         row["problem"] = str(error)
+        if not is_near(run.store.url) and not isinstance(error, CorruptObjectError):
+            row["status"] = "unknown"
     return row
 
 

@@ -153,8 +153,9 @@ def _from_folder(key: str, value: Any, folder: Path) -> Any:
     if key == "rendezvous" and (directory := directory_of(value)) is not None:
         return str(folder.absolute() / directory)
     with contextlib.suppress(EntrypointError):
-        if key == "entrypoint" and (file := parse_entrypoint(value).file) is not None:
-            return os.path.relpath(folder / file) + value[len(str(file)) :]
+        if key in ("entrypoint", "health-check") and (file := parse_entrypoint(value).file) is not None:
+            function = value[value.rindex(":") :] if ":" in value else ""
+            return os.path.relpath(folder / file) + function
     return value
 
 

@@ -16,7 +16,7 @@ from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor
 from executors.run.fleet import check_single_ranks
 from executors.run.launch_hands import Recipe
-from executors.run.recipe import check_env, secrets_to_give, spec_of, vouched_task, with_own_task
+from executors.run.recipe import check_env, check_folder, secrets_to_give, spec_of, vouched_task, with_own_task
 from executors.run.spread import SpreadExecutor, options_to_note
 from executors.run.traces import Traces
 from executors.run_index import remember_added
@@ -66,6 +66,8 @@ def add_replicas(
     """Check everything, take ranks, and start them; raises what `Run.add` does."""
     native = check_single_ranks(get_executor(executor) if isinstance(executor, str) else check_executor(executor))
     task = vouched_task(run, task_digest=asked.task_digest, trust_bucket=asked.trust_bucket)
+    if task.record.code_sha256 is None or not native.ships_code:  # they get that of this folder
+        check_folder(run, task, f"add --n {asked.n}")
     _check_run(run)
     launched, env = task.launched_with, dict(asked.env or {})
     check_env(run, launched, env)

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
-from executors.errors import CorruptObjectError, RunNotFoundError, StoreError, did_you_mean
+from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError, StoreError, did_you_mean
 from executors.protocol import ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class
 from executors.run.run import Run
 from executors.run.spread import SpreadExecutor
 from executors.run_index import find_preparation, known_run_ids, locate
 from executors.store import Store
-from executors.store.url import RUN_ID, check_run_id, directory_of, existing_store, split_address
-from executors.task.record import Placement
+from executors.store.parallel import in_parallel
+from executors.store.url import (
+    RUN_ID,
+    check_run_id,
+    directory_of,
+    existing_store,
+    impatient_store,
+    is_near,
+    split_address,
+)
+from executors.task.record import Placement, find_run_record
+
+ANSWER_S = 5.0  # how long a bucket may be silent where it holds up a list
 
 
 def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | ServerlessExecutor | None = None) -> Run:
@@ -71,17 +83,58 @@ def _placement_for(run: Run, named: str | ServerlessExecutor | None) -> Placemen
 
 
 def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
-    """List the runs that this machine knows of, or all in a store; oldest first."""
+    """List the runs that this machine knows of, or all in a store; oldest first.
+
+    Of those that this machine knows, some may be at a bucket that does not answer within 5 s, or needs a package that
+    is not here. They come first, and whatever is asked of them raises why that is: `attach` one to ask again.
+    """
     if rendezvous is not None:
         store = existing_store(rendezvous)
-        runs = [Run(store, run_id) for run_id in _run_ids(store)]
-    else:
-        runs = []
-        for run_id in known_run_ids():
-            # It may be removed by another machine, or unreachable.
-            with contextlib.suppress(RunNotFoundError, StoreError, ValueError):
-                runs.append(attach(run_id))
-    return sorted(runs, key=_created_at)
+        return sorted((Run(store, run_id) for run_id in _run_ids(store)), key=_created_at)
+    run_ids: dict[str, list[str]] = {}
+    for run_id in known_run_ids():
+        with contextlib.suppress(StoreError):  # what this machine noted is damaged
+            if (url := locate(run_id)) is not None:
+                run_ids.setdefault(url, []).append(run_id)
+    found = in_parallel(lambda url: _runs_at(url, run_ids[url]), [*run_ids])
+    return sorted((run for runs in found for run in runs), key=_created_at)
+
+
+def _runs_at(url: str, run_ids: Sequence[str]) -> list[Run]:
+    """Return those of the runs in a store that were not removed; a bucket that does not answer is asked only once."""
+    try:
+        store, quick = existing_store(url), impatient_store(url, ANSWER_S)
+    except (RunNotFoundError, ValueError):
+        return []
+    except StoreError as error:
+        store = quick = cast(Store, _Away(url, error))
+    found: list[Run] = []
+    for run_id in run_ids:
+        run = Run(store, run_id)
+        try:
+            record = find_run_record(quick, run_id)
+            if record is None:
+                continue
+            run.record = record
+        except CorruptObjectError:  # it can be looked at, and removed
+            pass
+        except ReplicasError as error:
+            if not is_near(url):
+                store = quick = cast(Store, _Away(url, error))
+                run = Run(store, run_id)
+        found.append(run)
+    return found
+
+
+class _Away:
+    """Stands for a store that could not be asked: whatever is asked of it, it says why that is."""
+
+    def __init__(self, url: str, problem: ReplicasError) -> None:
+        self.url = url
+        self._problem = problem
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._problem
 
 
 def _run_ids(store: Store) -> Iterator[str]:
@@ -111,6 +164,6 @@ def _run_ids(store: Store) -> Iterator[str]:
 
 
 def _created_at(run: Run) -> float:
-    with contextlib.suppress(RunNotFoundError, StoreError):  # left half by a power cut, or written by hand
+    with contextlib.suppress(ReplicasError):  # left half by a power cut, written by hand, or out of reach
         return run.record.created_at
     return 0.0

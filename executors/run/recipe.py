@@ -7,15 +7,17 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from executors.entrypoint import find_module, parse_entrypoint
 from executors.errors import BackendError, StoreError, UntrustedTaskError
 from executors.native import NativeExecutor, RunSpec
 from executors.run.fleet import Site
 from executors.run.launch_hands import Recipe
 from executors.run.spread import SpreadExecutor, as_one
 from executors.run.traces import Traces
-from executors.run_index import KEYS, find_key
+from executors.run_index import KEYS, find_key, reference
 from executors.run_key import RUN_KEY
 from executors.status import name_ranks
 from executors.store.records import SHA256
@@ -48,6 +50,7 @@ def recipes_of(
     env: Mapping[str, str] | None = None,
     secrets: Sequence[str] = (),
     detach: bool = False,
+    verb: str = "resume",
 ) -> list[Recipe]:
     """Return what starts attempts of a run, after checking that a person gave here what is never recorded.
 
@@ -55,11 +58,13 @@ def recipes_of(
         task: for which somebody vouched.
         ranks: those that are to be started; what only others need may be missing, and they have no recipe then.
         gpu, timeout, env, secrets, detach: as for `resume`.
+        verb: of the command that starts them.
 
     Returns: that of the launch, then those of additions; of ranks that somebody here has said are to be started.
 
     Raises:
-        ValueError: a value of the environment, a secret, an option or the run's key is missing.
+        ValueError: a value of the environment, a secret, an option or the run's key is missing, or the code is that of
+            another folder.
         BackendError: the backend cannot start single ranks.
         UntrustedTaskError: they were added elsewhere, with code for which nobody here vouches.
     """
@@ -72,7 +77,7 @@ def recipes_of(
     places = [sites[0].placement for _, sites in groups]
     found = []
     for its, sites in groups:
-        place = sites[0].placement
+        place, its_executors = sites[0].placement, SpreadExecutor(lambda sites=sites: sites)  # type: ignore[misc]
         its_env = {name: value for name, value in (env or {}).items() if _is_for(place, places, "env", name)}
         its_secrets = [name for name in secrets if _is_for(place, places, "secrets", name)]
         try:
@@ -80,11 +85,13 @@ def recipes_of(
             given = secrets_to_give(run, place, its_secrets)
             _check_options(run, sites)
             _check_own_task(run, place)
+            if not its_executors.ships_code:
+                check_folder(run, task, verb)
         except (ValueError, UntrustedTaskError):
             if ranks is None or {*ranks} & {*its}:
                 raise
             continue
-        lease_s = None if detach else SpreadExecutor(lambda sites=sites: sites).lease_s  # type: ignore[misc]
+        lease_s = None if detach else its_executors.lease_s
         limits = {"gpu": gpu, "timeout": timeout}  # on several backends, None is what each placement says
         if len(sites) == 1:
             limits = {"gpu": gpu or place.gpu, "timeout": place.timeout_s if timeout is None else timeout}
@@ -132,6 +139,50 @@ def _check_own_task(run: Traces, place: Placement) -> None:
             f"{_who(run, place)} with code of its own, for which only its rendezvous vouches. Resume it on the machine "
             "that added it, or trust whoever can write to that rendezvous: --trust-bucket, or trust_bucket=True."
         )
+
+
+def check_folder(run: Traces, task: StoredTask, verb: str) -> None:
+    """Check that the run's code is in the folder of this process, for replicas that get it from there.
+
+    If the folder of the launch is not on this machine, or not any more, nobody can go there: a line on stderr says so.
+
+    Args:
+        verb: of the command that starts the replicas, for the error.
+
+    Raises:
+        ValueError: this is another folder, where the entrypoint names other code, or none.
+    """
+    where, here = run.record.cwd, os.getcwd()
+    names = [name for name in (task.record.entrypoint, task.launched_with.health_check) if name is not None]
+    if not where or all(_is_same_code(name, where, here) for name in names):
+        return
+    if not os.path.isdir(where):
+        print(
+            f"replicas: run {run.run_id!r} was launched in {where!r}, which is not here: its code is taken from "
+            f"{here!r}",
+            file=sys.stderr,
+        )
+        return
+    raise ValueError(
+        f"Run {run.run_id!r} was launched in {where!r}, and what is started here finds its files from the folder of "
+        f"this process: cd {shlex.quote(where)} && replicas {verb} {reference(run.run_id, run.store.url)}"
+    )
+
+
+def _is_same_code(entrypoint: str, where: str, here: str) -> bool:
+    """Return whether an entrypoint names the same code in two folders, the second of which is this process's."""
+    name, folder = parse_entrypoint(entrypoint), os.path.realpath(here)
+    if name.file is not None:
+        return os.path.realpath(os.path.join(where, name.file)) == os.path.realpath(os.path.join(here, name.file))
+    if os.path.realpath(where) == folder:
+        return True
+    spec = find_module(name.module.partition(".")[0])
+    if spec is None:
+        return False  # the other folder may have it
+    found = spec.submodule_search_locations or ([spec.origin] if spec.has_location and spec.origin else [])
+    installed = Path(sys.prefix).resolve()  # which may lie in this folder, as a .venv does
+    places = [Path(place).resolve() for place in found]
+    return all(place.is_relative_to(installed) or not place.is_relative_to(folder) for place in places)
 
 
 def _is_for(place: Placement, places: Sequence[Placement], kind: str, name: str) -> bool:

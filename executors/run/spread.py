@@ -80,6 +80,11 @@ class SpreadExecutor:
         return any(executor.ends_with_launcher for _, executor in self.parts)
 
     @property
+    def ships_code(self) -> bool:
+        """Whether all replicas get a package of the code."""
+        return all(executor.ships_code for _, executor in self.parts)
+
+    @property
     def lease_s(self) -> float | None:
         """How long those replicas go on that need a lease, while no process renews it."""
         return max((executor.lease_s for _, executor in self.parts if executor.lease_s is not None), default=None)
@@ -267,7 +272,7 @@ class SpreadExecutor:
         """Return the replica's status; where its backend is not to be had here, as the store tells it."""
         if (executor := self._at_hand(handle)) is not None:
             return ReplicaStatus(executor.poll(handle))
-        attempt = _newest(handle)
+        attempt = Attempt.named_by(handle, handle.backend_name).newest()
         if (outcome := attempt.outcome()) is not None:
             return outcome.status
         return ReplicaStatus.RUNNING if attempt.has("started.json") else ReplicaStatus.PENDING
@@ -285,7 +290,7 @@ class SpreadExecutor:
         if (executor := self._at_hand(handle)) is not None:
             executor.cancel(handle)
             return
-        attempt = _newest(handle)
+        attempt = Attempt.named_by(handle, handle.backend_name).newest()
         attempt.request_cancel()
         if not attempt.has("started.json"):
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
@@ -379,10 +384,6 @@ def _is_ours(attempt: Attempt) -> bool:
     with contextlib.suppress(ReplicasError):
         return attempt.begun_by() == this_process()
     return False
-
-
-def _newest(handle: ReplicaHandle) -> Attempt:
-    return Attempt.named_by(handle, handle.backend_name).newest()
 
 
 def as_one(sites: Callable[[], Sequence[Site]]) -> ServerlessExecutor:

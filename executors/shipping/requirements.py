@@ -41,7 +41,6 @@ def requirements_of(
     Raises:
         EntrypointError: a file cannot be read, or holds an option that is not taken, or a version that no index has.
     """
-    project = _project(root)
     if pip:
         users = [_check(line, "pip=") for line in pip]
     elif script is not None and (in_header := _of_header(script)) is not None:
@@ -49,6 +48,7 @@ def requirements_of(
     elif (root / "requirements.txt").is_file():
         users = _read(root / "requirements.txt")
     else:
+        project = _project(root)
         is_ours = canonicalize_name(str(project.get("name", ""))) == DISTRIBUTION  # and what it names is a launcher's
         users = [] if is_ours else [_check(line, "pyproject.toml") for line in project.get("dependencies", [])]
     pins = {canonicalize_name(name): f"{name}=={version}" for name in OURS if (version := installed_version(name))}

@@ -21,7 +21,7 @@ import io
 import os
 import stat
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -55,19 +55,11 @@ def snapshot_workspace(root: Path, *, limit_bytes: int = LIMIT_BYTES) -> Package
     """
     root = root.resolve()
     left_out: list[str] = []
-    listed = git(root, *LIST)
-    files = dict(sorted(_choose(root, listed, left_out)))
-    sizes = {name: path.stat().st_size for name, path in files.items()}
-    if (size_bytes := sum(sizes.values())) > limit_bytes:
-        largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
-        raise EntrypointError(
-            f"The workspace holds {_mib(size_bytes)}, more than the {_mib(limit_bytes)} that are shipped to replicas. "
-            f"Largest: {', '.join(f'{name} ({_mib(sizes[name])})' for name in largest)}. Name what replicas do not "
-            "need in .gitignore; let them read data from where it lies."
-        )
-    contents = [(f"{WORKSPACE}/{name}", path) for name, path in files.items()]
-    contents += [(f"{PACKAGES}/{name}", path) for name, path in _our_files()]
     try:
+        files = dict(sorted(_choose(root, git(root, *LIST), left_out)))
+        size_bytes = _checked_size(files, limit_bytes)
+        contents = [(f"{WORKSPACE}/{name}", path) for name, path in files.items()]
+        contents += [(f"{PACKAGES}/{name}", path) for name, path in _our_files()]
         archive = _pack(contents)
     except OSError as error:
         raise EntrypointError(
@@ -87,6 +79,19 @@ def snapshot_workspace(root: Path, *, limit_bytes: int = LIMIT_BYTES) -> Package
     )
 
 
+def _checked_size(files: Mapping[str, Path], limit_bytes: int) -> int:
+    """Return how much the files hold together. Raises EntrypointError: it is more than the limit."""
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    if (size_bytes := sum(sizes.values())) > limit_bytes:
+        largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
+        raise EntrypointError(
+            f"The workspace holds {_mib(size_bytes)}, more than the {_mib(limit_bytes)} that are shipped to replicas. "
+            f"Largest: {', '.join(f'{name} ({_mib(sizes[name])})' for name in largest)}. Name what replicas do not "
+            "need in .gitignore; let them read data from where it lies."
+        )
+    return size_bytes
+
+
 def _choose(root: Path, listed: bytes | None, left_out: list[str]) -> Iterator[tuple[str, Path]]:
     """Yield the files that travel, each with its name in the workspace."""
     paths = {name: root / name for name in _names(root, listed, left_out)}
@@ -94,7 +99,7 @@ def _choose(root: Path, listed: bytes | None, left_out: list[str]) -> Iterator[t
     # What is deleted, git still tracks.
     plain = {name: path for name, path in paths.items() if name not in links and path.is_file()}
     for name, path in sorted(links.items()):  # in one order, for a link may lead to a folder with others
-        target = path.resolve()
+        target = Path(os.path.realpath(path))  # which says nothing of a link that leads in a circle
         if not target.is_relative_to(root) or not target.exists():
             left_out.append(f"{name} (a link to {os.readlink(path)})")
         elif target.is_file():

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from servers.s3.server import S3Server
 from support.cli import COMMAND, Folder, HereInstead
 from support.processes import is_alive
 
 from executors import LocalProcessExecutor, launch
 from executors.errors import StoreError
+from executors.run_index import remember
 from executors.store.file import FileStore
+from executors.store.s3.store import S3Store
 from executors.testing import eventually
 
 NOBODY = 65534
@@ -142,6 +147,43 @@ def test_a_run_that_is_removed_meanwhile_is_left_out_of_the_list(
 
     monkeypatch.setattr(Path, "stat", vanishing)
     assert [row["run_id"] for row in here.replicas("ls", "--json").json] == ["mine"]
+
+
+def test_runs_at_a_bucket_that_refuses_are_listed_and_it_is_asked_once(
+    here: HereInstead, local: LocalProcessExecutor, s3: S3Server
+) -> None:
+    launch(local, "job:main", 1, run_id="mine").wait()
+    for number in range(3):
+        remember(f"away-{number}", s3.url("runs"))
+    s3.misbehave(forbidden=["GET", "HEAD"])
+    rows = here.replicas("ls", "--json").json
+    s3.misbehave()
+    assert [(row["run_id"], row["status"]) for row in rows[-1:]] == [("mine", "succeeded")]
+    assert sorted((row["run_id"], row["status"]) for row in rows[:-1]) == [(f"away-{i}", "unknown") for i in range(3)]
+    assert all("403" in row["problem"] for row in rows[:-1])
+    assert len(s3.requests("GET", "run.json")) == 1
+    assert [row["run_id"] for row in here.replicas("ls", "--json").json] == ["mine"], "it says now that there are none"
+
+
+def test_a_bucket_that_is_not_there_is_tried_once_for_each_list(
+    here: HereInstead, s3_credentials: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember("away", "s3://bucket/runs?endpoint_url=http://127.0.0.1:9&region=x")
+    defaults: Any = S3Store.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "sleep", lambda pause_s: pytest.fail(f"it waits for {pause_s:g} s and tries again"))
+    (row,) = here.replicas("ls", "--json").json
+    assert (row["run_id"], row["status"], "127.0.0.1:9" in row["problem"]) == ("away", "unknown", True)
+
+
+def test_a_missing_boto3_hides_no_other_run(
+    here: HereInstead, local: LocalProcessExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch(local, "job:main", 1, run_id="mine").wait()
+    remember("away", "s3://bucket/runs-without-boto3")
+    monkeypatch.setitem(sys.modules, "botocore.session", None)
+    away, mine = here.replicas("ls", "--json").json
+    assert (mine["run_id"], mine["status"]) == ("mine", "succeeded")
+    assert (away["run_id"], away["status"], "needs boto3" in away["problem"]) == ("away", "unknown", True)
 
 
 def test_with_json_there_is_one_document_also_where_something_cannot_be_written(

@@ -215,6 +215,23 @@ def test_the_command_adds_replicas_and_leaves_the_others_alone(folder: Path) -> 
     assert run.ranks == [0, 1]
 
 
+def test_replicas_that_would_get_the_code_of_another_folder_are_not_added(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here, there = Path.cwd(), tmp_path / "there"
+    run = launched(folder, "local:1", detach=True)
+    there.mkdir()
+    (there / "job.py").write_text(MAIN)
+    monkeypatch.chdir(there)
+    for executor in (made("local"), FakeExecutor()):
+        with pytest.raises(ValueError, match=f"cd {here} && replicas add --n 2 otter"):
+            run.add(executor, 2)
+    assert run.ranks == [0]
+    shipped = launched(folder, f"{FAKE}:1", run_id="badger", detach=True)
+    monkeypatch.chdir(here)
+    assert shipped.add(FakeExecutor(), 1) == [1]
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,71 @@ def test_a_resumed_replica_can_be_cancelled_and_resumed_again(half_dead: Run, tm
     again = resume(run, ranks=[2])
     again.wait(30)
     assert again.status().replicas[2].attempt == 1
+
+
+@pytest.fixture
+def two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Two folders with a `train.py` of their own; the first is the current one, which `sys.path` names."""
+    here, there = tmp_path / "with a space", tmp_path / "other"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "train.py").write_text(f"def main():\n    raise RuntimeError({folder.name!r})\n")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    return here, there
+
+
+@pytest.mark.parametrize("entrypoint", ["train.py:main", "train:main"])
+def test_other_code_of_the_same_name_is_not_taken_for_the_runs(
+    two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, entrypoint: str
+) -> None:
+    here, there = two_folders
+    launch(PLAIN, entrypoint, 1, run_id="nightly").wait(30)
+    monkeypatch.chdir(there)
+    with pytest.raises(ValueError, match=f"cd '{here}' && replicas resume nightly"):
+        resume(attach("nightly"))
+    (there / "train.py").unlink()
+    with pytest.raises(ValueError, match=f"cd '{here}' && replicas resume nightly"):
+        resume(attach("nightly"))
+    assert attach("nightly").status().replicas[0].attempt == 0
+    (linked := there / "linked").symlink_to(here)
+    monkeypatch.chdir(linked)
+    again = resume(attach("nightly"))
+    again.wait(30)
+    (outcome,) = again.outcomes()
+    assert (outcome.attempt, "with a space" in str(outcome.error)) == (1, True)
+
+
+def test_what_is_the_same_code_anywhere_is_resumed_from_anywhere(
+    two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, there = two_folders
+    entrypoints: dict[str, Any] = {
+        "a-file": f"{here}/train.py:main",
+        "installed": "executors.testing.tasks:no_json",
+        "built-in": "time:time",
+        "a-function": second_time_lucky,
+    }
+    for name, entrypoint in entrypoints.items():
+        args = {"folder": str(there)} if name == "a-function" else {}
+        monkeypatch.chdir(here)
+        launch(PLAIN, entrypoint, 1, args=args, run_id=name).wait(30)
+        monkeypatch.chdir(there)
+        resume(attach(name), ranks=[0]).wait(30)
+        assert attach(name).status().replicas[0].attempt == 1, name
+    assert "replicas:" not in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_here_any_more_is_named_and_the_run_goes_on_with_what_is(
+    two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, there = two_folders
+    launch(PLAIN, "train.py:main", 1, run_id="nightly").wait(30)
+    monkeypatch.chdir(there)
+    here.rename(here.with_name("moved"))
+    resume(attach("nightly")).wait(30)
+    assert attach("nightly").status().replicas[0].attempt == 1
+    assert f"launched in '{here}', which is not here: its code is taken from '{there}'" in capsys.readouterr().err
 
 
 def test_launch_with_resume_brings_a_run_back(half_dead: Run, tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ class JobExecutor:
     supports_inter_replica_network: bool = False
     needs_shared_rendezvous: bool = True
     ends_with_launcher: bool = True
+    ships_code: bool = True
     lease_s: float | None = LEASE_S
     default_timeout_s: float | None = DEFAULT_TIMEOUT_S
 

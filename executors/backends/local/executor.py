@@ -57,6 +57,7 @@ class LocalProcessExecutor:
     supports_inter_replica_network = True
     needs_shared_rendezvous = False
     ends_with_launcher = True
+    ships_code = False
     lease_s: float | None = None  # their supervisor watches the launcher itself
     default_timeout_s: float | None = None
     recordable_options: ClassVar[Recordable] = {"max_parallel": int, "term_grace_s": float}

@@ -125,6 +125,13 @@ def test_an_argument_is_a_text_where_its_annotation_may_explain_it_and_else_what
 def test_a_file_names_what_lies_beside_it(work: Path) -> None:
     write(work.parent / "replicas.toml", 'entrypoint = "lib/train.py:run"\nrendezvous = "runs"\n')
     assert read().values == {"entrypoint": "../lib/train.py:run", "rendezvous": str(work.parent / "runs")}
+    for entrypoint, found in {
+        "./lib/train.py:run": "../lib/train.py:run",
+        "lib//train.py": "../lib/train.py",
+        f"{work}/./train.py:run": "train.py:run",
+    }.items():
+        write(work.parent / "replicas.toml", f'entrypoint = "{entrypoint}"\nhealth-check = "{entrypoint}"\n')
+        assert read().values == {"entrypoint": found, "health-check": found}
     write(work.parent / "replicas.toml", 'entrypoint = "pkg.train:run"\nrendezvous = "s3://bucket/runs"\n')
     assert read().values == {"entrypoint": "pkg.train:run", "rendezvous": "s3://bucket/runs"}
 

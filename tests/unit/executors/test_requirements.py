@@ -94,6 +94,13 @@ def test_those_given_by_hand_win_over_the_script_header_and_that_over_requiremen
             requirements_of((), tmp_path, script)
 
 
+def test_a_project_that_is_not_asked_for_its_requirements_may_be_broken(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[project\n")
+    assert requirements_of(["by-hand>=2"], tmp_path) == (*PINS, "by-hand>=2")
+    (tmp_path / "requirements.txt").write_text("from-file\n")
+    assert requirements_of((), tmp_path) == (*PINS, "from-file")
+
+
 def test_a_header_is_found_whatever_else_is_in_the_file(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_bytes(
@@ -223,6 +230,7 @@ def test_a_file_that_cannot_be_read_or_includes_itself_is_an_error(tmp_path: Pat
     (tmp_path / "other.txt").write_text("-r requirements.txt")
     with pytest.raises(EntrypointError, match=r"other\.txt includes itself"):
         requirements_of((), tmp_path)
+    (tmp_path / "requirements.txt").unlink()
     (tmp_path / "pyproject.toml").write_text("[project")
     with pytest.raises(EntrypointError, match=r"pyproject\.toml, line 1 is not TOML: .* Correct it, or give pip=\."):
         requirements_of((), tmp_path)

@@ -19,6 +19,7 @@ from executors.shipping.package import make_package
 from executors.shipping.workspace import snapshot_workspace
 from executors.store import MemoryStore
 
+NOBODY = 65534
 KEY = "-----BEGIN PRIVATE KEY-----\nAAAA\n"
 
 
@@ -147,6 +148,7 @@ def test_links_inside_travel_as_what_they_point_to_and_others_are_named(root: Pa
     (root / "away.txt").symlink_to(outside / "secret")
     (root / "dangling").symlink_to("nowhere")
     (root / "loop").symlink_to(".")
+    (root / "itself").symlink_to("itself")
     workspace = snapshot_workspace(root)
     assert content(workspace, "link.py") == b"x = 1"
     assert "loop/train.py" in workspace.files, "a link to the workspace itself ends"
@@ -157,6 +159,7 @@ def test_links_inside_travel_as_what_they_point_to_and_others_are_named(root: Pa
         f"away (a link to {outside})",
         f"away.txt (a link to {outside}/secret)",
         "dangling (a link to nowhere)",
+        "itself (a link to itself)",
         "loop/.env (it may hold a secret)",
         "settings (it may hold a secret)",
     )
@@ -257,11 +260,29 @@ def test_too_much_is_refused_with_the_largest_files_and_what_to_do(root: Path) -
     assert ".gitignore" in text
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root can read every file")
-def test_a_file_that_cannot_be_read_is_named(root: Path) -> None:
-    (root / "train.py").chmod(0)
-    with pytest.raises(EntrypointError, match=r"cannot be packed.*train\.py"):
-        snapshot_workspace(root)
+@pytest.mark.parametrize("locked", ["train.py", "tls.key", "pkg"])
+def test_a_file_that_cannot_be_read_is_named(root: Path, monkeypatch: pytest.MonkeyPatch, locked: str) -> None:
+    (root / "tls.key").write_text(KEY)
+    settings = {
+        "CONFIG_GLOBAL": os.devnull,
+        "CONFIG_COUNT": "1",
+        "CONFIG_KEY_0": "safe.directory",
+        "CONFIG_VALUE_0": "*",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(f"GIT_{name}", value)
+    for folder in (root, *root.parents[:4]):
+        folder.chmod(0o755)
+    snapshot_workspace(root)  # all that is imported is
+    (root / locked).chmod(0)
+    if is_root := os.geteuid() == 0:  # who can read every file
+        os.seteuid(NOBODY)
+    try:
+        with pytest.raises(EntrypointError, match=rf"cannot be packed.*Permission denied.*{locked}"):
+            snapshot_workspace(root)
+    finally:
+        os.seteuid(0) if is_root else None
+        (root / locked).chmod(0o755)
 
 
 def test_an_entrypoint_that_replicas_would_not_find_is_refused(root: Path) -> None:
