@@ -25,8 +25,8 @@ OTHERS = "others"
 (
     READY, BEAT, TICK, MARK, MARKS, KEPT, SINCE, ROW, LIMIT, UNWATCHED, ATOMIC_SINCE, ATOMIC_LEFT, ENDING_AT, NOTICE,
     STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN, HANG_RAISED_AT, CLAIMED,
-    N_DECISIONS,
-) = range(23)  # fmt: skip
+    N_DECISIONS, BEATEN,
+) = range(24)  # fmt: skip
 ROWS, ROW_SIZE, N_ROWS = 32, 8, 24  # of each section: a name of 48 bytes, its longest interval, how many there were
 LONGEST, COUNT = 6, 7
 NAME_BYTES = LONGEST * 8
@@ -59,6 +59,8 @@ class SharedPage:
     """1: the rank has its signal handlers, so that it may be sent their signals."""
     beat = _Number(BEAT)
     """When a thread of the rank last had the GIL."""
+    beaten = _Number(BEATEN)
+    """When the rank's last `heartbeat.json` was in the store; infinity: it writes none any more."""
     tick = _Number(TICK)
     """When the rank's main thread last executed bytecode."""
     mark = _Number(MARK)
@@ -107,7 +109,7 @@ class SharedPage:
         self._numbers[ROW], self._numbers[LIMIT] = FIRST_ROW, math.nan
         self._numbers[STEP] = self._numbers[ROUND] = math.nan
         self.stacks_file = -1
-        self.since = self.beat = self.tick = monotonic()
+        self.since = self.beat = self.beaten = self.tick = monotonic()
 
     @classmethod
     def create(cls, after: SharedPage | None = None) -> SharedPage:

@@ -192,7 +192,7 @@ def answer_to(log: Sequence[Decision], rank: int, attempt: int) -> Decision | No
             return entry
         if entry.kind == "resume" and rank in entry.start:
             return None  # what was decided before it no longer counts
-        if entry.kind in ("restart", "give_up", "stop") and entry.rank == rank and (entry.ended or 0) >= attempt:
+        if entry.kind in ("give_up", "stop") and entry.rank == rank and (entry.ended or 0) >= attempt:
             return entry
     return None
 

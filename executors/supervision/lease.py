@@ -21,6 +21,7 @@ from executors.store.records import (
     exists,
     find_record,
     flag,
+    is_gone,
     number,
     text,
     to_bytes,
@@ -93,7 +94,7 @@ class LeaseHolder:
         Raises:
             StoreError: the store does not answer.
         """
-        if not exists(self._store, f"{self._run_id}/run.json"):
+        if is_gone(self._store, f"{self._run_id}/run.json"):
             self.end()  # the run was deleted, and would begin to exist again
         elif not (self._is_second and self._others_hold()):
             lease = Lease(holder=self._holder, by=this_process(), at=time.time())
@@ -128,7 +129,7 @@ class LeaseWatch:
     """Tells a container whether anybody watches its run: then the lease changes.
 
     Args:
-        limit_s: how long a lease counts, by this process's clock, from when its content was first read.
+        limit_s: how long a lease counts, by this process's clock, while it reads the same content again and again.
     """
 
     def __init__(self, store: Store, run_id: str, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -136,28 +137,33 @@ class LeaseWatch:
         self._store = store
         self._run_id = run_id
         self._clock = clock
+        self._look_s = min(RENEW_S, limit_s / 5)
         self._seen: Lease | None = None
-        self._seen_at = self._look_at = clock()
+        self._same_s = 0.0
+        self._read_at = self._look_at = clock()
 
     @property
     def is_held(self) -> bool:
         """Whether, as of the last look, somebody renews it."""
         is_detached = self._seen is not None and self._seen.detached
-        return not is_detached and self._clock() - self._seen_at < 3 * RENEW_S
+        return not is_detached and self._same_s < 3 * RENEW_S
 
     def is_over(self) -> bool:
-        """Look at the lease when it is time to; a look that fails counts for nothing."""
+        """Look at the lease when it is time to; looks that fail, and those that were left out, count for nothing."""
         now = self._clock()
         if now < self._look_at:
             return False
-        self._look_at = now + min(RENEW_S, self.limit_s / 5)
+        self._look_at = now + self._look_s
         try:
             found = find_record(self._store, key_of(self._run_id), Lease.parse)
         except StoreError:
             return False
         if found != self._seen or (found is not None and found.detached):
-            self._seen, self._seen_at = found, now
-        return now - self._seen_at >= self.limit_s
+            self._seen, self._same_s = found, 0.0
+        else:  # after an outage this is one look: whoever renews it was without the store, too, and may come later
+            self._same_s += min(now - self._read_at, self._look_s)
+        self._read_at = now
+        return self._same_s >= self.limit_s
 
 
 def hold_lease(store: Store, spec: RunSpec) -> LeaseHolder | None:

@@ -30,7 +30,7 @@ from executors.process import be_killed_first, die_with_parent, fork, oom_kills_
 from executors.protocol import Reason
 from executors.shared_page import SharedPage
 from executors.store.records import retry, to_bytes
-from executors.store.url import impatient_store, is_near
+from executors.store.url import impatient_store, is_near, was_deleted
 from executors.supervision.lease import LeaseWatch
 from executors.task.stored import StoredTask
 from executors.worker.main import Assignment, main
@@ -44,7 +44,7 @@ NOTICE_S = 25.0  # of the 30 s that services leave between the notice and the en
 STORE_LIMIT_S = 5.0  # how long a request may hold up the supervisor
 FAR_LOOK_S = 10.0  # how often a bucket is looked into
 BEAT_S = 10.0
-BEAT_LATE_S = 15.0  # a rank that has not had its GIL for so long does not beat itself
+BEAT_LATE_S = 15.0  # a rank that has had no GIL, or no answer of the store, for so long does not beat itself
 PRELOAD = ("torch", "torch._dynamo")
 IMPORTS_TORCH = re.compile(r"^\s*(?:import|from)\s+(?:torch|diloco)\b", re.MULTILINE)
 
@@ -104,14 +104,16 @@ class ContainerSupervisor(Supervisor):
             self._end_abandoned(f"nobody watched this attached run for {minutes}; launch with --detach to let it go on")
         if time.monotonic() - self._beaten_at >= BEAT_S:
             for running in self._running.values():
-                if time.monotonic() - running.page.beat > BEAT_LATE_S:
+                if time.monotonic() - min(running.page.beat, running.page.beaten) > BEAT_LATE_S:
                     self._beat_for(running)
 
     def _beat_for(self, running: Running) -> None:
-        """Beat in place of a rank that holds its GIL, so that it looks busy and not lost."""
+        """Beat in place of a rank that holds its GIL or waits for the store, so that it looks busy and not lost."""
         self._beaten_at = time.monotonic()
+        attempt = running.attempt
+        if was_deleted(attempt.store, attempt.run_id):
+            return
         with contextlib.suppress(StoreError):
-            attempt = running.attempt
             beat = attempt.find("heartbeat.json", Beat.parse)
             reported = {} if beat is None else dict(beat.reported)
             attempt.store.put(attempt.key("heartbeat.json"), to_bytes({**reported, "at": time.time()}))

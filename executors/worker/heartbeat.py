@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -106,6 +107,7 @@ class Heartbeat:
                 self._write()
             if self._replica.recorder is not None and not self._run_is_gone:
                 self._replica.recorder.look(is_last=True)
+            self._note(math.inf)
 
     @property
     def _run_is_gone(self) -> bool:
@@ -119,12 +121,18 @@ class Heartbeat:
         measured = {} if pace is None else {STEPS_PER_S: pace}
         try:
             self._replica.store.put(self._key, to_bytes({**measured, **reported, "at": time.time()}))
+            self._note(time.monotonic())
         except StoreError as error:
             if not self._has_complained:
                 self._has_complained = True
                 with contextlib.suppress(OSError, ValueError, AttributeError):  # the disk is full; closed by the user
                     sys.stderr.write(f"replicas: rank {self._replica.rank}: no heartbeat: {error}\n")
         self._written = reported
+
+    def _note(self, beaten_at: float) -> None:
+        """Note when the store had the last beat: the supervisor beats while this thread waits for the store."""
+        if self._replica.page is not None:
+            self._replica.page.beaten = beaten_at
 
     def _end_process(self) -> None:
         """End this replica in its supervisor's place: let it clean up, then kill it and all it started."""

@@ -49,6 +49,7 @@ class Spare:
         self._spec = spec
         self._store = store or impatient_store(spec.store_url, STORE_LIMIT_S)
         self._lost_after_s = lost_after_s or LOST_AFTER_S
+        self._look_s = min(LOOK_S, self._lost_after_s / 3)
         self._clock = clock
         self._me = Attempt(self._store, spec.run_id, spec.ranks[0], is_spare=True)
         self.how = hands_of_spare(self._me.rank)
@@ -62,9 +63,9 @@ class Spare:
         """The rank that it may start now."""
         self._asked: Attempt | None = None
         """The attempt that it is about to take, and does not know yet whether it has."""
-        self._look_at = 0.0
+        self._look_at = self._judged_at = 0.0
         self._beats: dict[int, tuple[int, Beat, float]] = {}
-        """The last heartbeat of each rank, with its attempt, and when it was seen first."""
+        """The last heartbeat of each rank, with its attempt, and for how long it has stood still."""
         self._lost: set[tuple[int, int]] = set()
         self._seen_at: dict[tuple[int, int, str], float] = {}
         """When an end was seen first, by what answers it."""
@@ -125,7 +126,7 @@ class Spare:
             return "nobody watches this attached run"
         if len(entries) == n_known and self._rank is None and now < self._look_at:
             return None
-        self._look_at = now + min(LOOK_S, self._lost_after_s / 3)
+        self._look_at = now + self._look_s
         if is_gone(self._store, f"{self._spec.run_id}/run.json"):
             return "the run was deleted"
         self._store.put(self._me.key("heartbeat.json"), to_bytes({"at": time.time()}))
@@ -190,15 +191,18 @@ class Spare:
     def _find_lost(self, sight: Sight, now: float) -> dict[int, Outcome]:
         """Record the end of ranks whose heartbeats stand still, and return it."""
         lost: dict[int, Outcome] = {}
+        # An outage counts as one look: the ranks were without the store, too, and may come to it later than this.
+        passed_s = min(now - self._judged_at, self._look_s + FOLLOW_S)
+        self._judged_at = now
         for rank in sight.newest.keys() - sight.ends.keys():
             attempt = Attempt(self._store, self._spec.run_id, rank, sight.newest[rank])
             beat = attempt.beat()
-            number, last, since = self._beats.get(rank, (None, None, now))
-            if beat is None or (number, last) != (attempt.number, beat):
-                self._beats.pop(rank, None)
-                if beat is not None:
-                    self._beats[rank] = (attempt.number, beat, now)
-            elif now - since >= self._lost_after_s:
+            number, last, still_s = self._beats.pop(rank, (None, None, 0.0))
+            if beat is None:
+                continue
+            still_s = still_s + passed_s if (number, last) == (attempt.number, beat) else 0.0
+            self._beats[rank] = (attempt.number, beat, still_s)
+            if still_s >= self._lost_after_s:
                 lost[rank] = attempt.record_lost(f"its heartbeat has stood still for {self._lost_after_s:g} s")
                 self._lost.add((rank, attempt.number))
         return lost

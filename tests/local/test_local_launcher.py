@@ -40,6 +40,20 @@ def test_a_killed_launcher_leaves_nothing_while_a_helper_it_forked_lives_on(tmp_
             os.kill(launched["helper"], signal.SIGKILL)
 
 
+def test_a_launcher_that_is_killed_while_its_entrypoint_is_imported_leaves_nothing(tmp_path: Path) -> None:
+    """The import may be a training without a `__main__` guard, in no run that anybody sees."""
+    with launcher("hang_while_its_entrypoint_is_imported", str(tmp_path)) as process:
+        pids = pids_said(tmp_path, "importing.*", 3)
+        try:
+            process.kill()
+            all_gone(pids)
+        finally:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    assert list_runs() == []
+
+
 def test_an_attached_run_ends_with_a_launcher_that_returns(tmp_path: Path) -> None:
     with launcher("launch_and_end", str(tmp_path)) as process:
         handles = handles_of(said(tmp_path / "launched"))

@@ -165,6 +165,8 @@ LYING_DECISIONS: list[dict[str, Any]] = [
     {"kind": "stop", "within_s": 1e11, "not_before": 1e11, "why": "asked", "reached": {"step": 1e299}},
     {"kind": "resume", "start": {str(rank): 10_000 for rank in range(20_000)}},
     {"kind": "restart", "rank": 0, "ended": 0, "start": {"0": 10_000}, "not_before": 1e11, "words": ANSI},
+    {"kind": "restart", "rank": 0, "ended": 5, "start": {}},  # which starts nothing, and yet answers
+    {"kind": "cancel"},
 ]
 
 BAD_HANDLES = {

@@ -56,6 +56,23 @@ def hang_beside_a_helper(folder: str) -> None:
     run.wait()
 
 
+def hang_while_its_entrypoint_is_imported(folder: str) -> None:
+    """Launch a module that starts a helper and hangs when it is imported."""
+    lines = [
+        "import os, subprocess, sys",
+        "from pathlib import Path",
+        "from support import tasks",
+        "helper = subprocess.Popen([sys.executable, '-c', tasks.SLEEP])",
+        "for name, pid in (('import', os.getpid()), ('helper', helper.pid), ('zygote', os.getppid())):",
+        f"    tasks.mark(Path({folder!r}, 'importing.' + name), str(pid))",
+        "helper.wait()",
+        "def main(): ...",
+    ]
+    Path(folder, "hangs_at_import.py").write_text("\n".join(lines))
+    sys.path.insert(0, folder)
+    launch(executor(), "hangs_at_import:main", 1)
+
+
 def restart_attached(folder: str) -> None:
     """Launch replicas of which one dies and waits long for its next attempt."""
     args = {"folder": folder}

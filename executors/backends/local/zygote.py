@@ -62,7 +62,7 @@ def serve(descriptor: int, launcher: int, preload: list[str]) -> None:
                 elif request["do"] == "launch":
                     send(connection, _launch(request["launch"], launcher_pidfd, private))
                 elif request["do"] == "check":
-                    send(connection, _check(request, [*private, launcher_pidfd]))
+                    send(connection, _check(request, launcher_pidfd, private))
                 else:
                     send(connection, {})
             except (EOFError, ConnectionError):
@@ -83,31 +83,43 @@ def _launch(record: dict[str, Any], launcher_pidfd: int, private: list[int]) -> 
     def be(reply: int) -> NoReturn:
         become_supervisor(LocalLaunch.from_json(record), launcher_pidfd, reply)
 
-    _, answer = _fork_and_hear(be, private)
+    _, answer = _fork_and_hear(be, private, launcher_pidfd)
     return answer or {"error": "its supervisor ended before it could start it", "rank": None}
 
 
-def _check(request: dict[str, Any], private: list[int]) -> Any:
+def _check(request: dict[str, Any], launcher_pidfd: int, private: list[int]) -> Any:
     """Load an entrypoint and bind its arguments in a child that is thrown away with all that it started."""
-    pid, answer = _fork_and_hear(lambda reply: _be_check(request, reply), private)
+    close = [*private, launcher_pidfd]
+    pid, answer = _fork_and_hear(lambda reply: _be_check(request, reply), close, launcher_pidfd)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     ended = f"Entrypoint {request['entrypoint']!r}: the process that imported it ended."
     return {"kind": "import", "error": ended} if answer is None else answer
 
 
-def _fork_and_hear(be: Callable[[int], NoReturn], private: list[int]) -> tuple[int, Any]:
-    """Fork a child that answers with one line of JSON; return its pid and the answer, None if it ended without one."""
+def _fork_and_hear(be: Callable[[int], NoReturn], close: list[int], launcher_pidfd: int) -> tuple[int, Any]:
+    """Fork a child that answers with one line of JSON; return its pid and the answer.
+
+    Args:
+        close: descriptors that the child must not keep.
+
+    Returns: the answer is None if the child ended without one, or the launcher, which waits for it, has ended.
+    """
     reader, writer = os.pipe2(os.O_CLOEXEC)
     pid = fork()
     if pid == 0:
         signal.set_wakeup_fd(-1)
-        for descriptor in (*private, reader):
+        for descriptor in (*close, reader):
             os.close(descriptor)
         be(writer)
     os.close(writer)
+    poller = select.poll()
+    for watched in (reader, launcher_pidfd):
+        poller.register(watched, select.POLLIN)
+    has_answered = reader in {number for number, _ in poller.poll()}  # a user's module may take hours to import
     with os.fdopen(reader) as pipe:
-        line = pipe.readline()  # and not all: what a user's module started may hold the other side open
+        # One line, and not all: what a user's module started may hold the other side open.
+        line = pipe.readline() if has_answered else ""
     return pid, json.loads(line) if line else None
 
 

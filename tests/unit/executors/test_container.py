@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -15,19 +16,21 @@ from executors.native import RunSpec
 from executors.policy import HangLimits
 from executors.process import oom_kills_in_group
 from executors.protocol import ReplicaStatus
+from executors.replica import Replica
 from executors.shared_page import SharedPage
 from executors.store.records import to_bytes
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.task.record import TaskRecord
 from executors.task.stored import StoredTask
 from executors.worker.container import BEAT_LATE_S, ContainerRanks, ContainerSupervisor, imports_torch
+from executors.worker.heartbeat import Heartbeat
 from executors.worker.limits import Watchdog
 from executors.worker.ranks import NEVER, Running
 
 
-@pytest.mark.parametrize(("late_s", "beats"), [(BEAT_LATE_S + 1, True), (BEAT_LATE_S - 5, False)])
-def test_a_supervisor_beats_for_a_rank_that_does_not_get_its_gil(tmp_path: Path, late_s: float, beats: bool) -> None:
-    store = open_store(tmp_path)
+def supervised(folder: Path) -> tuple[ContainerSupervisor, Attempt, SharedPage]:
+    """Return the supervisor of a rank that has claimed its attempt and beaten once, and the page of that rank."""
+    store = open_store(folder)
     spec = RunSpec("run", store.url, "00", 1, (0,))
     supervisor = ContainerSupervisor(
         spec, ContainerRanks(spec, term_grace_s=1, gpu=None), timeout_s=None, term_grace_s=1, notice_s=1
@@ -37,12 +40,40 @@ def test_a_supervisor_beats_for_a_rank_that_does_not_get_its_gil(tmp_path: Path,
     watchdog = Watchdog(page, os.getpid(), HangLimits(), ends=True, term_grace_s=1, spec=spec, rank=0)
     supervisor._running[1] = Running(1, attempt.at(0), 0, page, watchdog, time.time(), NEVER)
     page.claimed = 1
-    page.beat = time.monotonic() - late_s
+    return supervisor, attempt, page
+
+
+@pytest.mark.parametrize(("late_s", "beats"), [(BEAT_LATE_S + 1, True), (BEAT_LATE_S - 5, False)])
+@pytest.mark.parametrize("late", ["beat", "beaten"], ids=["does not get its GIL", "waits for the store"])
+def test_a_supervisor_beats_for_a_rank_that_cannot(tmp_path: Path, late: str, late_s: float, beats: bool) -> None:
+    supervisor, attempt, page = supervised(tmp_path)
+    setattr(page, late, time.monotonic() - late_s)
     supervisor._look()
     beat = attempt.beat()
     assert beat is not None
     assert beat.reported == {"step": 7}
     assert (beat.at > 1.0) is beats
+
+
+def test_a_supervisor_does_not_beat_for_a_rank_that_beats_no_more(tmp_path: Path) -> None:
+    """It may take long to end; meanwhile somebody may delete the run."""
+    supervisor, attempt, page = supervised(tmp_path)
+    replica = Replica(0, 1, "run", 0, attempt.store.url, claimed_nonce="n")
+    replica.page = page
+    page.beaten = time.monotonic() - BEAT_LATE_S - 1
+    Heartbeat(replica).stop()
+    supervisor._look()
+    beat = attempt.beat()
+    assert beat is not None
+    assert beat.at == 1.0
+
+
+def test_a_supervisor_does_not_make_the_folder_of_a_deleted_run_again(tmp_path: Path) -> None:
+    supervisor, _, page = supervised(tmp_path)
+    shutil.rmtree(tmp_path / "run")
+    page.beat = page.beaten = time.monotonic() - BEAT_LATE_S - 1
+    supervisor._look()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,13 @@ import shutil
 import threading
 from pathlib import Path
 
+import pytest
+
 from executors.attempt import Attempt
+from executors.errors import StoreError
 from executors.protocol import ReplicaStatus
 from executors.replica import Replica
+from executors.shared_page import SharedPage
 from executors.store import MemoryStore, open_store
 from executors.store.protocol import Data
 from executors.worker.heartbeat import Heartbeat
@@ -53,6 +57,25 @@ def test_nothing_is_written_after_a_heartbeat_was_stopped() -> None:
     heartbeat.beat()
     assert puts_when_stopped == [1]
     assert store.puts == 1
+
+
+def test_a_beat_counts_when_the_store_has_it_and_not_when_it_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    replica = Replica(0, 1, "run", 0, store.url, claimed_nonce="n")
+    replica.__dict__["store"] = store
+    replica.page = page = SharedPage.create()
+    heartbeat = Heartbeat(replica)
+    page.beaten = 0.0
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "put", fail)
+        heartbeat.beat()
+    assert page.beaten == 0.0
+    heartbeat.beat()
+    assert page.beaten > 0.0
+
+
+def fail(key: str, data: Data) -> None:
+    raise StoreError("down")
 
 
 def test_the_folder_of_a_deleted_run_is_not_made_again(tmp_path: Path) -> None:

@@ -158,6 +158,14 @@ def test_what_was_decided_before_a_resume_answers_no_end_behind_it() -> None:
     assert answer_to(log, 0, 2) is None
 
 
+def test_a_restart_that_does_not_start_a_rank_is_no_answer_to_its_end() -> None:
+    lie = Decision(kind="restart", rank=0, ended=5, start={1: 6})
+    assert answer_to([lie], 0, 0) is None
+    answer = decide([lie], end(), [], Restarts(), FACTS, 1.0)
+    assert answer is not None
+    assert answer.start == {0: 1}
+
+
 GIVEN_UP = Decision(kind="give_up", rank=0, ended=0)
 ENDED = [end(0), end(1)]
 DONE = [Outcome(rank, 0, ReplicaStatus.SUCCEEDED) for rank in range(2, 5)]

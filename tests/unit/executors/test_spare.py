@@ -88,6 +88,27 @@ def test_a_rank_that_beats_is_left_alone_and_one_that_stands_still_is_taken_over
     assert (handle.rank, handle.metadata["job"], handle.metadata["attempt"]) == (1, {"id": "job-0"}, 1)
 
 
+def test_a_store_that_was_away_for_long_makes_no_rank_lost_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks could not beat, either, and may come to it later than the spare."""
+    scene = Scene()
+    spare = scene.spare()
+    scene.look(spare, for_s=2 * LOOK_S, beating=(0, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.store, "get", fail)
+        for _ in range(20):
+            with pytest.raises(StoreError):
+                scene.look(spare, for_s=0)
+            scene.now += LOOK_S
+    scene.look(spare, for_s=2 * LOOK_S)
+    assert (taken(spare), scene.attempt(0).outcome(), scene.attempt(1).outcome()) == (None, None, None)
+    scene.look(spare, for_s=LOST_AFTER_S, beating=(1,))
+    assert taken(spare) == (0, 1), "it judges again"
+
+
+def fail(key: str, **_: object) -> memoryview:
+    raise StoreError("down")
+
+
 def test_an_end_that_nobody_answers_is_answered_after_a_while_where_nobody_watches() -> None:
     scene = Scene()
     spare = scene.spare()
