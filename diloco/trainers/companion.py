@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from time import monotonic
@@ -106,18 +105,6 @@ class Companion:
             live = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
             for name, values in self.diloco.anchor().items():
                 live[name].copy_(values)
-
-
-def run_of(options: Mapping[str, Any]) -> str:
-    """Return what tells the run from every other, for one attempt: another of its name may be launched later.
-
-    In a process that is alone each training is a run, in a memory of its own.
-    """
-    place = _place_of(options)
-    if place.is_alone:
-        return secrets.token_hex(8)
-    where = place.store.url if place.replica is None else place.replica.nonce
-    return f"{place.run_id}/{options.get('name', 'main')}/{where}"
 
 
 def _place_of(options: Mapping[str, Any]) -> Place:

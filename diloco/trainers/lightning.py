@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from diloco.trainers.companion import Companion, check_options, run_of
+from diloco.trainers.companion import Companion, check_options
 from diloco.trainers.data_position import DataPosition
 from executors.replica import current_replica
 
@@ -41,10 +41,6 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         self._data = DataPosition()
         self._step = 0
         """The trainer's, after the newest batch."""
-        self._run = ""
-        """What tells the run from others, once training has begun."""
-        self._loaded: dict[str, Any] = {}
-        """What a checkpoint has."""
 
     @property
     def diloco(self) -> Any:
@@ -59,18 +55,12 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             )
         is_simple = pl_module.automatic_optimization  # else a batch may have any number of steps
         planned = trainer.estimated_stepping_batches if is_simple else math.inf
-        self._run, loaded = run_of(self._options), self._loaded
-        goes_on = loaded.get("run") == self._run  # not for who comes back: what the run has is newer
-        own = {name: values.clone() for name, values in pl_module.state_dict().items()} if goes_on else {}
         self._companion = companion = Companion(
             pl_module,
             None if planned == math.inf else int(planned),
             self._options,
-            begun_at=trainer.global_step if is_simple and not goes_on else 0,
+            begun_at=trainer.global_step if is_simple else 0,
         )
-        if goes_on:  # with this run, from a checkpoint of it
-            pl_module.load_state_dict(own)
-            companion.diloco.load_state_dict(loaded["diloco"])
         for number, optimizer in enumerate(trainer.optimizers):
             companion.diloco.attach_state(f"optimizer {number}", optimizer)
         for number, each in enumerate(trainer.lr_scheduler_configs):
@@ -134,9 +124,5 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             self._companion.diloco.__exit__(type(exception), exception, exception.__traceback__)
 
     def state_dict(self) -> dict[str, Any]:
-        if self._companion is None:
-            return {}
-        return {"run": self._run, "diloco": self._companion.diloco.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loaded = state_dict
+        """Return anchor, outer state and position, for whoever reads a checkpoint: a training begins with its model."""
+        return {} if self._companion is None else {"diloco": self._companion.diloco.state_dict()}

@@ -11,6 +11,7 @@ import torch
 from support.training import next_process, place
 from torch import nn
 
+from diloco.errors import DiLoCoError
 from executors.replica import Replica, set_current_replica
 from executors.shared_page import SharedPage
 from executors.store import MemoryStore
@@ -67,9 +68,9 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
 
 def fit(
     store: Any, loader: Any, *, dies_at: int | None = None, folder: Path, ckpt_path: Path | None = None,
-    also: Sequence[Any] = (), **more: Any,
+    also: Sequence[Any] = (), name: str = "main", **more: Any,
 ) -> tuple[Any, Module, Any]:  # fmt: skip
-    met: dict[str, Any] = {} if store is None else place(store)
+    met: dict[str, Any] = {"name": name} if store is None else place(store)
     ours, module = DiLoCoCallback(inner_steps=INNER, outer_lr=1.0, outer_momentum=0.0, **met), Module(dies_at)
     options: dict[str, Any] = {"max_steps": STEPS, "logger": False, "enable_checkpointing": bool(also), **more}
     trainer = lightning.Trainer(
@@ -164,14 +165,16 @@ def test_another_run_of_the_name_begins_where_a_checkpoint_of_the_first_is(tmp_p
     assert (trainer.global_step, ours.diloco.rounds) == (STEPS, (STEPS - 8) // INNER)
 
 
-def test_a_process_that_trains_again_from_its_checkpoint_goes_on_with_its_run(tmp_path: Path) -> None:
+def test_a_training_after_another_in_one_replica_takes_a_name_of_its_own(tmp_path: Path) -> None:
     replica = replica_of("again")
     replica.__dict__["store"] = MemoryStore()
     set_current_replica(replica)
     keeper = lightning.callbacks.ModelCheckpoint(tmp_path, filename="it", every_n_train_steps=10)
     _, died, _ = fit(None, plain_loader(), dies_at=11, folder=tmp_path, also=[keeper])
-    ours, back, trainer = fit(None, plain_loader(), folder=tmp_path, ckpt_path=tmp_path / "it.ckpt")
-    assert (trainer.global_step, ours.diloco.rounds) == (STEPS, STEPS // INNER)
+    with pytest.raises(DiLoCoError, match="named 'main' of this replica has left"):
+        fit(None, plain_loader(), folder=tmp_path, ckpt_path=tmp_path / "it.ckpt")
+    ours, back, trainer = fit(None, plain_loader(), folder=tmp_path, ckpt_path=tmp_path / "it.ckpt", name="second")
+    assert (trainer.global_step, ours.diloco.rounds) == (STEPS, -(-(STEPS - 10) // INNER))
     assert len(back.seen) == 2 * (STEPS - 10), died.seen
 
 
