@@ -74,7 +74,7 @@ class ContainerSupervisor(Supervisor):
             store=store,
             look_s=CANCEL_LOOK_S if is_near(spec.store_url) else FAR_LOOK_S,
         )
-        self._signals += NOTICES
+        self._wakeups.signals += NOTICES
         self._notice_s = notice_s
         self._notice: int | None = None
         self._beaten_at = 0.0

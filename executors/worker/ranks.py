@@ -13,7 +13,7 @@ from typing import Protocol
 from executors.attempt import Attempt
 from executors.errors import ReplicasError, StoreError
 from executors.native import RunSpec
-from executors.process import become_subreaper
+from executors.process import become_subreaper, kill_descendants
 from executors.protocol import Reason
 from executors.shared_page import SharedPage
 from executors.store import store_at
@@ -22,6 +22,7 @@ from executors.worker.limits import Watchdog, keep_stacks
 
 NEVER = float("inf")
 ATOMIC_LOOK_S = 0.5
+UNKILLABLE_S = 5.0  # how long a process stuck in the kernel is waited for
 
 
 class Ranks(Protocol):
@@ -107,6 +108,12 @@ class Running:
         at = self.page.kill_at(self.asked_at, self.grace_s)
         self.kill_at = min(at, now + ATOMIC_LOOK_S)
         return at <= now
+
+    def kill(self, now: float) -> None:
+        """Kill it and all that it started; what is stuck in the kernel is killed again."""
+        os.kill(self.pid, signal.SIGKILL)
+        kill_descendants(self.pid, limit_s=0.0)
+        self.kill_at = now + UNKILLABLE_S
 
     def watch(self, now: float, ranks: Ranks) -> None:
         """Look whether it makes progress; keep its stacks if it does not, and have it killed when it must be."""

@@ -58,6 +58,16 @@ def die_and_hang(folder: str, fails: int = 0) -> None:
     tasks.hang()
 
 
+def die_when_told(folder: str) -> None:
+    """SIGKILL for the first attempt of rank 0 once `die` is there; all else returns once `return` is."""
+    me = current_replica()
+    tasks.mark(Path(folder, f"{me.rank}.{me.attempt}"))
+    dies = (me.rank, me.attempt) == (0, 0)
+    eventually(Path(folder, "die" if dies else "return").exists, within_s=120)
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def leave_when_asked() -> str:
     eventually(lambda: current_replica().ending_s is not None, "it is asked to leave")
     return "saved"
