@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from executors.attempt import Attempt
@@ -15,11 +15,12 @@ from executors.errors import CorruptObjectError, StoreError
 from executors.process import killed_for_memory
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import SERVICE
-from executors.store.records import is_gone
+from executors.store.records import exists, is_gone
 from executors.worker.ranks import NEVER, Running
 
 CLOCKS_S, CLOCKS_DRIFT = 5.0, 0.001  # how far the kernel's clock may be apart, and a share of the time since the boot
 LOGGED_S = 0.02  # the kernel kills first, and then says so
+MARKS_S = 3.0  # the ranks are to be killed in time
 SOONEST_S, LATEST_S = 1.0, 10.0  # between two tries of what a store does not take
 
 
@@ -102,13 +103,18 @@ class EndRecords:
         self.next_at = NEVER
         """When `try_again` has something to do."""
 
+    @property
+    def are_late(self) -> bool:
+        """Whether there are ends that the store has not taken yet."""
+        return bool(self._late)
+
     def add(self, attempt: Attempt, reason: Reason, error: str | None, **more: Any) -> None:
         """Record an end, now or as soon as the store takes it."""
-        if (attempt.rank, attempt.number) in self._late:
-            return
-        if not self._late:
-            self._failing_since = self._clock()
-        self._late[attempt.rank, attempt.number] = attempt, end_of(attempt, reason, error, **more)
+        is_first = not self._late
+        self._late.setdefault((attempt.rank, attempt.number), (attempt, end_of(attempt, reason, error, **more)))
+        if not is_first:
+            return  # it is tried in its turn: many ends at once do not wait for the same store one after the other
+        self._failing_since = self._clock()
         failure = self._try(attempt.rank, attempt.number)
         if failure is not None:
             import logging  # 2 ms, on the way of every replica otherwise
@@ -170,13 +176,6 @@ def seen_from_outside(running: Running, exit_code: int) -> dict[str, Any]:
     }
 
 
-def is_cancelled(attempt: Attempt) -> bool:
-    """Return whether an attempt has a cancel marker; False when the store does not answer."""
-    with contextlib.suppress(StoreError):
-        return attempt.has("cancel.json")
-    return False  # asked again in a second
-
-
 def is_overtaken(running: Running) -> bool:
     """Return whether a living process has lost its attempt: to an outcome of somebody else, or to a later claim.
 
@@ -193,11 +192,21 @@ def is_overtaken(running: Running) -> bool:
     return False
 
 
-def mark_cancelled(why: str, attempt: Attempt) -> None:
-    """Leave the cancel marker of an attempt, unless that has its outcome."""
-    with contextlib.suppress(StoreError):
-        if attempt.outcome() is None:  # else it is only tidying up
-            attempt.request_cancel(why)
+def mark_cancelled(why: str, attempts: Iterable[Attempt]) -> list[Attempt]:
+    """Leave the cancel markers of attempts that have no outcome, as far as the store takes them in a few seconds.
+
+    Returns: those that had one.
+    """
+    had_marker, until = [], time.monotonic() + MARKS_S
+    for attempt in attempts:
+        if time.monotonic() >= until:
+            break
+        with contextlib.suppress(StoreError):
+            if attempt.has("cancel.json"):
+                had_marker.append(attempt)
+            elif attempt.outcome() is None:  # else it is only tidying up
+                attempt.request_cancel(why)
+    return had_marker
 
 
 def record_end(attempt: Attempt, outcome: Outcome) -> Outcome | None:
@@ -206,7 +215,8 @@ def record_end(attempt: Attempt, outcome: Outcome) -> Outcome | None:
     Raises:
         StoreError: the store did not take it.
     """
-    if is_gone(attempt.store, f"{attempt.run_id}/run.json"):  # it was deleted, and would begin to exist again
+    run = f"{attempt.run_id}/run.json"
+    if not exists(attempt.store, run) and is_gone(attempt.store, run):  # it would begin to exist again
         return None
     return attempt.record(outcome)
 

@@ -18,7 +18,7 @@ from executors.protocol import Reason
 from executors.shared_page import SharedPage
 from executors.store import store_at
 from executors.task.stored import StoredTask, read_task
-from executors.worker.limits import Watchdog, keep_stacks
+from executors.worker.limits import LOOK_S, Watchdog, keep_stacks
 
 NEVER = float("inf")
 ATOMIC_LOOK_S = 0.5
@@ -103,6 +103,10 @@ class Running:
         self.kill_at = self.asked_at + grace_s
         os.kill(self.pid, signal.SIGTERM)
 
+    def kill_soon(self) -> None:
+        """Give a rank that was asked to end no more time."""
+        self.grace_s, self.kill_at = 0.0, time.monotonic()
+
     def may_be_killed(self, now: float) -> bool:
         """Return whether it is time to: what the rank must not be interrupted in keeps that off for a while."""
         at = self.page.kill_at(self.asked_at, self.grace_s)
@@ -115,8 +119,12 @@ class Running:
         kill_descendants(self.pid, limit_s=0.0)
         self.kill_at = now + UNKILLABLE_S
 
-    def watch(self, now: float, ranks: Ranks) -> None:
-        """Look whether it makes progress; keep its stacks if it does not, and have it killed when it must be."""
+    def watch(self, now: float, ranks: Ranks) -> float:
+        """Look whether it makes progress; keep its stacks if it does not, and have it killed when it must be.
+
+        Returns: when to look again.
+        """
+        ranks.note_output(self.asked)
         finding = self.watchdog.look(now) if self.ending is None else None
         if finding is not None and not finding.is_kill:
             with contextlib.suppress(OSError, StoreError):
@@ -126,6 +134,7 @@ class Running:
         if finding is not None and finding.is_kill:
             self.ending, self.error, self.deadline = "hang", finding.sentence, NEVER
             self.asked_at, self.kill_at = -NEVER, now
+        return self.watchdog.next_look_at if self.ending is None else now + LOOK_S
 
     def end_by(self, deadline: float, why: Reason) -> None:
         """Have it asked to end at a time of the monotonic clock, if it is not to end before."""

@@ -8,6 +8,7 @@ supervisor watches its launcher and ends the run when that is gone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -20,15 +21,15 @@ from executors.native import RunSpec
 from executors.process import children, kill_descendants, oom_kills
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.shared_page import SharedPage
-from executors.store import Store, store_at
-from executors.store.records import is_gone
+from executors.store.records import is_gone, retry
+from executors.store.url import impatient_store
 from executors.supervision.orders import words_of_bar
 from executors.worker.answers import Answers
+from executors.worker.cancel_looks import STORE_LIMIT_S, CancelLooks
 from executors.worker.ends import (
     EndRecords,
     Ends,
     end_of,
-    is_cancelled,
     is_overtaken,
     mark_cancelled,
     record_end,
@@ -39,7 +40,6 @@ from executors.worker.limits import Watchdog
 from executors.worker.ranks import NEVER, UNKILLABLE_S, Ranks, Running, how_started
 from executors.worker.wakeups import Wakeups
 
-CANCEL_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves only its marker
 WATCH_PAUSE_S = 0.1  # looks at many ranks fall together
 
 
@@ -53,8 +53,6 @@ class Supervisor:
         timeout_s: seconds each may run, from its own start. None: no limit.
         term_grace_s: seconds between SIGTERM and SIGKILL.
         launcher_pidfd: the launcher, with which an attached run ends. None: the run is detached.
-        store: that of the run, as this process uses it.
-        look_s: how often it looks for cancel markers.
     """
 
     count_oom_kills = staticmethod(oom_kills)
@@ -69,8 +67,6 @@ class Supervisor:
         timeout_s: float | None,
         term_grace_s: float,
         launcher_pidfd: int | None,
-        store: Store | None = None,
-        look_s: float = CANCEL_LOOK_S,
     ) -> None:
         self._ranks = ranks
         self._spec = spec
@@ -79,8 +75,9 @@ class Supervisor:
         self._ends = Ends(spec.world_size, timeout_s, self.count_oom_kills)
         self._term_grace_s = term_grace_s
         self._wakeups = Wakeups(launcher_pidfd)
-        store = store or store_at(spec.store_url)
-        self._answers = Answers(spec, store, self._begin_next, self._cancelled, look_s)
+        self._store = store = impatient_store(spec.store_url, STORE_LIMIT_S)
+        self._looks = CancelLooks(spec.store_url)
+        self._answers = Answers(spec, store, self._begin_next, self._cancelled, self._looks.every_s)
         self._records = EndRecords(self._note_end, lambda: self._answers.patience_s)
         self._asked = [Attempt(store, spec.run_id, rank, spec.attempt) for rank in spec.ranks]
         self._waiting: deque[Attempt] = deque()
@@ -92,8 +89,6 @@ class Supervisor:
         self._deadlines: dict[int, float] = {}
         """When each rank's time is over, from its first start here on."""
         self._free_places = deque(range(places))
-        self._look_s = look_s
-        self._look_at = time.monotonic() + look_s
         self._watch_at = NEVER
         self._killer = None
         if spec.chaos:
@@ -146,17 +141,14 @@ class Supervisor:
         while self._is_needed:
             events = (min(running.deadline, running.kill_at) for running in self._running.values())
             kill_at = NEVER if self._killer is None else self._killer.next_at
-            next_at = min(self._look_at, self._watch_at, self._answers.next_at, self._records.next_at, kill_at, *events)
-            signals, is_abandoned = self._wakeups.wait(next_at)
+            due = (self._looks.next_at, self._watch_at, self._answers.next_at, self._records.next_at, kill_at)
+            signals, is_abandoned = self._wakeups.wait(min(*due, *events))
             self._hear(signals)
             self._reap()
             if is_abandoned:
                 self._end_abandoned("the launcher of this attached run ended")
-            if time.monotonic() >= self._look_at:
-                self._look_at = time.monotonic() + self._look_s
+            if time.monotonic() >= self._looks.next_at:
                 self._look()
-                for running in self._running.values():
-                    self._ranks.note_output(running.asked)
             self._records.try_again()
             self._keep_log()
             if time.monotonic() >= self._watch_at:
@@ -280,17 +272,18 @@ class Supervisor:
     def _hear(self, signals: bytes) -> None:
         """Take note of signals that arrived, by their numbers."""
         if signal.SIGUSR1 in signals:
-            self._look_at = 0.0
+            self._looks.soon()
             self._answers.look_soon()
 
     def _look(self) -> None:
         """Look into the store for what others ask for."""
-        for running in self._running.values():
-            if running.ending is None and is_cancelled(running.attempt):
-                running.terminate("cancelled", self._term_grace_s)
-        for attempt in [waiting for waiting in self._waiting if is_cancelled(waiting)]:
-            self._waiting.remove(attempt)
-            self._cancelled(attempt)
+        living = {running.attempt: running for running in self._running.values() if running.ending is None}
+        for attempt in self._looks.cancelled([*living, *self._waiting]):
+            if attempt in living:
+                living[attempt].terminate("cancelled", self._term_grace_s)
+            else:
+                self._waiting.remove(attempt)
+                self._cancelled(attempt)
 
     def _keep_log(self) -> None:
         """Let what ended be answered, and end what the log bars, or others have taken over."""
@@ -311,7 +304,7 @@ class Supervisor:
                 if is_overtaken(running):
                     running.terminate("fenced", self._term_grace_s)
             elif bar.within_s is None:
-                mark_cancelled(words_of_bar(bar), running.attempt)
+                mark_cancelled(words_of_bar(bar), [running.attempt])
                 running.terminate("cancelled", self._term_grace_s)
             elif running.page.ending_at is None:
                 end_at = time.monotonic() + bar.within_s
@@ -319,47 +312,52 @@ class Supervisor:
                 running.end_by(end_at, "cancelled")
         for attempt in self._waiting:
             if attempt.rank in bars:
-                mark_cancelled(words_of_bar(bars[attempt.rank]), attempt)
-                self._look_at = 0.0
+                mark_cancelled(words_of_bar(bars[attempt.rank]), [attempt])
+                self._looks.soon()
 
     def _watch(self) -> None:
         """Look at what is watched for its progress."""
-        now, looks = time.monotonic(), [NEVER]
-        for running in self._running.values():
-            running.watch(now, self._ranks)
-            if running.ending is None:
-                looks.append(running.watchdog.next_look_at)
-        self._watch_at = max(min(looks), now + WATCH_PAUSE_S)
+        now = time.monotonic()
+        looks = [running.watch(now, self._ranks) for running in self._running.values()]
+        self._watch_at = max(min(looks, default=NEVER), now + WATCH_PAUSE_S)
 
     def _enforce_deadlines(self) -> None:
-        now = time.monotonic()
+        now, stopped = time.monotonic(), list[Attempt]()
         for running in self._running.values():
             if now >= running.deadline:
                 if running.why_then == "cancelled":
-                    mark_cancelled("the run was stopped", running.attempt)
+                    stopped.append(running.attempt)
                 running.terminate(running.why_then, self._term_grace_s)
             if now >= running.kill_at and running.may_be_killed(now):
                 running.kill(now)
+        mark_cancelled("the run was stopped", stopped)
 
     def _end_abandoned(self, why: str) -> None:
         """End the whole run: nobody is there to watch it. What was asked to end before gets no more time."""
+        living = [running for running in self._running.values() if running.ending is None]
         for running in self._running.values():
-            was_asked = running.ending is not None or is_cancelled(running.attempt)
-            mark_cancelled(why, running.attempt)
             if running.ending is None:
                 running.terminate("cancelled", self._term_grace_s)
-            if was_asked:
-                running.grace_s, running.kill_at = 0.0, time.monotonic()
-        for attempt in self._waiting:
-            mark_cancelled(why, attempt)
+            else:
+                running.kill_soon()
+        # Behind the signals, which no store holds up.
+        had_marker = mark_cancelled(why, [running.attempt for running in living])
+        for running in living:
+            if running.attempt in had_marker:
+                running.kill_soon()
+        mark_cancelled(why, self._waiting)
+        while self._waiting:
+            self._cancelled(self._waiting.popleft())
         self._answers.close(why)
-        self._look_at = 0.0
 
     # Concluding
 
     def _conclude(self, running: Running, exit_code: int) -> None:
         """See that a rank that ended has an outcome, and its log a copy."""
         attempt = running.attempt
+        if self._records.are_late:  # the store would only hold us up; if there is an outcome, that counts
+            self._record_end(running, attempt, exit_code)
+            return
         with contextlib.suppress(StoreError):
             if (outcome := attempt.outcome()) is not None:
                 self._note_end(attempt, outcome)
@@ -391,6 +389,6 @@ class Supervisor:
         self._answers.ended(outcome)
         if self._spec.fail_fast and outcome.status is ReplicaStatus.FAILED:
             with contextlib.suppress(StoreError):
-                if end_others(attempt, outcome, self._spec.world_size):
+                if retry(functools.partial(end_others, attempt, outcome, self._spec.world_size)):
                     self._answers.close("the run failed early")
-            self._look_at = 0.0
+            self._looks.soon()

@@ -56,6 +56,13 @@ def hang_beside_a_helper(folder: str) -> None:
     run.wait()
 
 
+def hang_in_a_bucket(folder: str, url: str) -> None:
+    """Launch replicas that meet in a bucket, and wait."""
+    run = launch(executor(), tasks.hang, 4, args={"path": f"{folder}/replica"}, rendezvous=url)
+    say_launched(folder, run)
+    time.sleep(600)
+
+
 def restart_attached(folder: str) -> None:
     """Launch replicas of which one dies and waits long for its next attempt."""
     args = {"folder": folder}
