@@ -22,6 +22,7 @@ from executors.worker.limits import LOOK_S, Watchdog, keep_stacks
 
 NEVER = float("inf")
 ATOMIC_LOOK_S = 0.5
+LEAVE_S = 120.0  # what is registered at exit may upload for a minute, and may wait for ever for a network
 UNKILLABLE_S = 5.0  # how long a process stuck in the kernel is waited for
 
 
@@ -84,6 +85,8 @@ class Running:
     """Why the supervisor ended it."""
     error: str | None = None
     """The same as a sentence, where the supervisor alone knows it."""
+    left_with: int | None = None
+    """The exit code of a process that the supervisor killed because it did not leave."""
     asked_at: float = NEVER
     grace_s: float = 0.0
     kill_at: float = NEVER
@@ -125,6 +128,14 @@ class Running:
         Returns: when to look again.
         """
         ranks.note_output(self.asked)
+        is_leaving = self.page.left_at > 0 and self.ending is None and self.left_with is None
+        if is_leaving and now >= self.page.left_at + LEAVE_S:
+            self.left_with = int(self.page.left_with)
+            self.asked_at, self.kill_at = -NEVER, now
+            with contextlib.suppress(OSError):
+                ranks.write_log(
+                    self.asked, f"replicas: what runs at the exit of the process took {LEAVE_S:g} s: killed"
+                )
         finding = self.watchdog.look(now) if self.ending is None else None
         if finding is not None and not finding.is_kill:
             with contextlib.suppress(OSError, StoreError):

@@ -267,7 +267,8 @@ class Supervisor:
             spare = {*self._running, *self._copying}
             if not spare >= set(children(os.getpid())):
                 kill_descendants(os.getpid(), spare=spare, limit_s=UNKILLABLE_S)
-            self._conclude(running, os.waitstatus_to_exitcode(status))
+            code = os.waitstatus_to_exitcode(status)
+            self._conclude(running, code if running.left_with is None else running.left_with)
 
     def _hear(self, signals: bytes) -> None:
         """Take note of signals that arrived, by their numbers."""

@@ -24,6 +24,7 @@ from support.restart_tasks import (
     hang_first,
     leave_when_asked,
     let_another_run_out_of_memory,
+    never_leave,
     save_slowly,
 )
 from support.runs import all_gone, folder_of, launcher, said
@@ -334,3 +335,11 @@ def test_an_end_that_the_store_does_not_take_is_recorded_and_answered_when_it_do
     tasks.mark(tmp_path / "return")
     over(run)
     assert (told(run, 0), decided(run, "restart").start) == (["signal SIGKILL", "succeeded"], {0: 1})
+
+
+def test_what_does_not_leave_after_its_end_is_killed_and_a_failure_is_followed_by_a_new_attempt() -> None:
+    executor = LocalProcessExecutor(preload=("support.leaves_within_seconds",), term_grace_s=0.5)
+    args, restarts = {"fails": [1]}, f"1,{QUICK}"
+    run = over(launch(executor, never_leave, 2, args=args, restarts=restarts, timeout=120, detach=True))
+    assert [told(run, rank) for rank in range(2)] == [["succeeded"], ["exception", "succeeded"]]
+    assert "what runs at the exit of the process took 2 s" in run.logs(rank=0)
