@@ -25,8 +25,8 @@ OTHERS = "others"
 (
     READY, BEAT, TICK, MARK, MARKS, KEPT, SINCE, ROW, LIMIT, UNWATCHED, ATOMIC_SINCE, ATOMIC_LEFT, ENDING_AT, NOTICE,
     STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN, HANG_RAISED_AT, CLAIMED,
-    N_DECISIONS, BEATEN,
-) = range(24)  # fmt: skip
+    N_DECISIONS, BEATEN, LEFT_AT, LEFT_WITH,
+) = range(26)  # fmt: skip
 ROWS, ROW_SIZE, N_ROWS = 32, 8, 24  # of each section: a name of 48 bytes, its longest interval, how many there were
 LONGEST, COUNT = 6, 7
 NAME_BYTES = LONGEST * 8
@@ -87,6 +87,10 @@ class SharedPage:
     """One more than the number of the attempt that the rank has claimed; 0: none yet."""
     n_decisions = _Number(N_DECISIONS)
     """How many entries of the run's log its supervisor had read when it started the rank, which they do not bar."""
+    left_at = _Number(LEFT_AT)
+    """When the rank had nothing more to do than to leave: to run what was registered at exit; 0: it has more to do."""
+    left_with = _Number(LEFT_WITH)
+    """The exit code that it then leaves with."""
 
     def __init__(self, after: SharedPage | None = None) -> None:
         self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)  # shared with what is forked from here

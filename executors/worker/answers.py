@@ -17,10 +17,10 @@ from executors.store import Store
 from executors.store.records import RETRY_S
 from executors.supervision.decisions import Decision, DecisionLog, hang_of, policy_of
 from executors.supervision.keeper import Keeper, Sight, Terms
-from executors.worker.ends import record_end
 
 LOG_LOOK_S = 10.0
 TRY_AGAIN_S = 1.0
+OUTAGE_S = 600.0  # a container that waits is paid for
 NEVER = float("inf")
 
 
@@ -30,15 +30,24 @@ class Answers:
     Args:
         spec: the run, and the ranks and attempt that were launched.
         begin: begins an attempt of one of the ranks, and starts it when there is room.
+        cancelled: records that an attempt was cancelled, and says so to `ended`.
         look_s: how often it looks at the log while an attempt waits for its start.
     """
 
     how = "fork"
 
-    def __init__(self, spec: RunSpec, store: Store, begin: Callable[[Attempt], None], look_s: float) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        store: Store,
+        begin: Callable[[Attempt], None],
+        cancelled: Callable[[Attempt], None],
+        look_s: float,
+    ) -> None:
         self._spec = spec
         self._store = store
         self._begin = begin
+        self._cancelled = cancelled
         self._look_s = look_s
         self._log = DecisionLog(store, spec.run_id)
         self._newest: dict[int, int] = {}
@@ -75,6 +84,11 @@ class Answers:
     def has_policy(self) -> bool:
         """Whether ends are answered now, as far as the log was read."""
         return policy_of(self._log.entries, Restarts.of(self._spec.restarts)) is not None
+
+    @property
+    def patience_s(self) -> float:
+        """How long a store that fails is waited for with nothing else to do: longer where a restart may follow."""
+        return OUTAGE_S if self.has_policy and not self._is_closed and not self._only_looks else RETRY_S
 
     @property
     def next_at(self) -> float:
@@ -133,8 +147,8 @@ class Answers:
         except CorruptObjectError:  # nobody can decide by such records, and asking again does not mend them
             return False
         except StoreError:
-            self._failing_since = self._failing_since or now
-            if is_busy or now - self._failing_since < RETRY_S:
+            self._failing_since = now if is_busy else self._failing_since or now
+            if now - self._failing_since < self.patience_s:
                 self._keep_at = time.monotonic() + TRY_AGAIN_S
             return False
         if wait_s is not None:
@@ -155,8 +169,7 @@ class Answers:
         attempt = Attempt(self._store, self._spec.run_id, rank, entry.start[rank])
         with contextlib.suppress(StoreError):
             attempt.request_cancel(why)
-        if (outcome := record_end(attempt, "cancelled", None)) is not None:
-            self.ended(outcome)
+        self._cancelled(attempt)
 
     def close(self, why: str | None = None) -> None:
         """Answer nothing and begin nothing any more.

@@ -30,19 +30,17 @@ from executors.process import be_killed_first, die_with_parent, fork, oom_kills_
 from executors.protocol import Reason
 from executors.shared_page import SharedPage
 from executors.store.records import retry, to_bytes
-from executors.store.url import impatient_store, is_near, was_deleted
+from executors.store.url import was_deleted
 from executors.supervision.lease import LeaseWatch
 from executors.task.stored import StoredTask
 from executors.worker.main import Assignment, main
 from executors.worker.ranks import Running, how_started, leave_supervisor, read_task_ahead
-from executors.worker.supervisor import CANCEL_LOOK_S, Supervisor
+from executors.worker.supervisor import Supervisor
 from executors.worker.surroundings import await_gpu_release
 
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 TIMED_OUT = 124  # as the command `timeout` leaves
 NOTICE_S = 25.0  # of the 30 s that services leave between the notice and the end
-STORE_LIMIT_S = 5.0  # how long a request may hold up the supervisor
-FAR_LOOK_S = 10.0  # how often a bucket is looked into
 BEAT_S = 10.0
 BEAT_LATE_S = 15.0  # a rank that has had no GIL, or no answer of the store, for so long does not beat itself
 PRELOAD = ("torch", "torch._dynamo")
@@ -63,22 +61,12 @@ class ContainerSupervisor(Supervisor):
     def __init__(
         self, spec: RunSpec, ranks: ContainerRanks, *, timeout_s: float | None, term_grace_s: float, notice_s: float
     ) -> None:
-        store = impatient_store(spec.store_url, STORE_LIMIT_S)
-        super().__init__(
-            spec,
-            ranks,
-            places=1,
-            timeout_s=timeout_s,
-            term_grace_s=term_grace_s,
-            launcher_pidfd=None,
-            store=store,
-            look_s=CANCEL_LOOK_S if is_near(spec.store_url) else FAR_LOOK_S,
-        )
-        self._signals += NOTICES
+        super().__init__(spec, ranks, places=1, timeout_s=timeout_s, term_grace_s=term_grace_s, launcher_pidfd=None)
+        self._wakeups.signals += NOTICES
         self._notice_s = notice_s
         self._notice: int | None = None
         self._beaten_at = 0.0
-        self._lease = None if spec.lease_s is None else LeaseWatch(store, spec.run_id, spec.lease_s)
+        self._lease = None if spec.lease_s is None else LeaseWatch(self._store, spec.run_id, spec.lease_s)
         self.exit_code = 1
         """That of the rank's last process, as a shell would say it."""
 
@@ -91,7 +79,7 @@ class ContainerSupervisor(Supervisor):
         self._notice = notice
         self._answers.leave_all()
         self._waiting.clear()
-        self._look_at = 0.0  # what was cancelled is not given the time of a notice
+        self._looks.soon()  # what was cancelled is not given the time of a notice
         end_at = time.monotonic() + self._notice_s
         for running in self._running.values():
             running.page.announce(end_at, notice)

@@ -6,20 +6,22 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
-from executors.errors import StoreError
+from executors.errors import CorruptObjectError, StoreError
 from executors.process import killed_for_memory
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import SERVICE
-from executors.store.records import RETRY_S, is_gone
-from executors.worker.ranks import Running
+from executors.store.records import exists, is_gone
+from executors.worker.ranks import NEVER, Running
 
 CLOCKS_S, CLOCKS_DRIFT = 5.0, 0.001  # how far the kernel's clock may be apart, and a share of the time since the boot
 LOGGED_S = 0.02  # the kernel kills first, and then says so
+MARKS_S = 3.0  # the ranks are to be killed in time
+SOONEST_S, LATEST_S = 1.0, 10.0  # between two tries of what a store does not take
 
 
 class Ends:
@@ -77,6 +79,90 @@ class Ends:
         return is_named is not False
 
 
+class EndRecords:
+    """Records how attempts ended. What the store does not take is tried again: nobody else would record that end.
+
+    Args:
+        recorded: is told of each end that is recorded, with the outcome that counts.
+        patience_s: returns how long a store that fails is waited for where there is nothing else to do.
+    """
+
+    def __init__(
+        self,
+        recorded: Callable[[Attempt, Outcome], None],
+        patience_s: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._recorded = recorded
+        self._patience_s = patience_s
+        self._clock = clock
+        self._late: dict[tuple[int, int], tuple[Attempt, Outcome]] = {}
+        """What is to be tried again, by rank and attempt; what was tried last is last."""
+        self._failing_since = 0.0
+        self._idle_since: float | None = None
+        self.next_at = NEVER
+        """When `try_again` has something to do."""
+
+    @property
+    def are_late(self) -> bool:
+        """Whether there are ends that the store has not taken yet."""
+        return bool(self._late)
+
+    def add(self, attempt: Attempt, reason: Reason, error: str | None, **more: Any) -> None:
+        """Record an end, now or as soon as the store takes it."""
+        is_first = not self._late
+        self._late.setdefault((attempt.rank, attempt.number), (attempt, end_of(attempt, reason, error, **more)))
+        if not is_first:
+            return  # it is tried in its turn: many ends at once do not wait for the same store one after the other
+        self._failing_since = self._clock()
+        failure = self._try(attempt.rank, attempt.number)
+        if failure is not None:
+            import logging  # 2 ms, on the way of every replica otherwise
+
+            logging.getLogger(__name__).error("rank %d: its outcome cannot be written: %s", attempt.rank, failure)
+
+    def try_again(self) -> None:
+        """Record what is late, until the store fails: the supervisor has more to do than to wait for it."""
+        if self._clock() >= self.next_at:
+            for place in list(self._late):
+                if self._try(*place) is not None:
+                    return
+
+    def is_pending(self, *, is_busy: bool) -> bool:
+        """Return whether an end is still to be recorded.
+
+        Args:
+            is_busy: whether the supervisor has something else to do.
+        """
+        now = self._clock()
+        if is_busy:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+        return bool(self._late) and (self._idle_since is None or now - self._idle_since < self._patience_s())
+
+    def _try(self, rank: int, number: int) -> StoreError | None:
+        """Record an end that is late, or return why that cannot be done now."""
+        attempt, end = self._late.pop((rank, number))
+        failure: StoreError | None = None
+        outcome: Outcome | None = None
+        try:
+            outcome = record_end(attempt, end)
+        except CorruptObjectError as error:  # asking again does not mend a record
+            failure = error
+        except StoreError as error:
+            failure = error
+            self._late[rank, number] = attempt, end
+        now = self._clock()
+        if failure is None:
+            self._failing_since = now
+        pause_s = min(max(SOONEST_S, (now - self._failing_since) / 2), LATEST_S)
+        self.next_at = NEVER if not self._late else now if failure is None else now + pause_s
+        if outcome is not None:
+            self._recorded(attempt, outcome)
+        return failure
+
+
 def seen_from_outside(running: Running, exit_code: int) -> dict[str, Any]:
     """Return what an outcome says beside the reason, where its supervisor writes it."""
     killed_by = signal_name(-exit_code) if exit_code < 0 else None
@@ -88,13 +174,6 @@ def seen_from_outside(running: Running, exit_code: int) -> dict[str, Any]:
         "pid": running.pid,
         "started_at": running.started_at,
     }
-
-
-def is_cancelled(attempt: Attempt) -> bool:
-    """Return whether an attempt has a cancel marker; False when the store does not answer."""
-    with contextlib.suppress(StoreError):
-        return attempt.has("cancel.json")
-    return False  # asked again in a second
 
 
 def is_overtaken(running: Running) -> bool:
@@ -113,28 +192,39 @@ def is_overtaken(running: Running) -> bool:
     return False
 
 
-def mark_cancelled(why: str, attempt: Attempt) -> None:
-    """Leave the cancel marker of an attempt, unless that has its outcome."""
-    with contextlib.suppress(StoreError):
-        if attempt.outcome() is None:  # else it is only tidying up
-            attempt.request_cancel(why)
+def mark_cancelled(why: str, attempts: Iterable[Attempt]) -> list[Attempt]:
+    """Leave the cancel markers of attempts that have no outcome, as far as the store takes them in a few seconds.
+
+    Returns: those that had one.
+    """
+    had_marker, until = [], time.monotonic() + MARKS_S
+    for attempt in attempts:
+        if time.monotonic() >= until:
+            break
+        with contextlib.suppress(StoreError):
+            if attempt.has("cancel.json"):
+                had_marker.append(attempt)
+            elif attempt.outcome() is None:  # else it is only tidying up
+                attempt.request_cancel(why)
+    return had_marker
 
 
-def record_end(
-    attempt: Attempt, reason: Reason, error: str | None, retry_s: float = RETRY_S, **more: Any
-) -> Outcome | None:
-    """Record how an attempt ended; return the outcome that counts. None: its run was deleted, or the store fails."""
+def record_end(attempt: Attempt, outcome: Outcome) -> Outcome | None:
+    """Record how an attempt ended; return the outcome that counts. None: its run was deleted.
+
+    Raises:
+        StoreError: the store did not take it.
+    """
+    run = f"{attempt.run_id}/run.json"
+    if not exists(attempt.store, run) and is_gone(attempt.store, run):  # it would begin to exist again
+        return None
+    return attempt.record(outcome)
+
+
+def end_of(attempt: Attempt, reason: Reason, error: str | None, **more: Any) -> Outcome:
+    """Return the outcome of an attempt that ended now and left none."""
     status = ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED
-    if is_gone(attempt.store, f"{attempt.run_id}/run.json"):  # it was deleted, and would begin to exist again
-        return None
-    try:
-        return attempt.record(attempt.ended(status, reason, error=error, **more), retry_s=retry_s)
-    except StoreError as failure:
-        # The next poll finds this process gone, and reports what the store says.
-        import logging  # 2 ms, on the way of every replica otherwise
-
-        logging.getLogger(__name__).error("rank %d: no outcome could be written: %s", attempt.rank, failure)
-        return None
+    return attempt.ended(status, reason, error=error, finished_at=time.time(), **more)
 
 
 def signal_name(number: int) -> str:

@@ -86,6 +86,8 @@ def main(assignment: Assignment) -> NoReturn:
         code = TERMINATED
     except BaseException:
         traceback.print_exc()
+    if assignment.page is not None:
+        assignment.page.left_with, assignment.page.left_at = code, time.monotonic()
     _leave(code)
 
 

@@ -13,15 +13,17 @@ from typing import Protocol
 from executors.attempt import Attempt
 from executors.errors import ReplicasError, StoreError
 from executors.native import RunSpec
-from executors.process import become_subreaper
+from executors.process import become_subreaper, kill_descendants
 from executors.protocol import Reason
 from executors.shared_page import SharedPage
 from executors.store import store_at
 from executors.task.stored import StoredTask, read_task
-from executors.worker.limits import Watchdog, keep_stacks
+from executors.worker.limits import LOOK_S, Watchdog, keep_stacks
 
 NEVER = float("inf")
 ATOMIC_LOOK_S = 0.5
+LEAVE_S = 120.0  # what is registered at exit may upload for a minute, and may wait for ever for a network
+UNKILLABLE_S = 5.0  # how long a process stuck in the kernel is waited for
 
 
 class Ranks(Protocol):
@@ -83,6 +85,8 @@ class Running:
     """Why the supervisor ended it."""
     error: str | None = None
     """The same as a sentence, where the supervisor alone knows it."""
+    left_with: int | None = None
+    """The exit code of a process that the supervisor killed because it did not leave."""
     asked_at: float = NEVER
     grace_s: float = 0.0
     kill_at: float = NEVER
@@ -102,14 +106,36 @@ class Running:
         self.kill_at = self.asked_at + grace_s
         os.kill(self.pid, signal.SIGTERM)
 
+    def kill_soon(self) -> None:
+        """Give a rank that was asked to end no more time."""
+        self.grace_s, self.kill_at = 0.0, time.monotonic()
+
     def may_be_killed(self, now: float) -> bool:
         """Return whether it is time to: what the rank must not be interrupted in keeps that off for a while."""
         at = self.page.kill_at(self.asked_at, self.grace_s)
         self.kill_at = min(at, now + ATOMIC_LOOK_S)
         return at <= now
 
-    def watch(self, now: float, ranks: Ranks) -> None:
-        """Look whether it makes progress; keep its stacks if it does not, and have it killed when it must be."""
+    def kill(self, now: float) -> None:
+        """Kill it and all that it started; what is stuck in the kernel is killed again."""
+        os.kill(self.pid, signal.SIGKILL)
+        kill_descendants(self.pid, limit_s=0.0)
+        self.kill_at = now + UNKILLABLE_S
+
+    def watch(self, now: float, ranks: Ranks) -> float:
+        """Look whether it makes progress; keep its stacks if it does not, and have it killed when it must be.
+
+        Returns: when to look again.
+        """
+        ranks.note_output(self.asked)
+        is_leaving = self.page.left_at > 0 and self.ending is None and self.left_with is None
+        if is_leaving and now >= self.page.left_at + LEAVE_S:
+            self.left_with = int(self.page.left_with)
+            self.asked_at, self.kill_at = -NEVER, now
+            with contextlib.suppress(OSError):
+                ranks.write_log(
+                    self.asked, f"replicas: what runs at the exit of the process took {LEAVE_S:g} s: killed"
+                )
         finding = self.watchdog.look(now) if self.ending is None else None
         if finding is not None and not finding.is_kill:
             with contextlib.suppress(OSError, StoreError):
@@ -119,6 +145,7 @@ class Running:
         if finding is not None and finding.is_kill:
             self.ending, self.error, self.deadline = "hang", finding.sentence, NEVER
             self.asked_at, self.kill_at = -NEVER, now
+        return self.watchdog.next_look_at if self.ending is None else now + LOOK_S
 
     def end_by(self, deadline: float, why: Reason) -> None:
         """Have it asked to end at a time of the monotonic clock, if it is not to end before."""

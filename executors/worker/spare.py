@@ -22,8 +22,9 @@ from executors.store.url import impatient_store
 from executors.supervision.decisions import DecisionLog, answer_to, barred_by
 from executors.supervision.keeper import CARRY_S, LEAVE_S, Keeper, Sight, Terms, hands_of_spare
 from executors.supervision.lease import LeaseWatch
+from executors.worker.cancel_looks import STORE_LIMIT_S
 from executors.worker.claim import claim_alone
-from executors.worker.container import NOTICES, STORE_LIMIT_S, preload
+from executors.worker.container import NOTICES, preload
 from executors.worker.ranks import read_task_ahead
 
 FOLLOW_S = 2.0

@@ -8,12 +8,11 @@ supervisor watches its launcher and ends the run when that is gone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import select
 import signal
 import time
 from collections import deque
-from typing import Any
 
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
@@ -22,13 +21,15 @@ from executors.native import RunSpec
 from executors.process import children, kill_descendants, oom_kills
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.shared_page import SharedPage
-from executors.store import Store, store_at
-from executors.store.records import is_gone
+from executors.store.records import is_gone, retry
+from executors.store.url import impatient_store
 from executors.supervision.orders import words_of_bar
 from executors.worker.answers import Answers
+from executors.worker.cancel_looks import STORE_LIMIT_S, CancelLooks
 from executors.worker.ends import (
+    EndRecords,
     Ends,
-    is_cancelled,
+    end_of,
     is_overtaken,
     mark_cancelled,
     record_end,
@@ -36,11 +37,10 @@ from executors.worker.ends import (
 )
 from executors.worker.fail_fast import end_others
 from executors.worker.limits import Watchdog
-from executors.worker.ranks import NEVER, Ranks, Running, how_started
+from executors.worker.ranks import NEVER, UNKILLABLE_S, Ranks, Running, how_started
+from executors.worker.wakeups import Wakeups
 
-CANCEL_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves only its marker
 WATCH_PAUSE_S = 0.1  # looks at many ranks fall together
-UNKILLABLE_S = 5.0  # how long a process stuck in the kernel is waited for
 
 
 class Supervisor:
@@ -53,8 +53,6 @@ class Supervisor:
         timeout_s: seconds each may run, from its own start. None: no limit.
         term_grace_s: seconds between SIGTERM and SIGKILL.
         launcher_pidfd: the launcher, with which an attached run ends. None: the run is detached.
-        store: that of the run, as this process uses it.
-        look_s: how often it looks for cancel markers.
     """
 
     count_oom_kills = staticmethod(oom_kills)
@@ -69,8 +67,6 @@ class Supervisor:
         timeout_s: float | None,
         term_grace_s: float,
         launcher_pidfd: int | None,
-        store: Store | None = None,
-        look_s: float = CANCEL_LOOK_S,
     ) -> None:
         self._ranks = ranks
         self._spec = spec
@@ -78,9 +74,11 @@ class Supervisor:
         self._timeout_s = timeout_s
         self._ends = Ends(spec.world_size, timeout_s, self.count_oom_kills)
         self._term_grace_s = term_grace_s
-        self._launcher_pidfd = launcher_pidfd
-        store = store or store_at(spec.store_url)
-        self._answers = Answers(spec, store, self._begin_next, look_s)
+        self._wakeups = Wakeups(launcher_pidfd)
+        self._store = store = impatient_store(spec.store_url, STORE_LIMIT_S)
+        self._looks = CancelLooks(spec.store_url)
+        self._answers = Answers(spec, store, self._begin_next, self._cancelled, self._looks.every_s)
+        self._records = EndRecords(self._note_end, lambda: self._answers.patience_s)
         self._asked = [Attempt(store, spec.run_id, rank, spec.attempt) for rank in spec.ranks]
         self._waiting: deque[Attempt] = deque()
         self._running: dict[int, Running] = {}
@@ -91,16 +89,12 @@ class Supervisor:
         self._deadlines: dict[int, float] = {}
         """When each rank's time is over, from its first start here on."""
         self._free_places = deque(range(places))
-        self._look_s = look_s
-        self._look_at = time.monotonic() + look_s
         self._watch_at = NEVER
-        self._signals: tuple[signal.Signals, ...] = (signal.SIGCHLD, signal.SIGUSR1)
         self._killer = None
         if spec.chaos:
             from executors.chaos import Killer
 
             self._killer = Killer(spec.chaos, spec.run_id)
-        self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def start(self) -> list[Attempt]:
         """Begin the attempts and start what may run at once; return those that are this process's.
@@ -110,9 +104,7 @@ class Supervisor:
         Raises:
             LaunchError: a rank could not be started. Those before it were ended, and every outcome is written.
         """
-        signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
-        for number in self._signals:
-            signal.signal(number, lambda *_: None)
+        self._wakeups.listen()
         attempt, begun = self._asked[0], []
         try:
             # Before the first fork, whatever can be: after each, every page that this process touches is copied.
@@ -146,29 +138,18 @@ class Supervisor:
 
     def run(self) -> None:
         """Watch until every rank has ended and has its outcome, and nothing is to follow."""
-        poller = select.poll()
-        poller.register(self._wakeup, select.POLLIN)
-        if self._launcher_pidfd is not None:
-            poller.register(self._launcher_pidfd, select.POLLIN)
-        while self._running or self._waiting or self._copying or self._answers.is_pending:
+        while self._is_needed:
             events = (min(running.deadline, running.kill_at) for running in self._running.values())
             kill_at = NEVER if self._killer is None else self._killer.next_at
-            next_at = min(self._look_at, self._watch_at, self._answers.next_at, kill_at, *events)
-            left_s = max(0.0, next_at - time.monotonic())
-            ready = {descriptor for descriptor, _ in poller.poll(min(left_s, 60.0) * 1000)}
-            if self._wakeup in ready:
-                with contextlib.suppress(BlockingIOError):
-                    self._hear(os.read(self._wakeup, 4096))
+            due = (self._looks.next_at, self._watch_at, self._answers.next_at, self._records.next_at, kill_at)
+            signals, is_abandoned = self._wakeups.wait(min(*due, *events))
+            self._hear(signals)
             self._reap()
-            if self._launcher_pidfd in ready and self._launcher_pidfd is not None:
-                poller.unregister(self._launcher_pidfd)
-                self._launcher_pidfd = None
+            if is_abandoned:
                 self._end_abandoned("the launcher of this attached run ended")
-            if time.monotonic() >= self._look_at:
-                self._look_at = time.monotonic() + self._look_s
+            if time.monotonic() >= self._looks.next_at:
                 self._look()
-                for running in self._running.values():
-                    self._ranks.note_output(running.asked)
+            self._records.try_again()
             self._keep_log()
             if time.monotonic() >= self._watch_at:
                 self._watch()
@@ -180,7 +161,18 @@ class Supervisor:
                 try:
                     self._start(attempt)
                 except OSError as error:
-                    self._record(attempt, "start_failed", str(error), retry_s=0)
+                    self._records.add(attempt, "start_failed", str(error))
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a process of a rank runs, or is to be started, or its log is being copied."""
+        return bool(self._running or self._waiting or self._copying)
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether there is anything to do, or to be recorded that the store has not taken yet."""
+        has_more = self._is_busy or self._answers.is_pending
+        return self._records.is_pending(is_busy=has_more) or has_more
 
     # Starting
 
@@ -188,7 +180,7 @@ class Supervisor:
         place = self._free_places[0]
         page = self._pages[attempt.rank] = SharedPage.create(self._pages.get(attempt.rank))
         page.n_decisions = self._answers.n_read
-        pid = self._ranks.start(attempt, place, page, (self._wakeup, self._wakeup_writer))
+        pid = self._ranks.start(attempt, place, page, self._wakeups.descriptors)
         self._free_places.popleft()
         deadline = NEVER if self._timeout_s is None else time.monotonic() + self._timeout_s
         deadline = self._deadlines.setdefault(attempt.rank, deadline)
@@ -213,14 +205,14 @@ class Supervisor:
             return
         for waiting in [waiting for waiting in self._waiting if waiting.rank == rank]:
             self._waiting.remove(waiting)
-            self._record(waiting, "fenced", describe_end("fenced", rank, self._spec.world_size))
+            self._records.add(waiting, "fenced", describe_end("fenced", rank, self._spec.world_size))
         try:
             self._ranks.prepare(attempt)
             if not self._ranks.begin(attempt):
                 self._answers.leave(rank)
                 return
         except OSError as error:
-            self._record(attempt, "start_failed", f"Rank {rank} could not be started: {error}", retry_s=0)
+            self._records.add(attempt, "start_failed", f"Rank {rank} could not be started: {error}")
             return
         self._answers.begun(attempt)
         self._waiting.append(attempt)
@@ -230,7 +222,7 @@ class Supervisor:
         if self._n_spare < 1:
             raise error
         self._n_spare -= 1
-        self._record(attempt, "start_failed", f"Rank {attempt.rank} could not be started: {error}", retry_s=0)
+        self._records.add(attempt, "start_failed", f"Rank {attempt.rank} could not be started: {error}")
 
     def _undo_start(self, failed: Attempt, error: Exception) -> None:
         """End what was started before one rank failed."""
@@ -252,7 +244,8 @@ class Supervisor:
         self.run()
         for attempt in mine:
             if attempt.rank not in started:
-                record_end(attempt, "start_failed", reason, retry_s=0)
+                with contextlib.suppress(StoreError):
+                    record_end(attempt, end_of(attempt, "start_failed", reason))
 
     # Watching
 
@@ -274,30 +267,31 @@ class Supervisor:
             spare = {*self._running, *self._copying}
             if not spare >= set(children(os.getpid())):
                 kill_descendants(os.getpid(), spare=spare, limit_s=UNKILLABLE_S)
-            self._conclude(running, os.waitstatus_to_exitcode(status))
+            code = os.waitstatus_to_exitcode(status)
+            self._conclude(running, code if running.left_with is None else running.left_with)
 
     def _hear(self, signals: bytes) -> None:
         """Take note of signals that arrived, by their numbers."""
         if signal.SIGUSR1 in signals:
-            self._look_at = 0.0
+            self._looks.soon()
             self._answers.look_soon()
 
     def _look(self) -> None:
         """Look into the store for what others ask for."""
-        for running in self._running.values():
-            if running.ending is None and is_cancelled(running.attempt):
-                running.terminate("cancelled", self._term_grace_s)
-        for attempt in [waiting for waiting in self._waiting if is_cancelled(waiting)]:
-            self._waiting.remove(attempt)
-            self._record(attempt, "cancelled", None)
+        living = {running.attempt: running for running in self._running.values() if running.ending is None}
+        for attempt in self._looks.cancelled([*living, *self._waiting]):
+            if attempt in living:
+                living[attempt].terminate("cancelled", self._term_grace_s)
+            else:
+                self._waiting.remove(attempt)
+                self._cancelled(attempt)
 
     def _keep_log(self) -> None:
         """Let what ended be answered, and end what the log bars, or others have taken over."""
         has_progress = any(running.page.marks for running in self._running.values())
         for running in self._running.values():
             self._answers.claimed(running.attempt)
-        is_busy = bool(self._running or self._waiting or self._copying)
-        if not self._answers.keep(has_progress=has_progress, is_busy=is_busy):
+        if not self._answers.keep(has_progress=has_progress, is_busy=self._is_busy):
             return
         bars = self._answers.bars()
         for rank, entry in bars.items():
@@ -311,7 +305,7 @@ class Supervisor:
                 if is_overtaken(running):
                     running.terminate("fenced", self._term_grace_s)
             elif bar.within_s is None:
-                mark_cancelled(words_of_bar(bar), running.attempt)
+                mark_cancelled(words_of_bar(bar), [running.attempt])
                 running.terminate("cancelled", self._term_grace_s)
             elif running.page.ending_at is None:
                 end_at = time.monotonic() + bar.within_s
@@ -319,49 +313,52 @@ class Supervisor:
                 running.end_by(end_at, "cancelled")
         for attempt in self._waiting:
             if attempt.rank in bars:
-                mark_cancelled(words_of_bar(bars[attempt.rank]), attempt)
-                self._look_at = 0.0
+                mark_cancelled(words_of_bar(bars[attempt.rank]), [attempt])
+                self._looks.soon()
 
     def _watch(self) -> None:
         """Look at what is watched for its progress."""
-        now, looks = time.monotonic(), [NEVER]
-        for running in self._running.values():
-            running.watch(now, self._ranks)
-            if running.ending is None:
-                looks.append(running.watchdog.next_look_at)
-        self._watch_at = max(min(looks), now + WATCH_PAUSE_S)
+        now = time.monotonic()
+        looks = [running.watch(now, self._ranks) for running in self._running.values()]
+        self._watch_at = max(min(looks, default=NEVER), now + WATCH_PAUSE_S)
 
     def _enforce_deadlines(self) -> None:
-        now = time.monotonic()
+        now, stopped = time.monotonic(), list[Attempt]()
         for running in self._running.values():
             if now >= running.deadline:
                 if running.why_then == "cancelled":
-                    mark_cancelled("the run was stopped", running.attempt)
+                    stopped.append(running.attempt)
                 running.terminate(running.why_then, self._term_grace_s)
             if now >= running.kill_at and running.may_be_killed(now):
-                os.kill(running.pid, signal.SIGKILL)
-                kill_descendants(running.pid, limit_s=0.0)
-                running.kill_at = now + UNKILLABLE_S
+                running.kill(now)
+        mark_cancelled("the run was stopped", stopped)
 
     def _end_abandoned(self, why: str) -> None:
         """End the whole run: nobody is there to watch it. What was asked to end before gets no more time."""
+        living = [running for running in self._running.values() if running.ending is None]
         for running in self._running.values():
-            was_asked = running.ending is not None or is_cancelled(running.attempt)
-            mark_cancelled(why, running.attempt)
             if running.ending is None:
                 running.terminate("cancelled", self._term_grace_s)
-            if was_asked:
-                running.grace_s, running.kill_at = 0.0, time.monotonic()
-        for attempt in self._waiting:
-            mark_cancelled(why, attempt)
+            else:
+                running.kill_soon()
+        # Behind the signals, which no store holds up.
+        had_marker = mark_cancelled(why, [running.attempt for running in living])
+        for running in living:
+            if running.attempt in had_marker:
+                running.kill_soon()
+        mark_cancelled(why, self._waiting)
+        while self._waiting:
+            self._cancelled(self._waiting.popleft())
         self._answers.close(why)
-        self._look_at = 0.0
 
     # Concluding
 
     def _conclude(self, running: Running, exit_code: int) -> None:
         """See that a rank that ended has an outcome, and its log a copy."""
         attempt = running.attempt
+        if self._records.are_late:  # the store would only hold us up; if there is an outcome, that counts
+            self._record_end(running, attempt, exit_code)
+            return
         with contextlib.suppress(StoreError):
             if (outcome := attempt.outcome()) is not None:
                 self._note_end(attempt, outcome)
@@ -380,12 +377,10 @@ class Supervisor:
         reason, error = self._ends.explain(running, exit_code)
         self._tell(running, reason, error)
         tail, how = self._ranks.output_tail(running.asked), how_started(self._spec, running.asked)
-        self._record(attempt, reason, error, output_tail=tail, how=how, **seen_from_outside(running, exit_code))
+        self._records.add(attempt, reason, error, output_tail=tail, how=how, **seen_from_outside(running, exit_code))
 
-    def _record(self, attempt: Attempt, reason: Reason, error: str | None, **more: Any) -> None:
-        outcome = record_end(attempt, reason, error, **more)
-        if outcome is not None:
-            self._note_end(attempt, outcome)
+    def _cancelled(self, attempt: Attempt) -> None:
+        self._records.add(attempt, "cancelled", None)
 
     def _tell(self, running: Running, reason: Reason, error: str | None) -> None:
         """Show how a rank ended that left no outcome, where its log has no other end."""
@@ -395,6 +390,6 @@ class Supervisor:
         self._answers.ended(outcome)
         if self._spec.fail_fast and outcome.status is ReplicaStatus.FAILED:
             with contextlib.suppress(StoreError):
-                if end_others(attempt, outcome, self._spec.world_size):
+                if retry(functools.partial(end_others, attempt, outcome, self._spec.world_size)):
                     self._answers.close("the run failed early")
-            self._look_at = 0.0
+            self._looks.soon()

@@ -11,20 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import tasks
 from support.chaos_tasks import closed_gates, train
 from support.processes import is_alive
 from support.restart_tasks import (
     bomb,
     come_back_when_resumed,
     die_and_hang,
+    die_when_told,
     end_always,
     end_first,
     hang_first,
     leave_when_asked,
     let_another_run_out_of_memory,
+    never_leave,
     save_slowly,
 )
-from support.runs import all_gone, launcher, said
+from support.runs import all_gone, folder_of, launcher, said
 
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Attempt
@@ -33,6 +36,7 @@ from executors.errors import ReplicaCancelledError
 from executors.process import killed_for_memory
 from executors.protocol import Outcome
 from executors.resume import resume
+from executors.store.records import RETRY_S
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.testing import eventually
 
@@ -312,3 +316,30 @@ def test_a_process_killed_for_want_of_memory_elsewhere_makes_no_replica_out_of_m
     run = launch(local, let_another_run_out_of_memory, 1, args={"group": str(small_memory)})
     run.wait()
     assert [outcome.reason for outcome in run.outcomes()] == ["signal"]
+
+
+def test_an_end_that_the_store_does_not_take_is_recorded_and_answered_when_it_does(
+    local: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    args = {"folder": str(tmp_path)}
+    run = launch(local, die_when_told, 2, args=args, restarts=f"1,{QUICK}", timeout=120, rendezvous=tmp_path / "runs")
+    first = folder_of(run.store.url) / Attempt(run.store, run.run_id, 0).key("")
+    eventually((tmp_path / "0.0").exists, "it runs")
+    away = first.rename(first.with_name("away"))
+    first.write_text("")  # what lies below it can be neither read nor written
+    tasks.mark(tmp_path / "die")
+    assert not run.wait(timeout=RETRY_S + 2), "nobody has given it up"
+    first.unlink()
+    away.rename(first)
+    eventually((tmp_path / "0.1").exists, "it is started again")
+    tasks.mark(tmp_path / "return")
+    over(run)
+    assert (told(run, 0), decided(run, "restart").start) == (["signal SIGKILL", "succeeded"], {0: 1})
+
+
+def test_what_does_not_leave_after_its_end_is_killed_and_a_failure_is_followed_by_a_new_attempt() -> None:
+    executor = LocalProcessExecutor(preload=("support.leaves_within_seconds",), term_grace_s=0.5)
+    args, restarts = {"fails": [1]}, f"1,{QUICK}"
+    run = over(launch(executor, never_leave, 2, args=args, restarts=restarts, timeout=120, detach=True))
+    assert [told(run, rank) for rank in range(2)] == [["succeeded"], ["exception", "succeeded"]]
+    assert "what runs at the exit of the process took 2 s" in run.logs(rank=0)

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 from servers.s3.server import S3Server
 from support.processes import is_alive
-from support.tasks import meet
+from support.runs import all_gone, launcher, pids_said, said
+from support.tasks import hang, meet
 
-from executors import LocalProcessExecutor, attach, launch
+from executors import LocalProcessExecutor, Run, attach, launch
 from executors.cli.summary import reference
 from executors.run_index import forget, state_dir
 from executors.testing import eventually
 
 LOCAL = LocalProcessExecutor()
+MOST_LATE_S = 20.0  # two requests that are not answered, on a busy machine
 
 
 def train_together(steps: int) -> dict[str, object]:
@@ -76,3 +78,37 @@ def test_a_replica_that_ends_leaves_no_outcome_where_its_run_was_deleted(
     eventually(lambda: not is_alive(handle.metadata["supervisor_pid"]), "it has ended")
     left = [entry.key.rpartition("/")[2] for entry in run.store.list("")]
     assert left in ([], ["heartbeat.json"]) if is_bucket else left == []  # asking before each beat would cost
+
+
+def falls_silent(s3: S3Server, how: str) -> None:
+    s3.misbehave(**({"unavailable": 1.0} if how == "refuses" else {"latency_s": 300.0}))
+
+
+def ends_when_it_answers(s3: S3Server, run: Run) -> list[tuple[str, str | None]]:
+    """Let the bucket answer again, and return how the replicas ended, once their supervisor has recorded it."""
+    s3.misbehave()
+    supervisor = run.handles[0].metadata["supervisor_pid"]
+    eventually(lambda: not is_alive(supervisor), "their supervisor is gone")
+    return [(str(outcome.status), outcome.reason) for outcome in run.outcomes()]
+
+
+@pytest.mark.parametrize("how", ["refuses", "is silent"])
+def test_a_killed_launcher_leaves_nothing_also_while_the_bucket_does_not_answer(
+    s3: S3Server, tmp_path: Path, how: str
+) -> None:
+    with launcher("hang_in_a_bucket", str(tmp_path), s3.url("runs")) as process:
+        run = attach(said(tmp_path / "launched")["run_id"])
+        pids = pids_said(tmp_path, "replica.*", 4)
+        falls_silent(s3, how)
+        process.kill()
+        all_gone(pids)
+    assert ends_when_it_answers(s3, run) == [("cancelled", "cancelled")] * 4
+
+
+def test_a_time_limit_holds_while_the_bucket_does_not_answer(s3: S3Server, tmp_path: Path) -> None:
+    executor, args = LocalProcessExecutor(preload=(), term_grace_s=0.5), {"path": str(tmp_path / "replica")}
+    run = launch(executor, hang, 4, args=args, rendezvous=s3.url("runs"), timeout=15, detach=True)
+    pids = pids_said(tmp_path, "replica.*", 4)
+    falls_silent(s3, "is silent")
+    eventually(lambda: not any(map(is_alive, pids)), "all processes are gone", within_s=15 + MOST_LATE_S)
+    assert ends_when_it_answers(s3, run) == [("failed", "timeout")] * 4

@@ -73,6 +73,13 @@ def hang_while_its_entrypoint_is_imported(folder: str) -> None:
     launch(executor(), "hangs_at_import:main", 1)
 
 
+def hang_in_a_bucket(folder: str, url: str) -> None:
+    """Launch replicas that meet in a bucket, and wait."""
+    run = launch(executor(), tasks.hang, 4, args={"path": f"{folder}/replica"}, rendezvous=url)
+    say_launched(folder, run)
+    time.sleep(600)
+
+
 def restart_attached(folder: str) -> None:
     """Launch replicas of which one dies and waits long for its next attempt."""
     args = {"folder": folder}

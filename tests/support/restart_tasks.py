@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -56,6 +57,16 @@ def die_and_hang(folder: str, fails: int = 0) -> None:
         eventually(lambda: len(list(Path(folder).glob("*.0"))) == me.world_size)
         os.kill(os.getpid(), signal.SIGKILL)
     tasks.hang()
+
+
+def die_when_told(folder: str) -> None:
+    """SIGKILL for the first attempt of rank 0 once `die` is there; all else returns once `return` is."""
+    me = current_replica()
+    tasks.mark(Path(folder, f"{me.rank}.{me.attempt}"))
+    dies = (me.rank, me.attempt) == (0, 0)
+    eventually(Path(folder, "die" if dies else "return").exists, within_s=120)
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave_when_asked() -> str:
@@ -115,6 +126,16 @@ def come_back_when_resumed(folder: str) -> int:
     if me.rank == 0:
         tasks.mark(Path(folder, "done"))
     eventually(Path(folder, "done").exists)
+    return me.attempt
+
+
+def never_leave(fails: list[int]) -> int:
+    """Return or raise, and then wait at exit, in the first attempt."""
+    me = current_replica()
+    if me.attempt == 0:
+        atexit.register(tasks.hang)
+    if me.attempt == 0 and me.rank in fails:
+        raise ValueError("boom")
     return me.attempt
 
 

@@ -291,7 +291,7 @@ class LocalProcessExecutor:
         attempt.request_cancel()
         folder = folder_of_run(attempt.run_id, attempt.store.url)
         is_woken = folder is not None and wake(folder, attempt.rank, newest.metadata["attempt"])
-        # A supervisor that cannot be woken looks every second, and is not waited for.
+        # A supervisor that cannot be woken looks now and then, and is not waited for.
         grace_s = _Watch.of(attempt, newest).term_grace_s + 10.0 if is_woken else 0.0
         wait_until_terminal(self.poll, [handle], timeout_s=grace_s)
 

@@ -27,6 +27,7 @@ from executors.logs.times import TimesWriter, times_of
 from executors.process import become_subreaper, die_with_parent, fork, kill_descendants, start_time, usable_cores
 from executors.protocol import ReplicaHandle
 from executors.shared_page import SharedPage
+from executors.store import store_at
 from executors.task.stored import StoredTask
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.main import Assignment, main
@@ -51,6 +52,7 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
             # First: the store may need the launcher's credentials.
             adopt(launch.cwd, launch.sys_path, {**launch.environ, **launch.spec.env, **launch.spec.credentials})
             _unbuffer_streams()
+            store_at(launch.spec.store_url)  # checked once for all ranks; the supervisor's own must not wait
             ranks = LocalRanks(launch, [launcher_pidfd, reply])
             supervisor = Supervisor(
                 launch.spec,
@@ -150,6 +152,8 @@ class LocalRanks:
 
     def begin(self, attempt: Attempt) -> bool:
         """Begin an attempt, or find that this process has; False if it is another process's."""
+        if attempt.number == self._launch.spec.attempt:  # a later one is tried again; a launch waits for its store
+            attempt = self._launch.attempt(attempt.rank)
         handle = self.handle(attempt)
         if self._launch.begin(attempt, handle) != handle:
             return False
@@ -200,7 +204,8 @@ class LocalRanks:
                 signal.set_wakeup_fd(-1)
                 die_with_parent()
                 signal.alarm(COPY_LIMIT_S)
-                LogCopy(claimed, self._launch.log_file(asked)).put(FINAL_BYTES)
+                patient = self._launch.attempt(claimed.rank).at(claimed.number)
+                LogCopy(patient, self._launch.log_file(asked)).put(FINAL_BYTES)
             finally:
                 os._exit(0)
         return pid

@@ -1,0 +1,52 @@
+"""What wakes a supervisor: a signal, or the end of the launcher of its run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+
+LONGEST_S = 60.0
+
+
+class Wakeups:
+    """Waits, in the supervisor's one thread, for what happens.
+
+    Args:
+        launcher_pidfd: the launcher, whose end wakes too. None: nobody's does.
+    """
+
+    def __init__(self, launcher_pidfd: int | None) -> None:
+        self._launcher_pidfd = launcher_pidfd
+        self.signals: tuple[signal.Signals, ...] = (signal.SIGCHLD, signal.SIGUSR1)
+        """Those that wake it; they do nothing else."""
+        self.descriptors = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        """What a rank must not keep."""
+
+    def listen(self) -> None:
+        """Have signals arrive here from now on, in a process that is alone."""
+        signal.set_wakeup_fd(self.descriptors[1], warn_on_full_buffer=False)
+        for number in self.signals:
+            signal.signal(number, lambda *_: None)
+
+    def wait(self, until: float) -> tuple[bytes, bool]:
+        """Wait until something happens, or a time of the monotonic clock.
+
+        Returns: the numbers of the signals that arrived, and whether the launcher has ended since the last call.
+        """
+        reader, launcher = self.descriptors[0], self._launcher_pidfd
+        poller = select.poll()
+        for descriptor in (reader,) if launcher is None else (reader, launcher):
+            poller.register(descriptor, select.POLLIN)
+        left_s = min(max(0.0, until - time.monotonic()), LONGEST_S)
+        ready = {descriptor for descriptor, _ in poller.poll(left_s * 1000)}
+        signals = b""
+        if reader in ready:
+            with contextlib.suppress(BlockingIOError):
+                signals = os.read(reader, 4096)
+        has_ended = launcher is not None and launcher in ready
+        if has_ended:
+            self._launcher_pidfd = None
+        return signals, has_ended
