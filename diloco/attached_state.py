@@ -30,11 +30,13 @@ from diloco.rendezvous.phase import Plan
 from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.restore import Restored
 from diloco.rendezvous.round import Background
-from diloco.rendezvous.snapshot import DTYPES, decode_part, digest_of, encode_part
+from diloco.rendezvous.snapshot import DTYPES, decode_part, digest_of, encode_part, parts_of
 from diloco.rendezvous.training_state import Array, Arrays
-from executors.errors import kind_of
+from executors.errors import StoreError, kind_of
 
 log = logging.getLogger(__name__)
+
+OWN_PART_BYTES = 1 << 30  # of one object; a bucket takes five times as much at once
 _STATE_CALLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"), ("getstate", "setstate"))
 _KEPT = {np.dtype(dtype) for dtype in DTYPES.values()}
 
@@ -176,12 +178,19 @@ class AttachedState:
 
     def _put(self, position: int, steps: int, arrays: Arrays, since: Sequence[int]) -> None:
         store, me = self._store.for_thread(), self._me
-        tensors = encode_part(arrays)
-        digest, key = digest_of(tensors, self._proof), self._keys.own_record(me.rank, position, me.attempt)
+        parts = [encode_part(part) for part in parts_of(arrays, OWN_PART_BYTES)]
+        digest, *more = (digest_of(part, self._proof) for part in parts)
         about = {"rank": me.rank, "attempt": me.attempt, "position": position, "uncounted_since": since, "steps": steps}
-        record = {**about, "digest": digest}
-        if store.write(self._keys.own_tensors(me.rank, position, me.attempt), tensors):
-            store.write(key, frame(record, key, self._proof))
+        record = {**about, "digest": digest, **({"more": more} if more else {})}
+        key = self._keys.own_record(me.rank, position, me.attempt)
+        keys = [self._keys.own_tensors(me.rank, position, me.attempt, index) for index in range(len(parts))]
+        try:
+            is_kept = all(store.write(*each) for each in zip(keys, parts, strict=True))
+            error = None if is_kept and store.write(key, frame(record, key, self._proof)) else store.last_error
+        except StoreError as raised:
+            error = raised
+        if error is not None:
+            log.warning("rank %s: what is attached could not be kept after round %s: %s", me.rank, position, error)
 
     def take_over(self, origin: str, position: int) -> None:
         """Load what is attached from what this rank kept in another run, up to this one's position."""
@@ -210,19 +219,23 @@ class AttachedState:
     def _read(self, keys: Keys, position: int, attempt: int) -> Kept | None:
         key = keys.own_record(self._me.rank, position, attempt)
         record = self._store.peek(key)
-        tensors = self._store.peek(keys.own_tensors(self._me.rank, position, attempt))
+        if not record:
+            return None
         with contextlib.suppress(BadRecordError):
-            if record and tensors:
-                fields = unframe(record, key, self._proof)[0]
-                with reading("record of an attached state"):
-                    since = [
-                        min(position, typed(int, entry)) for entry in typed(list, fields.get("uncounted_since", []))
-                    ]
-                    steps = max(0, typed(int, fields.get("steps", 0)))
-                    if fields["digest"] == self._proof.digest(tensors):
-                        return Kept(position, decode_part(tensors), since, steps)
-        if record and tensors:
-            self._store.note_bad(key, record)
+            fields = unframe(record, key, self._proof)[0]
+            with reading("record of an attached state"):
+                since = [min(position, typed(int, entry)) for entry in typed(list, fields.get("uncounted_since", []))]
+                steps = max(0, typed(int, fields.get("steps", 0)))
+                arrays: dict[str, Array] = {}
+                for index, digest in enumerate([fields["digest"], *typed(list, fields.get("more", []))]):
+                    part = self._store.peek(keys.own_tensors(self._me.rank, position, attempt, index))
+                    if not part:
+                        return None
+                    if self._proof.digest(part) != digest:
+                        raise ValueError("a part of other bytes")
+                    arrays |= decode_part(part)
+                return Kept(position, arrays, since, steps)
+        self._store.note_bad(key, record)
         return None
 
 

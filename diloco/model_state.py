@@ -215,14 +215,18 @@ class ModelState:
         anchor = {name: values.clone() for name, values in self.anchor_views().items()}
         return {"anchor": anchor, "outer": [outer.state_dict() for outer in self.outer]}
 
-    def check_checkpoint(self, state: Mapping[str, Any], rounds: int) -> None:
+    def check_checkpoint(self, state: Mapping[str, Any], first: int, rounds: int) -> None:
         """Refuse what `load_checkpoint` could not take.
 
-        Raises: ValueError: it is of another model, or of another run, as one that had so many rounds cannot have it.
+        Args:
+            first, rounds: the run began after so many rounds, and has so many.
+
+        Raises: ValueError: it is of another model, or of another run, as one that had such rounds cannot have it.
         """
-        if state["rounds"] > rounds:
+        if not first <= state["rounds"] <= rounds:
+            at = f"is at {rounds}" if not first else f"began at {first} and is at {rounds}"
             raise ValueError(
-                f"This checkpoint is of round {state['rounds']}, the run is at {rounds}: it is of another run. To "
+                f"This checkpoint is of round {state['rounds']}, the run {at}: it is of another run. To "
                 "begin a new run from a checkpoint, load the model's own state before making a DiLoCo."
             )
         shapes = {name: values.shape for name, values in self.anchor_views().items()}

@@ -346,7 +346,7 @@ class DiLoCo:
         """
         self._check_open()
         self._in_round(self._participant.drain)
-        self._model_state.check_checkpoint(state, self.rounds)
+        self._model_state.check_checkpoint(state, self._participant.first, self.rounds)
         self._attached.step = state["inner_step"]
         self._steps_before = state["inner_step"] - self._participant.phase.n_steps
         self._in_round(partial(self._participant.go_back, state, partial(self._model_state.load_checkpoint, state)))

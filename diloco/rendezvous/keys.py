@@ -50,8 +50,9 @@ class Keys:
     def own_record(self, rank: int, position: int, attempt: int) -> str:
         return self._under(f"own/{rank}/{position}/{attempt}/record")
 
-    def own_tensors(self, rank: int, position: int, attempt: int) -> str:
-        return self._under(f"own/{rank}/{position}/{attempt}/tensors.safetensors")
+    def own_tensors(self, rank: int, position: int, attempt: int, part: int) -> str:
+        number = f".{part}" if part else ""
+        return self._under(f"own/{rank}/{position}/{attempt}/tensors{number}.safetensors")
 
     def seal(self, entry: int) -> str:
         return self._under(f"seal/{entry}")

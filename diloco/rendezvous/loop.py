@@ -121,7 +121,8 @@ class Rendezvous:
                 self._context.members.check_abort()
             if self.position != entry.index:
                 return None
-            if self.cursor.is_blocked(entry) and self.cursor.reload(above=entry.index):
+            is_stuck = self.cursor.is_blocked(entry) or (seal is not None and self.sealer.is_late(entry))
+            if is_stuck and self.cursor.reload(above=entry.index):
                 return None
             self.sealer.check_time(entry)
             paused = clock()

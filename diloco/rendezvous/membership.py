@@ -7,6 +7,7 @@ replica is gone when it said bye or left an outcome.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from executors.run_key import key_id
 from executors.store import MemoryStore, Store, store_at
 from executors.store.added_ranks import MAX_ADDED, AddedRanks
 from executors.store.records import MAX_RECORD_BYTES
+
+log = logging.getLogger(__name__)
 
 JOIN = "join"
 MISREAD = 3
@@ -47,11 +50,14 @@ def claim(
 ) -> Identity:
     """Take the next free attempt of a rank. Returns when the stored claim is this process's.
 
+    One that exists and cannot be read is somebody else's.
+
     Args:
         rank: None: a joiner, which takes the next free rank beyond the first world.
     """
     joins = rank is None
     rank, attempt = world_size if rank is None else rank, 0
+    misread: dict[str, int] = {}
     added = AddedSoFar(store, keys)
     if joins:
         added.look()
@@ -63,7 +69,12 @@ def claim(
         owner = _owner(store.peek(key))
         if owner is None:
             store.create(key, json.dumps({"nonce": nonce}).encode())
-            owner = _owner(store.peek(key))
+            claimed = store.peek(key)
+            owner = _owner(claimed)
+            misread[key] = misread.get(key, 0) + (owner is None and claimed is not None)
+            if misread[key] == MISREAD:
+                log.warning("%s in %s is no claim: its owner is not known, and it is taken.", key, store.store.url)
+                owner = ""
         if owner is None:
             pause()
         elif owner == nonce:

@@ -73,6 +73,11 @@ class Participant:
             raise
 
     @property
+    def first(self) -> int:
+        """The first entry of the log: a run that goes on from another's snapshot does not begin at 0."""
+        return self._rounds.rendezvous.cursor.first
+
+    @property
     def place(self) -> dict[str, Any]:
         """Where in the run this replica is: rounds, the run's step at the last of them, and the steps made since."""
         return {"rounds": self.position, "base": self.phase.base, "since": self.phase.since}
@@ -116,9 +121,9 @@ class Participant:
 
     @property
     def is_alone(self) -> bool:
-        """Whether nobody else is in the newest seal; before the first, in the world that was launched."""
+        """Whether one replica was launched, and no other is in the newest seal."""
         me, seal = self._context.me, self._members.seal
-        return me.world_size == 1 if seal is None else seal.members.keys() <= {me.rank}
+        return me.world_size == 1 and (seal is None or seal.members.keys() <= {me.rank})
 
     @property
     def uncounted_since(self) -> list[int]:
@@ -135,7 +140,10 @@ class Participant:
         try:
             if in_order:
                 self._finish()
-            return self.stop()
+            reports = self.stop()
+            if in_order:
+                self._turns.check()  # an error may have come right behind what landed last
+            return reports
         finally:
             self.say_bye()
 

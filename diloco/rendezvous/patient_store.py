@@ -66,6 +66,8 @@ class PatientStore:
         """By kind of call, since when each has failed, and how many did."""
         self._bad: dict[str, _Misread] = {}
         self._counting = threading.Lock()
+        self.last_error: StoreError | None = None
+        """Why something was not written or deleted, the last time."""
         self.streams = isinstance(store, StreamingStore)
         """Whether the store takes objects while they are being made."""
 
@@ -168,6 +170,7 @@ class PatientStore:
         try:
             act()
         except StoreError as error:
+            self.last_error = error
             self._failed(verb, error)
             return False
         self._failing.pop(verb, None)

@@ -223,6 +223,31 @@ class Cursor:
         self.position = entry
         self.settle_all()
 
+    @property
+    def first(self) -> int:
+        """The first entry of this log."""
+        return self._reader.first
+
+    def give_up_old(self, verdicts: list[Verdict | None], progress: Any) -> list[Verdict | None]:
+        """Return verdicts on restored work in which none is kept that has waited for as many rounds as it may.
+
+        Else it would take with it what is made from now on.
+        """
+        most, n_fragments = self._context.carry_rounds, len(verdicts)
+        for fragment, since in enumerate(self.uncounted_since):
+            waited = (self.position - since) // n_fragments
+            if verdicts[fragment] is not Verdict.KEPT or most is None or waited < most:
+                continue
+            if progress[fragment].any():
+                log.warning(
+                    "Rank %s: work from before this attempt was not counted in %s rounds and is given up.",
+                    self._context.me.rank, waited,
+                )  # fmt: skip
+            verdicts[fragment] = Verdict.DROPPED
+            self.settlements.append(Settlement(fragment, None))
+            self.uncounted_since[fragment] = self.position + (fragment - self.position) % n_fragments
+        return verdicts
+
     def settle_all(self) -> None:
         """Let uncounted work begin here."""
         n = len(self._context.layouts)
@@ -263,7 +288,7 @@ class Cursor:
             if mean is not None:
                 self._training.replay(entry.index, mean)
                 self.position += 1
-            elif self.is_blocked(entry) and (jumped := self._reader.load(entry.index)) is not None:
+            elif self._is_stuck(entry, seal) and (jumped := self._reader.load(entry.index)) is not None:
                 self.position = jumped
             else:
                 self._sealer.check_time(entry)
@@ -305,6 +330,9 @@ class Cursor:
     def is_blocked(self, entry: EntryState) -> bool:
         """Return whether the entry cannot be applied with what was found last, now or ever."""
         return entry.blocked is not None or self._seals.is_rotten(entry.index)
+
+    def _is_stuck(self, entry: EntryState, seal: Seal | None) -> bool:
+        return self.is_blocked(entry) or (seal is not None and self._sealer.is_late(entry))
 
     def check_anchor(self, entry: EntryState, seal: Seal) -> None:
         """Reload when this replica's anchor is not the one that the entry was made for.

@@ -60,7 +60,8 @@ class Rounds:
         else:
             self._cursor.replay(until=restored.position)
             self._cursor.uncounted_since = list(restored.uncounted_since)
-            self._context.training.resume(restored.progress, self._cursor.settle(restored.position))
+            verdicts = self._cursor.give_up_old(self._cursor.settle(restored.position), restored.progress)
+            self._context.training.resume(restored.progress, verdicts)
         self._cursor.set_newest_seal()
 
     def go_back(self, position: int) -> None:

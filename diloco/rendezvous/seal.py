@@ -249,6 +249,13 @@ class Sealer:
                 return False
         return True
 
+    def is_late(self, entry: EntryState) -> bool:
+        """Return whether an entry takes too long."""
+        since_s = entry.started_s
+        if entry.published_s is not None and not self._members.names_me:  # the others may be in the midst of a phase
+            since_s = max(since_s, entry.published_s + self.lone_s)
+        return self._context.clock() - since_s > self._limits.round_timeout_s
+
     def check_time(self, entry: EntryState) -> None:
         """Raise an error when an entry takes too long: it was not decided, or cannot be read.
 
@@ -266,11 +273,9 @@ class Sealer:
                 key=rotten,
                 url=self._store.store.url,
             )
-        since_s, timeout_s = entry.started_s, self._limits.round_timeout_s
-        if entry.published_s is not None and not self._members.names_me:  # the others may be in the midst of a phase
-            since_s = max(since_s, entry.published_s + self.lone_s)
-        if self._context.clock() - since_s <= timeout_s:
+        if not self.is_late(entry):
             return
+        timeout_s = self._limits.round_timeout_s
         if self._store.exists(key := keys.seal(entry.index)):
             raise QuorumTimeoutError(
                 f"Round {number}: it was sealed, but its mean could not be had in {timeout_s:g} s. The seal "

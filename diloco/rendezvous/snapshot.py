@@ -79,7 +79,7 @@ def put_parts(
 ) -> tuple[str, ...] | None:
     """Put the state as parts and return their digests; None when the store did not acknowledge one: begin again."""
     digests = []
-    for index, part in enumerate(_parts(arrays)):
+    for index, part in enumerate(parts_of(arrays, PART_BYTES)):
         data = encode_part(part)
         if not store.write(keys.part(entry, nonce, index), data):
             return None
@@ -107,8 +107,8 @@ def get_parts(store: PatientStore, keys: Keys, entry: int, pointer: Pointer, pro
     return arrays
 
 
-# The library `safetensors` would copy everything twice, each way: attached states, one object each, may be as large as
-# the model several times over. Here arrays are written from their own memory, and read as views of the bytes.
+# The library `safetensors` would copy everything twice, each way: attached states may be as large as the model several
+# times over. Here arrays are written from their own memory, and read as views of the bytes.
 
 
 def encode_part(arrays: Arrays) -> list[Buffer]:
@@ -153,11 +153,12 @@ def digest_of(data: Sequence[Buffer], proof: Proof) -> str:
     return digest.hexdigest()
 
 
-def _parts(arrays: Arrays) -> Iterator[dict[str, Array]]:
+def parts_of(arrays: Arrays, most_bytes: int) -> Iterator[dict[str, Array]]:
+    """Yield arrays in parts of so many bytes, or of one array; at least one part."""
     part: dict[str, Array] = {}
     size = 0
     for name, array in arrays.items():
-        if part and size + array.nbytes > PART_BYTES:
+        if part and size + array.nbytes > most_bytes:
             yield part
             part, size = {}, 0
         part[name] = array
@@ -226,6 +227,8 @@ class SnapshotWriter:
                     store.create(key, pointer.data(key, proof))
                     collect_garbage(store, keys, copy.entry, context.snapshot_every, proof)
                     break
+            else:
+                raise store.last_error or StoreError("the store did not take it")
         except StoreError as error:
             log.warning("rank %s could not keep the snapshot after round %s: %s", self._me.rank, copy.entry, error)
         finally:

@@ -95,16 +95,15 @@ class Companion:
         Args:
             keep_model: the trainer has put another into its place, as the best one.
         """
-        shared = [*(each for each in self.model.parameters() if each.requires_grad), *self.model.buffers()]
-        best = [values.clone() for values in shared] if keep_model else []
+        buffers = dict(self.model.named_buffers())
+        live = {**dict(self.model.named_parameters()), **buffers}
+        merged = {*self.diloco.anchor(), *buffers}  # also what is frozen by now
+        best = {name: live[name].clone() for name in merged} if keep_model else {}
         self.diloco.close()  # which merges what is in flight into the model
-        if keep_model:
-            for values, chosen in zip(shared, best, strict=True):
-                values.copy_(chosen)
-        elif self.diloco.rounds:
-            live = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-            for name, values in self.diloco.anchor().items():
-                live[name].copy_(values)
+        if not keep_model and self.diloco.rounds:
+            best = self.diloco.anchor()
+        for name, values in best.items():
+            live[name].copy_(values)
 
 
 def _place_of(options: Mapping[str, Any]) -> Place:

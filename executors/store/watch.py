@@ -39,9 +39,11 @@ class Watch:
             time.sleep(timeout_s)
             return
         new = [prefix for prefix in prefixes if prefix not in self._watched]
-        for prefix in new:
-            self._add(prefix)
-        if new:
+        added = [self._add(prefix) for prefix in new]
+        if any(added):
+            return
+        if not self._watched.keys() & set(prefixes):  # no more watches are to be had
+            time.sleep(timeout_s)
             return
         from inotify_simple import flags
 
@@ -54,19 +56,25 @@ class Watch:
         if self._inotify is not None:
             self._inotify.close()
 
-    def _add(self, prefix: str) -> None:
+    def _add(self, prefix: str) -> bool:
+        """Watch a folder; return whether that is possible. The store says what is wrong with it, the watch need not."""
         from inotify_simple import flags
 
         assert self._root is not None
         assert self._inotify is not None
         mask = flags.CREATE | flags.MOVED_TO | flags.DELETE_SELF | flags.ONLYDIR
         while prefix not in self._watched:
-            (self._root / prefix).mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # pruned between the two calls
+            try:
+                (self._root / prefix).mkdir(parents=True, exist_ok=True)
                 self._watched[prefix] = self._inotify.add_watch(self._root / prefix, mask)
+            except FileNotFoundError:  # pruned between the two calls
+                continue
+            except OSError:  # of a full disk, or, with the same words, of a user who has no watches left
+                return False
         if len(self._watched) > MAX_WATCHES:
             with contextlib.suppress(OSError):
                 self._inotify.rm_watch(self._watched.pop(next(iter(self._watched))))
+        return True
 
 
 def open_watch(store: Store) -> Watch:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,6 +51,27 @@ def test_an_object_that_comes_between_two_waits_is_not_missed(store: Store, watc
     start_watching(watch, "run/seal/")
     store.put("run/seal/1", b"x")
     watch.wait(FAR_S, ["run/seal/"])
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+def test_a_wait_is_a_sleep_where_no_more_watches_are_to_be_had(
+    store: Store, watch: Watch, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(path: Path, mask: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    slept: list[float] = []
+    monkeypatch.setattr(watch._inotify, "add_watch", none_left)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    for _ in range(2):
+        watch.wait(FAR_S, ["run/a/", "run/b/"])
+    assert slept == [FAR_S, FAR_S]
+    monkeypatch.undo()
+    start_watching(watch, "run/a/")
+    monkeypatch.setattr(watch._inotify, "add_watch", none_left)
+    store.put("run/a/new", b"x")
+    watch.wait(FAR_S, ["run/a/", "run/b/"])  # the folder that is watched ends it
+    assert not slept[2:]
 
 
 def test_a_folder_that_was_pruned_and_made_again_is_watched_again(store: Store, watch: Watch) -> None:

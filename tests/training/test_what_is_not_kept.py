@@ -1,0 +1,139 @@
+"""What a store does not take is told, what is large is kept in parts, and a claim that cannot be read is another's."""
+
+from __future__ import annotations
+
+import logging
+from time import monotonic
+
+import numpy as np
+import pytest
+import torch
+from support.training import PLAIN, leave, next_process, nudge, place
+from torch import nn
+
+from diloco import DiLoCo, attached_state
+from diloco.attached_state import AttachedState
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import Identity, claim
+from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.phase import Plan
+from diloco.rendezvous.proof import UNSIGNED
+from diloco.rendezvous.round import Limits
+from executors.errors import UnwritableStoreError
+from executors.store import Data, MemoryStore
+
+KEYS = Keys("test", "main")
+
+
+class Full(MemoryStore):
+    """Takes no object of some kind."""
+
+    refused = "/own/"
+
+    def put(self, key: str, data: Data) -> None:
+        if self.refused in key and "/part/0/" not in key:
+            raise UnwritableStoreError("No space left on device", key=key)
+        super().put(key, data)
+
+
+class FullOfParts(Full):
+    refused = "/part/"
+
+
+class State:
+    """Three arrays, and something else."""
+
+    def __init__(self, fill: float) -> None:
+        self.values = {str(n): torch.full((100,), fill + n) for n in range(3)}
+
+    def state_dict(self) -> dict[str, object]:
+        return {"values": self.values, "number": 7}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.values = state["values"]  # type: ignore[assignment]
+
+
+def attached(store: MemoryStore, attempt: int) -> AttachedState:
+    patient = PatientStore(store, clock=monotonic, error_patience_s=15.0)
+    return AttachedState(patient, KEYS, Identity(0, 1, attempt, "n"), lambda job: job(), Plan(), UNSIGNED)
+
+
+def test_what_is_attached_and_large_is_kept_in_parts_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached_state, "OWN_PART_BYTES", 500)
+    store = MemoryStore()
+    first = attached(store, 0)
+    first.attach("state", State(1.0), 0)
+    first.keep(4, [torch.arange(3.0)], [4])
+    names = sorted(entry.key.rpartition("/")[2] for entry in store.list(KEYS.own(0)))
+    assert names == ["record", *(f"tensors.{n}.safetensors" for n in (1, 2, 3)), "tensors.safetensors"]
+    state = State(9.0)
+    again = attached(store, 1)
+    assert again.kept is not None
+    assert again.kept.progress([3])[0].tolist() == [0.0, 1.0, 2.0]
+    again.attach("state", state, 0)
+    assert [values[0].item() for values in state.values.values()] == [1.0, 2.0, 3.0]
+
+
+def test_a_part_that_is_missing_or_rotten_means_the_record_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached_state, "OWN_PART_BYTES", 500)
+    for rotten in (None, b"?"):
+        store = MemoryStore()
+        first = attached(store, 0)
+        first.attach("state", State(1.0), 0)
+        for position in (4, 8):
+            first.keep(position, [], [position])
+        if rotten is None:
+            store.delete(KEYS.own_tensors(0, 8, 0, 2))
+        else:
+            store.put(KEYS.own_tensors(0, 8, 0, 2), rotten)
+        kept = attached(store, 1).kept
+        assert kept is not None
+        assert kept.position == 4
+
+
+def test_what_is_attached_and_cannot_be_kept_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    kept = attached(Full(), 0)
+    kept.attach("state", State(1.0), 0)
+    kept.keep(4, [], [4])
+    assert "rank 0: what is attached could not be kept after round 4: No space left on device" in caplog.text
+
+
+def test_a_snapshot_that_cannot_be_kept_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    next_process()
+    model = nn.Linear(4, 4)
+    with DiLoCo(
+        model, inner_steps=1, snapshot_every=2, _limits=Limits(small_bytes=0), **PLAIN, **place(FullOfParts())
+    ) as diloco:
+        for _ in range(4):
+            nudge(model, 0.1)
+            diloco.step()
+            diloco._workers.uploads.finish()
+    assert "rank 0 could not keep the snapshot after round 2: No space left on device" in caplog.text
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b'{"nonce": ', np.zeros(9, np.uint8).tobytes()])
+def test_a_claim_that_cannot_be_read_is_somebody_elses(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    def pause() -> None:
+        assert caplog.text.count("\n") < 9
+
+    caplog.set_level(logging.WARNING)
+    for rank, found in ((None, (5, 0)), (4, (4, 1))):
+        store = MemoryStore()
+        store.put(KEYS.claim(4, 0), data)
+        patient = PatientStore(store, clock=monotonic, error_patience_s=15.0)
+        me = claim(patient, KEYS, rank, 4, "mine", pause)
+        assert (me.rank, me.attempt) == found
+    assert "replicas/0004/0/started.json in memory:// is no claim" in caplog.text
+
+
+def test_a_checkpoint_from_before_the_first_round_of_a_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    next_process()
+    model = nn.Linear(2, 2)
+    diloco = DiLoCo(model, inner_steps=1, **PLAIN, **place())
+    state = diloco.state_dict()
+    for _ in range(3):
+        diloco.step()
+    monkeypatch.setattr(type(diloco._participant), "first", 2)
+    with pytest.raises(ValueError, match="checkpoint is of round 0, the run began at 2 and is at 3"):
+        diloco.load_state_dict(state)
+    leave(diloco)
