@@ -214,6 +214,30 @@ def test_starts_that_wait_are_interrupted_by_the_undo(machines: Machines) -> Non
     assert [outcome.reason for outcome in attached().outcomes()] == ["cancelled", "start_failed"]
 
 
+def test_a_start_that_begins_to_wait_after_the_launch_was_given_up_is_interrupted_as_well(machines: Machines) -> None:
+    """It was looking for its app, or for its image, when the others were interrupted."""
+    given_up, waits, decides = threading.Event(), threading.Event(), threading.Event()
+
+    def interrupt(_: FakeJobs) -> None:
+        given_up.set()
+        if waits.is_set():
+            decides.set()
+
+    def wait_for_a_machine() -> bool:
+        given_up.wait(30)
+        waits.set()
+        return not decides.wait(30)
+
+    machines.fail("start", when=wait_for_a_machine, rank=0)
+    machines.fail("start", "rejected", rank=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeJobs, "interrupt_starts", interrupt)
+        with pytest.raises(LaunchError, match="replica 1 of 2"):
+            start(2)
+    assert decides.is_set(), "it waited for as long as a machine may take"
+    assert machines.living() == []
+
+
 def test_a_launch_says_how_far_it_is(machines: Machines) -> None:
     told: list[str] = []
     plan_launch(LaunchRequest(entrypoint="job.py:main", n=3, run_id="otter"), FakeExecutor()).start(told.append)

@@ -337,9 +337,7 @@ class GangStart:
         failed = [start for start in starts if start.error]  # before: what is given up fails, too
         for start in starts:
             start.given_up.set()
-        if all(start.given_up.is_set() or start.has_come for start in self._starts):
-            with contextlib.suppress(JobServiceError):
-                self._service.interrupt_starts()
+        self._interrupt()
         for start in starts:
             with contextlib.suppress(StoreError):  # then it is left alone: the service was not asked for it
                 self._begin(start)  # no rank of this launch is to wait for ever
@@ -358,12 +356,19 @@ class GangStart:
         listed = "; ".join(f"{', '.join(names)} ({problem.rstrip('.')})" for problem, names in problems.items())
         return f" What could not be ended may still run: {listed}."
 
+    def _interrupt(self) -> None:
+        """Interrupt the calls that wait, unless one may still bring a rank."""
+        if all(start.given_up.is_set() or start.has_come for start in self._starts):
+            with contextlib.suppress(JobServiceError):
+                self._service.interrupt_starts()
+
     def _sweep(self, starts: Sequence[_Start]) -> dict[str, list[str]]:
         """End these jobs, again while they are being started; name those that may still exist, by what hindered it."""
         problems: dict[str, list[str]] = {}
         pause_s = SWEEP_S
         while starts:
-            going = [start for start in starts if start.is_going]  # before: these are swept once more
+            if going := [start for start in starts if start.is_going]:  # before: these are swept once more
+                self._interrupt()  # what has begun to wait since the last time
             for start, problem in zip(starts, call_each(self._end, starts, SWEEP_THREADS), strict=True):
                 if problem and start.may_exist and start not in going:
                     problems.setdefault(problem, []).append(start.job.key.name)
