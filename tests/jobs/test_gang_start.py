@@ -16,10 +16,11 @@ from executors import Run, launch
 from executors.backends.jobs.gang_start import LOOKS
 from executors.backends.jobs.sdk import TokenBucket
 from executors.backends.jobs.service import Kind
-from executors.errors import BackendError, LaunchError, RunNotFoundError
+from executors.errors import BackendError, LaunchError, RunNotFoundError, StoreError
 from executors.launcher import plan_launch
 from executors.resume import resume
-from executors.run_index import local_store
+from executors.run_index import find_preparation, local_store
+from executors.store.file import FileStore
 from executors.task.launch_request import LaunchRequest
 from executors.testing import eventually
 
@@ -171,6 +172,28 @@ def test_an_account_that_cannot_be_used_is_refused_before_anything_is_written(ma
     with pytest.raises(RunNotFoundError):
         attached()
     assert machines.count("start") == 0
+
+
+@pytest.mark.parametrize("error", [StoreError("the bucket is away"), KeyboardInterrupt()])
+def test_a_launch_that_ends_while_its_code_is_uploaded_leaves_nobody_waiting(
+    machines: Machines, error: BaseException
+) -> None:
+    put = FileStore.put
+
+    def put_or_fail(store: FileStore, key: str, data: Any) -> None:
+        if key.endswith("/code.tar.gz"):
+            raise error
+        put(store, key, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileStore, "put", put_or_fail)
+        with pytest.raises(type(error)):
+            start(2)
+    with pytest.raises(RunNotFoundError):
+        attached()
+    assert find_preparation("otter") is not None
+    assert machines.count("start") == 0
+    launched(machines, 2)  # and the id is free
 
 
 def test_an_interrupt_in_the_middle_of_a_launch_ends_what_was_started(machines: Machines) -> None:
