@@ -13,7 +13,10 @@ from support.cli import Folder
 from support.fake_jobs import FakeExecutor, Machines
 
 from executors import LocalProcessExecutor, Run, attach, launch
+from executors.cli.options import options_of
+from executors.cli.output import UsageProblem
 from executors.errors import BackendError, LaunchError, UntrustedTaskError
+from executors.launcher.launch_settings import keys_of_launch, read_settings
 from executors.launcher.parts import executor_of, options_by_part, parts_of, total_of
 from executors.protocol import ServerlessExecutor
 from executors.registry import get_executor
@@ -253,6 +256,15 @@ def test_several_backends_are_named_with_their_numbers(text: str, parts: dict[st
     assert parts_of(text) == parts
     assert total_of(text, None) == (sum(parts.values()) or None)
     assert total_of(text, 7 if not parts else None) == (sum(parts.values()) or 7)
+
+
+def test_one_backend_with_its_number_is_that_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options_of("modal:4", None, ["corpus:/data"]) == {"volumes": {"/data": "corpus"}}
+    with pytest.raises(UsageProblem, match="Backend 'local' mounts no volumes"):
+        options_of("local:4", None, ["corpus:/data"])
+    monkeypatch.setenv("REPLICAS_RENDEZVOUS", "s3://bucket/runs")  # that of replicas elsewhere
+    for backend, rendezvous in (("local", None), ("local:2", None), ("modal:2", "s3://bucket/runs")):
+        assert read_settings(keys_of_launch(), backend=backend).values.get("rendezvous") == rendezvous, backend
 
 
 def test_an_option_says_of_which_backend_it_is() -> None:
