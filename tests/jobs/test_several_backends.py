@@ -13,9 +13,10 @@ from support.cli import Folder
 from support.fake_jobs import FakeExecutor, Machines
 
 from executors import LocalProcessExecutor, Run, attach, launch
+from executors.cli.launch import lost_from_sight
 from executors.cli.options import options_of
-from executors.cli.output import UsageProblem
-from executors.errors import BackendError, LaunchError, UntrustedTaskError
+from executors.cli.output import Output, UsageProblem
+from executors.errors import BackendError, LaunchError, StoreError, UntrustedTaskError
 from executors.launcher.launch_settings import keys_of_launch, read_settings
 from executors.launcher.parts import executor_of, options_by_part, parts_of, total_of
 from executors.protocol import ServerlessExecutor
@@ -23,6 +24,7 @@ from executors.registry import get_executor
 from executors.resume import resume
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes
+from executors.supervision.lease import release_lease
 from executors.testing import eventually
 
 MAIN = """
@@ -127,6 +129,27 @@ def test_replicas_are_added_by_another_executor_and_count_like_the_others(machin
     assert [outcome.rank for outcome in run.outcomes()] == [0, 1, 2]
     with pytest.raises(ValueError, match=r"Run 'otter' is over .*, so nothing can join it"):
         run.add(FakeExecutor(), 1)
+
+
+def test_what_is_added_to_a_run_that_was_let_go_is_said_to_go_on(
+    machines: Machines, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its containers read the run's lease, which nobody has to renew any more."""
+    run = launched(folder, f"{FAKE}:1")
+    note = "Run 'otter' goes on without anybody, and so does what is added, to its time limit"
+    found = attach("otter", executor=FakeExecutor())
+    assert found.add(FakeExecutor(), 1) == [1]
+    assert note not in capsys.readouterr().err, "its launcher renews the lease"
+    lost_from_sight(found, Output(), StoreError("gone"), FakeExecutor(), who="What was added")
+    assert "What was added continues for 15 min, and as long as somebody watches it" in capsys.readouterr().out
+    release_lease(run.store, "otter")
+    found = attach("otter", executor=FakeExecutor())
+    assert found.add(FakeExecutor(), 2) == [2, 3]
+    assert f"{note}. End it: replicas cancel otter --rank 2-3\n" in capsys.readouterr().err
+    lost_from_sight(found, Output(), StoreError("gone"), FakeExecutor(), who="What was added")
+    assert "What was added continues without this command: replicas wait otter" in capsys.readouterr().out
+    (folder / "go").touch()
+    assert run.wait(60)
 
 
 def test_another_machine_adds_with_the_digest_and_starts_again_what_it_is_told_to(
