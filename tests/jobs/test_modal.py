@@ -25,7 +25,6 @@ from support.sandboxes import gpu
 
 from executors import ModalExecutor, attach, launch, open_store
 from executors.backends.jobs.service import Job, JobKey, JobService, JobServiceError, JobState
-from executors.backends.modal_client import WaitingCalls
 from executors.errors import BackendError, LaunchError, MissingDependencyError
 from executors.launcher import plan_launch
 from executors.task.launch_request import LaunchRequest
@@ -376,35 +375,6 @@ def test_a_start_that_waits_for_a_gpu_can_be_interrupted_and_leaves_nothing(
             assert caught.value.kind == "unknown"
     assert len(modal_runs.sandboxes) == 2
     assert alive(modal_runs) == []
-
-
-def test_a_call_that_is_interrupted_again_still_ends_what_it_had_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executors.backends.modal_client.ON_ITS_WAY_S", 0.0)
-    calls, has_begun, is_ending, again = WaitingCalls(), threading.Event(), threading.Event(), threading.Event()
-    ended = []
-
-    async def create() -> None:
-        try:
-            has_begun.set()
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            is_ending.set()
-            await asyncio.to_thread(again.wait, 30)
-            for _ in range(10):  # turns of the loop, in one of which the second interrupt would arrive
-                await asyncio.sleep(0)
-            ended.append("sandbox")
-            raise
-
-    with ThreadPoolExecutor(1) as pool:
-        made = pool.submit(calls.make, create)
-        assert has_begun.wait(30)
-        calls.interrupt()
-        assert is_ending.wait(30)
-        calls.interrupt()
-        again.set()
-        with pytest.raises(JobServiceError, match="given up while it waited for a machine"):
-            made.result(timeout=30)
-    assert ended == ["sandbox"]
 
 
 @pytest.mark.slow
