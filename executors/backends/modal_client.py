@@ -78,8 +78,13 @@ class WaitingCalls:
             raise JobServiceError("Modal: the launch was given up while it waited for a machine.", "unknown") from None
 
     def interrupt(self) -> None:
-        """Interrupt all that wait, those that began just now a moment later."""
-        for loop, task, due_at in list(self._under_way):
+        """Interrupt all that wait, those that began just now a moment later. Each is interrupted once.
+
+        Twice would break off the end of what it had begun.
+        """
+        waiting = list(self._under_way)
+        self._under_way.difference_update(waiting)
+        for loop, task, due_at in waiting:
             with contextlib.suppress(RuntimeError):  # it has ended meanwhile
                 loop.call_soon_threadsafe(functools.partial(loop.call_at, due_at, task.cancel))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from executors.backends.jobs.service import JobServiceError, JobState, Kind
 from executors.errors import BackendError, MissingDependencyError
 from executors.protocol import Reason
+from executors.run_key import RUN_KEY
 
 CALL_LIMIT_S = 60.0  # a controller that is gone is told of after 9 s, one that is stopped after 10 s
 OF_OTHER_JOBS = ("SLURM_", "SQUEUE_", "SCANCEL_", "REPLICA_")
@@ -91,10 +92,11 @@ class Row:
 
 def environment() -> dict[str, str]:
     """Return this process's variables, as far as they go to Slurm's commands, and with `sbatch` to the jobs."""
+    left_out = (*OPTIONS, RUN_KEY)  # a key would be another run's: a signed run's own comes with its jobs
     return {
         name: value
         for name, value in os.environ.items()
-        if name in KEPT or (name not in OPTIONS and not name.startswith(OF_OTHER_JOBS))
+        if name in KEPT or (name not in left_out and not name.startswith(OF_OTHER_JOBS))
     }
 
 

@@ -354,9 +354,9 @@ def lost_from_sight(
     name, lease = reference(run), _lease_of(executor)
     if is_cancelled:
         then = f"Whether all of it has ended is not known here: replicas status {name}"
-    elif lease:
+    elif lease and not run.is_let_go:
         then = f"{who} continues for {lease}, and as long as somebody watches it: replicas watch {name}"
-    elif isinstance(executor, NativeExecutor) and executor.ends_with_launcher:
+    elif not lease and isinstance(executor, NativeExecutor) and executor.ends_with_launcher:
         then = f"{who} ends with this command."
     else:
         then = f"{who} continues without this command: replicas wait {name}"

@@ -94,7 +94,7 @@ WaitOption = Annotated[float | None, Option("--timeout", metavar="DURATION", par
 def options_of(backend: str, option: Sequence[str] | None, volume: Sequence[str] | None) -> dict[str, Any]:
     """Return the values of --option, and of --volume as the backend's option `volumes`."""
     from executors.launcher.launch_settings import volumes_of
-    from executors.launcher.parts import parts_of
+    from executors.launcher.parts import name_of, parts_of
 
     values = parse_values("--option", option)
     with usage_errors():
@@ -102,7 +102,7 @@ def options_of(backend: str, option: Sequence[str] | None, volume: Sequence[str]
             if volume:
                 refuse("--volume belongs to one backend: of several, give --option NAME.volumes='{…}'.")
             return values
-        if volumes := volumes_of(volume, backend):
+        if volumes := volumes_of(volume, name_of(backend)):
             values["volumes"] = {**values.get("volumes", {}), **volumes}
     return values
 

@@ -64,6 +64,8 @@ class LaunchPlan:
     def start(self, tell: Callable[[str], None] = lambda words: None) -> Run:
         """Write the run and start its replicas. If that fails half-way, the run is left cancelled, not waiting.
 
+        Of one whose task could not be written nothing is left.
+
         Args:
             tell: gets a few words on how far the start is, where it takes long.
         """

@@ -130,9 +130,11 @@ def read_settings(
     for level in levels:
         found |= level.profiles.get(profile or "", {})
     if ("rendezvous",) in environment:  # that of replicas elsewhere
+        from executors.launcher.parts import name_of
+
         where = backend or {**found, **environment}.get(("backend",), Setting("local", "")).value
         with contextlib.suppress(BackendError):
-            if not getattr(executor_class(where), "needs_shared_rendezvous", False):
+            if not getattr(executor_class(name_of(where)), "needs_shared_rendezvous", False):
                 del environment[("rendezvous",)]
     return Settings({**found, **environment}, [level.origin for level in levels])
 

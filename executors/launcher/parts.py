@@ -34,6 +34,16 @@ def parts_of(backend: str) -> dict[str, int]:
     return parts
 
 
+def name_of(backend: str) -> str:
+    """Return the name of a backend that is given alone, with its number or without; of several the text.
+
+    Raises:
+        ValueError: the text is not one.
+    """
+    parts = parts_of(backend)
+    return next(iter(parts)) if len(parts) == 1 else backend
+
+
 def total_of(backend: str, n: int | None) -> int | None:
     """Return how many replicas a launch has: `n`, or the sum of its parts.
 
@@ -60,7 +70,7 @@ def executor_of(backend: str, make: Callable[[str], ServerlessExecutor]) -> Serv
     """
     parts = parts_of(backend)
     if len(parts) < 2:
-        return make(next(iter(parts), backend))
+        return make(name_of(backend))
     sites, first = list[Site](), 0
     for name, n in parts.items():
         executor = check_single_ranks(make(name))
@@ -81,7 +91,7 @@ def options_by_part(backend: str, options: Mapping[str, Any]) -> dict[str, dict[
     """
     parts = parts_of(backend)
     if len(parts) < 2:
-        return {next(iter(parts), backend): dict(options)}
+        return {name_of(backend): dict(options)}
     found: dict[str, dict[str, Any]] = {name: {} for name in parts}
     for key, value in options.items():
         name, _, option = key.rpartition(".")

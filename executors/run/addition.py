@@ -19,7 +19,8 @@ from executors.run.launch_hands import Recipe
 from executors.run.recipe import check_env, check_folder, secrets_to_give, spec_of, vouched_task, with_own_task
 from executors.run.spread import SpreadExecutor, options_to_note
 from executors.run.traces import Traces
-from executors.run_index import remember_added
+from executors.run_index import reference, remember_added
+from executors.status import name_ranks
 from executors.store.records import exists
 from executors.store.url import directory_of
 from executors.supervision.decisions import DecisionLog, barred_by
@@ -111,6 +112,8 @@ def add_replicas(
     if spec.lease_s is not None:  # beside that of the launch, if it has one
         lease = LeaseHolder(run.store, run.run_id, is_second=True)
         lease.start()
+        if lease.is_let_go:
+            _say_that_it_goes_on(run, ranks, limits["timeout"])
     log = DecisionLog(run.store, run.run_id)
     try:
         if is_barred and order_resume(log, dict.fromkeys(ranks, 0), n_seen) is not None:
@@ -126,6 +129,16 @@ def add_replicas(
                 Attempt(run.store, run.run_id, rank).abandon(error)
         raise
     return Added(handles, Recipe(spec, launched.entrypoint, limits), lease)
+
+
+def _say_that_it_goes_on(run: Traces, ranks: Sequence[int], timeout_s: float | None) -> None:
+    until = "" if timeout_s is None else ", to its time limit"
+    option = name_ranks(ranks).partition(" ")[2].replace(" ", "")
+    print(
+        f"replicas: Run {run.run_id!r} goes on without anybody, and so does what is added{until}. "
+        f"End it: replicas cancel {reference(run.run_id, run.store.url)} --rank {option}",
+        file=sys.stderr,
+    )
 
 
 def _check_run(run: Traces) -> None:

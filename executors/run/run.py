@@ -152,7 +152,8 @@ class Run(Traces):
                 if the run was launched without any.
             tell: gets a few words on how far the start is, where it takes long.
             asked: any of these. `gpu`, `timeout`: None: as launched. `env`, `secrets`: values are not recorded, so
-                those of the launch have to be given again. `detach`: let them go on when this process ends.
+                those of the launch have to be given again. `detach`: let them go on when this process ends, as they do
+                anyway where the run does: somebody has left `replicas watch`, or resumed with `detach`.
                 `task_digest`, `trust_bucket`: who vouches for the task where another machine launched the run; see
                 `resume`.
 
@@ -193,6 +194,11 @@ class Run(Traces):
         log = DecisionLog(self.store, self.run_id)
         self._keeper = OutsideKeeper(log, self.record, self._observer, hands, self._canceller.end, hands.knows)
         return self._keeper
+
+    @property
+    def is_let_go(self) -> bool:
+        """Whether what this process has started goes on without it, as somebody let the run go."""
+        return any(lease.is_let_go for lease in self._leases)
 
     def keep(self, states: Sequence[ReplicaState]) -> bool:
         """Answer the ends among these states, if this process keeps the run; return whether there are new decisions."""

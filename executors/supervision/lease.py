@@ -67,6 +67,11 @@ class LeaseHolder:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._hold, name="replicas-lease", daemon=True)
 
+    @property
+    def is_let_go(self) -> bool:
+        """Whether somebody has let the run go, as of the last look: then it needs no renewal, nor ends without one."""
+        return self._others is not None and self._others.detached
+
     def start(self) -> None:
         """Begin: the first renewal is tried before this returns."""
         self._renew_or_tell()
@@ -104,6 +109,7 @@ class LeaseHolder:
         """Return whether somebody else has renewed it lately, or let the run go."""
         found = find_record(self._store, key_of(self._run_id), Lease.parse)
         if found is None or found.holder == self._holder:
+            self._others = None
             return False
         now = time.monotonic()
         if found != self._others:

@@ -11,6 +11,7 @@ is unpickled is what was launched.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -23,7 +24,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from executors.entrypoint import check_call, describe, split_rank_env
-from executors.errors import CorruptObjectError, EntrypointArgumentsError, EntrypointError, RunExistsError, kind_of
+from executors.errors import (
+    CorruptObjectError,
+    EntrypointArgumentsError,
+    EntrypointError,
+    RunExistsError,
+    StoreError,
+    kind_of,
+)
 from executors.native import Package, RunSpec
 from executors.policy import HangLimits, Restarts
 from executors.run_key import key_id, new_key, parse_key
@@ -137,7 +145,7 @@ def create_run(
     *,
     code: Mapping[str, Any] | None = None,
 ) -> RunSpec:
-    """Write a new run and its task into the store. Takes what `plan_run` takes.
+    """Write a new run and its task into the store, or nothing. Takes what `plan_run` takes.
 
     Raises:
         RunExistsError: the id is taken; nothing was changed.
@@ -185,13 +193,28 @@ def continue_run(
 
 
 def _write_run(store: Store, run_id: str, new: NewRun) -> None:
-    if not store.put_if_absent(f"{run_id}/run.json", to_bytes(new.record)):
-        name = address_of(store.url, run_id)  # another machine may have launched it, and this one not know its id
-        raise RunExistsError(
-            f"Run {run_id!r} exists at {store.url}. Look at it with executors.attach({name!r}) or "
-            f"`replicas status {shlex.quote(name)}`, or choose another run id."
-        )
-    _write_task(store, f"{run_id}/task", new.task, new.callable_pickle, new.code)
+    record = to_bytes(new.record)
+    try:
+        if not store.put_if_absent(f"{run_id}/run.json", record):
+            name = address_of(store.url, run_id)  # another machine may have launched it, and this one not know its id
+            raise RunExistsError(
+                f"Run {run_id!r} exists at {store.url}. Look at it with executors.attach({name!r}) or "
+                f"`replicas status {shlex.quote(name)}`, or choose another run id."
+            )
+        _write_task(store, f"{run_id}/task", new.task, new.callable_pickle, new.code)
+    except RunExistsError:
+        raise
+    except BaseException:  # Ctrl-C too, during a long upload: who found the run would wait for it for ever
+        with contextlib.suppress(StoreError):
+            _take_back(store, run_id, record)
+        raise
+
+
+def _take_back(store: Store, run_id: str, record: bytes) -> None:
+    """Delete what was written of a run, unless the id is another launch's."""
+    if bytes(store.get(f"{run_id}/run.json")) == record:
+        for name in ("task/task.json", "task/code.tar.gz", "task/callable.pkl", "run.json"):
+            store.delete(f"{run_id}/{name}")
 
 
 def _write_task(store: Store, place: str, task: bytes, callable_pickle: bytes | None, code: bytes | None) -> None:

@@ -16,10 +16,11 @@ from executors import Run, launch
 from executors.backends.jobs.gang_start import LOOKS
 from executors.backends.jobs.sdk import TokenBucket
 from executors.backends.jobs.service import Kind
-from executors.errors import BackendError, LaunchError, RunNotFoundError
+from executors.errors import BackendError, LaunchError, RunNotFoundError, StoreError
 from executors.launcher import plan_launch
 from executors.resume import resume
-from executors.run_index import local_store
+from executors.run_index import find_preparation, local_store
+from executors.store.file import FileStore
 from executors.task.launch_request import LaunchRequest
 from executors.testing import eventually
 
@@ -173,6 +174,28 @@ def test_an_account_that_cannot_be_used_is_refused_before_anything_is_written(ma
     assert machines.count("start") == 0
 
 
+@pytest.mark.parametrize("error", [StoreError("the bucket is away"), KeyboardInterrupt()])
+def test_a_launch_that_ends_while_its_code_is_uploaded_leaves_nobody_waiting(
+    machines: Machines, error: BaseException
+) -> None:
+    put = FileStore.put
+
+    def put_or_fail(store: FileStore, key: str, data: Any) -> None:
+        if key.endswith("/code.tar.gz"):
+            raise error
+        put(store, key, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileStore, "put", put_or_fail)
+        with pytest.raises(type(error)):
+            start(2)
+    with pytest.raises(RunNotFoundError):
+        attached()
+    assert find_preparation("otter") is not None
+    assert machines.count("start") == 0
+    launched(machines, 2)  # and the id is free
+
+
 def test_an_interrupt_in_the_middle_of_a_launch_ends_what_was_started(machines: Machines) -> None:
     def interrupt() -> bool:
         eventually(lambda: len(machines.living()) == 3)
@@ -212,6 +235,30 @@ def test_starts_that_wait_are_interrupted_by_the_undo(machines: Machines) -> Non
             start(2)
     assert machines.living() == []
     assert [outcome.reason for outcome in attached().outcomes()] == ["cancelled", "start_failed"]
+
+
+def test_a_start_that_begins_to_wait_after_the_launch_was_given_up_is_interrupted_as_well(machines: Machines) -> None:
+    """It was looking for its app, or for its image, when the others were interrupted."""
+    given_up, waits, decides = threading.Event(), threading.Event(), threading.Event()
+
+    def interrupt(_: FakeJobs) -> None:
+        given_up.set()
+        if waits.is_set():
+            decides.set()
+
+    def wait_for_a_machine() -> bool:
+        given_up.wait(30)
+        waits.set()
+        return not decides.wait(30)
+
+    machines.fail("start", when=wait_for_a_machine, rank=0)
+    machines.fail("start", "rejected", rank=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeJobs, "interrupt_starts", interrupt)
+        with pytest.raises(LaunchError, match="replica 1 of 2"):
+            start(2)
+    assert decides.is_set(), "it waited for as long as a machine may take"
+    assert machines.living() == []
 
 
 def test_a_launch_says_how_far_it_is(machines: Machines) -> None:

@@ -13,13 +13,18 @@ from support.cli import Folder
 from support.fake_jobs import FakeExecutor, Machines
 
 from executors import LocalProcessExecutor, Run, attach, launch
-from executors.errors import BackendError, LaunchError, UntrustedTaskError
+from executors.cli.launch import lost_from_sight
+from executors.cli.options import options_of
+from executors.cli.output import Output, UsageProblem
+from executors.errors import BackendError, LaunchError, StoreError, UntrustedTaskError
+from executors.launcher.launch_settings import keys_of_launch, read_settings
 from executors.launcher.parts import executor_of, options_by_part, parts_of, total_of
 from executors.protocol import ServerlessExecutor
 from executors.registry import get_executor
 from executors.resume import resume
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes
+from executors.supervision.lease import release_lease
 from executors.testing import eventually
 
 MAIN = """
@@ -124,6 +129,27 @@ def test_replicas_are_added_by_another_executor_and_count_like_the_others(machin
     assert [outcome.rank for outcome in run.outcomes()] == [0, 1, 2]
     with pytest.raises(ValueError, match=r"Run 'otter' is over .*, so nothing can join it"):
         run.add(FakeExecutor(), 1)
+
+
+def test_what_is_added_to_a_run_that_was_let_go_is_said_to_go_on(
+    machines: Machines, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its containers read the run's lease, which nobody has to renew any more."""
+    run = launched(folder, f"{FAKE}:1")
+    note = "Run 'otter' goes on without anybody, and so does what is added, to its time limit"
+    found = attach("otter", executor=FakeExecutor())
+    assert found.add(FakeExecutor(), 1) == [1]
+    assert note not in capsys.readouterr().err, "its launcher renews the lease"
+    lost_from_sight(found, Output(), StoreError("gone"), FakeExecutor(), who="What was added")
+    assert "What was added continues for 15 min, and as long as somebody watches it" in capsys.readouterr().out
+    release_lease(run.store, "otter")
+    found = attach("otter", executor=FakeExecutor())
+    assert found.add(FakeExecutor(), 2) == [2, 3]
+    assert f"{note}. End it: replicas cancel otter --rank 2-3\n" in capsys.readouterr().err
+    lost_from_sight(found, Output(), StoreError("gone"), FakeExecutor(), who="What was added")
+    assert "What was added continues without this command: replicas wait otter" in capsys.readouterr().out
+    (folder / "go").touch()
+    assert run.wait(60)
 
 
 def test_another_machine_adds_with_the_digest_and_starts_again_what_it_is_told_to(
@@ -253,6 +279,15 @@ def test_several_backends_are_named_with_their_numbers(text: str, parts: dict[st
     assert parts_of(text) == parts
     assert total_of(text, None) == (sum(parts.values()) or None)
     assert total_of(text, 7 if not parts else None) == (sum(parts.values()) or 7)
+
+
+def test_one_backend_with_its_number_is_that_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options_of("modal:4", None, ["corpus:/data"]) == {"volumes": {"/data": "corpus"}}
+    with pytest.raises(UsageProblem, match="Backend 'local' mounts no volumes"):
+        options_of("local:4", None, ["corpus:/data"])
+    monkeypatch.setenv("REPLICAS_RENDEZVOUS", "s3://bucket/runs")  # that of replicas elsewhere
+    for backend, rendezvous in (("local", None), ("local:2", None), ("modal:2", "s3://bucket/runs")):
+        assert read_settings(keys_of_launch(), backend=backend).values.get("rendezvous") == rendezvous, backend
 
 
 def test_an_option_says_of_which_backend_it_is() -> None:

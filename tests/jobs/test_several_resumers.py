@@ -12,8 +12,10 @@ import pytest
 from support.fake_jobs import FakeExecutor, Machines, attached, launched
 
 from executors import Run
+from executors.attempt import Attempt
 from executors.errors import AlreadyResumedError, LaunchError
 from executors.resume import resume
+from executors.store import store_at
 from executors.supervision.decisions import DecisionLog
 from executors.testing import eventually
 
@@ -112,6 +114,30 @@ def test_a_resume_that_is_overtaken_in_part_and_fails_ends_its_own_jobs_alone(ma
     assert machines.living() == [(1, 1)]
     states = [(str(state.status), state.attempt) for state in attached().status().replicas]
     assert states == [("cancelled", 1), ("pending", 1), ("failed", 1)]
+
+
+class BesideOneThatDies(FakeExecutor):
+    """Another process begins rank 1 first, and dies before its service has heard of it."""
+
+    def launch_replicas(self, *args: Any, run: Any = None, **more: Any) -> Any:
+        Attempt(store_at(run.store_url), run.run_id, 1, run.attempt).begin("another's", takes_s=0.0)
+        return super().launch_replicas(*args, run=run, **more)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_who_resumes_beside_one_that_dies_does_not_wait_for_its_rank(machines: Machines, is_refused: bool) -> None:
+    run = launched(machines, 2)
+    run.cancel()
+    executor = BesideOneThatDies()
+    if is_refused:
+        machines.fail("start", "rejected", rank=0)
+    with pytest.raises(LaunchError) if is_refused else contextlib.nullcontext():
+        resume(Run(run.store, "otter", executor=executor))
+    seen = Run(run.store, "otter", executor=executor)
+    eventually(lambda: seen.status().replicas[1].status == "failed", "the service is asked for it")
+    outcome = seen.status().replicas[1].outcome
+    assert outcome is not None
+    assert (outcome.attempt, outcome.reason) == (1, "start_failed")
 
 
 def test_what_was_reported_of_an_attempt_is_not_taken_for_the_next_one_that_begins_while_others_are_looked_at(

@@ -22,6 +22,7 @@ from executors.backends.jobs.service import Job, JobId, JobKey, JobServiceError
 from executors.backends.slurm import SlurmJobs
 from executors.errors import BackendError, LaunchError, RunNotFoundError
 from executors.resume import resume
+from executors.run_key import RUN_KEY
 from executors.testing import eventually
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
@@ -179,15 +180,16 @@ def test_a_replica_gets_what_it_is_given_and_nothing_of_a_surrounding_job(
     surrounding = {"SLURM_CPUS_PER_TASK": "7", "SLURM_MEM_PER_NODE": "3999", "SLURM_NTASKS": "6", "SLURM_HINT": "x"}
     defaults = {"SQUEUE_STATES": "PENDING", "SQUEUE_FORMAT2": "name", "SQUEUE_USERS": "nobody", "SBATCH_WAIT": "1"}
     defaults |= {"SBATCH_ARRAY_INX": "5-9", "SBATCH_ERROR": "/nowhere/x", "SBATCH_INPUT": "/nowhere/x"}
-    of_a_replica = {"REPLICA_FOLDER": "/nowhere", "REPLICA_SPARE": "1"}
+    of_a_replica = {"REPLICA_FOLDER": "/nowhere", "REPLICA_SPARE": "1", RUN_KEY: "ab" * 32}
     for name, value in {**surrounding, **defaults, **of_a_replica, "MY_SECRET": "hush", "MINE": "of here"}.items():
         monkeypatch.setenv(name, value)
-    names = [*surrounding, "SLURM_CPUS_ON_NODE", "REPLICA_SPARE", "MY_SECRET", "GIVEN", "MINE"]
+    names = [*surrounding, "SLURM_CPUS_ON_NODE", "REPLICA_SPARE", RUN_KEY, "MY_SECRET", "GIVEN", "MINE"]
     executor, args = SlurmExecutor(cpus=2, memory_mb=100), {"names": names}
     more: dict[str, Any] = {"env": {"GIVEN": "a\n'ä'"}, "secrets": ["MY_SECRET"]}
     (found,) = launch(executor, "executors.testing.tasks:variables", 1, args=args, **more).results()
     assert (found["SLURM_CPUS_PER_TASK"], found["SLURM_CPUS_ON_NODE"], found["SLURM_MEM_PER_NODE"]) == ("2", "2", "100")
-    assert (found["SLURM_HINT"], found["REPLICA_SPARE"], found["MINE"]) == (None, None, "of here")
+    assert (found["SLURM_HINT"], found["REPLICA_SPARE"], found[RUN_KEY]) == (None, None, None)
+    assert found["MINE"] == "of here"
     assert (found["MY_SECRET"], found["GIVEN"]) == ("hush", "a\n'ä'")
 
 

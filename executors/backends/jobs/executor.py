@@ -93,7 +93,7 @@ class JobExecutor:
         self._states = JobStates(service)
         self._ends = JobEnds(service, self._states)
         self._starting: set[str] = set()
-        """The attempts whose jobs this process asked for, and has no answer yet."""
+        """The places of attempts that this process is starting: it need not look for their jobs."""
         self._explained: set[str] = set()
         """The attempts of which the service has said why it ended them, or that it does not know."""
 
@@ -185,8 +185,10 @@ class JobExecutor:
         def handle_of(attempt: Attempt, job_id: JobId) -> ReplicaHandle:
             return self._handle(attempt, job_id, timeout_s=limits[attempt.rank], launched_at=run.launched_at)
 
-        self._starting |= {attempt.place for attempt, _ in jobs}
-        handles = GangStart(self.service, self.backend_name, run, jobs, handle_of=handle_of, tell=tell).run()
+        gang = GangStart(
+            self.service, self.backend_name, run, jobs, handle_of=handle_of, starting=self._starting, tell=tell
+        )
+        handles = gang.run()
         if run.spares:
             start_spares(run, lambda of: self.launch_replicas(run.spares, "", {}, gpu=gpu, timeout=timeout, run=of))
         return handles
@@ -341,7 +343,6 @@ class JobExecutor:
 
     def _handle(self, attempt: Attempt, job_id: JobId, *, timeout_s: float | None, launched_at: float) -> ReplicaHandle:
         self._states.started(JobKey.of(attempt, launched_at), job_id)
-        self._starting.discard(attempt.place)
         announced = attempt.announced(self.backend_name)
         known = {"launched_at": launched_at, "timeout_s": timeout_s, "job": job_id}
         spare = {"spare": attempt.rank} if attempt.is_spare else {}

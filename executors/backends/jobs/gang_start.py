@@ -86,6 +86,7 @@ class GangStart:
 
     Args:
         handle_of: makes the handle of an attempt from the id of its job.
+        starting: gets the places of these attempts, each for as long as this launch may be starting it.
         tell: gets a few words whenever one more is started.
     """
 
@@ -97,6 +98,7 @@ class GangStart:
         jobs: Sequence[tuple[Attempt, Job]],
         *,
         handle_of: Callable[[Attempt, JobId], ReplicaHandle],
+        starting: set[str],
         tell: Callable[[str], None],
     ) -> None:
         self._service = service
@@ -106,6 +108,7 @@ class GangStart:
         self._batches = [self._starts] if service.starts_together else [[start] for start in self._starts]
         self._needed = min(run.min_replicas or len(jobs), len(jobs))
         self._handle_of = handle_of
+        self._starting = starting
         self._tell = tell
         self._nonce = secrets.token_hex(16)
         self._rate = TokenBucket(service.starts_per_s, service.starts_at_once)
@@ -119,6 +122,7 @@ class GangStart:
         Raises:
             LaunchError: too few could be started; the others were ended, or never begun.
         """
+        self._starting.update(start.attempt.place for start in self._starts)
         try:
             futures = in_threads(self._start, self._batches, MAX_THREADS)
             self._wait_for_enough(dict(zip(futures, self._batches, strict=True)))
@@ -131,6 +135,7 @@ class GangStart:
         except LaunchError:
             raise
         except BaseException:  # Ctrl-C, perhaps before every job was handed to a thread
+            self._starting.difference_update(start.attempt.place for start in self._starts)
             self._give_up(self._starts, "the launch was interrupted")
             raise
         return [start.handle for start in self._starts if start.handle is not None]
@@ -252,6 +257,7 @@ class GangStart:
         finally:
             for start in batch:
                 start.is_going = False
+                self._starting.discard(start.attempt.place)
 
     def _begin(self, start: _Start) -> bool:
         """Begin an attempt by creating its intent; False if another launcher has begun it."""
@@ -331,9 +337,7 @@ class GangStart:
         failed = [start for start in starts if start.error]  # before: what is given up fails, too
         for start in starts:
             start.given_up.set()
-        if all(start.given_up.is_set() or start.has_come for start in self._starts):
-            with contextlib.suppress(JobServiceError):
-                self._service.interrupt_starts()
+        self._interrupt()
         for start in starts:
             with contextlib.suppress(StoreError):  # then it is left alone: the service was not asked for it
                 self._begin(start)  # no rank of this launch is to wait for ever
@@ -352,12 +356,19 @@ class GangStart:
         listed = "; ".join(f"{', '.join(names)} ({problem.rstrip('.')})" for problem, names in problems.items())
         return f" What could not be ended may still run: {listed}."
 
+    def _interrupt(self) -> None:
+        """Interrupt the calls that wait, unless one may still bring a rank."""
+        if all(start.given_up.is_set() or start.has_come for start in self._starts):
+            with contextlib.suppress(JobServiceError):
+                self._service.interrupt_starts()
+
     def _sweep(self, starts: Sequence[_Start]) -> dict[str, list[str]]:
         """End these jobs, again while they are being started; name those that may still exist, by what hindered it."""
         problems: dict[str, list[str]] = {}
         pause_s = SWEEP_S
         while starts:
-            going = [start for start in starts if start.is_going]  # before: these are swept once more
+            if going := [start for start in starts if start.is_going]:  # before: these are swept once more
+                self._interrupt()  # what has begun to wait since the last time
             for start, problem in zip(starts, call_each(self._end, starts, SWEEP_THREADS), strict=True):
                 if problem and start.may_exist and start not in going:
                     problems.setdefault(problem, []).append(start.job.key.name)

@@ -228,7 +228,10 @@ class JobService(abc.ABC):
         return START_LIMIT_S
 
     def interrupt_starts(self) -> None:
-        """Let the calls of `start` that still wait fail soon, and leave no job: the launch was given up."""
+        """Let the calls of `start` that still wait fail soon, and leave no job: the launch was given up.
+
+        It is called again for those that have begun to wait since.
+        """
         return
 
     @abc.abstractmethod

@@ -19,6 +19,7 @@ from executors.backends.slurm_commands import (
     list_jobs,
 )
 from executors.errors import BackendError, MissingDependencyError
+from executors.run_key import RUN_KEY
 
 NO_LOG = (
     "Perhaps its node has no folder for its log. Name a folder that the nodes share with this machine: "
@@ -207,6 +208,11 @@ def test_jobs_are_asked_for_in_all_partitions(answer: Path) -> None:
     list_jobs("--jobs=184")
     asked = [line.split() for line in (answer / "asked").read_text().splitlines()]
     assert ["--all" in options for options in asked] == [True, True], "a hidden partition is listed only so"
+
+
+def test_the_key_of_another_run_reaches_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN_KEY, "ab" * 32)
+    assert RUN_KEY not in environment()
 
 
 def test_an_environment_that_names_another_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,39 @@ def test_a_taken_run_id_is_an_error_that_says_how_to_attach_and_changes_nothing(
     assert {entry.key: bytes(store.get(entry.key)) for entry in store.list("")} == before
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("verb", "key", "fault"),
+    [
+        ("put", "*/callable.pkl", {"action": "error"}),
+        ("put", "*/task.json", {"action": "lost"}),
+        ("put", "*/task.json", {"before": interrupt}),
+        ("put_if_absent", "*/run.json", {"action": "lost"}),
+        ("put_if_absent", "*/run.json", {"after": interrupt}),
+    ],
+)
+def test_a_run_whose_task_could_not_be_written_does_not_exist(verb: Any, key: str, fault: dict[str, Any]) -> None:
+    store = FaultyStore(MemoryStore(), seed=0)
+    store.fail_at(verb, key=key, **fault)
+    with pytest.raises((StoreError, KeyboardInterrupt)):
+        create_run(store, "r", add, {"a": 1}, 1, backend="local")
+    assert not list(store.list(""))
+
+
+def test_a_launch_whose_answer_was_lost_takes_back_no_run_of_another() -> None:
+    inner = MemoryStore()
+    create_run(inner, "r", add, {"a": 1}, 1, backend="local")
+    before = {entry.key: bytes(inner.get(entry.key)) for entry in inner.list("")}
+    store = FaultyStore(inner, seed=0)
+    store.fail_at("put_if_absent", key="*/run.json", action="lost")
+    with pytest.raises(StoreError, match="its reply was lost"):
+        create_run(store, "r", add, {"a": 2}, 1, backend="local")
+    assert {entry.key: bytes(inner.get(entry.key)) for entry in inner.list("")} == before
+
+
 @pytest.mark.parametrize("run_id", ["", "-a", "A", "a b", "a/b", "a.b", "a" * 41, "ä"])
 def test_a_run_id_that_is_no_name_everywhere_is_refused(run_id: str) -> None:
     with pytest.raises(ValueError, match="Bad run id"):
