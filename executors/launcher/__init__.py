@@ -81,7 +81,8 @@ def launch(
             recorded.
         secrets: names of secrets that the backend hands to the replicas.
         seed: the replicas' generators are seeded from this and their rank. None: from the run id and their rank.
-        detach: go on when this process ends. Otherwise the run ends with it.
+        detach: go on when this process ends. Otherwise the run ends with it; on an executor that has the five verbs
+            alone, unless a signal ends this process, such as SIGTERM or SIGKILL: it cancels the replicas at its exit.
         resume: bring back what ended of the run `run_id`, with the task it was launched with; see `resume.resume`.
         task_digest, trust_bucket: who vouches for that task where another machine launched it; see `resume.resume`.
         chaos: faults that the replicas are to suffer, as in "kill:rank=1,round=3"; local backend only, see `chaos`.
