@@ -82,7 +82,8 @@ def get_executor(name: str, options: Mapping[str, Any] | None = None) -> Serverl
         options: keyword arguments of its constructor.
 
     Raises:
-        UnknownBackendError, BackendError: as `executor_class`; or its `backend_name` is not the name it is registered by.
+        UnknownBackendError, BackendError: as `executor_class`; or it is registered by another name than its
+            `backend_name`.
         ValueError: an option that the backend does not have; the message names the nearest.
     """
     cls = executor_class(name)

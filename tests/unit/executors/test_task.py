@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import threading
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def test_rank_env_names_a_variable_and_is_no_argument() -> None:
         ("$${rank} costs $$5", "${rank} costs $$5"),
         ("$rank $HOME ${other} ${rank $", "$rank $HOME ${other} ${rank $"),
         ("$$$${rank}$${rank}", "$$${rank}${rank}"),
-        (["$$E=mc^2$$", {"a": ("kill -9 $$", "$${other} $$$")}], ["$$E=mc^2$$", {"a": ("kill -9 $$", "$${other} $$$")}]),
+        (["$$E=mc^2$$", {"a": ("echo $$", "$${other} $$$")}], ["$$E=mc^2$$", {"a": ("echo $$", "$${other} $$$")}]),
         (["${rank}", {"a": "${rank}", "${rank}": 1}, ("${rank}",)], ["1", {"a": "1", "${rank}": 1}, ("1",)]),
         ([1, 2.5, None, True, b"${rank}"], [1, 2.5, None, True, b"${rank}"]),
     ],
@@ -67,12 +67,16 @@ def test_placeholders_are_filled_in_and_other_dollars_stay(given: object, filled
     assert read_task(store, "r", spec.task_digest).load(ME)[1] == {"value": filled}
 
 
-class Mode(str, Enum):
+class Mode(StrEnum):
     FAST = "fast"
 
 
 def test_what_holds_no_placeholder_is_passed_on_as_the_very_same_object() -> None:
-    given = {"deep": [{"text": "$$ $HOME"}, (1, [Mode.FAST])], "mixed": [["${rank}"], ["none"]], "mode": Mode.FAST}
+    given: dict[str, Any] = {
+        "deep": [{"text": "$$ $HOME"}, (1, [Mode.FAST])],
+        "mixed": [["${rank}"], ["none"]],
+        "mode": Mode.FAST,
+    }
     filled = fill(given, ME)
     assert filled["mixed"] == [["1"], ["none"]]
     assert filled["deep"] is given["deep"]
