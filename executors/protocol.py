@@ -92,7 +92,7 @@ class ServerlessExecutor(Protocol):
     """
 
     backend_name: str
-    """The name in the registry: "local", "modal", "hf", or your own."""
+    """The name in the registry: "local", "modal", "hf", or your own, which is also the name of its entry point."""
     supports_inter_replica_network: bool
     """Whether replicas can open connections to each other. `replicas` itself never needs it."""
 

@@ -82,13 +82,21 @@ def get_executor(name: str, options: Mapping[str, Any] | None = None) -> Serverl
         options: keyword arguments of its constructor.
 
     Raises:
-        UnknownBackendError, BackendError: as `executor_class`.
+        UnknownBackendError, BackendError: as `executor_class`; or it is registered by another name than its
+            `backend_name`.
         ValueError: an option that the backend does not have; the message names the nearest.
     """
     cls = executor_class(name)
     options = dict(options or {})
     check_option_names(name, cls, options)
-    return check_executor(cls(**options))
+    executor = check_executor(cls(**options))
+    if ":" not in name and executor.backend_name != name:  # its runs would be recorded by a name that leads nowhere
+        raise BackendError(
+            f"A backend is registered as {name!r}, and the backend_name of its class, {import_path(executor)}, is "
+            f"{executor.backend_name!r}. Make them one, in the package that registers it, or name the class: "
+            f"--backend {import_path(executor)}."
+        )
+    return executor
 
 
 def check_option_names(backend: str, cls: type, names: Iterable[str]) -> None:

@@ -65,7 +65,9 @@ def launch(
             replicas, as in "slurm:4,modal:4": these need nothing in common but the rendezvous.
         entrypoint: a callable, or `pkg.mod:f`, `pkg.mod.f`, `path/file.py:f`, `path/file.py` (its `main`).
         n: how many replicas. With several backends it may be left out.
-        args: keyword arguments of the entrypoint; JSON values when it is given by name.
+        args: keyword arguments of the entrypoint; JSON values when it is given by name. In texts, also in dicts, lists
+            and tuples, each replica replaces `${rank}`, `${run_id}`, `${attempt}` and `${world_size}` by its own;
+            `$${rank}` is the text `${rank}`, and any other `$` stays as it is.
         argv: run the file that the entrypoint names as a script, `__main__`, with these arguments. A file without a
             `main` is one also without them. Its result is None.
         rendezvous: the url of the store in which the run lives. None: a directory of this user.
@@ -75,10 +77,12 @@ def launch(
         max_cost: US dollars that all replicas may cost together, as a limit of their time, where the backend tells
             prices. A replica that is started again, also by `resume`, gets what is left of its share. What is installed
             before the entrypoint starts comes on top, and so does what is added to the run.
-        env: more environment variables of the replicas. Their values are never recorded.
+        env: more environment variables of the replicas, with placeholders as in `args`. Their values are never
+            recorded.
         secrets: names of secrets that the backend hands to the replicas.
         seed: the replicas' generators are seeded from this and their rank. None: from the run id and their rank.
-        detach: go on when this process ends. Otherwise the run ends with it.
+        detach: go on when this process ends. Otherwise the run ends with it; on an executor that has the five verbs
+            alone, unless a signal ends this process, such as SIGTERM or SIGKILL: it cancels the replicas at its exit.
         resume: bring back what ended of the run `run_id`, with the task it was launched with; see `resume.resume`.
         task_digest, trust_bucket: who vouches for that task where another machine launched it; see `resume.resume`.
         chaos: faults that the replicas are to suffer, as in "kill:rank=1,round=3"; local backend only, see `chaos`.

@@ -1,15 +1,19 @@
-"""What a process says that ends before the run that it launched attached."""
+"""What a process does and says that ends before the run that it launched attached."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from executors.attempt import Attempt
 from executors.errors import ReplicasError
 from executors.native import NativeExecutor
+from executors.protocol import ReplicaStatus
+from executors.status import name_ranks
 from executors.store.records import exists
 from executors.store.url import impatient_store
 
@@ -17,33 +21,74 @@ if TYPE_CHECKING:
     from executors.run.run import Run
 
 STORE_LIMIT_S = 5.0  # how long an exit may take where the store is silent
+WHY = "the launcher of this attached run ended"
 
 
 def ends_with_this_process(run: Run, *, detach: bool) -> Run:
-    """Return the run; if it goes on when this process ends, and is ended so, a line on stderr says it then."""
-    executor, pid = run.executor, os.getpid()
-    if detach or not isinstance(executor, NativeExecutor) or not executor.ends_with_launcher:
-        return run
-    when = "" if executor.lease_s is None else f", {executor.lease_s / 60:.0f} minutes after it"
+    """Return the run; if it is to end with this process, a line on stderr says so when this process ends before it.
 
-    def tell() -> None:
+    Replicas of an executor that has the five verbs alone are cancelled then: nobody is beside them who would do it.
+    """
+    executor, pid = run.executor, os.getpid()
+    is_native = isinstance(executor, NativeExecutor)
+    if detach or (isinstance(executor, NativeExecutor) and not executor.ends_with_launcher):
+        return run
+    lease_s = executor.lease_s if isinstance(executor, NativeExecutor) else None
+    when = "" if lease_s is None else f", {lease_s / 60:.0f} minutes after it"
+
+    def leave() -> None:
         if pid != os.getpid() or run.is_awaited:
             return
-        try:
-            store = impatient_store(run.store.url, STORE_LIMIT_S)
-            if not exists(store, f"{run.run_id}/run.json"):
-                return  # it was deleted
-            attempts = (Attempt(store, run.run_id, rank) for rank in run.fleet.ranks)
-            # One by one: at the exit no thread can be started any more.
-            if all(each.newest().outcome() is not None for each in attempts):
-                return
-        except ReplicasError:
-            pass  # nobody can tell now: as far as this process knows, it goes on
+        store = impatient_store(run.store.url, STORE_LIMIT_S)
+        attempts = [Attempt(store, run.run_id, rank) for rank in run.fleet.ranks]
+        if not _goes_on(attempts):
+            return
         print(
             f"replicas: run {run.run_id} ends with this process{when}. Wait for it with run.wait(), or let it go on "
             "with launch(…, detach=True).",
             file=sys.stderr,
         )
+        if not is_native:
+            _cancel(run, attempts)
 
-    atexit.register(tell)
+    atexit.register(leave)
     return run
+
+
+def _goes_on(attempts: Sequence[Attempt]) -> bool:
+    try:
+        if not exists(attempts[0].store, f"{attempts[0].run_id}/run.json"):
+            return False  # it was deleted
+        # One by one: at the exit no thread can be started any more.
+        return any(each.newest().outcome() is None for each in attempts)
+    except ReplicasError:
+        return True  # nobody can tell now: as far as this process knows, it goes on
+
+
+def _cancel(run: Run, attempts: Sequence[Attempt]) -> None:
+    """Cancel the replicas of an executor that has the five verbs alone; stderr says which did not end, and why.
+
+    It starts none a second time, so these are the only attempts. A store that does not answer is not asked again.
+    """
+    alive = attempts
+    with contextlib.suppress(ReplicasError):
+        alive = [attempt for attempt in attempts if attempt.outcome() is None]
+        for attempt in alive:
+            attempt.request_cancel(WHY)
+    refused: dict[str, list[int]] = {}
+    ended = []
+    for attempt in alive:
+        try:
+            run.executor.cancel(run.handle(attempt.rank))
+            ended.append(attempt)
+        except Exception as error:  # noqa: BLE001 - whatever a stranger's executor raises: the others are to end, too
+            refused.setdefault(f"{type(error).__name__}: {error}", []).append(attempt.rank)
+    for why, ranks in refused.items():
+        go = "goes" if len(ranks) == 1 else "go"
+        print(
+            f"replicas: {name_ranks(ranks)} of run {run.run_id} {go} on at backend {run.backend!r}: {why}",
+            file=sys.stderr,
+        )
+    with contextlib.suppress(ReplicasError):
+        for attempt in ended:
+            attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))

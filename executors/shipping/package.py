@@ -84,7 +84,7 @@ def _file_of(function: object) -> Path | None:
     module = sys.modules.get(str(getattr(function, "__module__", None)))
     file = getattr(module, "__file__", None)
     by_value = "<" in getattr(function, "__qualname__", "<")  # cloudpickle, for <locals> and <lambda>
-    if module is None or file is None or module.__name__ == "__main__" or by_value:
+    if module is None or file is None or module is sys.modules.get("__main__") or by_value:
         return None
     path = Path(file).resolve()
     ours = Path(__file__).resolve().parents[2]

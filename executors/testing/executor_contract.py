@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -22,7 +23,7 @@ import pytest
 from executors.errors import UnknownHandleError
 from executors.launcher import launch
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
-from executors.testing.helpers import KnownGaps, eventually
+from executors.testing.helpers import EndsWhatItStarts, KnownGaps, eventually
 
 ROW = {"rank", "status", "exit_code", "error", "result", "reason"}
 MANY, WATCHED_S, MOST_LOOKS = 64, 10.0, 12  # which is less than 30 looks in a minute
@@ -43,7 +44,7 @@ def _skip_without_json(handles: Sequence[Any]) -> None:
         pytest.skip("its handles are objects of its own")
 
 
-class ExecutorContract(KnownGaps):
+class ExecutorContract(KnownGaps, EndsWhatItStarts):
     """What users of an executor see while all goes well, and when replicas fail, hang or are cancelled."""
 
     takes_callables: ClassVar[bool] = True
@@ -57,6 +58,18 @@ class ExecutorContract(KnownGaps):
     def executor(self) -> ServerlessExecutor:
         """The executor under test."""
         raise NotImplementedError("Supply an `executor` fixture.")
+
+    @pytest.fixture(autouse=True)
+    def _leaves_nothing(self, executor: ServerlessExecutor) -> Iterator[None]:
+        yield
+        self.end_all()
+
+    def launched(self, executor: ServerlessExecutor, n: int, *asked: Any, **more: Any) -> list[Any]:
+        """Launch replicas, which are cancelled when the test ends, however it does."""
+        handles: list[Any] = executor.launch_replicas(n, *asked, **more)
+        for handle in handles:
+            self.at_the_end(partial(executor.cancel, handle))
+        return handles
 
     def another(self, executor: ServerlessExecutor) -> ServerlessExecutor:
         """Return an executor as another process would make it: default-constructed."""
@@ -113,7 +126,7 @@ class ExecutorContract(KnownGaps):
         assert isinstance(executor.supports_inter_replica_network, bool)
 
     def test_handles_come_back_in_rank_order_and_are_plain_json(self, executor: ServerlessExecutor) -> None:
-        handles = executor.launch_replicas(2, task("echo"), {"a": 1})
+        handles = self.launched(executor, 2, task("echo"), {"a": 1})
         assert [handle.rank for handle in handles] == [0, 1]
         self.collected(executor, handles)
         _skip_without_json(handles)
@@ -128,7 +141,7 @@ class ExecutorContract(KnownGaps):
     def test_every_rank_calls_the_entrypoint_once_with_the_arguments(self, executor: ServerlessExecutor) -> None:
         text = "ä 'quoted' \"twice\" \n $HOME 🦦"
         args = {"text": text, "number": -1.5, "none": None, "list": [1, [True, {}]], "d": {"k": 2}}
-        rows = self.collected(executor, executor.launch_replicas(3, task("echo"), args))
+        rows = self.collected(executor, self.launched(executor, 3, task("echo"), args))
         assert [row["result"] for row in rows] == [{"rank": rank, "args": args} for rank in range(3)]
         for rank, row in enumerate(rows):
             assert row.keys() >= ROW
@@ -144,38 +157,38 @@ class ExecutorContract(KnownGaps):
 
             return {"rank": base + int(os.environ["REPLICA_RANK"]), **captured}
 
-        rows = self.collected(executor, executor.launch_replicas(2, entrypoint, {"base": 10}))
+        rows = self.collected(executor, self.launched(executor, 2, entrypoint, {"base": 10}))
         assert [row["result"] for row in rows] == [{"rank": 10, "by": "value"}, {"rank": 11, "by": "value"}]
 
     def test_the_rank_can_have_one_more_variable(self, executor: ServerlessExecutor) -> None:
         names = ["REPLICA_RANK", "MY_RANK"]
         args = {"names": names, "rank_env": "MY_RANK"}
-        rows = self.collected(executor, executor.launch_replicas(2, task("variables"), args))
+        rows = self.collected(executor, self.launched(executor, 2, task("variables"), args))
         assert args == {"names": names, "rank_env": "MY_RANK"}, "the caller's arguments are left as they were"
         assert [row["result"] for row in rows] == [{name: str(rank) for name in names} for rank in range(2)]
 
     def test_a_result_of_16_megabytes_arrives(self, executor: ServerlessExecutor) -> None:
-        (row,) = self.collected(executor, executor.launch_replicas(1, task("large"), {"n_bytes": 16 << 20}))
+        (row,) = self.collected(executor, self.launched(executor, 1, task("large"), {"n_bytes": 16 << 20}))
         assert row["status"] == "succeeded"
         assert row["result"] == "x" * (16 << 20)
 
     def test_rows_come_in_the_order_of_the_handles_given(self, executor: ServerlessExecutor) -> None:
         assert executor.collect([]) == []
-        handles = executor.launch_replicas(2, task("echo"), {})
+        handles = self.launched(executor, 2, task("echo"), {})
         rows = self.collected(executor, [handles[1], handles[0]])
         assert [(row["rank"], row["result"]["rank"]) for row in rows] == [(1, 1), (0, 0)]
         assert [row["rank"] for row in self.collected(executor, handles)] == [0, 1]
 
     def test_two_launches_of_one_executor_stay_apart(self, executor: ServerlessExecutor) -> None:
-        first = executor.launch_replicas(2, task("echo"), {"launch": 1})
-        second = executor.launch_replicas(2, task("echo"), {"launch": 2})
+        first = self.launched(executor, 2, task("echo"), {"launch": 1})
+        second = self.launched(executor, 2, task("echo"), {"launch": 2})
         assert [row["result"]["args"]["launch"] for row in self.collected(executor, second)] == [2, 2]
         assert [row["result"]["args"]["launch"] for row in self.collected(executor, first)] == [1, 1]
 
     def test_one_failure_leaves_the_other_and_polling_cancelling_and_collecting_again_change_nothing(
         self, executor: ServerlessExecutor
     ) -> None:
-        handles = executor.launch_replicas(2, task("fail_on"), {"rank": 1})
+        handles = self.launched(executor, 2, task("fail_on"), {"rank": 1})
         for handle in handles:
             eventually(lambda handle=handle: executor.poll(handle) in TERMINAL, within_s=self.patience_s)  # type: ignore[misc]
         rows = self.collected(executor, handles)
@@ -186,7 +199,7 @@ class ExecutorContract(KnownGaps):
         assert statuses(executor, handles) == [row["status"] for row in rows]
 
     def test_another_process_can_use_the_handles(self, executor: ServerlessExecutor) -> None:
-        handles = executor.launch_replicas(2, task("hang_on"), {"rank": 1})
+        handles = self.launched(executor, 2, task("hang_on"), {"rank": 1})
         _skip_without_json(handles)
         other = self.another(executor)
         copies = [ReplicaHandle.from_json(handle.to_json()) for handle in handles]
@@ -200,7 +213,7 @@ class ExecutorContract(KnownGaps):
     # --- polling and logs
 
     def test_a_status_is_one_of_five_words_and_running_while_a_replica_runs(self, executor: ServerlessExecutor) -> None:
-        handles = executor.launch_replicas(2, task("hang_on"), {"rank": 1})
+        handles = self.launched(executor, 2, task("hang_on"), {"rank": 1})
         seen = set()
 
         def ended() -> bool:
@@ -218,7 +231,7 @@ class ExecutorContract(KnownGaps):
     def test_logs_have_both_streams_in_the_order_written_and_end_with_the_last_lines(
         self, executor: ServerlessExecutor
     ) -> None:
-        handles = executor.launch_replicas(1, task("talk"), {"n_lines": 500})
+        handles = self.launched(executor, 1, task("talk"), {"n_lines": 500})
         self.collected(executor, handles)
         assert executor.stream_logs(handles[0], n_lines=3).splitlines() == ["line 497", "line 498", "line 499"]
         assert executor.stream_logs(handles[0]).splitlines() == [f"line {number}" for number in range(300, 500)]
@@ -226,21 +239,21 @@ class ExecutorContract(KnownGaps):
     # --- failures
 
     def test_an_exception_is_a_failure_with_its_traceback(self, executor: ServerlessExecutor) -> None:
-        (row,) = self.collected(executor, executor.launch_replicas(1, task("fail"), {"message": "no luck, ä"}))
+        (row,) = self.collected(executor, self.launched(executor, 1, task("fail"), {"message": "no luck, ä"}))
         assert (row["status"], row["reason"], row["result"]) == ("failed", "exception", None)
         assert "RuntimeError: rank 0: no luck, ä" in row["error"]
         assert "tasks.py" in row["error"], "the traceback names the user's file"
         assert row["exit_code"] not in (0, None)
 
     def test_a_result_that_is_not_json_is_a_failure_that_names_its_place(self, executor: ServerlessExecutor) -> None:
-        (row,) = self.collected(executor, executor.launch_replicas(1, task("no_json"), {}))
+        (row,) = self.collected(executor, self.launched(executor, 1, task("no_json"), {}))
         assert (row["status"], row["reason"], row["result"]) == ("failed", "result_not_serializable", None)
         assert "result['loss'][3]" in row["error"]
         assert "save_artifact" in row["error"]
 
     def test_leaving_without_a_result_is_a_failure_that_keeps_the_code(self, executor: ServerlessExecutor) -> None:
         ways: list[dict[str, Any]] = [{"code": 3, "how": "sys"}, {"code": 0, "how": "os"}, {"code": 3, "how": "os"}]
-        launched = [executor.launch_replicas(1, task("leave"), way) for way in ways]
+        launched = [self.launched(executor, 1, task("leave"), way) for way in ways]
         for way, handles in zip(ways, launched, strict=True):
             (row,) = self.collected(executor, handles)
             assert (row["status"], row["reason"], row["result"]) == ("failed", "no_result", None), way
@@ -249,11 +262,11 @@ class ExecutorContract(KnownGaps):
 
     def test_leaving_by_sys_exit_without_an_error_is_a_success(self, executor: ServerlessExecutor) -> None:
         for code in (0, None):
-            (row,) = self.collected(executor, executor.launch_replicas(1, task("leave"), {"code": code, "how": "sys"}))
+            (row,) = self.collected(executor, self.launched(executor, 1, task("leave"), {"code": code, "how": "sys"}))
             assert (row["status"], row["reason"], row["result"], row["error"]) == ("succeeded", None, None, None), code
 
     def test_a_replica_killed_from_outside_is_reported(self, executor: ServerlessExecutor) -> None:
-        handles = executor.launch_replicas(2, task("hang"), {})
+        handles = self.launched(executor, 2, task("hang"), {})
         self.hanging(executor, handles)
         self.kill(executor, handles[1])
         eventually(lambda: executor.poll(handles[1]) in TERMINAL, within_s=self.patience_s)
@@ -266,7 +279,7 @@ class ExecutorContract(KnownGaps):
 
     def test_a_start_whose_answer_is_lost_is_found_and_not_done_twice(self, executor: ServerlessExecutor) -> None:
         count = self.lose_reply(executor)
-        rows = self.collected(executor, executor.launch_replicas(2, task("echo"), {}))
+        rows = self.collected(executor, self.launched(executor, 2, task("echo"), {}))
         assert [row["result"]["rank"] for row in rows] == [0, 1]
         assert count() == 2
 
@@ -275,7 +288,9 @@ class ExecutorContract(KnownGaps):
             self.evict(executor, None)  # skips, before anything is started
         hurried = {"REPLICA_NOTICE_S": "0.1"}  # else a replica has nearly all the time that its engine leaves
         over = launch(executor, task("hang"), 1, env=hurried)
+        self.at_the_end(over.cancel)
         kept = launch(executor, task("hang"), 1, env=hurried, restarts="0,backoff=0s")
+        self.at_the_end(kept.cancel)
         for run in (over, kept):
             self.hanging(executor, run.handles)
             self.evict(executor, run.handles[0])
@@ -283,11 +298,10 @@ class ExecutorContract(KnownGaps):
         assert [outcome.reason for outcome in over.outcomes()] == ["preempted"]
         eventually(lambda: kept.wait(0.1) or kept.status().replicas[0].attempt == 1, within_s=self.patience_s)
         assert kept.status().restarts_by_reason == {"preempted": 1}
-        kept.cancel()
 
     def test_many_replicas_are_started_and_watched_by_few_requests(self, executor: ServerlessExecutor) -> None:
         n_starts, n_looks = self.requests(executor)
-        handles = executor.launch_replicas(MANY, task("hang"), {})
+        handles = self.launched(executor, MANY, task("hang"), {})
         until = time.monotonic() + WATCHED_S
         while time.monotonic() < until:
             assert "succeeded" not in statuses(executor, handles)
@@ -299,23 +313,23 @@ class ExecutorContract(KnownGaps):
     # --- limits
 
     def test_a_time_limit_is_enforced(self, executor: ServerlessExecutor) -> None:
-        (row,) = self.collected(executor, executor.launch_replicas(1, task("hang"), {}, timeout=1))
+        (row,) = self.collected(executor, self.launched(executor, 1, task("hang"), {}, timeout=1))
         assert (row["status"], row["reason"], row["result"]) == ("failed", "timeout", None)
         assert row["error"]
 
     def test_a_time_limit_does_not_touch_what_is_done(self, executor: ServerlessExecutor) -> None:
         for timeout in (4, 60):  # a busy machine may need more than the first to be done at all
-            rows = self.collected(executor, executor.launch_replicas(2, task("hang_on"), {"rank": 1}, timeout=timeout))
+            rows = self.collected(executor, self.launched(executor, 2, task("hang_on"), {"rank": 1}, timeout=timeout))
             if rows[0]["status"] == "succeeded":
                 break
         assert [(row["status"], row["reason"]) for row in rows] == [("succeeded", None), ("failed", "timeout")]
 
     def test_a_time_limit_is_enforced_against_a_replica_deaf_to_sigterm(self, executor: ServerlessExecutor) -> None:
-        (row,) = self.collected(executor, executor.launch_replicas(1, task("hang_deaf"), {}, timeout=1))
+        (row,) = self.collected(executor, self.launched(executor, 1, task("hang_deaf"), {}, timeout=1))
         assert (row["status"], row["reason"]) == ("failed", "timeout")
 
     def test_collects_own_time_limit_ends_nothing(self, executor: ServerlessExecutor) -> None:
-        handles = executor.launch_replicas(2, task("hang_on"), {"rank": 1})
+        handles = self.launched(executor, 2, task("hang_on"), {"rank": 1})
         self.hanging(executor, handles[1:])
         eventually(lambda: executor.poll(handles[0]) == "succeeded", within_s=self.patience_s)
         for timeout in (0, 1):
@@ -328,7 +342,7 @@ class ExecutorContract(KnownGaps):
     # --- cancelling
 
     def test_what_is_cancelled_stays_cancelled_and_leaves_the_others(self, executor: ServerlessExecutor) -> None:
-        handles = executor.launch_replicas(2, task("hang"), {})
+        handles = self.launched(executor, 2, task("hang"), {})
         self.hanging(executor, handles)
         self.cancelled(executor, handles[:1])
         assert executor.poll(handles[1]) == "running"
@@ -338,18 +352,18 @@ class ExecutorContract(KnownGaps):
         assert "hanging" in executor.stream_logs(handles[0]), "the log can still be read"
 
     def test_cancelling_at_once_leaves_nothing_running(self, executor: ServerlessExecutor) -> None:
-        handles = executor.launch_replicas(2, task("hang"), {})
+        handles = self.launched(executor, 2, task("hang"), {})
         self.cancelled(executor, handles)
 
     def test_a_replica_deaf_to_sigterm_is_cancelled_all_the_same(self, executor: ServerlessExecutor) -> None:
-        handles = executor.launch_replicas(1, task("hang_deaf"), {})
+        handles = self.launched(executor, 1, task("hang_deaf"), {})
         self.hanging(executor, handles)
         self.cancelled(executor, handles)
 
     # --- mistakes of the caller
 
     def test_a_handle_that_was_never_launched_is_unknown_to_every_verb(self, executor: ServerlessExecutor) -> None:
-        handles = executor.launch_replicas(1, task("echo"), {})
+        handles = self.launched(executor, 1, task("echo"), {})
         self.collected(executor, handles)
         unknown = self.never_launched(handles[0])
         for ask in (executor.poll, executor.stream_logs, executor.cancel, lambda handle: executor.collect([handle])):
@@ -359,21 +373,21 @@ class ExecutorContract(KnownGaps):
     def test_less_than_one_replica_is_refused(self, executor: ServerlessExecutor) -> None:
         for n in (0, -1):
             with pytest.raises(ValueError, match=str(n)):
-                executor.launch_replicas(n, task("echo"), {})
+                self.launched(executor, n, task("echo"), {})
 
     def test_an_entrypoint_that_does_not_exist_is_refused_by_name(self, executor: ServerlessExecutor) -> None:
         for entrypoint in ("executors.testing.tasks:no_such", "no_such_module_at_all:f", "no_such.py:f"):
             with pytest.raises(Exception, match="no_such"):
-                executor.launch_replicas(1, entrypoint, {})
+                self.launched(executor, 1, entrypoint, {})
 
     def test_arguments_that_do_not_fit_are_refused_before_anything_starts(self, executor: ServerlessExecutor) -> None:
         for args, name in (({}, "needed"), ({"needed": 1, "unknown": 2}, "unknown")):
             with pytest.raises(TypeError, match=name):
-                executor.launch_replicas(1, task("not_callable_with_these"), args)
+                self.launched(executor, 1, task("not_callable_with_these"), args)
 
     def test_arguments_that_cannot_travel_are_refused(self, executor: ServerlessExecutor) -> None:
         with pytest.raises(TypeError):
-            executor.launch_replicas(1, task("echo"), {"thing": object()})
+            self.launched(executor, 1, task("echo"), {"thing": object()})
 
     # --- in launch()
 
@@ -381,5 +395,6 @@ class ExecutorContract(KnownGaps):
         if not self.reaches_local_store:
             pytest.skip("its replicas do not see this machine's files")
         run = launch(executor, task("echo"), 2, args={"a": [1, "ä"]})
+        self.at_the_end(run.cancel)
         assert run.results() == [{"rank": rank, "args": {"a": [1, "ä"]}} for rank in range(2)]
         assert [outcome.status for outcome in run.outcomes()] == ["succeeded", "succeeded"]

@@ -51,6 +51,20 @@ class KnownGaps:
             setattr(cls, name, pytest.mark.xfail(reason=reason, strict=True)(functools.update_wrapper(copy, test)))
 
 
+class EndsWhatItStarts:
+    """A contract suite that ends what its tests started, also those that fail: at a service it goes on, and costs."""
+
+    def at_the_end(self, act: Callable[[], object]) -> None:
+        """Call this when the test has ended, before what it tests is gone."""
+        self.__dict__.setdefault("_acts", []).append(act)
+
+    def end_all(self) -> None:
+        """Call what was left for the end of a test. What fails is left alone: the test says what is wrong."""
+        for act in self.__dict__.pop("_acts", []):
+            with contextlib.suppress(Exception):
+                act()
+
+
 def environment(**more: str) -> dict[str, str]:
     """Return this process's environment, with its `sys.path` for a Python that is started with it."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **more}

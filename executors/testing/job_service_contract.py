@@ -17,8 +17,10 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -26,7 +28,7 @@ import pytest
 from executors.backends.jobs.service import ForeignJobError, Job, JobId, JobKey, JobService, JobServiceError, JobState
 from executors.errors import BackendError
 from executors.replica import RANK
-from executors.testing.helpers import KnownGaps, eventually
+from executors.testing.helpers import EndsWhatItStarts, KnownGaps, eventually
 
 OTHERS: list[dict[str, Any]] = [
     *({"rank": 4}, {"attempt": 2}, {"run_id": "another"}, {"store_url": "s3://bucket/other"}),
@@ -39,7 +41,7 @@ SAY_RANK = (  # as the bootstrap finds it
 HANG = "print('hanging', flush=True); import time; time.sleep(600)"
 
 
-class JobServiceContract(KnownGaps):
+class JobServiceContract(KnownGaps, EndsWhatItStarts):
     """The calls, each against a service that works; how its errors are translated is tested beside each file."""
 
     gpu: ClassVar[str | None] = None
@@ -51,6 +53,11 @@ class JobServiceContract(KnownGaps):
     def service(self) -> JobService:
         """The service under test."""
         raise NotImplementedError("Supply a `service` fixture.")
+
+    @pytest.fixture(autouse=True)
+    def _leaves_nothing(self, service: JobService) -> Iterator[None]:
+        yield
+        self.end_all()
 
     def another(self, service: JobService) -> JobService:
         """Return the service as another process would make it."""
@@ -66,13 +73,26 @@ class JobServiceContract(KnownGaps):
         made = Job(key, ("python", "-u", "-c", code), (), {}, {}, gpu=self.gpu, limit_s=300)
         return replace(made, **changes)
 
+    def begun(self, service: JobService, job: Job) -> JobId:
+        """Start a job, which is stopped when the test ends, however it does."""
+        job_id = service.start(job)
+        self.at_the_end(partial(service.stop, job_id))
+        return job_id
+
+    def begun_together(self, service: JobService, jobs: Sequence[Job]) -> list[JobId]:
+        """Start jobs in one call, which are stopped when the test ends, however it does."""
+        ids = list(service.start_jobs(jobs))
+        for job_id in ids:
+            self.at_the_end(partial(service.stop, job_id))
+        return ids
+
     def ended(self, service: JobService, job_id: JobId) -> JobState:
         eventually(lambda: service.state(job_id).has_ended, "the job has ended", within_s=self.patience_s)
         return service.state(job_id)
 
     def started(self, service: JobService, job: Job, line: str = "hanging") -> JobId:
         """Start a job, and wait until it says a line."""
-        job_id = service.start(job)
+        job_id = self.begun(service, job)
         eventually(lambda: line in service.logs(job_id, 10), f"the job says {line!r}", within_s=self.patience_s)
         return job_id
 
@@ -86,13 +106,13 @@ class JobServiceContract(KnownGaps):
     def test_a_job_runs_its_command_with_its_environment_and_credentials(self, service: JobService) -> None:
         code = "import os; print(os.environ['PLAIN'], os.environ['SECRET'])"
         value = "ä 'quoted' \"twice\" $HOME"
-        job_id = service.start(self.job(code, env={"PLAIN": value}, credentials={"SECRET": "hush"}))
+        job_id = self.begun(service, self.job(code, env={"PLAIN": value}, credentials={"SECRET": "hush"}))
         state = self.ended(service, job_id)
         assert (state.reason, state.exit_code) == (None, 0)
         eventually(lambda: service.logs(job_id, 10) == f"{value} hush\n", within_s=self.patience_s)
 
     def test_a_job_that_runs_into_its_limit_is_ended(self, service: JobService) -> None:
-        state = self.ended(service, service.start(self.job(HANG, limit_s=1)))
+        state = self.ended(service, self.begun(service, self.job(HANG, limit_s=1)))
         assert state.reason == "timeout"
 
     def test_a_job_runs_until_it_is_stopped_and_stopping_it_again_is_not_an_error(self, service: JobService) -> None:
@@ -104,7 +124,7 @@ class JobServiceContract(KnownGaps):
         assert "hanging" in service.logs(job_id, 10), "the log outlives the job"
 
     def test_the_last_lines_of_a_log_are_read(self, service: JobService) -> None:
-        job_id = service.start(self.job("for n in range(300): print('line', n)"))
+        job_id = self.begun(service, self.job("for n in range(300): print('line', n)"))
         self.ended(service, job_id)
         eventually(lambda: service.logs(job_id, 2) == "line 298\nline 299\n", within_s=self.patience_s)
         assert len(service.logs(job_id, 200).splitlines()) == 200
@@ -112,7 +132,7 @@ class JobServiceContract(KnownGaps):
 
     def test_a_log_that_is_followed_has_each_line_once(self, service: JobService) -> None:
         code = "import time\nfor n in range(20): print('line', n % 3); time.sleep(0.05)"
-        job_id = service.start(self.job(code))
+        job_id = self.begun(service, self.job(code))
         log, found = service.open_log(job_id), list[str]()
 
         def has_ended() -> bool:
@@ -126,14 +146,14 @@ class JobServiceContract(KnownGaps):
 
     def test_a_job_that_has_ended_is_found(self, service: JobService) -> None:
         job = self.job("pass")
-        job_id = service.start(job)
+        job_id = self.begun(service, job)
         self.ended(service, job_id)
         assert service.find(job.key) == [job_id]
 
     def test_a_job_is_found_by_its_key_alone(self, service: JobService) -> None:
         job = self.job(HANG)
         assert service.find(job.key) == []
-        job_id = service.start(job)
+        job_id = self.begun(service, job)
         assert eventually(lambda: service.find(job.key), within_s=self.patience_s) == [job_id]
         for other in OTHERS:
             assert service.find(replace(job.key, **other)) == [], other
@@ -143,11 +163,11 @@ class JobServiceContract(KnownGaps):
         self, service: JobService
     ) -> None:
         old = self.job("print('of old')")
-        old_id = service.start(old)
+        old_id = self.begun(service, old)
         self.ended(service, old_id)
         new = replace(old, key=replace(old.key, launched_at=1.8e9), command=self.job("print('of new')").command)
         assert service.find(new.key) == []
-        new_id = service.start(new)
+        new_id = self.begun(service, new)
         self.ended(service, new_id)
         eventually(lambda: service.logs(new_id, 10) == "of new\n", within_s=self.patience_s)
         assert new_id != old_id
@@ -157,7 +177,7 @@ class JobServiceContract(KnownGaps):
         job = self.job(HANG)
         expected = [self.started(service, job)]
         with contextlib.suppress(JobServiceError):
-            expected += [job_id for job_id in [service.start(job)] if job_id not in expected]
+            expected += [job_id for job_id in [self.begun(service, job)] if job_id not in expected]
         eventually(lambda: service.find(job.key) == expected, within_s=self.patience_s)
         for job_id in expected:
             service.stop(job_id)
@@ -169,7 +189,10 @@ class JobServiceContract(KnownGaps):
             pytest.skip("it starts each job by itself")
         job = self.job(f"{SAY_RANK}; {HANG}")
         jobs = [replace(job, key=replace(job.key, rank=rank), env={RANK: str(rank)}) for rank in (1, 4, 2)]
-        ids = [*service.start_jobs(jobs[:2]), *service.start_jobs(jobs[2:])]  # two groups of one name
+        ids = [
+            *self.begun_together(service, jobs[:2]),
+            *self.begun_together(service, jobs[2:]),
+        ]  # two groups of one name
         for each, job_id in zip(jobs, ids, strict=True):
             said = f"rank {each.key.rank}\nhanging\n"
             eventually(lambda job_id=job_id, said=said: service.logs(job_id, 10) == said, within_s=self.patience_s)  # type: ignore[misc]
@@ -186,7 +209,7 @@ class JobServiceContract(KnownGaps):
 
     def test_a_job_is_verified_for_its_own_key_alone(self, service: JobService) -> None:
         job = self.job("pass")
-        job_id = service.start(job)
+        job_id = self.begun(service, job)
         assert service.verify(job_id, job.key) == job_id
         for other in OTHERS:
             with pytest.raises(ForeignJobError, match="names a job that"):
@@ -234,7 +257,7 @@ class JobServiceContract(KnownGaps):
     def test_threads_start_jobs_and_read_their_exit_codes(self, service: JobService) -> None:
         jobs = [self.job(f"import sys; sys.exit({code})") for code in range(4)]
         with ThreadPoolExecutor(4) as pool:
-            states = list(pool.map(lambda job: self.ended(service, service.start(job)), jobs))
+            states = list(pool.map(lambda job: self.ended(service, self.begun(service, job)), jobs))
         assert [(state.reason, state.exit_code) for state in states] == [(None, code) for code in range(4)]
 
     def test_the_description_of_a_job_is_json_and_shows_no_secret(self, service: JobService) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.processes import end, is_alive
 from support.third_party import PopenExecutor
 
 from executors.testing import ExecutorContract
@@ -141,3 +142,42 @@ def test_an_executor_that_breaks_a_promise_fails_its_test(
 def test_replicas_of_the_contract_need_no_pytest() -> None:
     check = "import sys, executors.testing.tasks; sys.exit('pytest' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], env=environment()).returncode == 0
+
+
+FAILS = """
+import pytest
+from support.third_party import PopenExecutor
+from executors.testing import ExecutorContract
+
+class CallsAllEnded(PopenExecutor):
+    def launch_replicas(self, *args, **kwargs):
+        tickets = super().launch_replicas(*args, **kwargs)
+        with open("pids", "a") as file:
+            file.write("".join(f"{ticket.process.pid}\\n" for ticket in tickets))
+        return tickets
+
+    def collect(self, handles, *, timeout=None):
+        return [{**row, "status": "failed"} for row in super().collect(handles, timeout=timeout)]
+
+class TestMine(ExecutorContract):
+    takes_callables = False
+
+    @pytest.fixture
+    def executor(self):
+        return CallsAllEnded()
+"""
+
+
+def test_a_test_of_the_contract_that_fails_leaves_no_replica_running(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(FAILS)
+    name = "test_collects_own_time_limit_ends_nothing"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"test_mine.py::TestMine::{name}"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=environment(TMPDIR=str(tmp_path)), timeout=100
+    )
+    pids = [int(line) for line in (tmp_path / "pids").read_text().splitlines()]
+    try:
+        assert "1 failed" in done.stdout, done
+        assert not any(map(is_alive, pids))
+    finally:
+        end(dict.fromkeys(pids, ""))

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import pytest
-from support.processes import is_alive
+from support.processes import end, is_alive
 from support.third_party import PopenExecutor
 
 from executors import ReplicasError, ServerlessExecutor, attach, launch
+from executors.attempt import Attempt
 from executors.errors import ReplicaCancelledError, ReplicaFailedError, ReplicaLostError
+from executors.store.url import store_at
 from executors.testing import ExecutorContract, eventually
 from executors.testing.executor_contract import task
+from executors.testing.helpers import environment
 
 NO_CHECKS = "it starts whatever it is given"
 NO_REASONS = "it knows an exit code and a log, nothing more"
@@ -119,6 +124,71 @@ def test_a_run_on_a_third_party_can_be_cancelled_and_leaving_the_block_does(exec
     with pytest.raises(ReplicaCancelledError):
         run.results()
     assert not any(is_alive(handle.process.pid) for handle in (*run.handles, *left.handles))
+
+
+LEAVES = """
+import sys
+from support.third_party import PopenExecutor
+from executors import launch
+run = launch(PopenExecutor(), "executors.testing.tasks:hang", 2, rendezvous="runs", detach="detached" in sys.argv)
+print(run.url, *(handle.process.pid for handle in run.handles))
+"""
+
+
+def leave(tmp_path: Path, *args: str) -> tuple[str, list[int], str]:
+    """Run a script that launches and ends without waiting; return the run's url, its processes, and stderr."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    command = [sys.executable, "leaves.py", *args]
+    found = environment(TMPDIR=str(tmp_path))
+    left = subprocess.run(command, capture_output=True, text=True, env=found, cwd=tmp_path, timeout=100)
+    assert left.returncode == 0, left
+    url, *pids = left.stdout.split()
+    return url, list(map(int, pids)), left.stderr
+
+
+def test_a_script_that_ends_without_waiting_ends_the_replicas_of_a_third_party_and_says_so(tmp_path: Path) -> None:
+    url, pids, said = leave(tmp_path)
+    assert not any(map(is_alive, pids))
+    run_id = url.rpartition("/")[2]
+    assert f"replicas: run {run_id} ends with this process. Wait for it with run.wait()" in said
+    store, _, run_id = url.rpartition("/")
+    outcomes = [Attempt(store_at(store), run_id, rank).outcome() for rank in range(2)]
+    assert [each and (each.status, each.reason) for each in outcomes] == [("cancelled", "cancelled")] * 2
+
+
+def test_a_script_that_ends_without_waiting_leaves_a_detached_run_of_a_third_party_alone(tmp_path: Path) -> None:
+    _, pids, said = leave(tmp_path, "detached")
+    try:
+        assert all(map(is_alive, pids))
+        assert "ends with this process" not in said
+    finally:
+        end(dict.fromkeys(pids, ""))
+
+
+def test_replicas_of_a_third_party_that_cannot_be_ended_at_the_exit_are_named_and_the_others_end(
+    executor: PopenExecutor, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    exits: list[Callable[[], None]] = []
+    monkeypatch.setattr("atexit.register", exits.append)
+    run = launch(executor, task("hang"), 3)
+    cancel = executor.cancel
+
+    def refuse(handle: Any) -> None:
+        if handle.rank < 2:
+            raise RuntimeError("their API is down")
+        cancel(handle)
+
+    monkeypatch.setattr(executor, "cancel", refuse)
+    for told in exits:
+        told()
+    assert [is_alive(handle.process.pid) for handle in run.handles] == [True, True, False]
+    said = f"replicas: ranks 0-1 of run {run.run_id} go on at backend 'popen': RuntimeError: their API is down"
+    assert said in capfd.readouterr().err
+    monkeypatch.setattr(executor, "cancel", cancel)
+    run.cancel()
+    for told in exits:
+        told()
+    assert capfd.readouterr().err == "", "nothing is left"
 
 
 def test_environment_values_and_objects_without_the_verbs_are_refused(executor: PopenExecutor) -> None:

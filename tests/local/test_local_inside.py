@@ -43,7 +43,7 @@ def test_the_environment_has_the_contract_the_runs_own_values_and_no_process_gro
             **dict.fromkeys(OF_A_PROCESS_GROUP),
             "TOKEN": "hunter2-very-secret",
             "PATH": os.environ["PATH"],
-            "FILE": f"{rank} of 2, $5, $HOME",
+            "FILE": f"{rank} of 2, $$5, $HOME",
             f"OF_{rank}": "${rank}" if rank == 1 else None,
         }
     assert os.environ["RANK"] == "7"

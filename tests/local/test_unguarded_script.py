@@ -111,3 +111,28 @@ def train():
 print(launch(LocalProcessExecutor(preload=()), train, 1).results())
 """
     assert run_script(tmp_path, text)[0] == "[[64, 64]]\n"
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_function_of_the_script_travels_by_value_from_a_child_that_imported_the_script_again(
+    tmp_path: Path, method: str
+) -> None:
+    (tmp_path / "search.py").write_text("""
+import multiprocessing, sys
+from executors import LocalProcessExecutor, launch
+
+class Helper:
+    width = 64
+
+def train(scale):
+    return Helper().width * scale
+
+def trial(scale):
+    print(launch(LocalProcessExecutor(preload=()), train, 1, args={"scale": scale}).results(), flush=True)
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context(sys.argv[1]).Process(target=trial, args=(2,))
+    child.start()
+    child.join()
+""")
+    assert run_python(tmp_path, "search.py", method) == "[128]\n"

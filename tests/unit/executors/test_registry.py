@@ -47,9 +47,20 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, entry_point: str) -> 
 
 
 def test_the_backends_of_installed_packages_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "theirs = support.third_party:PopenExecutor")
-    assert known_backends()["theirs"] == "support.third_party:PopenExecutor"
-    assert isinstance(get_executor("theirs"), PopenExecutor)
+    install(tmp_path, monkeypatch, "popen = support.third_party:PopenExecutor")
+    assert known_backends()["popen"] == "support.third_party:PopenExecutor"
+    assert isinstance(get_executor("popen"), PopenExecutor)
+
+
+def test_a_backend_whose_runs_could_not_be_followed_by_its_registered_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch, "p-open = support.third_party:PopenExecutor")
+    with pytest.raises(
+        BackendError, match=r"registered as 'p-open', and the backend_name of .*PopenExecutor, is 'popen'"
+    ):
+        launch("p-open", print, 1)
+    assert isinstance(get_executor("support.third_party:PopenExecutor"), PopenExecutor)
 
 
 def test_a_misspelt_backend_is_told_the_nearest_and_all() -> None:

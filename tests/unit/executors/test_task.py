@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import threading
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,10 @@ def test_rank_env_names_a_variable_and_is_no_argument() -> None:
     ("given", "filled"),
     [
         ("out/${run_id}/${rank}-of-${world_size}.${attempt}", "out/r/1-of-4.2"),
-        ("$${rank} costs $$5", "${rank} costs $5"),
+        ("$${rank} costs $$5", "${rank} costs $$5"),
         ("$rank $HOME ${other} ${rank $", "$rank $HOME ${other} ${rank $"),
-        ("$$$${rank}$${rank}", "$${rank}${rank}"),
+        ("$$$${rank}$${rank}", "$$${rank}${rank}"),
+        (["$$E=mc^2$$", {"a": ("echo $$", "$${other} $$$")}], ["$$E=mc^2$$", {"a": ("echo $$", "$${other} $$$")}]),
         (["${rank}", {"a": "${rank}", "${rank}": 1}, ("${rank}",)], ["1", {"a": "1", "${rank}": 1}, ("1",)]),
         ([1, 2.5, None, True, b"${rank}"], [1, 2.5, None, True, b"${rank}"]),
     ],
@@ -63,6 +65,47 @@ def test_placeholders_are_filled_in_and_other_dollars_stay(given: object, filled
     store = MemoryStore()
     spec = create_run(store, "r", lambda value: value, {"value": given}, 4, backend="local")
     assert read_task(store, "r", spec.task_digest).load(ME)[1] == {"value": filled}
+
+
+class Mode(StrEnum):
+    FAST = "fast"
+
+
+def test_what_holds_no_placeholder_is_passed_on_as_the_very_same_object() -> None:
+    given: dict[str, Any] = {
+        "deep": [{"text": "$$ $HOME"}, (1, [Mode.FAST])],
+        "mixed": [["${rank}"], ["none"]],
+        "mode": Mode.FAST,
+    }
+    filled = fill(given, ME)
+    assert filled["mixed"] == [["1"], ["none"]]
+    assert filled["deep"] is given["deep"]
+    assert filled["mixed"][1] is given["mixed"][1]
+    assert filled["mode"] is Mode.FAST
+    assert given["mixed"] == [["${rank}"], ["none"]], "what was given is left as it was"
+
+
+@pytest.mark.parametrize("text", ["nothing to fill in", "${rank}"])
+def test_arguments_that_hold_themselves_travel_and_one_object_given_twice_stays_one(text: str) -> None:
+    around: list[Any] = [text]
+    around.append((around, {"around": around}))
+    store = MemoryStore()
+    entrypoint = lambda around, twice: around[0]  # noqa: E731
+    spec = create_run(store, "r", entrypoint, {"around": around, "twice": [around, around]}, 4, backend="local")
+    function, args = read_task(store, "r", spec.task_digest).load(ME)
+    arrived = args["around"]
+    assert function(**args) == text.replace("${rank}", "1")
+    assert arrived[1][0] is arrived[1][1]["around"] is args["twice"][0] is args["twice"][1] is arrived
+
+
+def test_arguments_nested_as_deeply_as_a_pickle_takes_are_filled_in() -> None:
+    lists: Any = "${rank}"
+    for _ in range(10_000):
+        lists = [lists]
+    filled = fill(lists, ME)
+    while isinstance(filled, list):
+        (filled,) = filled
+    assert filled == "1"
 
 
 def test_a_hundred_megabytes_of_arguments_travel() -> None:

@@ -301,7 +301,7 @@ def test_an_entrypoint_that_replicas_would_not_find_is_refused(root: Path) -> No
 def a_function_of_another_folder() -> None: ...
 
 
-def test_a_callable_that_replicas_could_not_import_is_refused(root: Path) -> None:
+def test_a_callable_that_replicas_could_not_import_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EntrypointError, match=r"a_function_of_another_folder' lies outside the workspace"):
         make_package(a_function_of_another_folder, root=root)
     here = Path(__file__).parents[3]
@@ -313,6 +313,8 @@ def test_a_callable_that_replicas_could_not_import_is_refused(root: Path) -> Non
         (pytest.skip, root),
     ):
         make_package(travels, root=folder)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules[__name__])  # as `__mp_main__` is in children of "spawn"
+    make_package(a_function_of_another_folder, root=root)
 
 
 def test_folders_of_the_workspace_on_the_path_are_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
