@@ -132,7 +132,10 @@ def _names(root: Path, listed: bytes | None, left_out: list[str]) -> Iterator[st
 
 
 def _walk(root: Path) -> Iterator[str]:
-    for folder, folders, names in os.walk(root):
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [
             name
             for name in folders

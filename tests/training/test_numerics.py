@@ -251,6 +251,7 @@ def test_the_anchor_is_float32_on_the_cpu_whatever_torch_makes_by_default(
                 nudge(model, 0.25)
                 diloco.step()
             leave(diloco)
+            diloco._workers.uploads.finish()
         return {**diloco.anchor(), "momentum": diloco._model_state.outer[0].state_dict()["momentum"]}
 
     models = [ThreeLayers(0).to(torch.bfloat16) for _ in range(4)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -271,8 +273,8 @@ def test_a_file_that_cannot_be_read_is_named(root: Path, monkeypatch: pytest.Mon
     }
     for name, value in settings.items():
         monkeypatch.setenv(f"GIT_{name}", value)
-    for folder in (root, *root.parents[:4]):
-        folder.chmod(0o755)
+    root = shutil.copytree(root, Path(tempfile.mkdtemp()) / "work")  # a new session of pytest closes its own to others
+    root.parent.chmod(0o755)
     snapshot_workspace(root)  # all that is imported is
     (root / locked).chmod(0)
     if is_root := os.geteuid() == 0:  # who can read every file
@@ -283,6 +285,7 @@ def test_a_file_that_cannot_be_read_is_named(root: Path, monkeypatch: pytest.Mon
     finally:
         os.seteuid(0) if is_root else None
         (root / locked).chmod(0o755)
+        shutil.rmtree(root.parent)
 
 
 def test_an_entrypoint_that_replicas_would_not_find_is_refused(root: Path) -> None:
