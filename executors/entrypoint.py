@@ -391,8 +391,10 @@ def shown(entrypoint: str) -> str:
 
 
 def describe(entrypoint: str | Callable[..., Any]) -> str:
-    """Name an entrypoint in one string, as records have it."""
+    """Name an entrypoint in one string, as records have it: of an object its class, for others may read them."""
     if isinstance(entrypoint, str):
         return entrypoint
-    name = getattr(entrypoint, "__qualname__", None) or repr(entrypoint)
-    return f"{getattr(entrypoint, '__module__', '?')}.{name}"
+    while isinstance(entrypoint, functools.partial):
+        entrypoint = entrypoint.func
+    named = entrypoint if hasattr(entrypoint, "__qualname__") else type(entrypoint)
+    return f"{getattr(named, '__module__', '?')}.{named.__qualname__}"

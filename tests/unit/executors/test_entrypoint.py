@@ -15,6 +15,7 @@ import pytest
 from executors.entrypoint import (
     check_call,
     check_entrypoint,
+    describe,
     is_script,
     load_entrypoint,
     parse_entrypoint,
@@ -128,7 +129,7 @@ def test_a_module_that_only_a_finder_of_its_own_finds_is_found_without_running_i
 
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
     check_entrypoint("editable_of_user.sub.trainer:main", {"steps": 3})
-    with pytest.raises(EntrypointImportError, match="there is no module 'editable_of_user.sub.other'"):
+    with pytest.raises(EntrypointImportError, match=r"no module 'editable_of_user\.sub\.other'"):
         check_entrypoint("editable_of_user.sub.other:main", {})
     assert capsys.readouterr().out == ""
     assert load_entrypoint("editable_of_user.sub.trainer.main")(steps=3) == ("main", 3)
@@ -231,6 +232,31 @@ def generator() -> Iterator[int]:
 def test_a_function_that_runs_nothing_when_it_is_called_is_refused(function: Any) -> None:
     with pytest.raises(EntrypointError, match=r"f is (async|a generator): calling it runs nothing of it. Give a plain"):
         check_call(function, {}, "f")
+
+
+class Holder:
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __repr__(self) -> str:
+        return f"Holder({self.key})"
+
+    def __call__(self) -> str:
+        return self.key
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "name"),
+    [
+        (functools.partial(functools.partial(check_call, what="a secret"), args={}), "executors.entrypoint.check_call"),
+        (functools.partial(Holder("a secret").__call__), f"{__name__}.Holder.__call__"),
+        (functools.partial(Holder("a secret")), f"{__name__}.Holder"),
+        (Holder("a secret"), f"{__name__}.Holder"),
+        (Holder, f"{__name__}.Holder"),
+    ],
+)
+def test_the_name_of_an_entrypoint_is_the_same_in_each_process_and_holds_no_values(entrypoint: Any, name: str) -> None:
+    assert describe(entrypoint) == name
 
 
 def test_a_lambda_and_a_decorated_function_pass() -> None:
