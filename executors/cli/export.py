@@ -25,7 +25,9 @@ SHARE = 0.1  # of the time, at most, that following a run takes
 
 def export(
     run: RunArgument,
-    tensorboard: Annotated[Path | None, Option("--tensorboard", metavar="DIR", parser=parse_path, help=TENSORBOARD)] = None,
+    tensorboard: Annotated[
+        Path | None, Option("--tensorboard", metavar="DIR", parser=parse_path, help=TENSORBOARD)
+    ] = None,
     csv: Annotated[Path | None, Option("--csv", metavar="FILE", parser=parse_path, help=CSV)] = None,
     jsonl: Annotated[Path | None, Option("--jsonl", metavar="FILE", parser=parse_path, help=JSONL)] = None,
     follow: Annotated[bool, Option("--follow", "-f", help=FOLLOW)] = False,
