@@ -295,16 +295,14 @@ def find_module(dotted: str) -> importlib.machinery.ModuleSpec | None:
     """Find a module's spec without importing its parent packages, which `importlib.util.find_spec` would."""
     path: list[str] | None = None
     spec = None
-    for index, part in enumerate(dotted.split(".")):
-        if index and path is None:
-            return None
-        name = ".".join(dotted.split(".")[: index + 1])
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is None and index == 0:
-            spec = importlib.machinery.BuiltinImporter.find_spec(part)
+    finders: list[Any] = [each for each in sys.meta_path if hasattr(each, "find_spec")]  # an editable install has one
+    for part in dotted.split("."):
+        # By its own name alone: PathFinder would look for the parents of a dotted one among the imported modules.
+        spec = next((found for finder in finders if (found := finder.find_spec(part, path)) is not None), None)
         if spec is None:
             return None
-        path = list(spec.submodule_search_locations) if spec.submodule_search_locations is not None else None
+        path = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+        finders = [] if path is None else [importlib.machinery.PathFinder]
     return spec
 
 
@@ -393,8 +391,10 @@ def shown(entrypoint: str) -> str:
 
 
 def describe(entrypoint: str | Callable[..., Any]) -> str:
-    """Name an entrypoint in one string, as records have it."""
+    """Name an entrypoint in one string, as records have it: of an object its class, for others may read them."""
     if isinstance(entrypoint, str):
         return entrypoint
-    name = getattr(entrypoint, "__qualname__", None) or repr(entrypoint)
-    return f"{getattr(entrypoint, '__module__', '?')}.{name}"
+    while isinstance(entrypoint, functools.partial):
+        entrypoint = entrypoint.func
+    named = entrypoint if hasattr(entrypoint, "__qualname__") else type(entrypoint)
+    return f"{getattr(named, '__module__', '?')}.{named.__qualname__}"

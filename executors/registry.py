@@ -62,6 +62,8 @@ def executor_class(name: str) -> type[ServerlessExecutor]:
     if path is None:
         raise UnknownBackendError(unknown_name("backend named", name, known_backends()))
     module, _, attribute = path.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
+        raise BackendError(f"Backend {name!r}: a class is given as 'pkg.mod:Class'.")
     try:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
@@ -210,7 +212,7 @@ def check_executor(executor: Any) -> ServerlessExecutor:
     """Return the executor, if it is one.
 
     Raises:
-        TypeError: it lacks one of the five verbs or two attributes; the message names what.
+        TypeError: it lacks one of the five verbs or two attributes, which the message names; or it is a class.
     """
     missing = [name for name in VERBS if not callable(getattr(executor, name, None))]
     missing += [name for name in ATTRIBUTES if not hasattr(executor, name)]
@@ -219,6 +221,8 @@ def check_executor(executor: Any) -> ServerlessExecutor:
             f"{type(executor).__name__} is not a ServerlessExecutor: it lacks {', '.join(missing)}. "
             "See executors/protocol.py; executors.testing.ExecutorContract tests all of it."
         )
+    if isinstance(executor, type):
+        raise TypeError(f"{executor.__name__} is a class of executors. Give an executor, as in {executor.__name__}().")
     return executor  # type: ignore[no-any-return]
 
 

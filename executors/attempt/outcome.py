@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -28,6 +29,7 @@ MAX_RANK = 10**6  # beyond those launched, replicas may join
 MAX_ATTEMPTS = 10_000
 PID = integer(1, 2**31 - 1)
 COUNT = integer(0, 2**53)
+EXIT_CODE = integer(-(2**31), 2**31)
 OUTPUT_TAIL_BYTES = 64 * 1024
 MAX_OUTCOME_BYTES = 32 << 20
 MAX_ERROR = 1 << 20  # characters
@@ -49,7 +51,7 @@ def parse_outcome(data: Any, key: str = "outcome.json", url: str = "") -> Outcom
         attempt=fields.take("attempt", integer(0, MAX_ATTEMPTS)),
         status=ReplicaStatus(fields.take("status", one_of(*ENDED))),
         reason=reason,
-        exit_code=fields.take("exit_code", nullable(integer(-(2**31), 2**31)), None),
+        exit_code=fields.take("exit_code", nullable(EXIT_CODE), None),
         signal=fields.take("signal", nullable(text(100)), None),
         error=fields.take("error", nullable(text(MAX_ERROR)), None),
         error_line=fields.take("error_line", nullable(text(MAX_ERROR)), None),
@@ -77,7 +79,8 @@ def only_numbers(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 def encode_outcome(outcome: Outcome) -> bytes:
-    """Encode an outcome within the bounds that its readers keep."""
+    """Encode an outcome within the bounds that its readers keep: an executor may report anything."""
+    outcome = replace(outcome, exit_code=_readable_code(outcome.exit_code))
     if outcome.error is not None and len(outcome.error) > MAX_ERROR:
         half = MAX_ERROR // 2 - 10  # of a traceback: where it came from, and what it says
         outcome = replace(outcome, error=f"{outcome.error[:half]}\n…\n{outcome.error[-half:]}")
@@ -96,6 +99,12 @@ def encode_outcome(outcome: Outcome) -> bytes:
         outcome, status=ReplicaStatus.FAILED, reason="result_not_serializable", exit_code=1, error=error, result=None
     )
     return to_bytes(asdict(failed))
+
+
+def _readable_code(code: Any) -> int | None:
+    with contextlib.suppress(ValueError):
+        return EXIT_CODE(int(code) if isinstance(code, bool) else code)
+    return None
 
 
 ENDINGS = {

@@ -21,6 +21,7 @@ from executors.cli.options import (
     RunArgument,
     WaitOption,
     find_run,
+    parse_path,
 )
 from executors.cli.output import FAILED, JsonOption, Output, finite, inert, one_line, refuse, strict_json
 from executors.errors import ReplicasError, StoreError
@@ -37,7 +38,7 @@ OF_ITS_NAME = (None, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLO
 
 def collect(
     run: RunArgument,
-    out: Annotated[Path | None, Option("--out", "-o", metavar="DIR", help=OUT)] = None,
+    out: Annotated[Path | None, Option("--out", "-o", metavar="DIR", parser=parse_path, help=OUT)] = None,
     timeout: WaitOption = None,
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run
+from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run, parse_path
 from executors.cli.output import JsonOption, Output, one_line, refuse
 
 if TYPE_CHECKING:
@@ -25,9 +25,11 @@ SHARE = 0.1  # of the time, at most, that following a run takes
 
 def export(
     run: RunArgument,
-    tensorboard: Annotated[Path | None, Option("--tensorboard", metavar="DIR", help=TENSORBOARD)] = None,
-    csv: Annotated[Path | None, Option("--csv", metavar="FILE", help=CSV)] = None,
-    jsonl: Annotated[Path | None, Option("--jsonl", metavar="FILE", help=JSONL)] = None,
+    tensorboard: Annotated[
+        Path | None, Option("--tensorboard", metavar="DIR", parser=parse_path, help=TENSORBOARD)
+    ] = None,
+    csv: Annotated[Path | None, Option("--csv", metavar="FILE", parser=parse_path, help=CSV)] = None,
+    jsonl: Annotated[Path | None, Option("--jsonl", metavar="FILE", parser=parse_path, help=JSONL)] = None,
     follow: Annotated[bool, Option("--follow", "-f", help=FOLLOW)] = False,
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,

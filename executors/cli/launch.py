@@ -143,7 +143,7 @@ def launch(
                 given, chosen = parse_texts("--arg", arg), options_of(backend, option, volume)
                 request = named(
                     LaunchRequest(
-                        entrypoint=entrypoint or default_task(),
+                        entrypoint=default_task() if entrypoint is None else entrypoint,
                         n=total,
                         args={name: value for name, value in args.items() if name not in given},
                         arg_texts={**texts, **given},

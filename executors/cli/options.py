@@ -6,6 +6,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
@@ -83,6 +84,13 @@ def parse_duration(text: str) -> float:
         return durations.parse_duration(text)
     except ValueError as error:
         raise UsageProblem(str(error)) from None
+
+
+def parse_path(text: str) -> Path:
+    """Return a file or folder that an option names. An empty text, as of a variable that is not set, names none."""
+    if not text:
+        raise UsageProblem("is empty. Name a file or a folder; this folder is a dot.")
+    return Path(text)
 
 
 TEE = "Show the output of these ranks, too, as in 0,2: below the table, or between the lines."

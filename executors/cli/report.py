@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Option
 
-from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run
+from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run, parse_path
 from executors.cli.output import JsonOption, Output, refuse
 
 OUT = "The file to write. Default: RUN_ID.html in this folder."
@@ -15,7 +15,7 @@ OUT = "The file to write. Default: RUN_ID.html in this folder."
 
 def report(
     run: RunArgument,
-    out: Annotated[Path | None, Option("--out", "-o", metavar="FILE", help=OUT)] = None,
+    out: Annotated[Path | None, Option("--out", "-o", metavar="FILE", parser=parse_path, help=OUT)] = None,
     open_it: Annotated[bool, Option("--open", help="Show the page in the browser.")] = False,
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,

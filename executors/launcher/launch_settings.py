@@ -110,13 +110,15 @@ def read_settings(
         EntrypointError: the `# /// script` block of the entrypoint's file cannot be read.
     """
     config = config or shlex.split(os.environ.get("REPLICAS_CONFIG", ""))
-    profile = profile or os.environ.get("REPLICAS_PROFILE") or None
+    profile = (os.environ.get("REPLICAS_PROFILE") or None) if profile is None else profile
     files = [*found_files(), *(given_file(Path(file).absolute()) for file in config)]
     levels = [Level.of(table, str(path), path.parent, keys) for path, table in files]
     environment = _environment(keys)
     named = [level.profiles.get(profile or "", {}) for level in levels]
     settings = [environment, *reversed(named), *(level.values for level in reversed(levels))]
-    chosen = entrypoint or next((each[("entrypoint",)].value for each in settings if ("entrypoint",) in each), None)
+    chosen = entrypoint
+    if chosen is None:  # an empty one is a mistake, which no setting mends
+        chosen = next((each[("entrypoint",)].value for each in settings if ("entrypoint",) in each), None)
     if header := header_level(chosen, keys):
         levels.insert(len(levels) - len(config), header)
     if profile is not None and not any(profile in level.profiles for level in levels):

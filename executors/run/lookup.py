@@ -41,9 +41,12 @@ def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | Se
             names, which has to be one that is installed here.
 
     Raises:
+        TypeError: the run is not a string.
         RunNotFoundError: there is no such run.
         BackendError: the executor is of another backend than the run.
     """
+    if not isinstance(run, str):
+        raise TypeError(f"A run is given by its id, or as '<rendezvous url>/<run id>', in a string, got {run!r}.")
     url: str | None
     run = run.rstrip("/")  # as a shell completes the name of a folder
     if rendezvous is None and "/" in run:

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from executors.attempt import Attempt, replica_prefix
-from executors.errors import (
-    RunNotFoundError,
-)
+from executors.errors import ReplicasError, RunNotFoundError
 from executors.logs.follower import WHOLE
 from executors.metrics.metrics import Metrics, read_metrics
 from executors.protocol import Outcome, ServerlessExecutor
@@ -122,7 +120,11 @@ class Traces:
         return self._observer.handle(rank)
 
     def __repr__(self) -> str:
-        return f"<Run {self.run_id!r}: {len(self.fleet.ranks)} replicas on {self.backend!r}, {self.store.url}>"
+        try:
+            about = f"{len(self.fleet.ranks)} replicas on {self.backend!r}"
+        except ReplicasError:  # one that cannot be read hides no other of a list that is printed
+            about = "cannot be read"
+        return f"<Run {self.run_id!r}: {about}, {self.store.url}>"
 
     def _repr_html_(self) -> str:
         return self.status().to_html()

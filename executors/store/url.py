@@ -109,8 +109,11 @@ def directory_of(url: str | Path) -> Path | None:
     """Return the directory that a url names; None when it names a store of another kind.
 
     Raises:
+        TypeError: it is neither a string nor a path: None is what a variable gives that is not set.
         ValueError: the url is empty, or a `file:` url without an absolute path.
     """
+    if not isinstance(url, str | os.PathLike):
+        raise TypeError(f"The url of a rendezvous is a string or a path, got {url!r}.")
     text = str(url)
     if not text:
         raise ValueError("The url of a rendezvous is empty. Give a directory, or a url such as 'file:///data/runs'.")

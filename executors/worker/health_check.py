@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from executors.entrypoint import load_entrypoint
 from executors.errors import ReplicasError
@@ -43,5 +44,13 @@ def check_health(name: str, end: Callable[[str], None] | None = None, limit_s: f
         raise UnhealthyError(f"The health check {name} failed: {type(error).__name__}: {error}") from error
     finally:
         timer.cancel()
-    if answer is False:
+    if _plain(answer) is False:
         raise UnhealthyError(f"The health check {name} returned False.")
+
+
+def _plain(answer: Any) -> Any:
+    """Return what a check answers; of an array or a tensor with one element, as a comparison gives it, that element."""
+    try:
+        return answer.item()
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return answer

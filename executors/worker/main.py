@@ -224,7 +224,7 @@ class _Worker:
         if isinstance(error, SystemExit):
             if (page := self.replica.page) is not None and page.ending_at is not None:
                 return self._left(page)
-            code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+            code = _exit_code(error.code)
             said = f" ({error.code})" if isinstance(error.code, str) else ""
             text = f"The entrypoint ended its process with exit code {code}{said} instead of returning a result."
             _flush()
@@ -286,7 +286,7 @@ def _called(task: Callable[[], Any]) -> Any:
     try:
         return _in_this_process(task, pid)
     except SystemExit as left:
-        if sigterm_arrived() or (left.code is not None and not (isinstance(left.code, int) and left.code == 0)):
+        if sigterm_arrived() or _exit_code(left.code) != 0:
             raise
         return None
 
@@ -298,7 +298,7 @@ def _in_this_process(task: Callable[[], Any], pid: int) -> Any:
         value, code = task(), 0
         return value
     except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        code = _exit_code(left.code)
         raise
     except BaseException:
         if os.getpid() != pid:
@@ -308,6 +308,13 @@ def _in_this_process(task: Callable[[], Any], pid: int) -> Any:
         if os.getpid() != pid:
             _flush()
             os._exit(code)
+
+
+def _exit_code(given: object) -> int:
+    """Return what the system sees of `sys.exit(given)`, where 256 and the like do not look like a success."""
+    if isinstance(given, int):  # also a bool, as in sys.exit(not is_fine)
+        return given & 0xFF or int(given != 0)
+    return int(given is not None)
 
 
 def _load(replica: Replica, stored: StoredTask, gpu: str | None = None) -> Callable[[], Any]:

@@ -91,6 +91,10 @@ def test_what_is_wrong_with_a_launch_is_said_with_the_file_that_says_it(here: He
         result = here.replicas("launch")
         assert (result.code, result.stdout) == (2, ""), change
         assert message in result.stderr, change
+    file.write_text(SETTINGS)
+    result = here.replicas("launch", "", "--n", 1)
+    assert (result.code, "Bad entrypoint ''" in result.stderr) == (2, True), "an empty one is not that of the file"
+    file.write_text("n = ")
     assert here.replicas("launch", "--help").code == 0, "a broken file breaks no help"
 
 

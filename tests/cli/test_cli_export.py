@@ -74,6 +74,18 @@ def test_an_export_says_what_it_cannot_do(here: HereInstead, local: LocalProcess
         assert (done.code, said in done.stderr) == (2, True), done
 
 
+def test_an_empty_file_or_folder_is_refused_and_nothing_is_written(
+    here: HereInstead, local: LocalProcessExecutor
+) -> None:
+    launch(local, "job:report", 1, run_id="mine").results()
+    before = sorted(here.folder.path.iterdir())
+    verbs = {"collect": ["--out"], "report": ["--out"], "export": ["--tensorboard", "--csv", "--jsonl"]}
+    for verb, option in ((verb, option) for verb, options in verbs.items() for option in options):
+        done = here.replicas(verb, "mine", option, "")
+        assert (done.code, f"{option} is empty" in done.stderr) == (2, True), done
+    assert sorted(here.folder.path.iterdir()) == before
+
+
 def test_a_tracker_is_named_by_an_option_a_settings_file_or_the_environment(
     here: HereInstead, local: LocalProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,6 +200,7 @@ USAGE = [
 def test_a_mistake_is_one_error_with_exit_code_2_and_nothing_is_written(here: HereInstead, state_home: Path) -> None:
     calls = [(["job:main", *arguments], message) for arguments, message in USAGE]
     calls += [(["job:mian", "--n", "2"], "Did you mean 'main'?"), (["no:main", "--n", "2"], "there is no module 'no'")]
+    calls += [(["", "--n", "2"], "Bad entrypoint ''"), (["job:main", "--n", "2", "--profile", ""], "No profile ''")]
     for arguments, message in calls:
         for more in ([], ["--dry-run"]):
             options = [] if any("preload" in argument for argument in arguments) else FAST[:2]

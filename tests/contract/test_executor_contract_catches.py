@@ -84,6 +84,11 @@ class CallsAnyEndASuccess(PopenExecutor):
         return [{**row, "status": row["status"].replace("failed", "succeeded")} for row in rows]
 
 
+class WritesItsExitCodesAsTexts(PopenExecutor):
+    def collect(self, handles: list[Any], *, timeout: int | None = None) -> list[dict[str, Any]]:
+        return [{**row, "exit_code": str(row["exit_code"])} for row in super().collect(handles, timeout=timeout)]
+
+
 class Impatient(ExecutorContract):
     patience_s = 3.0
 
@@ -101,6 +106,7 @@ MUTANTS: list[tuple[type[PopenExecutor], Callable[[Any], None]]] = [
     (KeepsOneLaunch, CONTRACT.test_two_launches_of_one_executor_stay_apart),
     (AnswersInItsOwnOrder, CONTRACT.test_rows_come_in_the_order_of_the_handles_given),
     (HasNoTimeLimit, CONTRACT.test_a_time_limit_is_enforced),
+    (WritesItsExitCodesAsTexts, CONTRACT.test_an_exception_is_a_failure_with_its_traceback),
     (CallsAnyEndASuccess, CONTRACT.test_an_exception_is_a_failure_with_its_traceback),
 ]
 

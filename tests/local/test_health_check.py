@@ -6,7 +6,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from support.cli import Folder, HereInstead
 
 from executors import LocalProcessExecutor, launch
@@ -66,6 +68,19 @@ def test_a_check_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -
     assert said == ["The health check threading:wait_for_its_end took longer than 0.01 s."]
     with pytest.raises(UnhealthyError, match=r"EntrypointImportError: .*does not exist"):
         check_health("threading:nothing_of_the_kind")
+
+
+@pytest.mark.parametrize("answer", [False, np.bool_(False), np.array([1]) > 2, torch.tensor(1) > 2])
+def test_a_check_that_returns_false_in_any_form_has_failed(monkeypatch: pytest.MonkeyPatch, answer: object) -> None:
+    monkeypatch.setattr(threading, "is_fine", lambda: answer, raising=False)
+    with pytest.raises(UnhealthyError, match=r"is_fine returned False\."):
+        check_health("threading:is_fine")
+
+
+@pytest.mark.parametrize("answer", [True, None, 0, "fine", np.bool_(True), np.zeros(2, bool), torch.ones(2)])
+def test_a_check_that_returns_anything_else_has_not(monkeypatch: pytest.MonkeyPatch, answer: object) -> None:
+    monkeypatch.setattr(threading, "is_fine", lambda: answer, raising=False)
+    check_health("threading:is_fine")
 
 
 def test_a_check_is_looked_at_before_anything_is_started(folder: Folder, here: HereInstead) -> None:

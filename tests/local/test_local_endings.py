@@ -221,6 +221,23 @@ def test_an_entrypoint_may_do_odd_things_and_still_have_its_result(local: LocalP
     assert run.logs(rank=program.rank) == "another\n"
 
 
+def test_any_exit_code_leaves_an_outcome_that_can_be_read(local: LocalProcessExecutor) -> None:
+    codes = [True, -1, 256, 10**20, False]
+
+    def entrypoint() -> None:
+        import sys
+
+        from support import tasks
+
+        sys.exit(codes[tasks.rank()])  # unittest: sys.exit(not result.wasSuccessful())
+
+    run = launch(local, entrypoint, len(codes))
+    assert run.wait(timeout=60)
+    *failed, fine = run.outcomes()
+    assert [(each.reason, each.exit_code) for each in failed] == [("no_result", code) for code in (1, 255, 1, 1)]
+    assert (fine.status, fine.exit_code) == ("succeeded", 0)
+
+
 # --- SIGTERM, grace, SIGKILL
 
 

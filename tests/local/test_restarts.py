@@ -82,11 +82,12 @@ def decided(run: Run, kind: str) -> Decision:
 def test_each_kind_of_end_is_followed_by_a_new_process_of_the_same_supervisor(
     local: LocalProcessExecutor, small_memory: Path, state_home: Path
 ) -> None:
-    kinds = ["SIGKILL", "SIGSEGV", "exit", "exception", "memory", "helper"]
+    kinds = ["SIGKILL", "SIGSEGV", "exit", "sys.exit", "exception", "memory", "helper"]
     run = over(started(local, end_first, len(kinds), f"1,{QUICK}", kinds=kinds, group=str(small_memory)))
     assert [told(run, rank) for rank in range(len(kinds))] == [
         ["signal SIGKILL", "succeeded"],
         ["signal SIGSEGV", "succeeded"],
+        ["no_result", "succeeded"],
         ["no_result", "succeeded"],
         ["exception", "succeeded"],
         ["oom SIGKILL", "succeeded"],
@@ -95,11 +96,11 @@ def test_each_kind_of_end_is_followed_by_a_new_process_of_the_same_supervisor(
     second = ends(run, 0)[1]
     assert (second.result, second.how) == (1, "fork")
     restarts = [(entry.rank, entry.start, entry.how, entry.charged) for entry in decisions(run)]
-    assert sorted(restarts) == [(rank, {rank: 1}, "fork", True) for rank in range(5)]
+    assert sorted(restarts) == [(rank, {rank: 1}, "fork", True) for rank in range(6)]
     for attempt in range(2):
         log = state_home / "replicas" / Attempt(run.store, run.run_id, 0, attempt).key("output.log")
         assert log.read_text() == f"attempt {attempt} of rank 0\n"
-    assert attach(run.run_id).results() == [1, 1, 1, 1, 1, 0]
+    assert attach(run.run_id).results() == [1, 1, 1, 1, 1, 1, 0]
 
 
 def test_without_a_policy_nothing_is_started_again(local: LocalProcessExecutor) -> None:

@@ -22,6 +22,8 @@ def end_by(kind: str, group: str = "") -> None:
     """End this process in one of many ways."""
     if kind == "exit":
         os._exit(3)
+    elif kind == "sys.exit":
+        sys.exit(True)
     elif kind == "exception":
         raise ValueError("boom")
     elif kind == "memory":

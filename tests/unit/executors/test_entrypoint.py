@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from executors.entrypoint import (
     check_call,
     check_entrypoint,
+    describe,
     is_script,
     load_entrypoint,
     parse_entrypoint,
@@ -107,6 +110,29 @@ def test_a_module_named_so_wins_over_a_function_named_so(workspace: Path) -> Non
     (workspace / "both_of_user" / "__init__.py").write_text("def inner(): return 'function'")
     (workspace / "both_of_user" / "inner.py").write_text("def main(): return 'module'")
     assert load_entrypoint("both_of_user.inner")() == "module"
+
+
+def test_a_module_that_only_a_finder_of_its_own_finds_is_found_without_running_it(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = workspace / "project" / "editable_of_user"
+    (package / "sub").mkdir(parents=True)
+    (package / "__init__.py").write_text("print('imported')")
+    (package / "sub" / "trainer.py").write_text(TRAIN)
+
+    class Finder:
+        """What setuptools installs for a project in `pip install -e`."""
+
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            return spec_from_file_location(name, package / "__init__.py") if name == package.name else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    check_entrypoint("editable_of_user.sub.trainer:main", {"steps": 3})
+    with pytest.raises(EntrypointImportError, match=r"no module 'editable_of_user\.sub\.other'"):
+        check_entrypoint("editable_of_user.sub.other:main", {})
+    assert capsys.readouterr().out == ""
+    assert load_entrypoint("editable_of_user.sub.trainer.main")(steps=3) == ("main", 3)
 
 
 @pytest.mark.usefixtures("workspace")
@@ -206,6 +232,31 @@ def generator() -> Iterator[int]:
 def test_a_function_that_runs_nothing_when_it_is_called_is_refused(function: Any) -> None:
     with pytest.raises(EntrypointError, match=r"f is (async|a generator): calling it runs nothing of it. Give a plain"):
         check_call(function, {}, "f")
+
+
+class Holder:
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __repr__(self) -> str:
+        return f"Holder({self.key})"
+
+    def __call__(self) -> str:
+        return self.key
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "name"),
+    [
+        (functools.partial(functools.partial(check_call, what="a secret"), args={}), "executors.entrypoint.check_call"),
+        (functools.partial(Holder("a secret").__call__), f"{__name__}.Holder.__call__"),
+        (functools.partial(Holder("a secret")), f"{__name__}.Holder"),
+        (Holder("a secret"), f"{__name__}.Holder"),
+        (Holder, f"{__name__}.Holder"),
+    ],
+)
+def test_the_name_of_an_entrypoint_is_the_same_in_each_process_and_holds_no_values(entrypoint: Any, name: str) -> None:
+    assert describe(entrypoint) == name
 
 
 def test_a_lambda_and_a_decorated_function_pass() -> None:

@@ -98,3 +98,13 @@ def test_a_place_of_any_length_is_recorded_as_far_as_readers_take_it() -> None:
     found = attempt.outcome()
     assert found is not None
     assert str(found.error_place).endswith("xx/train.py:12")
+
+
+@pytest.mark.parametrize(("exit_code", "recorded"), [("137", None), (True, 1), (10**20, None), (-9, -9)])
+def test_an_exit_code_that_an_executor_reports_can_be_read_whatever_it_is(
+    exit_code: object, recorded: int | None
+) -> None:
+    row = {"status": "failed", "reason": "no_result", "exit_code": exit_code}
+    outcome = Attempt(MemoryStore(), "otter", 0).record(Outcome.of_row(0, 0, row))
+    assert (outcome.status, outcome.exit_code) == ("failed", recorded)
+    assert outcome.exit_code is not True

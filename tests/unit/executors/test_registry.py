@@ -71,7 +71,9 @@ def test_a_misspelt_backend_is_told_the_nearest_and_all() -> None:
     assert isinstance(caught.value, LookupError)
 
 
-@pytest.mark.parametrize("path", ["no_such_module:X", "support.third_party:Nope", "support.third_party:CALL"])
+@pytest.mark.parametrize(
+    "path", ["no_such_module:X", "support.third_party:Nope", "support.third_party:CALL", ":X", ".x:Y"]
+)
 def test_a_path_that_leads_to_no_class_is_refused_by_name(path: str) -> None:
     with pytest.raises(BackendError, match=path):
         executor_class(path)
@@ -102,6 +104,11 @@ def test_an_object_that_lacks_a_verb_is_refused_and_the_verb_is_named() -> None:
         check_executor(Half())
     with pytest.raises(TypeError, match="supports_inter_replica_network"):
         launch(Half(), print, 1)  # type: ignore[arg-type]
+
+
+def test_a_class_in_the_place_of_an_executor_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Give an executor, as in LocalProcessExecutor\(\)\."):
+        launch(LocalProcessExecutor, print, 1)  # type: ignore[arg-type]
 
 
 # From a record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,7 @@ def test_a_broken_record_hides_no_other_run_and_can_be_removed(state_home: Path)
     broken.mkdir()
     (broken / "run.json").write_text("{half a rec")
     assert {run.run_id for run in list_runs()} == {"whole", "broken"}
+    assert "<Run 'broken': cannot be read, file:///" in repr(list_runs())
     attach("broken").remove()
     assert [run.run_id for run in list_runs()] == ["whole"]
 
@@ -56,6 +58,12 @@ def test_a_cancelled_replica_says_why() -> None:
     (outcome,) = run.outcomes()
     assert outcome.error is not None
     assert "cancelled by the user" in outcome.error
+
+
+@pytest.mark.parametrize("run", [None, Path("runs/otter")])
+def test_a_run_that_is_not_named_by_a_string_is_refused(run: Any) -> None:
+    with pytest.raises(TypeError, match="A run is given by its id, or as"):
+        attach(run)
 
 
 @pytest.mark.parametrize("entrypoint", [5, None, ["f"]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +95,16 @@ def test_a_url_that_is_wrong_is_refused_with_the_reason_and_without_its_secrets(
         assert not [secret for secret in ("AKIASECRET", "hush") if secret in str(caught.value)], url
         assert "AWS_ACCESS_KEY_ID" in str(caught.value) or url not in credentials
     assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("url", [None, b"runs", 3])
+def test_what_is_no_url_is_refused_before_a_folder_is_made(
+    url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TypeError, match="The url of a rendezvous is a string or a path, got"):
+        open_store(url)  # of a variable that is not set
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_in_the_place_of_the_directory_is_a_clear_error(tmp_path: Path) -> None:
