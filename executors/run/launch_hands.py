@@ -101,7 +101,7 @@ class LaunchHands:
             if isinstance(error, MaxCostSpentError):
                 self._end(spec, error)
             else:
-                self.say(f"attempt {spec.attempt} could not be started; trying again: {error}")
+                self.say(f"attempt {spec.attempt} could not be started: {error}")
         finally:
             self._busy.difference_update(spec.ranks)
 
