@@ -178,6 +178,8 @@ class Outcome:
     """The signal that announced the end of its machine, if one did."""
     stacks: tuple[str, ...] = ()
     """The names of the dumps of its threads' stacks."""
+    was_refused: bool = False
+    """Whether it was not started because its service gave it no machine, so that nothing of it ran."""
 
     @classmethod
     def of_row(cls, rank: int, attempt: int, row: Mapping[str, Any]) -> Outcome:

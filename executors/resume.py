@@ -30,6 +30,7 @@ from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.run.fleet import check_single_ranks
 from executors.run.handles import keep_handles
 from executors.run.launch_hands import Recipe
+from executors.run.prices import affordable_s
 from executors.run.recipe import native_executor, recipes_of, vouched_task
 from executors.run.run import Run
 from executors.run.spread import options_to_note
@@ -69,7 +70,8 @@ def resume(
         run: the run; those of its replicas that still run go on undisturbed.
         ranks: start these instead; each must have ended.
         gpu, timeout, gather_s: None: as the run was launched. `gather_s` goes with its `min_replicas`.
-            A run with `max_cost` gives each rank no more than what is left of its share.
+            A run with `max_cost` gives each rank no more than what is left of its share; a new run from its snapshot
+            has that much money once more.
         restarts, hang_timeout: as for `launch`, for all ranks from here on. None: as before.
         env, secrets: as for `launch`. Values are not recorded, so those of the launch have to be given again.
         detach: go on when this process ends.
@@ -182,9 +184,12 @@ def _check_that_all_ended(run: Run, ranks: Sequence[int] | None) -> None:
 
 def _begin_from_snapshot(run: Run, task: StoredTask, recipe: Recipe, tell: Callable[[str], None]) -> Run:
     """Write and start a new run of the task, as `launch` does."""
-    executor, limits = native_executor(run, run.fleet.groups[0]), recipe.limits
+    executor, limits = native_executor(run, run.fleet.groups[0]), {**recipe.limits}
+    if (max_cost := task.launched_with.max_cost) is not None:
+        affordable = affordable_s(executor, recipe.spec.world_size, limits["gpu"], max_cost)
+        limits["timeout"] = affordable if limits["timeout"] is None else min(limits["timeout"], affordable)
     spec = continue_run(task, replace(recipe.spec, run_id=new_run_id(), chaos=()), run.record, **limits)
-    recipe = replace(recipe, spec=spec)
+    recipe = replace(recipe, spec=spec, limits=limits)
     lease = None
     try:
         options, more = options_to_note(executor)

@@ -14,6 +14,7 @@ from executors.store.records import (
     LONG_AGO,
     Fields,
     anything,
+    flag,
     integer,
     is_plain_number,
     json_object,
@@ -70,6 +71,7 @@ def parse_outcome(data: Any, key: str = "outcome.json", url: str = "") -> Outcom
         how=fields.take("how", nullable(text(40)), None),
         notice=fields.take("notice", nullable(text(40)), None),
         stacks=fields.take("stacks", list_of(text(100)), ()),
+        was_refused=fields.take("was_refused", flag, False),
     )
 
 

@@ -25,10 +25,10 @@ from executors.launcher.checks import (
     with_policy,
     with_tracker,
 )
-from executors.launcher.prices import affordable_s, usd_per_hour
 from executors.native import GATHER_S, NativeExecutor, Package
 from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
+from executors.run.prices import affordable_s, usd_per_hour
 from executors.run.spread import SpreadExecutor, options_to_note
 from executors.run_index import NOTE, keep_key, local_store, locate, new_run_id, remember, state_path
 from executors.shipping.checkout import Checkout, look_at

@@ -49,11 +49,12 @@ class LaunchHands:
         self, executor: Callable[[], ServerlessExecutor], recipes: Sequence[Recipe], say: Callable[[str], None]
     ) -> None:
         self._executor = executor
-        self.free: frozenset[int] = frozenset()
-        """The ranks whose supervisors are gone, or have left their ends to others."""
+        self.free: Mapping[int, int] = {}
+        """The newest attempts, by rank, whose supervisors are gone, or have left their ends to others."""
         self.say = say
         self._recipes = [*recipes]
-        self._busy: set[int] = set()
+        self._busy: set[tuple[int, int]] = set()
+        """The ranks and attempts that are being started."""
         self._again_at: dict[int, float] = {}
 
     @property
@@ -73,7 +74,10 @@ class LaunchHands:
 
     def may_start(self, rank: int) -> bool:
         """Return whether this process can start that rank now."""
-        return rank in self.free and rank not in self._busy and time.monotonic() >= self._again_at.get(rank, 0.0)
+        if rank not in self.free or time.monotonic() < self._again_at.get(rank, 0.0):
+            return False
+        # One that has ended since was started, whether or not those that were asked for with it are.
+        return not any(each == rank and number > self.free[rank] for each, number in [*self._busy])
 
     @property
     def is_busy(self) -> bool:
@@ -86,7 +90,7 @@ class LaunchHands:
             ranks = tuple(rank for rank, its in attempts.items() if its == number and rank in recipe.spec.ranks)
             if not ranks:
                 continue
-            self._busy.update(ranks)
+            self._busy.update((rank, number) for rank in ranks)
             spec = replace(recipe.spec, ranks=ranks, attempt=number, min_replicas=1, gather_s=GATHER_S)
             name = f"replicas-restart-{number}"
             threading.Thread(target=self._start, args=(replace(recipe, spec=spec),), name=name, daemon=True).start()
@@ -101,9 +105,9 @@ class LaunchHands:
             if isinstance(error, MaxCostSpentError):
                 self._end(spec, error)
             else:
-                self.say(f"attempt {spec.attempt} could not be started; trying again: {error}")
+                self.say(f"attempt {spec.attempt} could not be started: {error}")
         finally:
-            self._busy.difference_update(spec.ranks)
+            self._busy.difference_update((rank, spec.attempt) for rank in spec.ranks)
 
     def _end(self, spec: RunSpec, error: MaxCostSpentError) -> None:
         """End attempts that nobody will start, so that nobody waits for them."""

@@ -90,9 +90,11 @@ class OutsideKeeper:
             end for end in ends.values() if end.status is ReplicaStatus.FAILED and newest[end.rank] == end.attempt
         ]
         parents = self._parents(failed)
-        self.hands.free = frozenset(
-            end.rank for end in failed if self._may_start(end.rank) and self._is_free(end, parents[end.rank])
-        )
+        self.hands.free = {
+            end.rank: end.attempt
+            for end in failed
+            if self._may_start(end.rank) and self._is_free(end, parents[end.rank])
+        }
         for end in failed:
             ends[end.rank] = self._as_its_service_says(end, parents[end.rank])
         wait_s = self._keeper.keep(Sight(newest, ends, self._has_progress(failed, states)))

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from executors.policy import Restarts
 from executors.status import name_ranks
 from executors.supervision.decisions import Decision, policy_of
-from executors.supervision.rules import charged_of
+from executors.supervision.rules import MOST_REFUSED, charged_of
 
 HOPELESS = ("deterministic", "no_progress")
 """Why a rank was given up, or the run stopped, so that starting it again unchanged does not help."""
@@ -88,6 +88,8 @@ def _why_given_up(log: Sequence[Decision], index: int, policy: Restarts | None) 
         return f"it failed twice the same way{_at_place(entry)}: {error_in(entry)}"
     if entry.why == "no_progress":
         return f"{entry.strikes} attempts in a row made no progress, the last: {entry.words}"
+    if entry.why == "refused":
+        return f"{MOST_REFUSED} starts in a row were refused: {entry.words}"
     if policy is None or entry.why == "not_started":
         return entry.words
     name, most = policy.cap(entry.reason, entry.exit_code)

@@ -85,7 +85,8 @@ class Decision(Record):
     kept: bool = checked(flag, False)
     """Whether it left something that its successor need not do again."""
     why: str = checked(text(MAX_WORDS), "")
-    """Of give_up and stop: `deterministic`, `no_progress`, `budget`, `min_replicas`, `asked`, `not_started`."""
+    """Of give_up and stop: `deterministic`, `no_progress`, `budget`, `refused`, `min_replicas`, `asked`,
+    `not_started`."""
     words: str = checked(text(MAX_WORDS), "")
     """The end in a few words, for people."""
     within_s: float | None = checked(nullable(number(0.0, FAR_AHEAD)), None)

@@ -13,6 +13,7 @@ from executors.supervision.decisions import Decision, answer_to, is_barred
 
 LAST_CALL_S = 1.0  # before any progress, an own end waits so long for its sisters' ends
 OWN_REASONS = ("exception", "no_result", "result_not_serializable", "start_failed")
+MOST_REFUSED = 120  # starts in a row: some two hours of a bad token or a quota; a shortage of machines may last as long
 OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 
 
@@ -32,6 +33,8 @@ class RunFacts:
 
 def is_own(outcome: Outcome) -> bool:
     """Return whether an end is the doing of what ran there, so that it may come again the same way."""
+    if outcome.was_refused:
+        return False
     return outcome.reason in OWN_REASONS or (outcome.reason == "signal" and outcome.signal in OWN_SIGNALS)
 
 
@@ -53,7 +56,8 @@ def decide(
         return None
     mine, made = charged_of(log, end.rank), made_progress(log, end, ends)
     cap_name, cap = policy.cap(end.reason, end.exit_code)
-    is_free = cap == math.inf
+    is_refused = end.was_refused and cap_name is None
+    is_free = cap == math.inf or is_refused
     strikes = 0 if is_free or made else 1 + (mine[-1].strikes if mine else 0)
     answer = Decision(
         kind="restart",
@@ -73,6 +77,8 @@ def decide(
             return _ended(answer, "stop", "deterministic")
         if mine and mine[-1].fingerprint == end.fingerprint and mine[-1].reached == answer.reached:
             return _ended(answer, "give_up", "deterministic")
+    if is_refused and _refused_in_a_row(log, end.rank) >= MOST_REFUSED:
+        return _ended(answer, "give_up", "refused")
     if strikes > policy.no_progress:
         return _ended(answer, "give_up", "no_progress")
     if policy.within_s is not None and now > facts.launched_at + policy.within_s:
@@ -149,6 +155,19 @@ def _is_everybodys(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome
     )
 
 
+def _refused_in_a_row(log: Sequence[Decision], rank: int) -> int:
+    """Return how many starts of a rank its service has refused since it last took one, or a person resumed the rank."""
+    n = 0
+    for entry in reversed(log):
+        if entry.rank == rank and entry.kind == "restart":
+            if entry.charged or entry.reason != "start_failed":
+                break
+            n += 1
+        elif entry.kind == "resume" and rank in entry.start:
+            break
+    return n
+
+
 def _is_used_up(log: Sequence[Decision], recent: Sequence[Decision], policy: Restarts) -> bool:
     return len(recent) >= policy.per_replica or (policy.run is not None and charged_of_run(log) >= policy.run)
 
@@ -210,5 +229,5 @@ def _reached(end: Outcome) -> dict[str, float]:
 def _words(end: Outcome) -> str:
     """Say an end in a few words: `signal, SIGKILL, after round 41`."""
     where = [f"after {name} {step:.0f}" for name, step in _reached(end).items()][:1]
-    what = end.signal or (f"{end.headline[:200]}" if end.reason == "exception" else None)
+    what = end.signal or (end.headline[:200] if end.reason == "exception" or end.was_refused else None)
     return ", ".join(filter(None, [end.reason, what, *where]))

@@ -233,6 +233,42 @@ def test_a_store_or_service_that_fails_for_a_while_is_told_once_and_ends_no_wait
     ]
 
 
+def test_starts_that_the_service_refuses_for_a_while_use_up_no_restarts(
+    machines: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("executors.run.launch_hands.AGAIN_S", 0.1)
+    run = waits(folder, 1, restarts="1,backoff=0s")
+    machines.fail("start", "rejected", times=3)
+    with waiting(run):
+        preempt(machines, machines.job_of(run, 0))
+        eventually((folder / "0-4").exists, "rank 0 is started anew")
+        (folder / "go").touch()
+    assert run.results() == [4]
+    assert [(e.kind, e.charged, e.reason) for e in log_of(run)] == [
+        ("restart", False, "preempted"),
+        *[("restart", False, "start_failed")] * 3,
+    ]
+    assert log_of(run)[-1].words == "start_failed, Rank 0 could not be started: Fake: rejected, as the test asked."
+    assert "trying again" not in capsys.readouterr().err, "who decides says what follows"
+
+
+def test_a_rank_that_ends_again_does_not_wait_for_one_that_is_still_being_started(
+    machines: Machines, folder: Path
+) -> None:
+    run = waits(folder, restarts="0,backoff=0s")
+    comes = machines.hold(1)
+    for rank in range(2):
+        preempt(machines, machines.job_of(run, rank))
+    with waiting(run):
+        eventually((folder / "0-1").exists, "rank 0 is started anew")
+        preempt(machines, machines.job_of(attached(), 0))
+        eventually((folder / "0-2").exists, "rank 0 is started once more")
+        assert not (folder / "1-1").exists()
+        comes.set()
+        (folder / "go").touch()
+    assert run.results() == [2, 1]
+
+
 def test_an_attached_run_has_a_lease_which_its_launcher_renews_and_a_second_watcher_takes_over(
     machines: Machines, folder: Path
 ) -> None:

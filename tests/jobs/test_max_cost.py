@@ -21,11 +21,12 @@ from executors.store.records import to_bytes
 from executors.testing import eventually
 
 SHARE_S = 3600.0
+PRICES = {None: 2.0, "A100": 20.0}
 
 
 @pytest.fixture(autouse=True)
 def _a_price(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeJobs, "price_per_hour", lambda self, gpu: 2.0)
+    monkeypatch.setattr(FakeJobs, "price_per_hour", lambda self, gpu: PRICES[gpu])
 
 
 def limits(machines: Machines) -> list[float]:
@@ -59,7 +60,8 @@ def test_a_replica_that_was_preempted_gets_the_rest_of_max_cost_and_no_more(mach
     assert [each.job.limit_s for each in machines.jobs] == [int(limit_s + INSTALL_S) for limit_s in limits(machines)]
     (outcome,) = run.outcomes()
     assert (outcome.attempt, outcome.reason) == (2, "timeout")
-    assert "max_cost=2 of run 'otter' is spent: rank 0 ran for the 1:00:00 that each replica may." in str(outcome.error)
+    spent = "max_cost=2 of run 'otter' is spent: rank 0 ran for the $2.00 that each replica may cost."
+    assert spent in str(outcome.error)
     with pytest.raises(MaxCostSpentError, match="replicas resume otter --from-snapshot"):
         resume(attached())
     assert len(machines.jobs) == 2
@@ -77,6 +79,46 @@ def test_each_rank_that_is_resumed_gets_the_rest_of_its_own_share(machines: Mach
     again = resume(attached(), ranks=[0, 1], timeout=9000.0)
     assert sorted(limits(machines)[3:]) == [pytest.approx(2400, abs=60), pytest.approx(3500, abs=60)]
     again.cancel()
+
+
+def test_a_rank_that_is_resumed_at_another_price_gets_the_rest_of_its_money(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def costs(usd_per_hour: float) -> None:
+        monkeypatch.setattr(FakeJobs, "price_per_hour", lambda self, gpu: usd_per_hour)
+
+    def resumed() -> Run:
+        """Resume the rank, once it has ended, for as long as its money lasts."""
+        run.cancel()
+        assert run.wait(60)
+        return resume(attached(), timeout=36000.0)
+
+    costs(20.0)
+    run = start(1, "hang", max_cost=20.0)
+    wait_until_hanging(run)
+    has_run(run, 0, 0, 1800.0)
+    costs(2.0)
+    run = resumed()
+    eventually(lambda: Attempt(run.store, run.run_id, 0, 1).has("started.json"), "attempt 1 begins")
+    has_run(run, 0, 1, 9000.0)  # five of the ten dollars that were left
+    costs(20.0)
+    run = resumed()
+    assert limits(machines) == [SHARE_S, pytest.approx(18000, abs=600), pytest.approx(900, abs=60)]
+    run.cancel()
+
+
+@pytest.mark.parametrize(("gpu", "timeout", "limit_s"), [(None, 36000.0, SHARE_S), ("A100", None, 360.0)])
+def test_a_new_run_from_a_snapshot_costs_no_more_than_its_max_cost(
+    machines: Machines, gpu: str | None, timeout: float | None, limit_s: float
+) -> None:
+    run = start(1, "hang", max_cost=2.0)
+    wait_until_hanging(run)
+    run.cancel()
+    assert run.wait(60)
+    new = resume(attached(), gpu=gpu, timeout=timeout, from_snapshot=True)
+    assert limits(machines) == [SHARE_S, limit_s]
+    assert (new.record.max_cost, new.record.timeout_s) == (2.0, limit_s)
+    new.cancel()
 
 
 def test_what_is_added_to_a_run_comes_on_top_of_max_cost_and_that_is_said(
@@ -104,4 +146,4 @@ def test_the_time_of_a_rank_is_that_of_its_containers_and_not_until_somebody_loo
     attempt(0, 0, 90, 100, "node", is_launched=True)
     attempt(1, 110, 190, 200, "node", is_launched=False)  # a process after another, in the same container
     attempt(2, 1000, 1050, 9000, "laptop", is_launched=True)  # found in the morning
-    assert [used_s(first.at(number)) for number in range(4)] == [0, 100, 200, 250]
+    assert [sum(used_s(first.at(number)).values()) for number in range(4)] == [0, 100, 200, 250]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from servers.isolation.gpu import write_torch
 from support.runs import pid_of
 from support.third_party import PopenExecutor
 
@@ -259,6 +261,35 @@ def test_a_resume_that_is_refused_leaves_no_attempt(half_dead: Run) -> None:
     with pytest.raises(BackendError, match="this machine has 1"):
         resume(Run(half_dead.store, "half-dead", executor=few), gpu="H100")
     assert [state.attempt for state in attach("half-dead").status().replicas] == [0, 0, 0]
+
+
+def on_a_gpu(folder: str) -> str:
+    """Note the GPU; fail in the first attempt of rank 1, and else wait until a file is there."""
+    replica, devices = current_replica(), os.environ["CUDA_VISIBLE_DEVICES"]
+    Path(folder, f"{replica.rank}-{replica.attempt}").write_text(devices)
+    if replica.rank == 1 and replica.attempt == 0:
+        raise RuntimeError("not yet")
+    while not Path(folder, "go").exists():
+        time.sleep(0.02)
+    return devices
+
+
+def test_a_rank_that_is_resumed_or_added_gets_a_gpu_that_no_living_rank_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(write_torch(tmp_path / "gpu", sees_gpu=True))
+    executor = LocalProcessExecutor(preload=(), term_grace_s=0.5, gpus=["0", "1", "2"])
+    run = launch(executor, on_a_gpu, 2, args={"folder": str(tmp_path)}, gpu="H100")
+    eventually(lambda: run.status().replicas[1].status == "failed", "rank 1 fails")
+    back = resume(run, ranks=[1])
+    eventually((tmp_path / "1-1").exists, "rank 1 is resumed")
+    for rank in (2, 3):
+        assert back.add(executor, 1) == [rank]
+        eventually((tmp_path / f"{rank}-0").exists, f"rank {rank} is added")
+    (tmp_path / "go").touch()
+    assert back.results() == ["0", "1", "2", "0"]
+    shares = "every GPU has a replica of this run already: sharing 0 with another."
+    assert [shares in back.logs(rank=rank) for rank in range(4)] == [False, False, False, True]
 
 
 def test_a_rank_that_still_runs_is_left_alone(tmp_path: Path) -> None:

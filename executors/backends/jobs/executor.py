@@ -7,7 +7,6 @@ asked whether a job without an outcome still lives, and its answer is recorded b
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -178,12 +177,14 @@ class JobExecutor:
                 remember(run.run_id, run.store_url, run.task_digest, self.options_to_keep)
         timeout_s = self._timeout_s(timeout)
         task = read_task(store_at(run.store_url), run.run_id, run.task_digest, run.task_folder)
-        price = functools.partial(self.price_per_hour, gpu)
-        limits = limits_left(run, task.record.launched_with, timeout_s, price, together=self.service.starts_together)
+        launched = task.record.launched_with
+        price = None if launched is None or launched.max_cost is None else self.price_per_hour(gpu)
+        limits = limits_left(run, launched, timeout_s, price, together=self.service.starts_together)
         jobs = self._jobs(run, gpu, limits, task.record.requirements)
 
         def handle_of(attempt: Attempt, job_id: JobId) -> ReplicaHandle:
-            return self._handle(attempt, job_id, timeout_s=limits[attempt.rank], launched_at=run.launched_at)
+            made = self._handle(attempt, job_id, timeout_s=limits[attempt.rank], launched_at=run.launched_at)
+            return made if price is None else replace(made, metadata={**made.metadata, "usd_per_hour": price})
 
         gang = GangStart(
             self.service, self.backend_name, run, jobs, handle_of=handle_of, starting=self._starting, tell=tell

@@ -345,7 +345,9 @@ class GangStart:
         with contextlib.suppress(StoreError):
             for start in begun:
                 if start in failed:
-                    start.attempt.record(start.attempt.ended(ReplicaStatus.FAILED, "start_failed", error=start.problem))
+                    refused = start.job_id is None and not start.attempt.has("started.json")
+                    failure = start.attempt.ended(ReplicaStatus.FAILED, "start_failed", error=start.problem)
+                    start.attempt.record(replace(failure, was_refused=refused))
                 start.attempt.request_cancel(why)  # a job that comes up late finds this marker, and ends at once
         problems = self._sweep(begun)
         with contextlib.suppress(StoreError):

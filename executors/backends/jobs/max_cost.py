@@ -1,33 +1,34 @@
 """What is left of a run's `max_cost` for one more container of a rank.
 
 Each replica has an equal share of the money, and with it of the time. A rank that is started again gets what its
-earlier attempts left of that.
+earlier attempts left of that, each at the price of the container that it had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 from executors.attempt import Attempt, Beat, Claim
-from executors.durations import name_duration
 from executors.errors import MaxCostSpentError
 from executors.native import RunSpec
 from executors.status import name_ranks
 from executors.store import store_at
+from executors.store.records import FAR_AHEAD, Fields, json_object, nullable, number
 from executors.task.record import LaunchedWith
 
 LEAST_S = 60.0  # less is not worth a container
+PRICE = nullable(number(0.0, FAR_AHEAD))
 
 
 def limits_left(
     run: RunSpec,
     launched: LaunchedWith | None,
     timeout_s: float | None,
-    usd_per_hour: Callable[[], float | None],
+    usd_per_hour: float | None,
     *,
     together: bool,
 ) -> dict[int, float | None]:
-    """Return how long each rank of a start may run: no longer than `timeout_s`, nor than what is left of its share.
+    """Return how long each rank of a start may run: no longer than `timeout_s`, nor than its share still pays for.
 
     What was added to the run, and spares, have that limit alone: a spare's container has a share of its own.
 
@@ -42,20 +43,24 @@ def limits_left(
     limits: dict[int, float | None] = dict.fromkeys(run.ranks, timeout_s)
     if launched is None or launched.max_cost is None or run.attempt == 0 or run.is_of_spares:
         return limits
-    share_s = launched.timeout_s
-    if price := usd_per_hour():
-        share_s = launched.max_cost / (launched.world_size + launched.spares) / price * 3600
+    share_usd = launched.max_cost / (launched.world_size + launched.spares)
+    # The launch's limit is no longer than what the share paid for, so its containers cost no more than this.
+    at_launch = share_usd / launched.timeout_s * 3600 if launched.timeout_s else None
+    price = usd_per_hour or at_launch
+    if price is None:
+        return limits
     store, spent = store_at(run.store_url), list[int]()
     for rank in run.ranks:
-        if share_s is None or rank >= launched.world_size:
+        if rank >= launched.world_size:
             continue
-        left_s = share_s - used_s(Attempt(store, run.run_id, rank, run.attempt))
+        left_usd = share_usd - spent_usd(Attempt(store, run.run_id, rank, run.attempt), at_launch or price)
+        left_s = left_usd / price * 3600
         limits[rank] = left_s if timeout_s is None else min(timeout_s, left_s)
         spent += [rank] if left_s < LEAST_S else []
-    if spent and share_s is not None:
+    if spent:
         raise MaxCostSpentError(
             f"max_cost={launched.max_cost:g} of run {run.run_id!r} is spent: {name_ranks(spent)} ran for the "
-            f"{name_duration(share_s)} that each replica may. A new run from its snapshot has a max_cost of its own: "
+            f"${share_usd:.2f} that each replica may cost. A new run from its snapshot has a max_cost of its own: "
             f"replicas resume {run.run_id} --from-snapshot",
             ranks=spent,
         )
@@ -65,19 +70,41 @@ def limits_left(
     return limits
 
 
-def used_s(attempt: Attempt) -> float:
-    """Return how long the containers of a rank's earlier attempts ran, by their own clocks, from the first claim on."""
-    total_s, began_at, seen_at = 0.0, 0.0, 0.0
-    for number in range(attempt.number):
-        earlier = attempt.at(number)
+def spent_usd(attempt: Attempt, usd_per_hour: float) -> float:
+    """Return what the containers of a rank's earlier attempts cost.
+
+    Args:
+        usd_per_hour: of those whose handles do not say what they cost.
+    """
+    costs = []
+    for launched, seconds in used_s(attempt).items():
+        noted = attempt.at(launched).find("handle.json", _parse_price)
+        costs.append(seconds / 3600 * (usd_per_hour if noted is None else noted))
+    return sum(costs)
+
+
+def used_s(attempt: Attempt) -> dict[int, float]:
+    """Return how long the containers of a rank's earlier attempts ran, by the attempt that each was launched for.
+
+    By their own clocks, from the first claim on.
+    """
+    found: dict[int, float] = {}
+    container, began_at, seen_at = 0, 0.0, 0.0
+    for number_of_it in range(attempt.number):
+        earlier = attempt.at(number_of_it)
         claim = earlier.find("started.json", Claim.parse)
         if claim is None or claim.at is None:
             continue
-        if earlier.has("intent.json"):  # a container of its own; else a process after another, in one container
-            total_s += max(0.0, seen_at - began_at)
-            began_at = seen_at = claim.at
+        if not found or earlier.has("intent.json"):  # a container of its own; else another process in the same one
+            container, began_at, seen_at = number_of_it, claim.at, claim.at
         seen_at = max(seen_at, claim.at, _last_seen(earlier, claim))
-    return total_s + max(0.0, seen_at - began_at)
+        found[container] = max(0.0, seen_at - began_at)
+    return found
+
+
+def _parse_price(data: Any, key: str, url: str) -> float | None:
+    metadata = Fields(data, key, url).take("metadata", json_object)
+    return Fields(metadata, key, url).take("usd_per_hour", PRICE, None)
 
 
 def _last_seen(attempt: Attempt, claim: Claim) -> float:

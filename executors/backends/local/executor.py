@@ -51,6 +51,7 @@ class LocalProcessExecutor:
         max_parallel: how many replicas run at the same time; the others wait as `pending`. None: all.
         term_grace_s: seconds between SIGTERM, which runs a replica's `finally`, and SIGKILL.
         gpus: the GPUs to share out when `gpu=` is asked for, as in `CUDA_VISIBLE_DEVICES`. None: those of this machine.
+            A replica gets what no living one of its run has, also when it is resumed or added.
     """
 
     backend_name = "local"
@@ -312,7 +313,7 @@ class LocalProcessExecutor:
         )
 
     def _gpu_slots(self, gpu: str | None, n_replicas: int) -> list[str] | None:
-        """Share the GPUs out: `CUDA_VISIBLE_DEVICES` of each place that a replica can run in."""
+        """Share the GPUs out: `CUDA_VISIBLE_DEVICES` of each replica that this machine has GPUs for."""
         if gpu is None:
             return None
         name, _, count = gpu.partition(":")
@@ -329,7 +330,7 @@ class LocalProcessExecutor:
                 f"{places} replicas with {each} GPU each need {places * each} GPUs, this machine has {len(available)}. "
                 f"Launch fewer, or give max_parallel={max(1, len(available) // each)}."
             )
-        return [",".join(available[place * each : (place + 1) * each]) for place in range(places)]
+        return [",".join(available[place * each : (place + 1) * each]) for place in range(len(available) // each)]
 
 
 def _log_file(attempt: Attempt, handle: ReplicaHandle) -> Path | None:

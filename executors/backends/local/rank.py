@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from executors.attempt import Attempt
 from executors.attempt.outcome import OUTPUT_TAIL_BYTES
+from executors.backends.local.gpu_slots import GpuSlot, take_slot
 from executors.backends.local.request import LocalLaunch, adopt
 from executors.errors import LaunchError, ReplicasError
 from executors.logs import tail_text
@@ -129,8 +130,8 @@ class LocalRanks:
         """By rank and number, the attempts that are this process's."""
         self._times: dict[int, TimesWriter] = {}
         """By rank, of its newest attempt here."""
-        self._last_at: dict[int, int] = {}
-        """The last process at each place, which may hold its GPU's memory for a while after its end."""
+        self._last_on: dict[str, int] = {}
+        """The last process on each slot of GPUs, which may hold their memory for a while after its end."""
 
     @functools.cached_property
     def task(self) -> StoredTask | None:
@@ -170,16 +171,27 @@ class LocalRanks:
         output = os.open(self._launch.log_file(attempt), flags, 0o600)
         self._times[attempt.rank] = TimesWriter(self._launch.log_file(attempt))
         self.note_output(attempt)
-        task = self.task  # before the first fork
+        task, slot = self.task, self._take_gpus(attempt)  # before the first fork
         try:
             gc.freeze()  # the rank's collector finds nothing of the supervisor's to look at, and so to copy
             pid = fork()
             if pid == 0:
-                self._become_rank(attempt, place, page, task, output, [*close, *self.private])
+                self._become_rank(attempt, slot, page, task, output, [*close, *self.private])
         finally:
-            os.close(output)
-        self._last_at[place] = pid
+            for descriptor in (output, *(slot.locks if slot else ())):
+                os.close(descriptor)
+        if slot is not None:
+            self._last_on[slot.devices] = pid
         return pid
+
+    def _take_gpus(self, attempt: Attempt) -> GpuSlot | None:
+        if self._launch.gpu_slots is None:
+            return None
+        slot = take_slot(self._launch.log_folder, self._launch.gpu_slots, attempt.rank)
+        if slot.is_shared:
+            words = f"every GPU has a replica of this run already: sharing {slot.devices} with another"
+            self.write_log(attempt, f"replicas: {words}.")
+        return slot
 
     def output_tail(self, attempt: Attempt) -> str:
         """Return the end of an attempt's log."""
@@ -220,7 +232,7 @@ class LocalRanks:
     def _become_rank(
         self,
         attempt: Attempt,
-        place: int,
+        slot: GpuSlot | None,
         page: SharedPage,
         task: StoredTask | None,
         output: int,
@@ -233,10 +245,10 @@ class LocalRanks:
             os.dup2(output, 2)
             os.close(output)
             gc.enable()
-            if self._launch.gpu_slots is not None:
-                os.environ["CUDA_VISIBLE_DEVICES"] = self._launch.gpu_slots[place]
-                if place in self._last_at:
-                    await_gpu_release(self._last_at[place])
+            if slot is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = slot.devices
+                if slot.devices in self._last_on:
+                    await_gpu_release(self._last_on[slot.devices])
             assignment = Assignment(
                 replace(self._launch.spec, attempt=attempt.number),
                 attempt.rank,
@@ -246,7 +258,7 @@ class LocalRanks:
                 log_file=self._launch.log_file(attempt) if self._launch.copies_logs else None,
                 term_grace_s=self._launch.term_grace_s,
                 torch_threads=self._torch_threads,
-                gpu=self._launch.gpu if self._launch.gpu_slots is not None else None,
+                gpu=None if slot is None else self._launch.gpu,
                 page=page,
                 how=how_started(self._launch.spec, attempt),
             )

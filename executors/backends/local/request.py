@@ -58,7 +58,7 @@ class LocalLaunch:
     gpu: str | None = None
     """What was asked for."""
     gpu_slots: list[str] | None = None
-    """`CUDA_VISIBLE_DEVICES` of each place that a replica can run in; None leaves it alone."""
+    """`CUDA_VISIBLE_DEVICES` of each replica that the machine has GPUs for; None leaves it alone."""
     nonce: str = field(default_factory=lambda: os.urandom(16).hex())
     """Tells this launch from any other that asks for the same attempts."""
     by: str = field(default_factory=this_process)

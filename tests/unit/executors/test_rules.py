@@ -11,7 +11,7 @@ import pytest
 from executors.policy import Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.supervision.decisions import Decision, answer_to, is_barred
-from executors.supervision.rules import RunFacts, decide, made_progress, too_few_left
+from executors.supervision.rules import MOST_REFUSED, RunFacts, decide, made_progress, too_few_left
 
 FACTS = RunFacts(run_id="run", world_size=4, launched_at=0.0, has_progress=True)
 EARLY = replace(FACTS, has_progress=False)
@@ -37,6 +37,7 @@ def told(log: Sequence[Decision | None]) -> list[str]:
     return [entry.why or entry.kind for entry in log if entry is not None]
 
 
+REFUSED: dict[str, Any] = {"reason": "start_failed", "was_refused": True}
 KEPT = [end(attempt=number, kept=1) for number in range(4)]
 POINTLESS = [end(attempt=number) for number in range(6)]
 FREE = [end(attempt=number, exit_code=75) for number in range(4)]
@@ -106,6 +107,17 @@ def test_only_the_first_end_that_costs_nothing_is_restarted_at_once() -> None:
     waits = [entry.not_before - 1.0 for entry in answers("0,75=inf", *FREE)]
     assert waits[0] == 0.0
     assert 0.5 <= waits[1] < waits[2] < waits[3]
+
+
+def test_starts_that_the_service_refuses_cost_nothing_until_there_are_too_many_in_a_row() -> None:
+    refused = [end(attempt=number, **REFUSED) for number in range(MOST_REFUSED + 1)]
+    log = answers("1,no_progress=1", *refused)
+    assert told(log) == ["restart"] * MOST_REFUSED + ["refused"]
+    assert not any(entry.charged for entry in log)
+    assert log[9].not_before - 1.0 >= 30.0, "they wait longer and longer"
+    taken = [*refused[:-1], end(attempt=MOST_REFUSED), replace(refused[0], attempt=MOST_REFUSED + 1)]
+    assert told(answers("1,no_progress=1", *taken)) == ["restart"] * (MOST_REFUSED + 2)
+    assert told(answers("1,start_failed=0", refused[0])) == ["budget"]
 
 
 def test_a_resume_begins_budgets_and_strikes_anew() -> None:

@@ -1,4 +1,4 @@
-"""What the replicas of a launch cost, where their backend tells it."""
+"""What the replicas of a new run cost, where their backend tells it."""
 
 from __future__ import annotations
 
