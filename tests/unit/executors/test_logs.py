@@ -174,6 +174,15 @@ def test_a_window_that_moved_on_too_far_is_led_by_a_line_that_says_so() -> None:
     assert followed(*map("".join, (first, second, third)), tail=0) == f"{BREAK}\n" + "".join([*second, *third[-5:]])
 
 
+def test_a_line_that_comes_late_is_no_hole_and_is_shown_once() -> None:
+    before = [f"step {number}\n" for number in range(1000)]
+    late = [*before[:-1], "late\n", before[-1], "step 1000\n"]
+    moved_on = [*late[500:], "step 1001\n"]
+    windows = (before, late, late[:-3], late, moved_on)
+    assert followed(*map("".join, windows), tail=0) == "late\nstep 1000\nstep 1001\n"
+    assert followed("".join(before), "".join(late[:-2]), "".join(late), tail=0) == "late\nstep 1000\n"
+
+
 class Copies(MemoryStore):
     """A rendezvous in which a log is longer at each look, and its copy holds the last 256 KiB."""
 

@@ -72,7 +72,12 @@ def test_a_pause_within_the_log_of_a_job_that_has_ended_is_not_its_end(monkeypat
     monkeypatch.setattr(job_logs, "QUIET_S", 0.01)
     goes_on = threading.Event()
     service = Service(20, lambda number: number != 10 or goes_on.wait(10))
-    log = StreamedLog(service.connect, lambda: goes_on.set() is None)  # asked once nothing came
+
+    def has_ended() -> bool:  # asked once nothing came
+        goes_on.set()
+        return True
+
+    log = StreamedLog(service.connect, has_ended)
     assert b"".join(log.pieces()).decode() == "".join(lines_from(0, 20))
     assert log.cut == ""
 
