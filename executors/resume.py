@@ -103,6 +103,7 @@ def resume(
     launched = task.launched_with
     run.fleet.named = frozenset(ranks or ())
     given: Any = {"gpu": gpu, "timeout": timeout, "env": env, "secrets": secrets, "detach": detach}
+    given["verb"] = "resume --from-snapshot" if from_snapshot else "resume"
     recipes = recipes_of(run, task, ranks=range(run.world_size) if from_snapshot else ranks, **given)
     executor = native_executor(run)
     if (new_restarts or new_hang) and not restarts_replicas(executor):

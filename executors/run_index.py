@@ -286,6 +286,14 @@ def known_run_ids() -> list[str]:
     return sorted(changed, key=changed.__getitem__)
 
 
+def noted_at(run_id: str) -> float:
+    """Return when this machine noted something of a run last, in Unix time; 0.0: it never did."""
+    try:
+        return (state_dir() / run_id / NOTE).stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
 @dataclass(frozen=True)
 class Preparation(Record):
     """A launch that has written nothing of its run yet, or never did."""

@@ -32,6 +32,7 @@ PID = integer(1, 2**31 - 1)
 COUNT = integer(0, 2**53)
 EXIT_CODE = integer(-(2**31), 2**31)
 OUTPUT_TAIL_BYTES = 64 * 1024
+OUTPUT_TAIL_LINES = 200  # that a service is asked for, where a replica left no outcome
 MAX_OUTCOME_BYTES = 32 << 20
 MAX_ERROR = 1 << 20  # characters
 MAX_PLACE = 1000  # characters

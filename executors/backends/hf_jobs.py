@@ -144,7 +144,8 @@ class HFJobs(JobService):
             return log.tail(n_lines)
 
     def open_log(self, job_id: JobId) -> StreamedLog:
-        return StreamedLog(functools.partial(log_stream, self.endpoint, job_id["namespace"], job_id["id"]))
+        connect = functools.partial(log_stream, self.endpoint, job_id["namespace"], job_id["id"])
+        return StreamedLog(connect, lambda: self.state(job_id).has_ended)
 
     def stop(self, job_id: JobId) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
+from collections import Counter
 from collections.abc import Sequence
 
 BREAK = "=== here the log broke off; lines may be missing ==="
@@ -46,6 +47,22 @@ def goes_on(seen: Sequence[str], lines: Sequence[str]) -> bool:
     n = min(LAST_LINES, len(seen))
     text = "\n".join(["", *seen[len(seen) - n :], ""])
     return text in "\n".join(["", *lines, ""])
+
+
+def come_late(seen: Sequence[str], lines: Sequence[str]) -> list[str] | None:
+    """Return those of `lines` that were not seen, or less often; None if `lines` do not begin within what was seen.
+
+    For lines some of which came late, before others that were seen already.
+    """
+    text, first = "\n".join(["", *seen, ""]), "\n".join(["", *lines[:LAST_LINES], ""])
+    if (place := text.find(first)) < 0:
+        return None
+    left, late = Counter(seen[text[:place].count("\n") :]), []
+    for line in lines:
+        if left[line] <= 0:
+            late.append(line)
+        left[line] -= 1
+    return late
 
 
 def place_after(seen: Sequence[str], lines: Sequence[str]) -> int:

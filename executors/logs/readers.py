@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from executors.logs import EVERY_LINE, LIMITED, MAX_READ_BYTES, read_from, tail_lines
-from executors.logs.gaps import BREAK, goes_on, place_after
+from executors.logs.gaps import BREAK, come_late, goes_on, place_after
 from executors.logs.times import offset_at
 from executors.native import Log, NativeExecutor, OffsetReader
 from executors.protocol import ServerlessExecutor
@@ -142,7 +142,7 @@ class TailedLog:
     """Compares the last lines with those seen before.
 
     Exact while the log is shorter than the window. Beyond it, some lines of a program that prints the same ones over
-    and over may be left out; where it lacks the last lines that were seen, a line before it says so.
+    and over may be left out; where lines may lie between it and what was seen, a line before it says so.
 
     Args:
         read: returns so many last lines.
@@ -177,10 +177,13 @@ class TailedLog:
         elif self._seen and "\n".join(["", *lines, ""]) in "\n".join(["", *self._seen, ""]):  # cut off, or nothing new
             fresh = []
             is_stale = not lines or lines[-1] != self._seen[-1]
-        elif not goes_on(self._seen, lines):
-            fresh, self._seen = [BREAK, *lines], lines
         else:
-            fresh = lines[place_after(self._seen, lines) :]
+            if goes_on(self._seen, lines):
+                fresh = lines[place_after(self._seen, lines) :]
+            elif (late := come_late(self._seen, lines)) is not None:
+                fresh = late
+            else:
+                fresh, self._seen = [BREAK, *lines], []
             self._seen = [*self._seen, *fresh][-max(WINDOW_LINES, len(lines)) :]
         yield [f"{line}\n" for line in fresh]
         if has_ended and rest and not is_stale:

@@ -13,7 +13,7 @@ from executors.protocol import ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class
 from executors.run.run import Run
 from executors.run.spread import SpreadExecutor
-from executors.run_index import find_preparation, known_run_ids, locate
+from executors.run_index import find_preparation, known_run_ids, locate, noted_at
 from executors.store import Store
 from executors.store.parallel import in_parallel
 from executors.store.url import (
@@ -89,7 +89,8 @@ def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
     """List the runs that this machine knows of, or all in a store; oldest first.
 
     Of those that this machine knows, some may be at a bucket that does not answer within 5 s, or needs a package that
-    is not here. They come first, and whatever is asked of them raises why that is: `attach` one to ask again.
+    is not here. Their place is when this machine noted them, and whatever is asked of them raises why that is: `attach`
+    one to ask again.
     """
     if rendezvous is not None:
         store = existing_store(rendezvous)
@@ -169,4 +170,4 @@ def _run_ids(store: Store) -> Iterator[str]:
 def _created_at(run: Run) -> float:
     with contextlib.suppress(ReplicasError):  # left half by a power cut, written by hand, or out of reach
         return run.record.created_at
-    return 0.0
+    return noted_at(run.run_id)

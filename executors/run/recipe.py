@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.machinery import BuiltinImporter, PathFinder
 from pathlib import Path
 from typing import Any
 
-from executors.entrypoint import find_module, parse_entrypoint
+from executors.entrypoint import parse_entrypoint
 from executors.errors import BackendError, StoreError, UntrustedTaskError
 from executors.native import NativeExecutor, RunSpec
 from executors.run.fleet import Site
@@ -58,7 +60,7 @@ def recipes_of(
         task: for which somebody vouched.
         ranks: those that are to be started; what only others need may be missing, and they have no recipe then.
         gpu, timeout, env, secrets, detach: as for `resume`.
-        verb: of the command that starts them.
+        verb: the command that starts them, up to the run.
 
     Returns: that of the launch, then those of additions; of ranks that somebody here has said are to be started.
 
@@ -142,47 +144,58 @@ def _check_own_task(run: Traces, place: Placement) -> None:
 
 
 def check_folder(run: Traces, task: StoredTask, verb: str) -> None:
-    """Check that the run's code is in the folder of this process, for replicas that get it from there.
+    """Check that the run's code is that of this process's folder, for replicas that get it from there.
 
-    If the folder of the launch is not on this machine, or not any more, nobody can go there: a line on stderr says so.
+    If the folder of the launch does not have it, or not any more, nobody can go there: a line on stderr says so.
 
     Args:
-        verb: of the command that starts the replicas, for the error.
+        verb: the command that starts the replicas, up to the run, for the error.
 
     Raises:
         ValueError: this is another folder, where the entrypoint names other code, or none.
     """
-    where, here = run.record.cwd, os.getcwd()
-    names = [name for name in (task.record.entrypoint, task.launched_with.health_check) if name is not None]
-    if not where or all(_is_same_code(name, where, here) for name in names):
+    where, here, record = run.record.cwd, os.getcwd(), task.record
+    if not where or os.path.realpath(where) == os.path.realpath(here):
         return
-    if not os.path.isdir(where):
-        print(
-            f"replicas: run {run.run_id!r} was launched in {where!r}, which is not here: its code is taken from "
-            f"{here!r}",
-            file=sys.stderr,
+    is_known = record.entrypoint is not None or record.modules is not None
+    names = [name for name in (record.entrypoint, task.launched_with.health_check) if name is not None]
+    code = {name: (_code_in(where, name), _code_in(here, name)) for name in [*names, *(record.modules or ())]}
+    others = [then for then, now in code.values() if then != now or not then]
+    if is_known and not others:
+        return
+    if any(others) or (not is_known and os.path.isdir(where)):
+        raise ValueError(
+            f"Run {run.run_id!r} was launched in {where!r}, and what is started here finds its files from the folder "
+            f"of this process: cd {shlex.quote(where)} && replicas {verb} {reference(run.run_id, run.store.url)}"
         )
-        return
-    raise ValueError(
-        f"Run {run.run_id!r} was launched in {where!r}, and what is started here finds its files from the folder of "
-        f"this process: cd {shlex.quote(where)} && replicas {verb} {reference(run.run_id, run.store.url)}"
+    print(
+        f"replicas: run {run.run_id!r} was launched in {where!r}, where its code is not found: that of {here!r} is "
+        "taken",
+        file=sys.stderr,
     )
 
 
-def _is_same_code(entrypoint: str, where: str, here: str) -> bool:
-    """Return whether an entrypoint names the same code in two folders, the second of which is this process's."""
-    name, folder = parse_entrypoint(entrypoint), os.path.realpath(here)
+def _code_in(folder: str, entrypoint: str) -> frozenset[str]:
+    """Return where the code of an entrypoint is for a process in a folder with this one's `sys.path`; empty: nowhere.
+
+    What lies on that path in the current folder is looked for in the other one, but for what is installed there, as in
+    a `.venv`.
+    """
+    name, here = parse_entrypoint(entrypoint), os.path.realpath(os.getcwd())
+    folder = os.path.realpath(folder)
     if name.file is not None:
-        return os.path.realpath(os.path.join(where, name.file)) == os.path.realpath(os.path.join(here, name.file))
-    if os.path.realpath(where) == folder:
-        return True
-    spec = find_module(name.module.partition(".")[0])
+        file = os.path.realpath(os.path.join(folder, name.file))
+        return frozenset([file] if os.path.isfile(file) else [])
+    installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths = [] if folder == here else [folder]
+    for path in (Path(os.path.realpath(entry)) for entry in sys.path):
+        is_of_folder = path.is_relative_to(here) and not any(path.is_relative_to(place) for place in installed)
+        paths.append(os.path.join(folder, path.relative_to(here)) if is_of_folder else str(path))
+    top = name.module.partition(".")[0]
+    spec = PathFinder.find_spec(top, paths) or BuiltinImporter.find_spec(top)
     if spec is None:
-        return False  # the other folder may have it
-    found = spec.submodule_search_locations or ([spec.origin] if spec.has_location and spec.origin else [])
-    installed = Path(sys.prefix).resolve()  # which may lie in this folder, as a .venv does
-    places = [Path(place).resolve() for place in found]
-    return all(place.is_relative_to(installed) or not place.is_relative_to(folder) for place in places)
+        return frozenset()
+    return frozenset(map(os.path.realpath, spec.submodule_search_locations or [spec.origin or top]))
 
 
 def _is_for(place: Placement, places: Sequence[Placement], kind: str, name: str) -> bool:

@@ -15,7 +15,7 @@ from queue import Queue
 from typing import Generic, Literal, TypeVar
 
 from executors.attempt import Attempt
-from executors.attempt.outcome import OUTPUT_TAIL_BYTES
+from executors.attempt.outcome import OUTPUT_TAIL_BYTES, OUTPUT_TAIL_LINES
 from executors.errors import CorruptObjectError, unknown_name
 from executors.logs import LIMITED, MAX_READ_BYTES, last_of
 from executors.logs.follower import Sight, begins, follow_logs
@@ -137,7 +137,8 @@ class RunLogs:
             yield completed_bytes(end, kept)
         elif outcome is not None:
             yield (kept or outcome.error or "").encode()
-            if cut or len(kept.encode()) >= OUTPUT_TAIL_BYTES:
+            is_full = len(kept.encode()) >= OUTPUT_TAIL_BYTES or len(_split(kept)) == OUTPUT_TAIL_LINES
+            if cut or is_full:
                 cut = f"{cut or self._has_none(attempt)}; this is the end that its outcome kept"
         if cut:
             tell(cut)

@@ -40,6 +40,7 @@ from executors.store import Store
 from executors.store.records import MAX_DEPTH, exists, is_deeper_than, to_bytes
 from executors.store.url import address_of, check_run_id
 from executors.task.launch_request import LaunchRequest
+from executors.task.pickles import pickle_call
 from executors.task.record import LaunchedWith, RunRecord
 from executors.task.sources import sources_of
 from executors.task.stored import PYTHON, StoredTask, folder_of, versions_here
@@ -253,11 +254,9 @@ def _pack_task(
         texts = dict(request.arg_texts or {})
         return to_bytes({**record, "entrypoint": entrypoint, "args": kwargs, "arg_texts": texts}), None
     check_call(entrypoint, kwargs, describe(entrypoint))
-    import cloudpickle
-
     try:
         with _script_by_value():
-            pickled: bytes = cloudpickle.dumps((entrypoint, kwargs))
+            pickled, modules = pickle_call(entrypoint, kwargs)
     except Exception as error:
         raise EntrypointError(
             f"{describe(entrypoint)} and its arguments cannot be pickled: {error}. Create such objects inside the "
@@ -265,7 +264,7 @@ def _pack_task(
         ) from error
     digest = hashlib.sha256(pickled).hexdigest()
     record |= {"entrypoint": None, "name": describe(entrypoint), "sources": sources_of(entrypoint, pickled)}
-    return to_bytes({**record, "callable_sha256": digest}), pickled
+    return to_bytes({**record, "callable_sha256": digest, "modules": modules}), pickled
 
 
 @contextlib.contextmanager

@@ -156,6 +156,8 @@ class TaskRecord(Record):
     """Those of the arguments that a command line gave, as it gave them: the function's annotations say what they are.
     """
     callable_sha256: str | None = checked(nullable(text(64, SHA256)), None)
+    modules: tuple[str, ...] | None = checked(nullable(NAMES), None)
+    """Those that the pickled callable imports, without Python's own. None: nobody noted them."""
     sources: Mapping[str, Any] = checked(json_object, {})
     """The text of the files that the callable was defined in, for tracebacks."""
     rank_env: str | None = checked(nullable(text(1000)), None)

@@ -176,6 +176,24 @@ def test_collect_names_a_log_of_which_a_service_gives_only_the_end(
     assert Path("out/0/output.log").read_text().count("\n") == MAX_KNOWN
 
 
+def test_collect_names_a_log_of_which_a_service_gave_only_the_end_before_it_forgot_it(
+    machines: Machines, here: HereInstead
+) -> None:
+    run = start(1, "hang")
+    wait_until_hanging(run)
+    job = machines.job_of(run, 0)
+    with open(job.log, "ab") as log:
+        log.writelines(b"step %d\n" % number for number in range(1000))
+    machines.end(job, "oom")
+    assert run.wait(60)
+    job.is_forgotten = True
+    told = here.replicas(*COLLECT)
+    assert told.code == 1
+    assert "Skipped the log 'output.log' of rank 0: " in told.stdout
+    assert "has no log of it; this is the end that its outcome kept" in told.stdout
+    assert Path("out/0/output.log").read_text() == "".join(f"step {number}\n" for number in range(800, 1000))
+
+
 def test_a_search_goes_through_the_whole_log_or_says_that_a_service_gives_only_its_end(
     long_log: Callable[[Callable[[Path], Log]], bytes], here: HereInstead
 ) -> None:

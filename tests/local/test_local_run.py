@@ -22,7 +22,10 @@ from executors.errors import (
     ReplicaTimeoutError,
     RunExistsError,
     RunNotFoundError,
+    StoreError,
 )
+from executors.store import Store
+from executors.store.url import impatient_store
 from executors.testing import eventually
 from executors.testing.executor_contract import task
 
@@ -272,6 +275,22 @@ def test_a_list_goes_on_when_one_store_is_gone(local: LocalProcessExecutor, tmp_
     assert [run.run_id for run in list_runs()] == [kept.run_id]
     with pytest.raises(RunNotFoundError):
         attach(gone.run_id)
+
+
+def test_a_run_at_a_store_that_does_not_answer_has_its_place_in_a_list(
+    local: LocalProcessExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [launch(local, tasks.rank, 1, rendezvous=where) for where in (None, str(tmp_path / "away"), None)]
+    for run in runs:
+        run.wait()
+
+    def opened(url: str, answer_s: float) -> Store:
+        if "away" in url:
+            raise StoreError("It does not answer.", url=url)
+        return impatient_store(url, answer_s)
+
+    monkeypatch.setattr("executors.run.lookup.impatient_store", opened)
+    assert [run.run_id for run in list_runs()] == [run.run_id for run in runs]
 
 
 def test_a_record_that_is_no_json_is_an_error_that_names_it(local: LocalProcessExecutor) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
 import time
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from support.third_party import PopenExecutor
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import BackendError, StoreError
 from executors.resume import resume
+from executors.run.recipe import check_folder, vouched_task
 from executors.supervision.decisions import DecisionLog
 from executors.testing import eventually
 
@@ -159,6 +163,71 @@ def test_what_is_the_same_code_anywhere_is_resumed_from_anywhere(
     assert "replicas:" not in capsys.readouterr().err
 
 
+def test_a_function_of_a_module_is_not_taken_from_another_folder(
+    two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = two_folders
+    monkeypatch.setitem(sys.modules, "train", module := import_module("train"))  # and away again
+    for name, entrypoint in {"by-name": module.main, "in-a-partial": functools.partial(module.main)}.items():
+        monkeypatch.chdir(here)
+        launch(PLAIN, entrypoint, 1, run_id=name).wait(30)
+        monkeypatch.chdir(there)
+        with pytest.raises(ValueError, match=f"cd '{here}' && replicas resume {name}"):
+            resume(attach(name))
+        assert attach(name).status().replicas[0].attempt == 0
+
+
+def test_a_callable_of_which_nobody_noted_where_it_is_from_is_not_resumed_in_another_folder(
+    two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = two_folders
+    launch(PLAIN, second_time_lucky, 1, args={"folder": str(there)}, run_id="nightly").wait(30)
+    task = vouched_task(run := attach("nightly"))
+    monkeypatch.chdir(there)
+    check_folder(run, task, "resume")
+    with pytest.raises(ValueError, match=f"cd '{here}' && replicas resume nightly"):
+        check_folder(run, replace(task, record=replace(task.record, modules=None)), "resume")
+
+
+def test_other_code_of_the_same_name_that_is_installed_is_not_taken_for_the_runs(
+    two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here, there = two_folders
+    (tmp_path / "site").mkdir()
+    (there / "train.py").rename(tmp_path / "site" / "train.py")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site")])
+    launch(PLAIN, "train:main", 1, run_id="nightly").wait(30)
+    monkeypatch.chdir(there)
+    with pytest.raises(ValueError, match=f"cd '{here}' && replicas resume nightly"):
+        resume(attach("nightly"))
+
+
+@pytest.mark.parametrize("entrypoint", ["train.py:main", "train:main"])
+def test_nobody_is_sent_to_a_folder_that_does_not_have_the_code(
+    two_folders: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    entrypoint: str,
+) -> None:
+    here, there = two_folders
+    launch(PLAIN, entrypoint, 1, run_id="nightly").wait(30)
+    monkeypatch.chdir(there)
+    (here / "train.py").rename(here / "moved.py")
+    resume(attach("nightly")).wait(30)
+    assert attach("nightly").status().replicas[0].attempt == 1
+    assert f"launched in '{here}', where its code is not found: that of '{there}' is taken" in capsys.readouterr().err
+
+
+def test_who_asked_for_a_new_run_from_a_snapshot_is_told_a_command_that_begins_one(
+    two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = two_folders
+    launch(PLAIN, "train.py:main", 1, run_id="nightly").wait(30)
+    monkeypatch.chdir(there)
+    with pytest.raises(ValueError, match=f"cd '{here}' && replicas resume --from-snapshot nightly"):
+        resume(attach("nightly"), from_snapshot=True)
+
+
 def test_a_folder_that_is_not_here_any_more_is_named_and_the_run_goes_on_with_what_is(
     two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,7 +237,7 @@ def test_a_folder_that_is_not_here_any_more_is_named_and_the_run_goes_on_with_wh
     here.rename(here.with_name("moved"))
     resume(attach("nightly")).wait(30)
     assert attach("nightly").status().replicas[0].attempt == 1
-    assert f"launched in '{here}', which is not here: its code is taken from '{there}'" in capsys.readouterr().err
+    assert f"launched in '{here}', where its code is not found: that of '{there}' is taken" in capsys.readouterr().err
 
 
 def test_launch_with_resume_brings_a_run_back(half_dead: Run, tmp_path: Path) -> None:

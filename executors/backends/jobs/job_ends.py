@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from executors.attempt import Attempt
-from executors.attempt.outcome import ENDINGS, MAX_ATTEMPTS, OUTPUT_TAIL_BYTES
+from executors.attempt.outcome import ENDINGS, MAX_ATTEMPTS, OUTPUT_TAIL_BYTES, OUTPUT_TAIL_LINES
 from executors.backends.jobs.job_states import JobStates
 from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobState, retrying, stop_others
 from executors.native import Parent
@@ -15,7 +15,7 @@ from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus
 from executors.store.records import FAR_AHEAD, LONG_AGO, Fields, integer, json_object, nullable, number
 from executors.task.record import MAX_WORLD_SIZE
 
-LOG_LINES = 200
+LOG_LINES = OUTPUT_TAIL_LINES
 SPARE = nullable(integer(0, MAX_WORLD_SIZE))
 SIGNALS = {137: "SIGKILL", 143: "SIGTERM", 139: "SIGSEGV", 134: "SIGABRT", 130: "SIGINT"}  # by exit code
 

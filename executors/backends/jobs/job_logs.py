@@ -25,6 +25,8 @@ QUIET_S = 0.5  # a stream that is silent for so long has sent what there is
 FIRST_LINE_S = 2.0  # how long the first line may take
 LONGEST_S = 30.0
 AGAIN_LINES = 10_000  # what is asked for where a stream broke off
+SPAN_LINES = 10_000  # what is asked for first where lines of a span are looked for
+PART_LINES = 5_000
 LONGEST_PAUSE_S = 30.0  # before a stream is opened again
 BROKEN = "lines may be missing: its stream broke off, or took too long"
 JOB_STARTED = "===== Job started"  # a line of the service's, not of the job's
@@ -94,14 +96,18 @@ class StreamedLog:
     Args:
         connect: opens a stream that begins with so many last lines, a response of httpx; None for a job that is
             unknown. Raises JobServiceError.
+        has_ended: whether the job has, so that its stream has an end. Raises JobServiceError.
     """
 
     note = cut = ""
     may_lag = True
     pause_s = 0.2
 
-    def __init__(self, connect: Callable[[int], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self, connect: Callable[[int], AbstractContextManager[Any]], has_ended: Callable[[], bool] = lambda: False
+    ) -> None:
         self._connect = connect
+        self._has_ended = has_ended
         self._lines: deque[tuple[float, str]] = deque()
         self._n_lines: int | None = None
         """How many lines were asked for first."""
@@ -116,27 +122,51 @@ class StreamedLog:
         self._last: tuple[float, int] | None = None
         """The time of the last line, and how many lines of that time came."""
         self._response: Any = None
+        self._span: StreamedLog | None = None
+        """Where the lines of a span are looked for."""
 
     def tail(self, n_lines: int) -> str:
         lines = self._take(n_lines, waits=True) if n_lines > 0 else []
         return "".join(f"{line}\n" for _, line in lines[-n_lines:])
 
     def pieces(self) -> Iterator[bytes]:
-        yield self.tail(EVERY_LINE).encode()
+        for part in self._whole(EVERY_LINE):
+            yield "".join(f"{line}\n" for _, line in part).encode()
 
     def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
         yield [f"{line}\n" for _, line in self._take(n_first, waits=has_ended)]
 
     def between(self, since: float | None, until: float | None) -> Iterator[list[str]]:
-        """Yield the lines of a span, by the service's clock."""
-        for at, line in self._take(EVERY_LINE, waits=True):
-            if (since is None or at >= since) and (until is None or at <= until):
-                yield [f"{line}\n"]
+        """Yield the lines of a span, by the service's clock.
+
+        The service has no times in its requests: it is asked for ever more of the last lines, until they begin before.
+        """
+        n_lines, is_all = (EVERY_LINE if since is None else SPAN_LINES), False
+        while not is_all:
+            with contextlib.closing(StreamedLog(self._connect, self._has_ended)) as self._span:
+                parts, held, n_held = self._span._whole(n_lines), list[list[tuple[float, str]]](), 0
+                for part in parts:
+                    held.append(part)
+                    n_held += len(part)
+                    begins_before = since is None or any(at < since for at, _ in held[0][:1])
+                    if begins_before or n_held >= n_lines:
+                        break
+                is_all = begins_before or n_held < n_lines
+                for part in chain(held, parts) if is_all else ():
+                    yield [
+                        f"{line}\n"
+                        for at, line in part
+                        if (since is None or at >= since) and (until is None or at <= until)
+                    ]
+                self.cut = self._span.cut
+            n_lines *= 10
 
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        if self._span is not None:
+            self._span.close()
         with contextlib.suppress(Exception):  # there is none, or it is gone
             self._response.extensions["network_stream"].get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
@@ -147,9 +177,8 @@ class StreamedLog:
         """
         with self._changed:
             if self._n_lines is None:
-                self._n_lines, waits = n_lines, True
-                self._heard_at = time.monotonic()
-                threading.Thread(target=self._read, args=(n_lines,), name="replicas-log", daemon=True).start()
+                waits = True
+                self._begin(n_lines)
             if waits and not self._wait():
                 self.cut = BROKEN
             lines = list(self._lines)
@@ -158,6 +187,54 @@ class StreamedLog:
             if self._error is not None and not lines:
                 raise self._error
             return lines
+
+    def _begin(self, n_lines: int) -> None:
+        self._n_lines = n_lines
+        self._heard_at = time.monotonic()
+        threading.Thread(target=self._read, args=(n_lines,), name="replicas-log", daemon=True).start()
+
+    def _whole(self, n_lines: int) -> Iterator[list[tuple[float, str]]]:
+        """Yield so many last lines in parts, for as long as they come.
+
+        A stream that falls silent has sent what there is, unless its job has ended: then its end is waited for.
+        """
+        self.cut, has_ended, has_any, is_over = "", False, False, False
+        if self._n_lines is None:
+            self._begin(n_lines)
+        while not is_over:
+            with self._changed:
+                goes_on = self._has_part(LONGEST_S if has_ended else None)
+                lines, is_over, error = list(self._lines), self._has_all or self._is_closed, self._error
+                self._lines.clear()
+                if goes_on:
+                    self._heard_at = time.monotonic()  # the reader of these lines may be slow
+                self._changed.notify_all()
+            has_any = has_any or bool(lines)
+            if error is not None and not has_any:
+                raise error
+            yield lines
+            if is_over:
+                return
+            if error is not None or (has_ended and not goes_on):
+                self.cut, is_over = BROKEN, True
+            elif not goes_on:
+                has_ended = self._may_have_ended()
+                is_over = not has_ended
+
+    def _has_part(self, patience_s: float | None) -> bool:
+        """Wait for some lines, or all, or a failure; return whether there is one, and not just silence."""
+        while not (self._has_all or self._error or self._is_closed) and len(self._lines) < PART_LINES:
+            left_s = self._heard_at + (patience_s or (QUIET_S if self._last else FIRST_LINE_S)) - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._changed.wait(left_s)
+        return True
+
+    def _may_have_ended(self) -> bool:
+        try:
+            return self._has_ended()
+        except JobServiceError:  # then it is safer to wait
+            return True
 
     def _wait(self) -> bool:
         """Wait for what there is; return whether it came, as far as can be seen."""
@@ -202,7 +279,8 @@ class StreamedLog:
     def _read_stream(self, response: Any) -> None:
         if response is None:  # the service knows no such job
             return
-        began_at = parsedate_to_datetime(response.headers["date"]).timestamp() if "date" in response.headers else None
+        has_date = "date" in response.headers
+        began_at = parsedate_to_datetime(response.headers["date"]).timestamp() if has_date else time.time()
         known, n_known, is_new = self._last, 0, self._last is None
         for line in response.iter_lines():
             if self._is_closed:
@@ -221,7 +299,7 @@ class StreamedLog:
                 if n_known == 0:
                     self.cut = BROKEN
                     self._add(BREAK, at)
-            self._add(text, at, has_all=began_at is not None and at > began_at + 1)
+            self._add(text, at, has_all=at > began_at + 1)
 
     def _add(self, line: str, at: float, has_all: bool = False) -> None:
         with self._changed:

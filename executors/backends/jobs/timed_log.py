@@ -195,7 +195,7 @@ class TimedLog:
         """Yield the lines of a span, by the service's clock; of the last `MAX_KNOWN` entries where it has no start."""
         lines = LineBuffer()
         found = self._last(MAX_KNOWN) if since is None else self._fetch(datetime.fromtimestamp(since, UTC), 0)
-        self.cut = FULL if len(found) >= MAX_KNOWN else ""
+        self.cut = FULL if since is None and len(found) >= MAX_KNOWN else ""
         last = None if until is None else datetime.fromtimestamp(until, UTC)
         yield [line for entry in found if last is None or entry.at <= last for line in lines.add(entry.text)]
         yield lines.last()

@@ -11,11 +11,12 @@ from executors.errors import StoreError
 from executors.logs import EVERY_LINE, LIMITED, MAX_READ_BYTES, last_of
 from executors.logs.readers import FileLog, TailedLog
 from executors.native import Log
-from executors.store.artifacts import Artifact
 from executors.store.protocol import Entry
 from executors.worker.log_copy import FINAL_BYTES, LIVE_BYTES, NAME
 
 PAUSE_S = 15.0  # a supervisor puts its object every 60 s
+PIECE_BYTES = 1 << 20
+COLLECTED = "`replicas collect --out DIR` writes all that its copy in the rendezvous holds"
 
 
 def open_local_log(attempt: Attempt, path: Path | None, runs_here: bool) -> Log:
@@ -49,7 +50,6 @@ class StoredLog(TailedLog):
     def __init__(self, attempt: Attempt, why: str = "") -> None:
         super().__init__(self._read_object, EVERY_LINE)
         self._store = attempt.store
-        self._rank = attempt.rank
         self._key = attempt.key(NAME)
         self._why = why
         self._entry: Entry | None = None
@@ -66,16 +66,19 @@ class StoredLog(TailedLog):
 
     def tail(self, n_lines: int) -> str:
         text, self.cut = super().tail(n_lines), ""
-        if text.count("\n") < n_lines:
-            is_limited = self._entry is not None and self._entry.size_bytes > MAX_READ_BYTES
-            self.cut = LIMITED if is_limited else self._held(self._entry)
+        n_shown = text.count("\n") + (text != "" and not text.endswith("\n"))
+        if n_shown < n_lines:
+            self.cut = self._held(self._entry)
+            if self._entry is not None and self._entry.size_bytes > MAX_READ_BYTES:
+                self.cut = LIMITED if not self.cut else f"these are the last {MAX_READ_BYTES >> 20} MiB; {COLLECTED}"
         return text
 
     def pieces(self) -> Iterator[bytes]:
         entry = self._look()
         self.cut = self._held(entry)
-        if entry is not None:
-            yield from map(bytes, Artifact(self._rank, "", entry.size_bytes, self._store, self._key).parts())
+        size_bytes = 0 if entry is None else entry.size_bytes
+        for start in range(0, size_bytes, PIECE_BYTES):
+            yield bytes(self._store.get(self._key, start=start, size=min(PIECE_BYTES, size_bytes - start)))
 
     def _held(self, entry: Entry | None) -> str:
         """Return why the copy is not all of the log; empty if it is."""

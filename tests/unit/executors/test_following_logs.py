@@ -11,7 +11,7 @@ import pytest
 
 from executors.backends.jobs.job_logs import PatientLog
 from executors.backends.jobs.service import JobServiceError
-from executors.backends.jobs.timed_log import Entry, SharedLog, TimedLog
+from executors.backends.jobs.timed_log import FULL, MAX_KNOWN, Entry, SharedLog, TimedLog
 from executors.logs.follower import MAX_PARTS, MAX_THREADS, Sight, follow_logs
 from executors.logs.readers import OffsetLog
 from executors.native import Log
@@ -275,6 +275,16 @@ def test_a_span_of_time_is_asked_of_a_service_that_keeps_times() -> None:
     for since, until, found in ((3.0, None, range(3, 10)), (2.0, 5.5, range(2, 6)), (None, 1.5, range(2))):
         span = (None if since is None else began + since, None if until is None else began + until)
         assert [line for part in log.between(*span) for line in part] == [f"{number}\n" for number in found]
+
+
+def test_a_span_of_more_entries_than_the_last_ones_that_a_service_gives_is_not_called_cut() -> None:
+    service = Service()
+    for number in range(MAX_KNOWN + 1):
+        service.write(f"{number}\n", number / 1000)
+    log = TimedLog(service.of("a"), None)
+    for since, cut in ((service.start.timestamp(), ""), (None, FULL)):
+        assert sum(map(len, log.between(since, None))) == MAX_KNOWN + 1
+        assert log.cut == cut
 
 
 def test_all_jobs_are_asked_for_at_once_where_that_shows_them_and_each_for_itself_where_it_does_not(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from executors.attempt import Attempt
 from executors.backends.local.local_log import StoredLog
-from executors.logs import MAX_READ_BYTES, last_of, read_from, tail_lines, tail_text
+from executors.logs import LIMITED, MAX_READ_BYTES, last_of, read_from, tail_lines, tail_text
 from executors.logs.follower import Sight, follow_logs
 from executors.logs.gaps import BREAK, completed
 from executors.logs.readers import WINDOW_LINES, FileLog, TailedLog
@@ -174,6 +175,15 @@ def test_a_window_that_moved_on_too_far_is_led_by_a_line_that_says_so() -> None:
     assert followed(*map("".join, (first, second, third)), tail=0) == f"{BREAK}\n" + "".join([*second, *third[-5:]])
 
 
+def test_a_line_that_comes_late_is_no_hole_and_is_shown_once() -> None:
+    before = [f"step {number}\n" for number in range(1000)]
+    late = [*before[:-1], "late\n", before[-1], "step 1000\n"]
+    moved_on = [*late[500:], "step 1001\n"]
+    windows = (before, late, late[:-3], late, moved_on)
+    assert followed(*map("".join, windows), tail=0) == "late\nstep 1000\nstep 1001\n"
+    assert followed("".join(before), "".join(late[:-2]), "".join(late), tail=0) == "late\nstep 1000\n"
+
+
 class Copies(MemoryStore):
     """A rendezvous in which a log is longer at each look, and its copy holds the last 256 KiB."""
 
@@ -199,6 +209,33 @@ def test_a_copy_of_a_log_is_followed_through_all_it_holds_and_a_hole_between_two
     assert after.endswith("step 59998\n\nstep 59999\n\n")
     end = "".join(line for part in log.lines(0) for line in part)
     assert end == "".join(f"step {number}\n\n" for number in range(60_000, 70_000)), "the last copy holds more"
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "n_lines", "why"),
+    [
+        (1 << 20, 10**7, ""),
+        (6 << 20, 10**7, LIMITED),
+        (FINAL_BYTES, 10**7, "these are the last 4 MiB; .* writes all that its copy in the rendezvous holds"),
+        (LIVE_BYTES, 10**7, "these are the last 256 KiB, and its copy in the rendezvous holds no more"),
+        (LIVE_BYTES, 200, ""),
+    ],
+)
+def test_the_last_lines_of_a_copy_come_with_the_reason_why_they_are_not_all(
+    size_bytes: int, n_lines: int, why: str
+) -> None:
+    data = (b"step\n" * size_bytes)[-size_bytes + 3 :] + b"50%"
+    (store := MemoryStore()).put("otter/replicas/0000/0/output.log", data)
+    log = StoredLog(Attempt(store, "otter", 0))
+    text = log.tail(n_lines)
+    assert text.endswith("step\n50%")
+    assert re.fullmatch(why, log.cut)
+
+
+def test_a_copy_of_a_log_comes_in_pieces_of_a_mebibyte() -> None:
+    (store := MemoryStore()).put("otter/replicas/0000/0/output.log", b"step\n" * 600_000)
+    pieces = list(StoredLog(Attempt(store, "otter", 0)).pieces())
+    assert (b"".join(pieces), max(map(len, pieces))) == (b"step\n" * 600_000, 1 << 20)
 
 
 def test_a_log_is_completed_after_the_last_line_that_the_replica_kept_too() -> None:
