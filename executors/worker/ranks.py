@@ -99,12 +99,29 @@ class Running:
         """
         return self.asked.at(int(self.page.claimed) - 1) if self.page.claimed else self.asked
 
-    def terminate(self, why: Reason, grace_s: float) -> None:
-        """Ask the rank to end; only the rank: its helpers are part of how it cleans up."""
-        self.ending, self.deadline = why, NEVER
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it ended by itself, and runs what was registered at exit: that has its time, whatever is asked."""
+        return self.page.left_at > 0 and self.ending is None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it ends already: asked to, or by itself."""
+        return self.ending is not None or self.page.left_at > 0
+
+    def terminate(self, why: Reason, grace_s: float) -> bool:
+        """Ask the rank to end, if it is not leaving; only the rank: its helpers are part of how it cleans up.
+
+        Returns: whether it did.
+        """
+        self.deadline = NEVER
+        if self.is_leaving:
+            return False
+        self.ending = why
         self.asked_at, self.grace_s = time.monotonic(), grace_s
         self.kill_at = self.asked_at + grace_s
         os.kill(self.pid, signal.SIGTERM)
+        return True
 
     def kill_soon(self) -> None:
         """Give a rank that was asked to end no more time."""
@@ -128,8 +145,7 @@ class Running:
         Returns: when to look again.
         """
         ranks.note_output(self.asked)
-        is_leaving = self.page.left_at > 0 and self.ending is None and self.left_with is None
-        if is_leaving and now >= self.page.left_at + LEAVE_S:
+        if self.is_leaving and self.left_with is None and now >= self.page.left_at + LEAVE_S:
             self.left_with = int(self.page.left_with)
             self.asked_at, self.kill_at = -NEVER, now
             with contextlib.suppress(OSError):

@@ -278,7 +278,7 @@ class Supervisor:
 
     def _look(self) -> None:
         """Look into the store for what others ask for."""
-        living = {running.attempt: running for running in self._running.values() if running.ending is None}
+        living = {running.attempt: running for running in self._running.values() if not running.is_ending}
         for attempt in self._looks.cancelled([*living, *self._waiting]):
             if attempt in living:
                 living[attempt].terminate("cancelled", self._term_grace_s)
@@ -299,7 +299,7 @@ class Supervisor:
         for running in self._running.values():
             running.watchdog.limits, running.watchdog.ends = self._answers.hang, self._answers.has_policy
             bar = bars.get(running.asked.rank)
-            if running.ending is not None:
+            if running.is_ending:
                 continue
             if bar is None:
                 if is_overtaken(running):
@@ -326,21 +326,21 @@ class Supervisor:
         now, stopped = time.monotonic(), list[Attempt]()
         for running in self._running.values():
             if now >= running.deadline:
-                if running.why_then == "cancelled":
+                was_asked = running.terminate(running.why_then, self._term_grace_s)
+                if was_asked and running.ending == "cancelled":
                     stopped.append(running.attempt)
-                running.terminate(running.why_then, self._term_grace_s)
             if now >= running.kill_at and running.may_be_killed(now):
                 running.kill(now)
         mark_cancelled("the run was stopped", stopped)
 
     def _end_abandoned(self, why: str) -> None:
         """End the whole run: nobody is there to watch it. What was asked to end before gets no more time."""
-        living = [running for running in self._running.values() if running.ending is None]
+        living = list[Running]()
         for running in self._running.values():
-            if running.ending is None:
-                running.terminate("cancelled", self._term_grace_s)
-            else:
+            if running.ending is not None:
                 running.kill_soon()
+            elif running.terminate("cancelled", self._term_grace_s):
+                living.append(running)
         # Behind the signals, which no store holds up.
         had_marker = mark_cancelled(why, [running.attempt for running in living])
         for running in living:
