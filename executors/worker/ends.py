@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from executors.attempt import Attempt
@@ -44,12 +45,10 @@ class Ends:
         def because(reason: Reason, ending: str = "", **values: Any) -> tuple[Reason, str]:
             return reason, describe_end(ending or reason, running.asked.rank, self._world_size, **values)
 
-        if running.ending == "cancelled":
-            return "cancelled", None  # its marker says why
+        if running.ending in ("cancelled", "hang"):
+            return running.ending, running.error
         if running.ending == "timeout":
             return because("timeout", limit_s=self._timeout_s)
-        if running.ending == "hang":
-            return "hang", running.error
         if running.ending == "fenced":
             return because("fenced")
         service = os.environ.get(SERVICE) if running.page.notice else None
@@ -218,6 +217,8 @@ def record_end(attempt: Attempt, outcome: Outcome) -> Outcome | None:
     run = f"{attempt.run_id}/run.json"
     if not exists(attempt.store, run) and is_gone(attempt.store, run):  # it would begin to exist again
         return None
+    if outcome.reason == "cancelled" and attempt.has("cancel.json"):
+        outcome = replace(outcome, error=None)  # somebody else may have cancelled it before: its marker says why
     return attempt.record(outcome)
 
 

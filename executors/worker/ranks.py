@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from executors.attempt import Attempt
+from executors.attempt.outcome import describe_cancel
 from executors.errors import ReplicasError, StoreError
 from executors.native import RunSpec
 from executors.process import become_subreaper, kill_descendants
@@ -109,15 +110,18 @@ class Running:
         """Whether it ends already: asked to, or by itself."""
         return self.ending is not None or self.page.left_at > 0
 
-    def terminate(self, why: Reason, grace_s: float) -> bool:
+    def terminate(self, why: Reason, grace_s: float, because: str | None = None) -> bool:
         """Ask the rank to end, if it is not leaving; only the rank: its helpers are part of how it cleans up.
+
+        Args:
+            because: why it is cancelled, in words. None: its marker says so.
 
         Returns: whether it did.
         """
         self.deadline = NEVER
         if self.is_leaving:
             return False
-        self.ending = why
+        self.ending, self.error = why, None if because is None else describe_cancel(self.asked.rank, because)
         self.asked_at, self.grace_s = time.monotonic(), grace_s
         self.kill_at = self.asked_at + grace_s
         os.kill(self.pid, signal.SIGTERM)

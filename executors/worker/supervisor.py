@@ -15,7 +15,7 @@ import time
 from collections import deque
 
 from executors.attempt import Attempt
-from executors.attempt.outcome import describe_end
+from executors.attempt.outcome import describe_cancel, describe_end
 from executors.errors import LaunchError, StoreError
 from executors.native import RunSpec
 from executors.process import children, kill_descendants, oom_kills
@@ -41,6 +41,7 @@ from executors.worker.ranks import NEVER, UNKILLABLE_S, Ranks, Running, how_star
 from executors.worker.wakeups import Wakeups
 
 WATCH_PAUSE_S = 0.1  # looks at many ranks fall together
+STOPPED = "the run was stopped"
 
 
 class Supervisor:
@@ -226,11 +227,11 @@ class Supervisor:
 
     def _undo_start(self, failed: Attempt, error: Exception) -> None:
         """End what was started before one rank failed."""
+        reason = f"Rank {failed.rank} could not be started: {error}"
         for running in self._running.values():
-            running.terminate("cancelled", self._term_grace_s)
+            running.terminate("cancelled", self._term_grace_s, reason)
         self._waiting.clear()
         self._answers.close()
-        reason = f"Rank {failed.rank} could not be started: {error}"
         mine = []
         for attempt in self._asked:  # those not reached yet, too; left alone where the store does not answer
             with contextlib.suppress(StoreError):
@@ -306,7 +307,7 @@ class Supervisor:
                     running.terminate("fenced", self._term_grace_s)
             elif bar.within_s is None:
                 mark_cancelled(words_of_bar(bar), [running.attempt])
-                running.terminate("cancelled", self._term_grace_s)
+                running.terminate("cancelled", self._term_grace_s, words_of_bar(bar))
             elif running.page.ending_at is None:
                 end_at = time.monotonic() + bar.within_s
                 running.page.announce(end_at)
@@ -326,12 +327,12 @@ class Supervisor:
         now, stopped = time.monotonic(), list[Attempt]()
         for running in self._running.values():
             if now >= running.deadline:
-                was_asked = running.terminate(running.why_then, self._term_grace_s)
-                if was_asked and running.ending == "cancelled":
+                because = STOPPED if running.why_then == "cancelled" else None
+                if running.terminate(running.why_then, self._term_grace_s, because) and because is not None:
                     stopped.append(running.attempt)
             if now >= running.kill_at and running.may_be_killed(now):
                 running.kill(now)
-        mark_cancelled("the run was stopped", stopped)
+        mark_cancelled(STOPPED, stopped)
 
     def _end_abandoned(self, why: str) -> None:
         """End the whole run: nobody is there to watch it. What was asked to end before gets no more time."""
@@ -339,7 +340,7 @@ class Supervisor:
         for running in self._running.values():
             if running.ending is not None:
                 running.kill_soon()
-            elif running.terminate("cancelled", self._term_grace_s):
+            elif running.terminate("cancelled", self._term_grace_s, why):
                 living.append(running)
         # Behind the signals, which no store holds up.
         had_marker = mark_cancelled(why, [running.attempt for running in living])
@@ -348,7 +349,7 @@ class Supervisor:
                 running.kill_soon()
         mark_cancelled(why, self._waiting)
         while self._waiting:
-            self._cancelled(self._waiting.popleft())
+            self._cancelled(self._waiting.popleft(), why)
         self._answers.close(why)
 
     # Concluding
@@ -379,8 +380,8 @@ class Supervisor:
         tail, how = self._ranks.output_tail(running.asked), how_started(self._spec, running.asked)
         self._records.add(attempt, reason, error, output_tail=tail, how=how, **seen_from_outside(running, exit_code))
 
-    def _cancelled(self, attempt: Attempt) -> None:
-        self._records.add(attempt, "cancelled", None)
+    def _cancelled(self, attempt: Attempt, why: str | None = None) -> None:
+        self._records.add(attempt, "cancelled", None if why is None else describe_cancel(attempt.rank, why))
 
     def _tell(self, running: Running, reason: Reason, error: str | None) -> None:
         """Show how a rank ended that left no outcome, where its log has no other end."""

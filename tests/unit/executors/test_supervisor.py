@@ -1,0 +1,127 @@
+"""What a supervisor makes of ends, of its own processes and while its store fails."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from executors.attempt import Attempt
+from executors.errors import StoreError
+from executors.native import RunSpec
+from executors.policy import HangLimits
+from executors.protocol import Outcome
+from executors.shared_page import SharedPage
+from executors.store import MemoryStore
+from executors.store.protocol import Data, Entry
+from executors.worker import ends, supervisor
+from executors.worker.limits import Watchdog
+from executors.worker.ranks import NEVER, Running
+from executors.worker.supervisor import Supervisor
+
+TERMINATED = -15
+
+
+class Bucket(MemoryStore):
+    """A store that can fail, and counts how often it did."""
+
+    fails = False
+    n_failed = 0
+
+    def _asked(self) -> None:
+        if self.fails:
+            self.n_failed += 1
+            raise StoreError("no")
+
+    def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+        self._asked()
+        return super().get(key, start=start, size=size)
+
+    def put(self, key: str, data: Data) -> None:
+        self._asked()
+        super().put(key, data)
+
+    def put_if_absent(self, key: str, data: Data) -> bool:
+        self._asked()
+        return super().put_if_absent(key, data)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        self._asked()
+        return super().list(prefix)
+
+
+class NoProcesses:
+    """Ranks whose processes are not started, and whose logs are copied."""
+
+    n_copied = 0
+
+    def prepare(self, attempt: Attempt) -> None: ...
+
+    def begin(self, attempt: Attempt) -> bool:
+        return True
+
+    def start(self, attempt: Attempt, place: int, page: SharedPage, close: Iterable[int]) -> int:
+        raise OSError("no more processes")
+
+    def output_tail(self, attempt: Attempt) -> str:
+        return ""
+
+    def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None: ...
+
+    def write_log(self, attempt: Attempt, words: str) -> None: ...
+
+    def copy_log(self, asked: Attempt, claimed: Attempt) -> int | None:
+        self.n_copied += 1
+        return -self.n_copied
+
+
+class Scene:
+    """A supervisor of some ranks that run, all in one process, and of others that wait."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pid: int, n: int = 16, n_waiting: int = 0) -> None:
+        self.store, self.n = Bucket(), n + n_waiting
+        self.store.put("run/run.json", b"{}")
+        monkeypatch.setattr(supervisor, "impatient_store", lambda *_: self.store)
+        spec = RunSpec("run", "s3://bucket", "", self.n, tuple(range(self.n)))
+        self.ranks = NoProcesses()
+        self.supervisor = Supervisor(spec, self.ranks, places=n, timeout_s=None, term_grace_s=5.0, launcher_pidfd=None)
+        self.running = [Attempt(self.store, "run", rank) for rank in range(n)]
+        for attempt in self.running:
+            page = SharedPage.create()
+            watchdog = Watchdog(page, pid, HangLimits(), ends=True, term_grace_s=1, spec=spec, rank=attempt.rank)
+            running = Running(pid, attempt, 0, page, watchdog, time.time(), NEVER)
+            self.supervisor._running[attempt.rank] = running
+        self.supervisor._waiting.extend(Attempt(self.store, "run", n + rank) for rank in range(n_waiting))
+
+    def end_all(self) -> None:
+        """Have all that run end by SIGTERM, and their logs copied."""
+        while self.supervisor._running:
+            self.supervisor._conclude(self.supervisor._running.popitem()[1], TERMINATED)
+        while self.supervisor._copying:
+            self.supervisor._record_end(*self.supervisor._copying.popitem()[1])
+
+    def outcomes(self) -> list[Outcome | None]:
+        return [Attempt(self.store, "run", rank).outcome() for rank in range(self.n)]
+
+
+@pytest.fixture
+def pid() -> Iterator[int]:
+    """Return a process that may be sent any signal."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process.pid
+        process.kill()
+
+
+def test_each_rank_of_an_abandoned_run_says_why_it_ended_though_there_was_no_time_to_mark_it(
+    monkeypatch: pytest.MonkeyPatch, pid: int
+) -> None:
+    scene = Scene(monkeypatch, pid, n_waiting=2)
+    scene.running[3].request_cancel("enough")
+    monkeypatch.setattr(ends, "MARKS_S", 0.0)
+    scene.supervisor._end_abandoned("nobody watched")
+    scene.end_all()
+    why = ["nobody watched", "enough"]
+    expected = [("cancelled", f"Replica {rank} was ended: {why[rank == 3]}.") for rank in range(scene.n)]
+    assert [outcome and (outcome.reason, outcome.error) for outcome in scene.outcomes()] == expected
