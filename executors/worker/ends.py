@@ -22,6 +22,7 @@ from executors.worker.ranks import NEVER, Running
 CLOCKS_S, CLOCKS_DRIFT = 5.0, 0.001  # how far the kernel's clock may be apart, and a share of the time since the boot
 LOGGED_S = 0.02  # the kernel kills first, and then says so
 MARKS_S = 3.0  # the ranks are to be killed in time
+SILENT_S = 5.0  # less than an idle supervisor waits for the store
 SOONEST_S, LATEST_S = 1.0, 10.0  # between two tries of what a store does not take
 
 
@@ -98,14 +99,21 @@ class EndRecords:
         self._late: dict[tuple[int, int], tuple[Attempt, Outcome]] = {}
         """What is to be tried again, by rank and attempt; what was tried last is last."""
         self._failing_since = 0.0
+        self._silent_until = 0.0
+        """Until when the store is asked nothing: it failed just now."""
         self._idle_since: float | None = None
         self.next_at = NEVER
         """When `try_again` has something to do."""
 
     @property
     def are_late(self) -> bool:
-        """Whether there are ends that the store has not taken yet."""
-        return bool(self._late)
+        """Whether there are ends that the store has not taken yet, or would not now."""
+        return bool(self._late) or self._clock() < self._silent_until
+
+    def put_off(self, failure: StoreError) -> None:
+        """Try to record nothing for some seconds, if the store failed to answer something else about an end."""
+        if not isinstance(failure, CorruptObjectError):
+            self._silent_until = self._clock() + SILENT_S
 
     def add(self, attempt: Attempt, reason: Reason, error: str | None, **more: Any) -> None:
         """Record an end, now or as soon as the store takes it."""
@@ -113,7 +121,10 @@ class EndRecords:
         self._late.setdefault((attempt.rank, attempt.number), (attempt, end_of(attempt, reason, error, **more)))
         if not is_first:
             return  # it is tried in its turn: many ends at once do not wait for the same store one after the other
-        self._failing_since = self._clock()
+        self._failing_since = now = self._clock()
+        if now < self._silent_until:
+            self.next_at = self._silent_until
+            return
         failure = self._try(attempt.rank, attempt.number)
         if failure is not None:
             import logging  # 2 ms, on the way of every replica otherwise

@@ -360,12 +360,14 @@ class Supervisor:
         if self._records.are_late:  # the store would only hold us up; if there is an outcome, that counts
             self._record_end(running, attempt, exit_code)
             return
-        with contextlib.suppress(StoreError):
+        try:
             if (outcome := attempt.outcome()) is not None:
                 self._note_end(attempt, outcome)
                 return
             if is_gone(attempt.store, f"{attempt.run_id}/run.json"):
                 return  # the run was deleted since: an outcome would bring its folder back
+        except StoreError as error:
+            self._records.put_off(error)
         copier = None
         with contextlib.suppress(OSError):
             copier = self._ranks.copy_log(running.asked, attempt)

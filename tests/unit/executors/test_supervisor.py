@@ -125,3 +125,15 @@ def test_each_rank_of_an_abandoned_run_says_why_it_ended_though_there_was_no_tim
     why = ["nobody watched", "enough"]
     expected = [("cancelled", f"Replica {rank} was ended: {why[rank == 3]}.") for rank in range(scene.n)]
     assert [outcome and (outcome.reason, outcome.error) for outcome in scene.outcomes()] == expected
+
+
+def test_many_ends_at_once_ask_a_store_that_fails_only_once(monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
+    """Where it is silent each request takes seconds, and meanwhile nobody is killed."""
+    scene = Scene(monkeypatch, pid)
+    scene.store.fails = True
+    scene.end_all()
+    assert scene.store.n_failed == 1
+    scene.store.fails = False
+    monkeypatch.setattr(scene.supervisor._records, "_clock", lambda: time.monotonic() + ends.SILENT_S)
+    scene.supervisor._records.try_again()
+    assert [outcome and outcome.reason for outcome in scene.outcomes()] == ["signal"] * scene.n
