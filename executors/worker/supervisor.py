@@ -29,10 +29,8 @@ from executors.worker.cancel_looks import STORE_LIMIT_S, CancelLooks
 from executors.worker.ends import (
     EndRecords,
     Ends,
-    end_of,
     is_overtaken,
     mark_cancelled,
-    record_end,
     seen_from_outside,
 )
 from executors.worker.fail_fast import end_others
@@ -103,7 +101,8 @@ class Supervisor:
         An attempt that another process has begun is left to it.
 
         Raises:
-            LaunchError: a rank could not be started. Those before it were ended, and every outcome is written.
+            LaunchError: a rank could not be started. Those before it were ended, and every outcome is written that the
+                store takes within `RETRY_S`.
         """
         self._wakeups.listen()
         attempt, begun = self._asked[0], []
@@ -237,16 +236,12 @@ class Supervisor:
             with contextlib.suppress(StoreError):
                 if self._ranks.begin(attempt):
                     mine.append(attempt)
-        with contextlib.suppress(StoreError):  # the store may be the very thing that failed
-            for attempt in mine:
-                if attempt != failed:
-                    attempt.request_cancel(reason)
+        mark_cancelled(reason, [attempt for attempt in mine if attempt != failed])
         started = {running.asked.rank for running in self._running.values()}
-        self.run()
         for attempt in mine:
             if attempt.rank not in started:
-                with contextlib.suppress(StoreError):
-                    record_end(attempt, end_of(attempt, "start_failed", reason))
+                self._records.add(attempt, "start_failed", reason)
+        self.run()
 
     # Watching
 

@@ -28,10 +28,11 @@ class Bucket(MemoryStore):
     """A store that can fail, and counts how often it did."""
 
     fails = False
+    fails_n_times = 0
     n_failed = 0
 
     def _asked(self) -> None:
-        if self.fails:
+        if self.fails or self.n_failed < self.fails_n_times:
             self.n_failed += 1
             raise StoreError("no")
 
@@ -95,6 +96,13 @@ class Scene:
             self.supervisor._running[attempt.rank] = running
         self.supervisor._waiting.extend(Attempt(self.store, "run", n + rank) for rank in range(n_waiting))
 
+    def undo_start(self, *, fails_n_times: int) -> list[Outcome | None]:
+        """Take back the start of all that wait, while the store fails at first; return how they ended."""
+        self.store.fails_n_times = fails_n_times
+        failed = self.supervisor._waiting[0]
+        self.supervisor._undo_start(failed, OSError("no more processes"))
+        return self.outcomes()
+
     def end_all(self) -> None:
         """Have all that run end by SIGTERM, and their logs copied."""
         while self.supervisor._running:
@@ -137,3 +145,12 @@ def test_many_ends_at_once_ask_a_store_that_fails_only_once(monkeypatch: pytest.
     monkeypatch.setattr(scene.supervisor._records, "_clock", lambda: time.monotonic() + ends.SILENT_S)
     scene.supervisor._records.try_again()
     assert [outcome and outcome.reason for outcome in scene.outcomes()] == ["signal"] * scene.n
+
+
+@pytest.mark.parametrize("fails_n_times", [0, 5])
+def test_each_rank_of_a_launch_that_failed_has_an_outcome_though_the_store_fails_for_a_moment(
+    fails_n_times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(monkeypatch, 0, n=0, n_waiting=3)
+    found = scene.undo_start(fails_n_times=fails_n_times)
+    assert [outcome and outcome.error for outcome in found] == ["Rank 0 could not be started: no more processes"] * 3
