@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from executors.attempt import Attempt
@@ -24,6 +24,7 @@ from executors.worker.limits import LOOK_S, Watchdog, keep_stacks
 NEVER = float("inf")
 ATOMIC_LOOK_S = 0.5
 LEAVE_S = 120.0  # what is registered at exit may upload for a minute, and may wait for ever for a network
+MOST_UNKEPT, STACKS_AGAIN_S = 4, 10.0  # dumps of a rank, and the time between two tries of what a store does not take
 UNKILLABLE_S = 5.0  # how long a process stuck in the kernel is waited for
 
 
@@ -88,6 +89,10 @@ class Running:
     """The same as a sentence, where the supervisor alone knows it."""
     left_with: int | None = None
     """The exit code of a process that the supervisor killed because it did not leave."""
+    stacks: list[str] = field(default_factory=list)
+    """Dumps of its stacks that the store has not taken yet."""
+    stacks_at: float = NEVER
+    """When they are to be put there."""
     asked_at: float = NEVER
     grace_s: float = 0.0
     kill_at: float = NEVER
@@ -158,14 +163,26 @@ class Running:
                 )
         finding = self.watchdog.look(now) if self.ending is None else None
         if finding is not None and not finding.is_kill:
-            with contextlib.suppress(OSError, StoreError):
+            with contextlib.suppress(OSError):
                 ranks.write_log(self.asked, finding.stacks or finding.sentence)
-                if finding.stacks is not None:
-                    keep_stacks(self.attempt, self.page, finding.stacks)
+            if finding.stacks is not None:
+                self.stacks, self.stacks_at = [*self.stacks, finding.stacks][-MOST_UNKEPT:], now
+        if now >= self.stacks_at:
+            self.keep_stacks()
         if finding is not None and finding.is_kill:
             self.ending, self.error, self.deadline = "hang", finding.sentence, NEVER
             self.asked_at, self.kill_at = -NEVER, now
         return self.watchdog.next_look_at if self.ending is None else now + LOOK_S
+
+    def keep_stacks(self) -> None:
+        """Put the dumps into the store that are not there yet; those that it does not take are tried again."""
+        self.stacks_at = NEVER
+        try:
+            while self.stacks:
+                keep_stacks(self.attempt, self.page, self.stacks[0])
+                self.stacks = self.stacks[1:]
+        except (OSError, StoreError):
+            self.stacks_at = time.monotonic() + STACKS_AGAIN_S
 
     def end_by(self, deadline: float, why: Reason) -> None:
         """Have it asked to end at a time of the monotonic clock, if it is not to end before."""

@@ -356,11 +356,13 @@ class Supervisor:
             self._record_end(running, attempt, exit_code)
             return
         try:
-            if (outcome := attempt.outcome()) is not None:
+            outcome = attempt.outcome()
+            if outcome is None and is_gone(attempt.store, f"{attempt.run_id}/run.json"):
+                return  # the run was deleted since: an outcome would bring its folder back
+            running.keep_stacks()
+            if outcome is not None:
                 self._note_end(attempt, outcome)
                 return
-            if is_gone(attempt.store, f"{attempt.run_id}/run.json"):
-                return  # the run was deleted since: an outcome would bring its folder back
         except StoreError as error:
             self._records.put_off(error)
         copier = None

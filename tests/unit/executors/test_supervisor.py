@@ -17,7 +17,7 @@ from executors.shared_page import SharedPage
 from executors.store import MemoryStore
 from executors.store.protocol import Data, Entry
 from executors.worker import ends, supervisor
-from executors.worker.limits import Watchdog
+from executors.worker.limits import Finding, Watchdog
 from executors.worker.ranks import NEVER, Running
 from executors.worker.supervisor import Supervisor
 
@@ -154,3 +154,26 @@ def test_each_rank_of_a_launch_that_failed_has_an_outcome_though_the_store_fails
     scene = Scene(monkeypatch, 0, n=0, n_waiting=3)
     found = scene.undo_start(fails_n_times=fails_n_times)
     assert [outcome and outcome.error for outcome in found] == ["Rank 0 could not be started: no more processes"] * 3
+
+
+@pytest.mark.parametrize("ends_before", [False, True])
+def test_stacks_that_the_store_does_not_take_at_first_are_there_when_it_does(
+    ends_before: bool, monkeypatch: pytest.MonkeyPatch, pid: int
+) -> None:
+    scene = Scene(monkeypatch, pid, n=1)
+    (running,) = scene.supervisor._running.values()
+    finding, now = Finding("It hangs.", "It hangs.\nIn main."), time.monotonic()
+    looks = [finding, *[None] * 20]
+    monkeypatch.setattr(running.watchdog, "look", lambda _: looks.pop(0))
+    scene.store.fails = True
+    running.watch(now, scene.ranks)
+    n_asked = scene.store.n_failed
+    running.watch(now + 1.0, scene.ranks)
+    assert scene.store.n_failed == n_asked, "a silent store is not asked again at once"
+    scene.store.fails = False
+    if ends_before:
+        scene.end_all()
+    else:
+        running.watch(now + 60.0, scene.ranks)
+    assert bytes(scene.store.get("run/replicas/0000/0/stacks/0.txt")) == b"It hangs.\nIn main."
+    assert (running.page.n_stacks, running.stacks) == (1, [])
