@@ -12,11 +12,11 @@ from typing import Any
 
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
-from executors.errors import CorruptObjectError, StoreError
+from executors.errors import CorruptObjectError, StoreError, UnwritableStoreError
 from executors.process import killed_for_memory
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import SERVICE
-from executors.store.records import exists, is_gone
+from executors.store.records import RETRY_S, exists, is_gone
 from executors.worker.ranks import NEVER, Running
 
 CLOCKS_S, CLOCKS_DRIFT = 5.0, 0.001  # how far the kernel's clock may be apart, and a share of the time since the boot
@@ -84,7 +84,8 @@ class EndRecords:
 
     Args:
         recorded: is told of each end that is recorded, with the outcome that counts.
-        patience_s: returns how long a store that fails is waited for where there is nothing else to do.
+        patience_s: returns how long a store that fails is waited for where there is nothing else to do. One that
+            refuses to be written is waited for `RETRY_S` at most.
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class EndRecords:
         self._late: dict[tuple[int, int], tuple[Attempt, Outcome]] = {}
         """What is to be tried again, by rank and attempt; what was tried last is last."""
         self._failing_since = 0.0
+        self._is_refused = False
+        """Whether the store cannot be written, as far as the last try says: a full disk, or no right to."""
         self._silent_until = 0.0
         """Until when the store is asked nothing: it failed just now."""
         self._idle_since: float | None = None
@@ -149,7 +152,10 @@ class EndRecords:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = now
-        return bool(self._late) and (self._idle_since is None or now - self._idle_since < self._patience_s())
+        patience_s = self._patience_s()
+        if self._is_refused:  # rarely mended by waiting, and a container that waits is paid for
+            patience_s = min(patience_s, RETRY_S)
+        return bool(self._late) and (self._idle_since is None or now - self._idle_since < patience_s)
 
     def _try(self, rank: int, number: int) -> StoreError | None:
         """Record an end that is late, or return why that cannot be done now."""
@@ -163,6 +169,7 @@ class EndRecords:
         except StoreError as error:
             failure = error
             self._late[rank, number] = attempt, end
+        self._is_refused = isinstance(failure, UnwritableStoreError)
         now = self._clock()
         if failure is None:
             self._failing_since = now
