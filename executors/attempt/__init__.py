@@ -14,6 +14,7 @@ from executors.attempt.outcome import (
     MAX_OUTCOME_BYTES,
     MAX_RANK,
     PID,
+    describe_cancel,
     encode_outcome,
     only_numbers,
     parse_outcome,
@@ -316,7 +317,7 @@ class Attempt:
         marker = self.find("cancel.json", CancelMarker.parse)
         if marker is not None:
             reported = None if outcome.reason == "signal" else outcome.error  # the signal was the cancellation's
-            error = reported or f"Replica {outcome.rank} was ended: {marker.why.rstrip('.')}."
+            error = reported or describe_cancel(outcome.rank, marker.why)
             code = outcome.exit_code or None  # with 0 it would look like a success
             outcome = replace(outcome, status=ReplicaStatus.CANCELLED, reason="cancelled", exit_code=code)
             outcome = replace(outcome, result=None, error=error)

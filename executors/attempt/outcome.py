@@ -135,6 +135,11 @@ ENDINGS = {
 """How a replica ended, in the words that follow `Replica 3 of 8`."""
 
 
+def describe_cancel(rank: int, why: str) -> str:
+    """Return a sentence, as in `Replica 3 was ended: the launcher of this attached run ended.`"""
+    return f"Replica {rank} was ended: {why.rstrip('.')}."
+
+
 def describe_end(ending: str, rank: int, world_size: int, **values: Any) -> str:
     """Return a sentence, as in `Replica 3 of 8 ran into its time limit of 60 s.`"""
     return f"Replica {rank} of {world_size} {ENDINGS[ending].format(**values)}"

@@ -30,7 +30,7 @@ class Answers:
     Args:
         spec: the run, and the ranks and attempt that were launched.
         begin: begins an attempt of one of the ranks, and starts it when there is room.
-        cancelled: records that an attempt was cancelled, and says so to `ended`.
+        cancelled: records that an attempt was cancelled, and why, and says so to `ended`.
         look_s: how often it looks at the log while an attempt waits for its start.
     """
 
@@ -41,7 +41,7 @@ class Answers:
         spec: RunSpec,
         store: Store,
         begin: Callable[[Attempt], None],
-        cancelled: Callable[[Attempt], None],
+        cancelled: Callable[[Attempt, str], None],
         look_s: float,
     ) -> None:
         self._spec = spec
@@ -169,7 +169,7 @@ class Answers:
         attempt = Attempt(self._store, self._spec.run_id, rank, entry.start[rank])
         with contextlib.suppress(StoreError):
             attempt.request_cancel(why)
-        self._cancelled(attempt)
+        self._cancelled(attempt, why)
 
     def close(self, why: str | None = None) -> None:
         """Answer nothing and begin nothing any more.

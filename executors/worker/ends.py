@@ -7,20 +7,22 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
-from executors.errors import CorruptObjectError, StoreError
+from executors.errors import CorruptObjectError, StoreError, UnwritableStoreError
 from executors.process import killed_for_memory
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import SERVICE
-from executors.store.records import exists, is_gone
+from executors.store.records import RETRY_S, exists, is_gone
 from executors.worker.ranks import NEVER, Running
 
 CLOCKS_S, CLOCKS_DRIFT = 5.0, 0.001  # how far the kernel's clock may be apart, and a share of the time since the boot
 LOGGED_S = 0.02  # the kernel kills first, and then says so
 MARKS_S = 3.0  # the ranks are to be killed in time
+SILENT_S = 5.0  # less than an idle supervisor waits for the store
 SOONEST_S, LATEST_S = 1.0, 10.0  # between two tries of what a store does not take
 
 
@@ -44,12 +46,10 @@ class Ends:
         def because(reason: Reason, ending: str = "", **values: Any) -> tuple[Reason, str]:
             return reason, describe_end(ending or reason, running.asked.rank, self._world_size, **values)
 
-        if running.ending == "cancelled":
-            return "cancelled", None  # its marker says why
+        if running.ending in ("cancelled", "hang"):
+            return running.ending, running.error
         if running.ending == "timeout":
             return because("timeout", limit_s=self._timeout_s)
-        if running.ending == "hang":
-            return "hang", running.error
         if running.ending == "fenced":
             return because("fenced")
         service = os.environ.get(SERVICE) if running.page.notice else None
@@ -84,7 +84,8 @@ class EndRecords:
 
     Args:
         recorded: is told of each end that is recorded, with the outcome that counts.
-        patience_s: returns how long a store that fails is waited for where there is nothing else to do.
+        patience_s: returns how long a store that fails is waited for where there is nothing else to do. One that
+            refuses to be written is waited for `RETRY_S` at most.
     """
 
     def __init__(
@@ -99,14 +100,23 @@ class EndRecords:
         self._late: dict[tuple[int, int], tuple[Attempt, Outcome]] = {}
         """What is to be tried again, by rank and attempt; what was tried last is last."""
         self._failing_since = 0.0
+        self._is_refused = False
+        """Whether the store cannot be written, as far as the last try says: a full disk, or no right to."""
+        self._silent_until = 0.0
+        """Until when the store is asked nothing: it failed just now."""
         self._idle_since: float | None = None
         self.next_at = NEVER
         """When `try_again` has something to do."""
 
     @property
     def are_late(self) -> bool:
-        """Whether there are ends that the store has not taken yet."""
-        return bool(self._late)
+        """Whether there are ends that the store has not taken yet, or would not now."""
+        return bool(self._late) or self._clock() < self._silent_until
+
+    def put_off(self, failure: StoreError) -> None:
+        """Try to record nothing for some seconds, if the store failed to answer something else about an end."""
+        if not isinstance(failure, CorruptObjectError):
+            self._silent_until = self._clock() + SILENT_S
 
     def add(self, attempt: Attempt, reason: Reason, error: str | None, **more: Any) -> None:
         """Record an end, now or as soon as the store takes it."""
@@ -114,7 +124,10 @@ class EndRecords:
         self._late.setdefault((attempt.rank, attempt.number), (attempt, end_of(attempt, reason, error, **more)))
         if not is_first:
             return  # it is tried in its turn: many ends at once do not wait for the same store one after the other
-        self._failing_since = self._clock()
+        self._failing_since = now = self._clock()
+        if now < self._silent_until:
+            self.next_at = self._silent_until
+            return
         failure = self._try(attempt.rank, attempt.number)
         if failure is not None:
             import logging  # 2 ms, on the way of every replica otherwise
@@ -139,7 +152,10 @@ class EndRecords:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = now
-        return bool(self._late) and (self._idle_since is None or now - self._idle_since < self._patience_s())
+        patience_s = self._patience_s()
+        if self._is_refused:  # rarely mended by waiting, and a container that waits is paid for
+            patience_s = min(patience_s, RETRY_S)
+        return bool(self._late) and (self._idle_since is None or now - self._idle_since < patience_s)
 
     def _try(self, rank: int, number: int) -> StoreError | None:
         """Record an end that is late, or return why that cannot be done now."""
@@ -153,6 +169,7 @@ class EndRecords:
         except StoreError as error:
             failure = error
             self._late[rank, number] = attempt, end
+        self._is_refused = isinstance(failure, UnwritableStoreError)
         now = self._clock()
         if failure is None:
             self._failing_since = now
@@ -218,6 +235,8 @@ def record_end(attempt: Attempt, outcome: Outcome) -> Outcome | None:
     run = f"{attempt.run_id}/run.json"
     if not exists(attempt.store, run) and is_gone(attempt.store, run):  # it would begin to exist again
         return None
+    if outcome.reason == "cancelled" and attempt.has("cancel.json"):
+        outcome = replace(outcome, error=None)  # somebody else may have cancelled it before: its marker says why
     return attempt.record(outcome)
 
 

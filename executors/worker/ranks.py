@@ -7,10 +7,11 @@ import os
 import signal
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from executors.attempt import Attempt
+from executors.attempt.outcome import describe_cancel
 from executors.errors import ReplicasError, StoreError
 from executors.native import RunSpec
 from executors.process import become_subreaper, kill_descendants
@@ -23,6 +24,7 @@ from executors.worker.limits import LOOK_S, Watchdog, keep_stacks
 NEVER = float("inf")
 ATOMIC_LOOK_S = 0.5
 LEAVE_S = 120.0  # what is registered at exit may upload for a minute, and may wait for ever for a network
+MOST_UNKEPT, STACKS_AGAIN_S = 4, 10.0  # dumps of a rank, and the time between two tries of what a store does not take
 UNKILLABLE_S = 5.0  # how long a process stuck in the kernel is waited for
 
 
@@ -87,6 +89,10 @@ class Running:
     """The same as a sentence, where the supervisor alone knows it."""
     left_with: int | None = None
     """The exit code of a process that the supervisor killed because it did not leave."""
+    stacks: list[str] = field(default_factory=list)
+    """Dumps of its stacks that the store has not taken yet."""
+    stacks_at: float = NEVER
+    """When they are to be put there."""
     asked_at: float = NEVER
     grace_s: float = 0.0
     kill_at: float = NEVER
@@ -99,12 +105,32 @@ class Running:
         """
         return self.asked.at(int(self.page.claimed) - 1) if self.page.claimed else self.asked
 
-    def terminate(self, why: Reason, grace_s: float) -> None:
-        """Ask the rank to end; only the rank: its helpers are part of how it cleans up."""
-        self.ending, self.deadline = why, NEVER
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it ended by itself, and runs what was registered at exit: that has its time, whatever is asked."""
+        return self.page.left_at > 0 and self.ending is None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it ends already: asked to, or by itself."""
+        return self.ending is not None or self.page.left_at > 0
+
+    def terminate(self, why: Reason, grace_s: float, because: str | None = None) -> bool:
+        """Ask the rank to end, if it is not leaving; only the rank: its helpers are part of how it cleans up.
+
+        Args:
+            because: why it is cancelled, in words. None: its marker says so.
+
+        Returns: whether it did.
+        """
+        self.deadline = NEVER
+        if self.is_leaving:
+            return False
+        self.ending, self.error = why, None if because is None else describe_cancel(self.asked.rank, because)
         self.asked_at, self.grace_s = time.monotonic(), grace_s
         self.kill_at = self.asked_at + grace_s
         os.kill(self.pid, signal.SIGTERM)
+        return True
 
     def kill_soon(self) -> None:
         """Give a rank that was asked to end no more time."""
@@ -128,8 +154,7 @@ class Running:
         Returns: when to look again.
         """
         ranks.note_output(self.asked)
-        is_leaving = self.page.left_at > 0 and self.ending is None and self.left_with is None
-        if is_leaving and now >= self.page.left_at + LEAVE_S:
+        if self.is_leaving and self.left_with is None and now >= self.page.left_at + LEAVE_S:
             self.left_with = int(self.page.left_with)
             self.asked_at, self.kill_at = -NEVER, now
             with contextlib.suppress(OSError):
@@ -138,14 +163,26 @@ class Running:
                 )
         finding = self.watchdog.look(now) if self.ending is None else None
         if finding is not None and not finding.is_kill:
-            with contextlib.suppress(OSError, StoreError):
+            with contextlib.suppress(OSError):
                 ranks.write_log(self.asked, finding.stacks or finding.sentence)
-                if finding.stacks is not None:
-                    keep_stacks(self.attempt, self.page, finding.stacks)
+            if finding.stacks is not None:
+                self.stacks, self.stacks_at = [*self.stacks, finding.stacks][-MOST_UNKEPT:], now
+        if now >= self.stacks_at:
+            self.keep_stacks()
         if finding is not None and finding.is_kill:
             self.ending, self.error, self.deadline = "hang", finding.sentence, NEVER
             self.asked_at, self.kill_at = -NEVER, now
         return self.watchdog.next_look_at if self.ending is None else now + LOOK_S
+
+    def keep_stacks(self) -> None:
+        """Put the dumps into the store that are not there yet; those that it does not take are tried again."""
+        self.stacks_at = NEVER
+        try:
+            while self.stacks:
+                keep_stacks(self.attempt, self.page, self.stacks[0])
+                self.stacks = self.stacks[1:]
+        except (OSError, StoreError):
+            self.stacks_at = time.monotonic() + STACKS_AGAIN_S
 
     def end_by(self, deadline: float, why: Reason) -> None:
         """Have it asked to end at a time of the monotonic clock, if it is not to end before."""

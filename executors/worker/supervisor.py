@@ -15,7 +15,7 @@ import time
 from collections import deque
 
 from executors.attempt import Attempt
-from executors.attempt.outcome import describe_end
+from executors.attempt.outcome import describe_cancel, describe_end
 from executors.errors import LaunchError, StoreError
 from executors.native import RunSpec
 from executors.process import children, kill_descendants, oom_kills
@@ -29,10 +29,8 @@ from executors.worker.cancel_looks import STORE_LIMIT_S, CancelLooks
 from executors.worker.ends import (
     EndRecords,
     Ends,
-    end_of,
     is_overtaken,
     mark_cancelled,
-    record_end,
     seen_from_outside,
 )
 from executors.worker.fail_fast import end_others
@@ -41,6 +39,7 @@ from executors.worker.ranks import NEVER, UNKILLABLE_S, Ranks, Running, how_star
 from executors.worker.wakeups import Wakeups
 
 WATCH_PAUSE_S = 0.1  # looks at many ranks fall together
+STOPPED = "the run was stopped"
 
 
 class Supervisor:
@@ -102,7 +101,8 @@ class Supervisor:
         An attempt that another process has begun is left to it.
 
         Raises:
-            LaunchError: a rank could not be started. Those before it were ended, and every outcome is written.
+            LaunchError: a rank could not be started. Those before it were ended, and every outcome is written that the
+                store takes within `RETRY_S`.
         """
         self._wakeups.listen()
         attempt, begun = self._asked[0], []
@@ -226,26 +226,22 @@ class Supervisor:
 
     def _undo_start(self, failed: Attempt, error: Exception) -> None:
         """End what was started before one rank failed."""
+        reason = f"Rank {failed.rank} could not be started: {error}"
         for running in self._running.values():
-            running.terminate("cancelled", self._term_grace_s)
+            running.terminate("cancelled", self._term_grace_s, reason)
         self._waiting.clear()
         self._answers.close()
-        reason = f"Rank {failed.rank} could not be started: {error}"
         mine = []
         for attempt in self._asked:  # those not reached yet, too; left alone where the store does not answer
             with contextlib.suppress(StoreError):
                 if self._ranks.begin(attempt):
                     mine.append(attempt)
-        with contextlib.suppress(StoreError):  # the store may be the very thing that failed
-            for attempt in mine:
-                if attempt != failed:
-                    attempt.request_cancel(reason)
+        mark_cancelled(reason, [attempt for attempt in mine if attempt != failed])
         started = {running.asked.rank for running in self._running.values()}
-        self.run()
         for attempt in mine:
             if attempt.rank not in started:
-                with contextlib.suppress(StoreError):
-                    record_end(attempt, end_of(attempt, "start_failed", reason))
+                self._records.add(attempt, "start_failed", reason)
+        self.run()
 
     # Watching
 
@@ -278,7 +274,7 @@ class Supervisor:
 
     def _look(self) -> None:
         """Look into the store for what others ask for."""
-        living = {running.attempt: running for running in self._running.values() if running.ending is None}
+        living = {running.attempt: running for running in self._running.values() if not running.is_ending}
         for attempt in self._looks.cancelled([*living, *self._waiting]):
             if attempt in living:
                 living[attempt].terminate("cancelled", self._term_grace_s)
@@ -299,14 +295,14 @@ class Supervisor:
         for running in self._running.values():
             running.watchdog.limits, running.watchdog.ends = self._answers.hang, self._answers.has_policy
             bar = bars.get(running.asked.rank)
-            if running.ending is not None:
+            if running.is_ending:
                 continue
             if bar is None:
                 if is_overtaken(running):
                     running.terminate("fenced", self._term_grace_s)
             elif bar.within_s is None:
                 mark_cancelled(words_of_bar(bar), [running.attempt])
-                running.terminate("cancelled", self._term_grace_s)
+                running.terminate("cancelled", self._term_grace_s, words_of_bar(bar))
             elif running.page.ending_at is None:
                 end_at = time.monotonic() + bar.within_s
                 running.page.announce(end_at)
@@ -326,21 +322,21 @@ class Supervisor:
         now, stopped = time.monotonic(), list[Attempt]()
         for running in self._running.values():
             if now >= running.deadline:
-                if running.why_then == "cancelled":
+                because = STOPPED if running.why_then == "cancelled" else None
+                if running.terminate(running.why_then, self._term_grace_s, because) and because is not None:
                     stopped.append(running.attempt)
-                running.terminate(running.why_then, self._term_grace_s)
             if now >= running.kill_at and running.may_be_killed(now):
                 running.kill(now)
-        mark_cancelled("the run was stopped", stopped)
+        mark_cancelled(STOPPED, stopped)
 
     def _end_abandoned(self, why: str) -> None:
         """End the whole run: nobody is there to watch it. What was asked to end before gets no more time."""
-        living = [running for running in self._running.values() if running.ending is None]
+        living = list[Running]()
         for running in self._running.values():
-            if running.ending is None:
-                running.terminate("cancelled", self._term_grace_s)
-            else:
+            if running.ending is not None:
                 running.kill_soon()
+            elif running.terminate("cancelled", self._term_grace_s, why):
+                living.append(running)
         # Behind the signals, which no store holds up.
         had_marker = mark_cancelled(why, [running.attempt for running in living])
         for running in living:
@@ -348,7 +344,7 @@ class Supervisor:
                 running.kill_soon()
         mark_cancelled(why, self._waiting)
         while self._waiting:
-            self._cancelled(self._waiting.popleft())
+            self._cancelled(self._waiting.popleft(), why)
         self._answers.close(why)
 
     # Concluding
@@ -359,12 +355,16 @@ class Supervisor:
         if self._records.are_late:  # the store would only hold us up; if there is an outcome, that counts
             self._record_end(running, attempt, exit_code)
             return
-        with contextlib.suppress(StoreError):
-            if (outcome := attempt.outcome()) is not None:
+        try:
+            outcome = attempt.outcome()
+            if outcome is None and is_gone(attempt.store, f"{attempt.run_id}/run.json"):
+                return  # the run was deleted since: an outcome would bring its folder back
+            running.keep_stacks()
+            if outcome is not None:
                 self._note_end(attempt, outcome)
                 return
-            if is_gone(attempt.store, f"{attempt.run_id}/run.json"):
-                return  # the run was deleted since: an outcome would bring its folder back
+        except StoreError as error:
+            self._records.put_off(error)
         copier = None
         with contextlib.suppress(OSError):
             copier = self._ranks.copy_log(running.asked, attempt)
@@ -379,8 +379,8 @@ class Supervisor:
         tail, how = self._ranks.output_tail(running.asked), how_started(self._spec, running.asked)
         self._records.add(attempt, reason, error, output_tail=tail, how=how, **seen_from_outside(running, exit_code))
 
-    def _cancelled(self, attempt: Attempt) -> None:
-        self._records.add(attempt, "cancelled", None)
+    def _cancelled(self, attempt: Attempt, why: str | None = None) -> None:
+        self._records.add(attempt, "cancelled", None if why is None else describe_cancel(attempt.rank, why))
 
     def _tell(self, running: Running, reason: Reason, error: str | None) -> None:
         """Show how a rank ended that left no outcome, where its log has no other end."""

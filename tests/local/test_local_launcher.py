@@ -62,12 +62,13 @@ def test_an_attached_run_ends_with_a_launcher_that_returns(tmp_path: Path) -> No
     assert [(row["status"], row["reason"]) for row in rows] == [("cancelled", "cancelled")] * 2
 
 
-def test_a_launcher_that_returns_with_the_results_cancels_nothing(tmp_path: Path) -> None:
+def test_a_launcher_that_returns_with_the_results_cancels_nothing_and_cuts_no_exit_short(tmp_path: Path) -> None:
     with launcher("returns_with_the_results", str(tmp_path)) as process:
         launched = said(tmp_path / "launched")
         assert launched["results"] == ["done", "done"]
         assert process.wait(60) == 0
         all_gone(pids_said(tmp_path, "replica.*", 2))
+    assert sorted(path.name for path in tmp_path.glob("left.*")) == ["left.0", "left.1"]
     for handle in handles_of(launched):
         assert record_of(handle, "cancel.json") is None
         assert record_of(handle, "outcome.json")["status"] == "succeeded"

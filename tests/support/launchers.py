@@ -119,7 +119,7 @@ def launch_and_end(folder: str, detach: str = "") -> None:
 
 
 def returns_with_the_results(folder: str) -> None:
-    """End right after `results()`, while the replicas' processes are still on their way out."""
+    """End right after `results()`, while the replicas' processes are still on their way out, longer than any grace."""
 
     def entrypoint(folder: str) -> str:
         import atexit
@@ -128,7 +128,8 @@ def returns_with_the_results(folder: str) -> None:
         from support import tasks
 
         tasks.mark(Path(f"{folder}/replica.{tasks.rank()}"), str(os.getpid()))
-        atexit.register(time.sleep, 600)
+        atexit.register(tasks.mark, Path(f"{folder}/left.{tasks.rank()}"))
+        atexit.register(time.sleep, 2)
         return "done"
 
     run = launch(executor(), entrypoint, 2, args={"folder": folder})

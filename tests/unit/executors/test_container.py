@@ -20,6 +20,7 @@ from executors.replica import Replica
 from executors.shared_page import SharedPage
 from executors.store.records import to_bytes
 from executors.supervision.decisions import Decision, DecisionLog
+from executors.supervision.orders import order_cancel
 from executors.task.record import TaskRecord
 from executors.task.stored import StoredTask
 from executors.worker.container import BEAT_LATE_S, ContainerRanks, ContainerSupervisor, imports_torch
@@ -151,3 +152,30 @@ def test_a_process_is_ended_for_the_attempt_that_follows_only_where_it_is_an_ear
         process.kill()
     assert running.ending == ("fenced" if ends else None)
     assert supervisor._answers.is_pending is (claimed is None)
+
+
+@pytest.mark.parametrize("is_leaving", [False, True])
+@pytest.mark.parametrize("why", ["its time limit", "its cancel marker", "the log", "nobody who watches"])
+def test_a_process_that_has_ended_and_runs_what_was_registered_at_exit_is_left_to_it(
+    why: str, is_leaving: bool, tmp_path: Path
+) -> None:
+    supervisor, attempt, page = supervised(tmp_path)
+    page.left_at = time.monotonic() if is_leaving else 0.0
+    with subprocess.Popen(["sleep", "60"]) as process:
+        running = supervisor._running[1]
+        running.pid = process.pid
+        supervisor._answers.begun(attempt)
+        if why == "its time limit":
+            running.deadline = 0.0
+            supervisor._enforce_deadlines()
+        elif why == "its cancel marker":
+            attempt.request_cancel()
+            supervisor._look()
+        elif why == "the log":
+            order_cancel(DecisionLog(attempt.store, "run"), None, "enough")
+            supervisor._answers.look_soon()
+            supervisor._keep_log()
+        else:
+            supervisor._end_abandoned("nobody watched")
+        process.kill()
+    assert (running.ending is None) is is_leaving

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from executors.attempt import Attempt
-from executors.errors import StoreError
+from executors.errors import StoreError, UnwritableStoreError
 from executors.protocol import Outcome
 from executors.store import MemoryStore
+from executors.store.records import RETRY_S
 from executors.worker.ends import EndRecords
 
 PATIENCE_S = 10.0
@@ -15,10 +18,11 @@ class FailingStore(MemoryStore):
     """A store that takes nothing below some prefixes."""
 
     fails_below: tuple[str, ...] = ()
+    failure: type[StoreError] = StoreError
 
     def put_if_absent(self, key: str, data: object) -> bool:
         if key.startswith(self.fails_below):
-            raise StoreError("no")
+            raise self.failure("no")
         return super().put_if_absent(key, data)  # type: ignore[arg-type]
 
 
@@ -31,7 +35,10 @@ class Scene:
         self.store = FailingStore()
         self.store.put("run/run.json", b"{}")
         self.store.fails_below = ("run/",)
-        self.ends = EndRecords(lambda _, end: self.recorded.append(end), lambda: PATIENCE_S, clock=lambda: self.now)
+        self.patience_s = PATIENCE_S
+        self.ends = EndRecords(
+            lambda _, end: self.recorded.append(end), lambda: self.patience_s, clock=lambda: self.now
+        )
         for rank in range(2):
             self.ends.add(Attempt(self.store, "run", rank), "no_result", "Gone.", exit_code=3)
 
@@ -71,6 +78,19 @@ def test_a_supervisor_with_nothing_else_to_do_waits_for_the_store_only_so_long()
     assert scene.ends.is_pending(is_busy=False)
     scene.now += PATIENCE_S
     assert not scene.ends.is_pending(is_busy=False)
+
+
+@pytest.mark.parametrize(("failure", "waits"), [(StoreError, True), (UnwritableStoreError, False)])
+def test_a_store_that_refuses_to_be_written_is_not_waited_for_as_one_that_is_away(
+    failure: type[StoreError], waits: bool
+) -> None:
+    scene = Scene()
+    scene.store.failure, scene.patience_s = failure, 600.0
+    scene.recorded_within(20)
+    assert scene.ends.is_pending(is_busy=True)
+    assert scene.ends.is_pending(is_busy=False)
+    scene.now += RETRY_S
+    assert scene.ends.is_pending(is_busy=False) is waits
 
 
 def test_an_end_of_a_run_that_was_deleted_is_not_kept() -> None:

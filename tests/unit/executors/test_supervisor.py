@@ -1,0 +1,179 @@
+"""What a supervisor makes of ends, of its own processes and while its store fails."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from executors.attempt import Attempt
+from executors.errors import StoreError
+from executors.native import RunSpec
+from executors.policy import HangLimits
+from executors.protocol import Outcome
+from executors.shared_page import SharedPage
+from executors.store import MemoryStore
+from executors.store.protocol import Data, Entry
+from executors.worker import ends, supervisor
+from executors.worker.limits import Finding, Watchdog
+from executors.worker.ranks import NEVER, Running
+from executors.worker.supervisor import Supervisor
+
+TERMINATED = -15
+
+
+class Bucket(MemoryStore):
+    """A store that can fail, and counts how often it did."""
+
+    fails = False
+    fails_n_times = 0
+    n_failed = 0
+
+    def _asked(self) -> None:
+        if self.fails or self.n_failed < self.fails_n_times:
+            self.n_failed += 1
+            raise StoreError("no")
+
+    def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+        self._asked()
+        return super().get(key, start=start, size=size)
+
+    def put(self, key: str, data: Data) -> None:
+        self._asked()
+        super().put(key, data)
+
+    def put_if_absent(self, key: str, data: Data) -> bool:
+        self._asked()
+        return super().put_if_absent(key, data)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        self._asked()
+        return super().list(prefix)
+
+
+class NoProcesses:
+    """Ranks whose processes are not started, and whose logs are copied."""
+
+    n_copied = 0
+
+    def prepare(self, attempt: Attempt) -> None: ...
+
+    def begin(self, attempt: Attempt) -> bool:
+        return True
+
+    def start(self, attempt: Attempt, place: int, page: SharedPage, close: Iterable[int]) -> int:
+        raise OSError("no more processes")
+
+    def output_tail(self, attempt: Attempt) -> str:
+        return ""
+
+    def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None: ...
+
+    def write_log(self, attempt: Attempt, words: str) -> None: ...
+
+    def copy_log(self, asked: Attempt, claimed: Attempt) -> int | None:
+        self.n_copied += 1
+        return -self.n_copied
+
+
+class Scene:
+    """A supervisor of some ranks that run, all in one process, and of others that wait."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pid: int, n: int = 16, n_waiting: int = 0) -> None:
+        self.store, self.n = Bucket(), n + n_waiting
+        self.store.put("run/run.json", b"{}")
+        monkeypatch.setattr(supervisor, "impatient_store", lambda *_: self.store)
+        spec = RunSpec("run", "s3://bucket", "", self.n, tuple(range(self.n)))
+        self.ranks = NoProcesses()
+        self.supervisor = Supervisor(spec, self.ranks, places=n, timeout_s=None, term_grace_s=5.0, launcher_pidfd=None)
+        self.running = [Attempt(self.store, "run", rank) for rank in range(n)]
+        for attempt in self.running:
+            page = SharedPage.create()
+            watchdog = Watchdog(page, pid, HangLimits(), ends=True, term_grace_s=1, spec=spec, rank=attempt.rank)
+            running = Running(pid, attempt, 0, page, watchdog, time.time(), NEVER)
+            self.supervisor._running[attempt.rank] = running
+        self.supervisor._waiting.extend(Attempt(self.store, "run", n + rank) for rank in range(n_waiting))
+
+    def undo_start(self, *, fails_n_times: int) -> list[Outcome | None]:
+        """Take back the start of all that wait, while the store fails at first; return how they ended."""
+        self.store.fails_n_times = fails_n_times
+        failed = self.supervisor._waiting[0]
+        self.supervisor._undo_start(failed, OSError("no more processes"))
+        return self.outcomes()
+
+    def end_all(self) -> None:
+        """Have all that run end by SIGTERM, and their logs copied."""
+        while self.supervisor._running:
+            self.supervisor._conclude(self.supervisor._running.popitem()[1], TERMINATED)
+        while self.supervisor._copying:
+            self.supervisor._record_end(*self.supervisor._copying.popitem()[1])
+
+    def outcomes(self) -> list[Outcome | None]:
+        return [Attempt(self.store, "run", rank).outcome() for rank in range(self.n)]
+
+
+@pytest.fixture
+def pid() -> Iterator[int]:
+    """Return a process that may be sent any signal."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process.pid
+        process.kill()
+
+
+def test_each_rank_of_an_abandoned_run_says_why_it_ended_though_there_was_no_time_to_mark_it(
+    monkeypatch: pytest.MonkeyPatch, pid: int
+) -> None:
+    scene = Scene(monkeypatch, pid, n_waiting=2)
+    scene.running[3].request_cancel("enough")
+    monkeypatch.setattr(ends, "MARKS_S", 0.0)
+    scene.supervisor._end_abandoned("nobody watched")
+    scene.end_all()
+    why = ["nobody watched", "enough"]
+    expected = [("cancelled", f"Replica {rank} was ended: {why[rank == 3]}.") for rank in range(scene.n)]
+    assert [outcome and (outcome.reason, outcome.error) for outcome in scene.outcomes()] == expected
+
+
+def test_many_ends_at_once_ask_a_store_that_fails_only_once(monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
+    """Where it is silent each request takes seconds, and meanwhile nobody is killed."""
+    scene = Scene(monkeypatch, pid)
+    scene.store.fails = True
+    scene.end_all()
+    assert scene.store.n_failed == 1
+    scene.store.fails = False
+    monkeypatch.setattr(scene.supervisor._records, "_clock", lambda: time.monotonic() + ends.SILENT_S)
+    scene.supervisor._records.try_again()
+    assert [outcome and outcome.reason for outcome in scene.outcomes()] == ["signal"] * scene.n
+
+
+@pytest.mark.parametrize("fails_n_times", [0, 5])
+def test_each_rank_of_a_launch_that_failed_has_an_outcome_though_the_store_fails_for_a_moment(
+    fails_n_times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(monkeypatch, 0, n=0, n_waiting=3)
+    found = scene.undo_start(fails_n_times=fails_n_times)
+    assert [outcome and outcome.error for outcome in found] == ["Rank 0 could not be started: no more processes"] * 3
+
+
+@pytest.mark.parametrize("ends_before", [False, True])
+def test_stacks_that_the_store_does_not_take_at_first_are_there_when_it_does(
+    ends_before: bool, monkeypatch: pytest.MonkeyPatch, pid: int
+) -> None:
+    scene = Scene(monkeypatch, pid, n=1)
+    (running,) = scene.supervisor._running.values()
+    finding, now = Finding("It hangs.", "It hangs.\nIn main."), time.monotonic()
+    looks = [finding, *[None] * 20]
+    monkeypatch.setattr(running.watchdog, "look", lambda _: looks.pop(0))
+    scene.store.fails = True
+    running.watch(now, scene.ranks)
+    n_asked = scene.store.n_failed
+    running.watch(now + 1.0, scene.ranks)
+    assert scene.store.n_failed == n_asked, "a silent store is not asked again at once"
+    scene.store.fails = False
+    if ends_before:
+        scene.end_all()
+    else:
+        running.watch(now + 60.0, scene.ranks)
+    assert bytes(scene.store.get("run/replicas/0000/0/stacks/0.txt")) == b"It hangs.\nIn main."
+    assert (running.page.n_stacks, running.stacks) == (1, [])
