@@ -37,10 +37,8 @@ from executors.store.parallel import in_threads
 from executors.store.url import impatient_store
 
 MAX_THREADS = 256  # a call may block until its job is scheduled, so each rank has its own
-SWEEP_S = 1.0
-LONGEST_SWEEP_S = 10.0
-SWEEP_THREADS = 16
-ASKING_THREADS = 64
+SWEEP_S, LONGEST_SWEEP_S = 1.0, 10.0
+SWEEP_THREADS, ASKING_THREADS = 16, 64
 LOOKS = 5  # for a job that an unknown answer may have left, before the service is asked for it again
 LOOK_PAUSE_S = 1.0
 CLOSE_S = 5.0  # how long the end of the process waits for calls that were interrupted
