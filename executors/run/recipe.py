@@ -158,9 +158,11 @@ def check_folder(run: Traces, task: StoredTask, verb: str) -> None:
     if not where or os.path.realpath(where) == os.path.realpath(here):
         return
     is_known = record.entrypoint is not None or record.modules is not None
-    names = [name for name in (record.entrypoint, task.launched_with.health_check) if name is not None]
-    code = {name: (_code_in(where, name), _code_in(here, name)) for name in [*names, *(record.modules or ())]}
-    others = [then for then, now in code.values() if then != now or not then]
+    entrypoints = (record.entrypoint, task.launched_with.health_check)
+    names = [parse_entrypoint(each) for each in entrypoints if each is not None]
+    needed = [*(name.file or name.module for name in names), *(record.modules or ())]
+    code = [(_code_in(where, each), _code_in(here, each)) for each in needed]
+    others = [then for then, now in code if then != now or not then]
     if is_known and not others:
         return
     if any(others) or (not is_known and os.path.isdir(where)):
@@ -175,23 +177,22 @@ def check_folder(run: Traces, task: StoredTask, verb: str) -> None:
     )
 
 
-def _code_in(folder: str, entrypoint: str) -> frozenset[str]:
-    """Return where the code of an entrypoint is for a process in a folder with this one's `sys.path`; empty: nowhere.
+def _code_in(folder: str, needed: Path | str) -> frozenset[str]:
+    """Return where a file or module is for a process in a folder, with this one's `sys.path`; empty: nowhere.
 
     What lies on that path in the current folder is looked for in the other one, but for what is installed there, as in
     a `.venv`.
     """
-    name, here = parse_entrypoint(entrypoint), os.path.realpath(os.getcwd())
-    folder = os.path.realpath(folder)
-    if name.file is not None:
-        file = os.path.realpath(os.path.join(folder, name.file))
+    folder, here = os.path.realpath(folder), os.path.realpath(os.getcwd())
+    if isinstance(needed, Path):
+        file = os.path.realpath(os.path.join(folder, needed))
         return frozenset([file] if os.path.isfile(file) else [])
     installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     paths = [] if folder == here else [folder]
     for path in (Path(os.path.realpath(entry)) for entry in sys.path):
         is_of_folder = path.is_relative_to(here) and not any(path.is_relative_to(place) for place in installed)
         paths.append(os.path.join(folder, path.relative_to(here)) if is_of_folder else str(path))
-    top = name.module.partition(".")[0]
+    top = needed.partition(".")[0]
     spec = PathFinder.find_spec(top, paths) or BuiltinImporter.find_spec(top)
     if spec is None:
         return frozenset()
