@@ -8,7 +8,7 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.machinery import BuiltinImporter, PathFinder
+from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -193,10 +193,17 @@ def _code_in(folder: str, needed: Path | str) -> frozenset[str]:
         is_of_folder = path.is_relative_to(here) and not any(path.is_relative_to(place) for place in installed)
         paths.append(os.path.join(folder, path.relative_to(here)) if is_of_folder else str(path))
     top = needed.partition(".")[0]
-    spec = PathFinder.find_spec(top, paths) or BuiltinImporter.find_spec(top)
+    spec = PathFinder.find_spec(top, paths) or _found_otherwise(top) or BuiltinImporter.find_spec(top)
     if spec is None:
         return frozenset()
     return frozenset(map(os.path.realpath, spec.submodule_search_locations or [spec.origin or top]))
+
+
+def _found_otherwise(module: str) -> ModuleSpec | None:
+    """Return a module that a finder of its own serves, as of an editable install: it is the same in each folder."""
+    usual = (PathFinder, BuiltinImporter, FrozenImporter)
+    others = [finder for finder in sys.meta_path if finder not in usual and hasattr(finder, "find_spec")]
+    return next((spec for finder in others if (spec := finder.find_spec(module, None)) is not None), None)
 
 
 def _is_for(place: Placement, places: Sequence[Placement], kind: str, name: str) -> bool:

@@ -119,7 +119,7 @@ def _choose(root: Path, listed: bytes | None, left_out: list[str]) -> Iterator[t
 def _names(root: Path, listed: bytes | None, left_out: list[str]) -> Iterator[str]:
     """Yield the names of the files and links below `root` that belong to it."""
     if not listed:  # no repository, or one that ignores this folder as a whole, such as one around the home directory
-        yield from _walk(root)
+        yield from _walk(root, left_out)
         return
     for name in {os.fsdecode(name) for name in listed.split(b"\0") if name}:
         path = root / name
@@ -131,11 +131,14 @@ def _names(root: Path, listed: bytes | None, left_out: list[str]) -> Iterator[st
             left_out.append(f"{name} (a submodule that is not checked out)")
 
 
-def _walk(root: Path) -> Iterator[str]:
-    def refuse(error: OSError) -> None:
-        raise error
+def _walk(root: Path, left_out: list[str]) -> Iterator[str]:
+    def note(error: OSError) -> None:
+        if error.filename == str(root):
+            raise error
+        if not isinstance(error, FileNotFoundError):  # it was deleted just now
+            left_out.append(f"{os.path.relpath(error.filename, root)} (it cannot be read)")
 
-    for folder, folders, names in os.walk(root, onerror=refuse):
+    for folder, folders, names in os.walk(root, onerror=note):
         folders[:] = [
             name
             for name in folders

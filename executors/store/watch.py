@@ -17,6 +17,7 @@ from executors.store.faulty import FaultyStore
 from executors.store.file import FileStore
 from executors.store.protocol import Store
 
+TRIES = 8
 MAX_WATCHES = 64  # old rounds' folders are forgotten beyond this; a user has 8,192 inotify watches or more
 
 
@@ -63,14 +64,17 @@ class Watch:
         assert self._root is not None
         assert self._inotify is not None
         mask = flags.CREATE | flags.MOVED_TO | flags.DELETE_SELF | flags.ONLYDIR
-        while prefix not in self._watched:
+        for _ in range(TRIES):
             try:
                 (self._root / prefix).mkdir(parents=True, exist_ok=True)
                 self._watched[prefix] = self._inotify.add_watch(self._root / prefix, mask)
+                break
             except FileNotFoundError:  # pruned between the two calls
                 continue
             except OSError:  # of a full disk, or, with the same words, of a user who has no watches left
                 return False
+        else:
+            return False
         if len(self._watched) > MAX_WATCHES:
             with contextlib.suppress(OSError):
                 self._inotify.rm_watch(self._watched.pop(next(iter(self._watched))))

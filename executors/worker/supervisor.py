@@ -88,6 +88,8 @@ class Supervisor:
         self._deadlines: dict[int, float] = {}
         """When each rank's time is over, from its first start here on."""
         self._free_places = deque(range(places))
+        self._is_undone = False
+        """Whether the start has failed: who asked for it ends what is of it, and others go on."""
         self._watch_at = NEVER
         self._killer = None
         if spec.chaos:
@@ -231,6 +233,7 @@ class Supervisor:
             running.terminate("cancelled", self._term_grace_s, reason)
         self._waiting.clear()
         self._answers.close()
+        self._is_undone = True
         mine = []
         for attempt in self._asked:  # those not reached yet, too; left alone where the store does not answer
             with contextlib.suppress(StoreError):
@@ -388,7 +391,7 @@ class Supervisor:
     def _note_end(self, attempt: Attempt, outcome: Outcome) -> None:
         """Let an end be answered, or the first failure end the run, if that was asked for."""
         self._answers.ended(outcome)
-        if self._spec.fail_fast and outcome.status is ReplicaStatus.FAILED:
+        if self._spec.fail_fast and not self._is_undone and outcome.status is ReplicaStatus.FAILED:
             with contextlib.suppress(StoreError):
                 if retry(functools.partial(end_others, attempt, outcome, self._spec.world_size)):
                     self._answers.close("the run failed early")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,31 @@ def test_a_check_that_returns_false_in_any_form_has_failed(monkeypatch: pytest.M
 def test_a_check_that_returns_anything_else_has_not(monkeypatch: pytest.MonkeyPatch, answer: object) -> None:
     monkeypatch.setattr(threading, "is_fine", lambda: answer, raising=False)
     check_health("threading:is_fine")
+
+
+class OnDevice:
+    """One element of a device that is asked only when it is looked at."""
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        self.item = look
+
+    def numel(self) -> int:
+        return 1
+
+
+def test_an_answer_that_fails_when_it_is_looked_at_is_no_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> object:
+        raise RuntimeError("uncorrectable ECC error")
+
+    monkeypatch.setattr(threading, "is_fine", lambda: OnDevice(fails), raising=False)
+    with pytest.raises(UnhealthyError, match="failed: RuntimeError: uncorrectable ECC error"):
+        check_health("threading:is_fine")
+
+
+def test_an_answer_that_takes_too_long_is_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(threading, "is_fine", lambda: OnDevice(ended.wait), raising=False)
+    check_health("threading:is_fine", lambda words: ended.set(), limit_s=0.01)
 
 
 def test_a_check_is_looked_at_before_anything_is_started(folder: Folder, here: HereInstead) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from support.third_party import PopenExecutor
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import BackendError, StoreError
 from executors.resume import resume
-from executors.run.recipe import check_folder, vouched_task
+from executors.run.recipe import _code_in, check_folder, vouched_task
 from executors.supervision.decisions import DecisionLog
 from executors.testing import eventually
 
@@ -175,6 +176,19 @@ def test_a_function_of_a_module_is_not_taken_from_another_folder(
         with pytest.raises(ValueError, match=f"cd '{here}' && replicas resume {name}"):
             resume(attach(name))
         assert attach(name).status().replicas[0].attempt == 0
+
+
+def test_a_module_that_a_finder_of_its_own_serves_is_the_same_in_each_folder(
+    two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Finder:  # as of an editable install
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> Any:
+            return spec_from_file_location(name, tmp_path / "editable.py") if name == "editable" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    here, there = (_code_in(str(folder), "editable") for folder in two_folders)
+    assert here == there == {str(tmp_path / "editable.py")}
 
 
 def test_a_callable_of_which_nobody_noted_where_it_is_from_is_not_resumed_in_another_folder(

@@ -146,9 +146,9 @@ class StreamedLog:
             with contextlib.closing(StreamedLog(self._connect, self._has_ended)) as self._span:
                 parts, held, n_held = self._span._whole(n_lines), list[list[tuple[float, str]]](), 0
                 for part in parts:
-                    held.append(part)
+                    held += [part] if part else []  # the first line may be slow
                     n_held += len(part)
-                    begins_before = since is None or any(at < since for at, _ in held[0][:1])
+                    begins_before = since is None or (bool(held) and held[0][0][0] < since)
                     if begins_before or n_held >= n_lines:
                         break
                 is_all = begins_before or n_held < n_lines
@@ -274,7 +274,7 @@ class StreamedLog:
                     return
                 self._changed.wait_for(lambda: self._is_closed, pause_s)
                 self._is_over = False
-            n_lines = AGAIN_LINES
+            n_lines = n_lines if self._last is None else AGAIN_LINES  # as at first, where nothing has come yet
 
     def _read_stream(self, response: Any) -> None:
         if response is None:  # the service knows no such job

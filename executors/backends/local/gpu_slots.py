@@ -1,11 +1,13 @@
 """Which GPUs a local replica gets: those that no living replica of its run on this machine has.
 
 Each start of a run's ranks has a supervisor of its own, which knows nothing of the others. So the kernel keeps account:
-each GPU has a file in the run's folder, on which a replica's process holds a lock as long as it lives.
+each GPU has a file in the run's folder, on which a replica's process holds a lock as long as it lives, and one on which
+those hold locks that share it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -37,7 +39,11 @@ def take_slot(folder: Path, slots: Sequence[str], rank: int) -> GpuSlot:
             continue
         except OSError:  # an odd file system
             return GpuSlot(slots[own])
-    return GpuSlot(slots[own], is_shared=True)
+    devices, held = slots[own], list[int]()
+    with contextlib.suppress(OSError):
+        for device in devices.split(","):
+            held.append(_locked(folder, device, "guests", fcntl.LOCK_SH))
+    return GpuSlot(devices, tuple(held), is_shared=True)
 
 
 def _lock_all(folder: Path, devices: Sequence[str]) -> tuple[int, ...]:
@@ -45,12 +51,23 @@ def _lock_all(folder: Path, devices: Sequence[str]) -> tuple[int, ...]:
     held: list[int] = []
     try:
         for device in devices:
-            # The folder may be on a file system that machines share.
-            name = f"gpu-{socket.gethostname()}-{quote(device.strip(), safe='')}.lock"
-            held.append(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-            fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.append(_locked(folder, device, "lock", fcntl.LOCK_EX))
+            os.close(_locked(folder, device, "guests", fcntl.LOCK_EX))
     except OSError:
         for descriptor in held:
             os.close(descriptor)
         raise
     return tuple(held)
+
+
+def _locked(folder: Path, device: str, kind: str, how: int) -> int:
+    """Return a descriptor of a GPU's file of some kind that holds a lock. Raises: OSError."""
+    # The folder may be on a file system that machines share.
+    name = f"gpu-{socket.gethostname()}-{quote(device.strip(), safe='')}.{kind}"
+    descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

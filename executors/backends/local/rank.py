@@ -180,7 +180,7 @@ class LocalRanks:
         finally:
             for descriptor in (output, *(slot.locks if slot else ())):
                 os.close(descriptor)
-        if slot is not None:
+        if slot is not None and not slot.is_shared:
             self._last_on[slot.devices] = pid
         return pid
 
@@ -247,7 +247,7 @@ class LocalRanks:
             gc.enable()
             if slot is not None:
                 os.environ["CUDA_VISIBLE_DEVICES"] = slot.devices
-                if slot.devices in self._last_on:
+                if slot.devices in self._last_on and not slot.is_shared:
                     await_gpu_release(self._last_on[slot.devices])
             assignment = Assignment(
                 replace(self._launch.spec, attempt=attempt.number),

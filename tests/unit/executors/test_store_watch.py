@@ -74,6 +74,17 @@ def test_a_wait_is_a_sleep_where_no_more_watches_are_to_be_had(
     assert not slept[2:]
 
 
+def test_a_wait_for_a_folder_that_cannot_be_made_is_a_sleep(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(path: Path, **_: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "an automount that went away")
+
+    slept: list[float] = []
+    monkeypatch.setattr(Path, "mkdir", gone)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    watch.wait(FAR_S, ["run/a/"])
+    assert slept == [FAR_S]
+
+
 def test_a_folder_that_was_pruned_and_made_again_is_watched_again(store: Store, watch: Watch) -> None:
     start_watching(watch, "run/seal/")
     store.put("run/seal/1", b"x")

@@ -14,6 +14,7 @@ import pytest
 
 from executors.backends.jobs import job_logs
 from executors.backends.jobs.job_logs import BROKEN, StreamedLog
+from executors.backends.jobs.service import JobServiceError
 
 BEGAN_AT = 1_700_000_000
 
@@ -94,3 +95,23 @@ def test_a_stream_that_stays_silent_is_the_whole_log_of_a_running_job_alone(
     assert log.cut == cut
     is_over.set()
     log.close()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_connection_that_fails_before_its_first_line_costs_no_lines(failing: int) -> None:
+    service, n_connected = Service(30_000), [0]
+
+    @contextlib.contextmanager
+    def connect(n_lines: int) -> Iterator[Any]:
+        n_connected[0] += 1
+        if n_connected[0] == failing:
+            raise JobServiceError("502", "unavailable")
+        with service.connect(n_lines) as response:
+            yield response
+
+    log = StreamedLog(connect)
+    found = [line for part in log.between(BEGAN_AT + 500, None) for line in part]
+    assert (found, log.cut) == (lines_from(500, 30_000), "")
+    if failing == 1:
+        n_connected[0] = 0
+        assert b"".join(StreamedLog(connect).pieces()).decode() == "".join(lines_from(0, 30_000))

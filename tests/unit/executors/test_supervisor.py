@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -154,6 +155,14 @@ def test_each_rank_of_a_launch_that_failed_has_an_outcome_though_the_store_fails
     scene = Scene(monkeypatch, 0, n=0, n_waiting=3)
     found = scene.undo_start(fails_n_times=fails_n_times)
     assert [outcome and outcome.error for outcome in found] == ["Rank 0 could not be started: no more processes"] * 3
+
+
+def test_a_start_that_fails_ends_no_others_of_a_run_that_fails_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asked for it ends what is of it; the ranks beside which it was to start go on."""
+    scene = Scene(monkeypatch, 0, n=0, n_waiting=2)
+    monkeypatch.setattr(scene.supervisor, "_spec", replace(scene.supervisor._spec, fail_fast=True))
+    monkeypatch.setattr(supervisor, "end_others", lambda *_: pytest.fail("others are ended"))
+    assert None not in scene.undo_start(fails_n_times=0)
 
 
 @pytest.mark.parametrize("ends_before", [False, True])

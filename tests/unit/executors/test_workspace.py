@@ -288,6 +288,23 @@ def test_a_file_that_cannot_be_read_is_named(root: Path, monkeypatch: pytest.Mon
         shutil.rmtree(root.parent)
 
 
+def test_a_folder_of_somebody_else_is_left_out_and_named_without_git(tmp_path: Path) -> None:
+    root = Path(tempfile.mkdtemp())
+    write(root, train_dot_py="", theirs__data_dot_bin="")
+    root.chmod(0o755)
+    snapshot_workspace(root)
+    (root / "theirs").chmod(0)
+    if is_root := os.geteuid() == 0:
+        os.seteuid(NOBODY)
+    try:
+        package = snapshot_workspace(root)
+    finally:
+        os.seteuid(0) if is_root else None
+        (root / "theirs").chmod(0o755)
+        shutil.rmtree(root)
+    assert (package.files, package.left_out) == (("train.py",), ("theirs (it cannot be read)",))
+
+
 def test_an_entrypoint_that_replicas_would_not_find_is_refused(root: Path) -> None:
     write(root, data__train_dot_py="")
     for entrypoint, message in {
