@@ -290,7 +290,7 @@ def noted_at(run_id: str) -> float:
     """Return when this machine noted something of a run last, in Unix time; 0.0: it never did."""
     try:
         return (state_dir() / run_id / NOTE).stat().st_mtime
-    except FileNotFoundError:
+    except OSError:  # there is none, or the folder is another user's
         return 0.0
 
 

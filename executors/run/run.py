@@ -168,6 +168,7 @@ class Run(Traces):
         added = add_replicas(self, executor, Addition(n=n, **asked), tell)
         if not added.recipe.spec.detach:
             self.keep_here([added.recipe], added.lease)
+        self._observer.update()  # what was seen a moment ago has none of them
         return list(added.recipe.spec.ranks)
 
     def keep_here(

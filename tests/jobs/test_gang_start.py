@@ -239,7 +239,7 @@ def test_starts_that_wait_are_interrupted_by_the_undo(machines: Machines) -> Non
 
 def test_a_start_that_begins_to_wait_after_the_launch_was_given_up_is_interrupted_as_well(machines: Machines) -> None:
     """It was looking for its app, or for its image, when the others were interrupted."""
-    given_up, waits, decides = threading.Event(), threading.Event(), threading.Event()
+    looks, given_up, waits, decides = (threading.Event() for _ in range(4))
 
     def interrupt(_: FakeJobs) -> None:
         given_up.set()
@@ -247,12 +247,13 @@ def test_a_start_that_begins_to_wait_after_the_launch_was_given_up_is_interrupte
             decides.set()
 
     def wait_for_a_machine() -> bool:
+        looks.set()
         given_up.wait(30)
         waits.set()
         return not decides.wait(30)
 
     machines.fail("start", when=wait_for_a_machine, rank=0)
-    machines.fail("start", "rejected", rank=1)
+    machines.fail("start", "rejected", rank=1, when=lambda: looks.wait(30))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeJobs, "interrupt_starts", interrupt)
         with pytest.raises(LaunchError, match="replica 1 of 2"):
