@@ -101,7 +101,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         replica = current_replica()
         if self._companion is not None:
-            raise ValueError("A DiLoCoCallback goes with one call of train(): give the next Trainer its own.")
+            raise ValueError(
+                "A DiLoCoCallback goes with one call of train(): give the next Trainer its own, of another name=…."
+            )
         if problem := _problem_of(args):
             raise ValueError(problem)
         self._folder = OwnFolder(Path(args.output_dir), replica)
