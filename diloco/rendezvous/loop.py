@@ -121,8 +121,7 @@ class Rendezvous:
                 self._context.members.check_abort()
             if self.position != entry.index:
                 return None
-            is_stuck = self.cursor.is_blocked(entry) or (seal is not None and self.sealer.is_late(entry))
-            if is_stuck and self.cursor.reload(above=entry.index):
+            if self.cursor.is_stuck(entry, seal) and self.cursor.reload(above=entry.index):
                 return None
             self.sealer.check_time(entry)
             paused = clock()

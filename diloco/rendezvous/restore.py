@@ -288,7 +288,7 @@ class Cursor:
             if mean is not None:
                 self._training.replay(entry.index, mean)
                 self.position += 1
-            elif self._is_stuck(entry, seal) and (jumped := self._reader.load(entry.index)) is not None:
+            elif self.is_stuck(entry, seal) and (jumped := self._reader.load(entry.index)) is not None:
                 self.position = jumped
             else:
                 self._sealer.check_time(entry)
@@ -327,12 +327,10 @@ class Cursor:
         is_first = self.position == self._reader.first
         self._context.members.seal = None if is_first else self._seals.insist_on_seal(self.position - 1)
 
-    def is_blocked(self, entry: EntryState) -> bool:
-        """Return whether the entry cannot be applied with what was found last, now or ever."""
-        return entry.blocked is not None or self._seals.is_rotten(entry.index)
-
-    def _is_stuck(self, entry: EntryState, seal: Seal | None) -> bool:
-        return self.is_blocked(entry) or (seal is not None and self._sealer.is_late(entry))
+    def is_stuck(self, entry: EntryState, seal: Seal | None) -> bool:
+        """Return whether only a newer snapshot helps, with what was found last, now or ever, or in all that time."""
+        is_blocked = entry.blocked is not None or self._seals.is_rotten(entry.index)
+        return is_blocked or (seal is not None and self._sealer.is_late(entry))
 
     def check_anchor(self, entry: EntryState, seal: Seal) -> None:
         """Reload when this replica's anchor is not the one that the entry was made for.

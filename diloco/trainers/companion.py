@@ -97,8 +97,10 @@ class Companion:
         """
         buffers = dict(self.model.named_buffers())
         live = {**dict(self.model.named_parameters()), **buffers}
-        merged = {*self.diloco.anchor(), *buffers}  # also what is frozen by now
-        best = {name: live[name].clone() for name in merged} if keep_model else {}
+        best: dict[str, torch.Tensor] = {}
+        if keep_model:
+            merged = {*self.diloco.anchor(), *buffers}  # also what is frozen by now
+            best = {name: live[name].clone() for name in merged}
         self.diloco.close()  # which merges what is in flight into the model
         if not keep_model and self.diloco.rounds:
             best = self.diloco.anchor()

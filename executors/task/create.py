@@ -18,9 +18,8 @@ import os
 import shlex
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -46,7 +45,6 @@ from executors.task.sources import sources_of
 from executors.task.stored import PYTHON, StoredTask, folder_of, versions_here
 
 MASK = "***"  # shown instead of a value of the environment
-_PICKLING = threading.Lock()  # what cloudpickle takes by value holds for the whole process
 
 
 @dataclass(frozen=True)
@@ -255,8 +253,7 @@ def _pack_task(
         return to_bytes({**record, "entrypoint": entrypoint, "args": kwargs, "arg_texts": texts}), None
     check_call(entrypoint, kwargs, describe(entrypoint))
     try:
-        with _script_by_value():
-            pickled, modules = pickle_call(entrypoint, kwargs)
+        pickled, modules = pickle_call(entrypoint, kwargs)
     except Exception as error:
         raise EntrypointError(
             f"{describe(entrypoint)} and its arguments cannot be pickled: {error}. Create such objects inside the "
@@ -265,28 +262,6 @@ def _pack_task(
     digest = hashlib.sha256(pickled).hexdigest()
     record |= {"entrypoint": None, "name": describe(entrypoint), "sources": sources_of(entrypoint, pickled)}
     return to_bytes({**record, "callable_sha256": digest, "modules": modules}), pickled
-
-
-@contextlib.contextmanager
-def _script_by_value() -> Iterator[None]:
-    """Have cloudpickle take the script's functions by value, also where `multiprocessing` imported it again.
-
-    A child of "spawn" or "forkserver" knows the script as `__mp_main__`, which no replica can import.
-    """
-    import cloudpickle
-
-    script = sys.modules.get("__mp_main__")
-    if script is None or script.__name__ == "__main__":  # of a parent of such children: it is taken by value anyway
-        yield
-        return
-    with _PICKLING:
-        is_known = script.__name__ in cloudpickle.list_registry_pickle_by_value()
-        cloudpickle.register_pickle_by_value(script)
-        try:
-            yield
-        finally:
-            if not is_known:  # by the user
-                cloudpickle.unregister_pickle_by_value(script)
 
 
 def _code_of(package: Package) -> dict[str, Any]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
+
+_PICKLING = threading.Lock()  # what cloudpickle takes by value holds for the whole process
 
 
 def pickle_call(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[bytes, list[str]]:
@@ -31,7 +35,7 @@ def pickle_call(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> tupl
                 named.update([each.__module__] if isinstance(each.__module__, str) else [])
             return reduced
 
-    with io.BytesIO() as file:
+    with io.BytesIO() as file, _script_by_value():
         Noting(file).dump((function, kwargs))
         pickled = file.getvalue()
     modules = {name.partition(".")[0] for name in named}
@@ -44,3 +48,25 @@ def _is_by_value(module: str) -> bool:
 
     registered = cloudpickle.list_registry_pickle_by_value()
     return any(module == name or module.startswith(f"{name}.") for name in registered)
+
+
+@contextlib.contextmanager
+def _script_by_value() -> Iterator[None]:
+    """Have cloudpickle take the script's functions by value, also where `multiprocessing` imported it again.
+
+    A child of "spawn" or "forkserver" knows the script as `__mp_main__`, which no replica can import.
+    """
+    import cloudpickle
+
+    script = sys.modules.get("__mp_main__")
+    if script is None or script.__name__ == "__main__":  # of a parent of such children: it is taken by value anyway
+        yield
+        return
+    with _PICKLING:
+        is_known = script.__name__ in cloudpickle.list_registry_pickle_by_value()
+        cloudpickle.register_pickle_by_value(script)
+        try:
+            yield
+        finally:
+            if not is_known:  # by the user
+                cloudpickle.unregister_pickle_by_value(script)

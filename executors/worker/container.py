@@ -146,7 +146,7 @@ class ContainerRanks:
                 return False
         return True
 
-    def start(self, attempt: Attempt, place: int, page: SharedPage, close: Iterable[int]) -> int:
+    def start(self, attempt: Attempt, page: SharedPage, close: Iterable[int]) -> int:
         """Fork an attempt's process; return its pid."""
         self._page = page
         parent = os.getpid()

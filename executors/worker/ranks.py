@@ -37,8 +37,8 @@ class Ranks(Protocol):
     def begin(self, attempt: Attempt) -> bool:
         """Begin an attempt, or find that this process has; False if it is another process's."""
 
-    def start(self, attempt: Attempt, place: int, page: SharedPage, close: Iterable[int]) -> int:
-        """Start an attempt's process at one of the places; return its pid.
+    def start(self, attempt: Attempt, page: SharedPage, close: Iterable[int]) -> int:
+        """Start an attempt's process; return its pid.
 
         Args:
             page: the memory that it shares with its supervisor.
@@ -76,7 +76,6 @@ class Running:
     pid: int
     asked: Attempt
     """The attempt asked for; the process may have claimed a later one."""
-    place: int
     page: SharedPage
     watchdog: Watchdog
     started_at: float

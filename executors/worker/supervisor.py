@@ -87,7 +87,7 @@ class Supervisor:
         """The last page of each rank: what it learned goes on in the next."""
         self._deadlines: dict[int, float] = {}
         """When each rank's time is over, from its first start here on."""
-        self._free_places = deque(range(places))
+        self._places = places
         self._is_undone = False
         """Whether the start has failed: who asked for it ends what is of it, and others go on."""
         self._watch_at = NEVER
@@ -126,7 +126,7 @@ class Supervisor:
                     self._waiting.append(attempt)
                 else:
                     self._leave_out(attempt, problem)
-            while self._waiting and self._free_places:
+            while self._waiting and len(self._running) < self._places:
                 attempt = self._waiting[0]
                 try:
                     self._start(attempt)
@@ -158,7 +158,7 @@ class Supervisor:
             self._enforce_deadlines()
             if self._killer is not None:
                 self._killer.strike({running.asked.rank: running.pid for running in self._running.values()})
-            while self._waiting and self._free_places:
+            while self._waiting and len(self._running) < self._places:
                 attempt = self._waiting.popleft()
                 try:
                     self._start(attempt)
@@ -179,18 +179,16 @@ class Supervisor:
     # Starting
 
     def _start(self, attempt: Attempt) -> None:
-        place = self._free_places[0]
         page = self._pages[attempt.rank] = SharedPage.create(self._pages.get(attempt.rank))
         page.n_decisions = self._answers.n_read
-        pid = self._ranks.start(attempt, place, page, self._wakeups.descriptors)
-        self._free_places.popleft()
+        pid = self._ranks.start(attempt, page, self._wakeups.descriptors)
         deadline = NEVER if self._timeout_s is None else time.monotonic() + self._timeout_s
         deadline = self._deadlines.setdefault(attempt.rank, deadline)
         ends, grace_s = self._answers.has_policy, self._term_grace_s
         watchdog = Watchdog(
             page, pid, self._answers.hang, ends=ends, term_grace_s=grace_s, spec=self._spec, rank=attempt.rank
         )
-        self._running[pid] = Running(pid, attempt, place, page, watchdog, time.time(), deadline)
+        self._running[pid] = Running(pid, attempt, page, watchdog, time.time(), deadline)
         self._watch_at = 0.0
 
     def _begin_next(self, attempt: Attempt) -> None:
@@ -261,7 +259,6 @@ class Supervisor:
             running = self._running.pop(pid, None)
             if running is None:
                 continue  # something a rank left behind
-            self._free_places.append(running.place)
             self._ranks.note_output(running.asked, is_whole=True)
             spare = {*self._running, *self._copying}
             if not spare >= set(children(os.getpid())):

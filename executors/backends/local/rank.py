@@ -165,7 +165,7 @@ class LocalRanks:
             hold(self._lock, attempt.rank, attempt.number)
         return True
 
-    def start(self, attempt: Attempt, place: int, page: SharedPage, close: Iterable[int]) -> int:
+    def start(self, attempt: Attempt, page: SharedPage, close: Iterable[int]) -> int:
         """Fork an attempt's process; return its pid."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         output = os.open(self._launch.log_file(attempt), flags, 0o600)

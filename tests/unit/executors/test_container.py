@@ -39,7 +39,7 @@ def supervised(folder: Path) -> tuple[ContainerSupervisor, Attempt, SharedPage]:
     page, attempt = SharedPage.create(), Attempt(store, "run", 0)
     attempt.store.put(attempt.key("heartbeat.json"), to_bytes({"at": 1.0, "step": 7}))
     watchdog = Watchdog(page, os.getpid(), HangLimits(), ends=True, term_grace_s=1, spec=spec, rank=0)
-    supervisor._running[1] = Running(1, attempt.at(0), 0, page, watchdog, time.time(), NEVER)
+    supervisor._running[1] = Running(1, attempt.at(0), page, watchdog, time.time(), NEVER)
     page.claimed = 1
     return supervisor, attempt, page
 
@@ -144,7 +144,7 @@ def test_a_process_is_ended_for_the_attempt_that_follows_only_where_it_is_an_ear
     DecisionLog(store, "run").append(lambda _: together)
     with subprocess.Popen(["sleep", "60"]) as process:
         watchdog = Watchdog(page, process.pid, HangLimits(), ends=True, term_grace_s=1, spec=spec, rank=1)
-        running = Running(process.pid, asked, 0, page, watchdog, time.time(), NEVER)
+        running = Running(process.pid, asked, page, watchdog, time.time(), NEVER)
         supervisor._running[process.pid] = running
         supervisor._answers.begun(asked)
         supervisor._answers.look_soon()

@@ -64,7 +64,7 @@ class NoProcesses:
     def begin(self, attempt: Attempt) -> bool:
         return True
 
-    def start(self, attempt: Attempt, place: int, page: SharedPage, close: Iterable[int]) -> int:
+    def start(self, attempt: Attempt, page: SharedPage, close: Iterable[int]) -> int:
         raise OSError("no more processes")
 
     def output_tail(self, attempt: Attempt) -> str:
@@ -93,7 +93,7 @@ class Scene:
         for attempt in self.running:
             page = SharedPage.create()
             watchdog = Watchdog(page, pid, HangLimits(), ends=True, term_grace_s=1, spec=spec, rank=attempt.rank)
-            running = Running(pid, attempt, 0, page, watchdog, time.time(), NEVER)
+            running = Running(pid, attempt, page, watchdog, time.time(), NEVER)
             self.supervisor._running[attempt.rank] = running
         self.supervisor._waiting.extend(Attempt(self.store, "run", n + rank) for rank in range(n_waiting))
 
