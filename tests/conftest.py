@@ -83,6 +83,15 @@ def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
+def _modules_of_a_test_go_with_it(tmp_path: Path) -> Iterator[None]:
+    """Forget what was imported from the test's own folder: the next test may have another file of that name."""
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(f"{tmp_path}/"):
+            del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
 def _one_torch_thread() -> None:
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)

@@ -59,7 +59,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_form_of_an_entrypoint_is_called(
     local: LocalProcessExecutor, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "job", raising=False)  # of a test whose replica was this process
     forms = {
         "job:train": ["train", 3, "job"],
         "job.train": ["train", 3, "job"],

@@ -168,7 +168,7 @@ def test_a_function_of_a_module_is_not_taken_from_another_folder(
     two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = two_folders
-    monkeypatch.setitem(sys.modules, "train", module := import_module("train"))  # and away again
+    module = import_module("train")
     for name, entrypoint in {"by-name": module.main, "in-a-partial": functools.partial(module.main)}.items():
         monkeypatch.chdir(here)
         launch(PLAIN, entrypoint, 1, run_id=name).wait(30)

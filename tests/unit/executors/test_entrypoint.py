@@ -48,7 +48,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a package and a script, on sys.path as the command puts it there."""
     folder = tmp_path / "work space"
     (folder / "pkg_of_user" / "sub").mkdir(parents=True)
@@ -61,10 +61,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     (folder / "scripts" / "script_of_user.py").write_text(SCRIPT)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
-    before = set(sys.modules)
-    yield folder
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    return folder
 
 
 @pytest.mark.parametrize(
