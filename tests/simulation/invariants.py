@@ -170,8 +170,6 @@ class Invariants:
 
     def _check_state(self, toy: Toy, position: int) -> None:
         """After each adopted entry. A process that read wrongly that a fragment's next seal is missing is excused."""
-        if self.plan.flip is not None and position > max(self.plan.entries):
-            return  # the others, which would be right, have left
         anchor, momentum = self._log_state(position)
         n_fragments = self.plan.n_fragments
         for f in range(n_fragments):

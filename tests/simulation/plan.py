@@ -174,7 +174,10 @@ class Plan:
         if plan.is_planned:
             plan.entries = [entries] * world_size
         if world_size > 2 and rng.random() < 0.2:  # a majority must be right: nobody dies, sleeps or comes later
-            plan.flip = (rng.randrange(world_size), rng.randint(1, entries), rng.randrange(n_fragments))
+            # Nor does it show when the others have left: a seal of all of them refutes it.
+            refuted = rng.randint(1, entries - 1)
+            before = rng.randint(max(1, refuted - n_fragments + 1), refuted)
+            plan.flip = (rng.randrange(world_size), before, refuted % n_fragments)
             plan.copies, plan.joiners, faults.deaths_left, faults.asleep, faults.rots = 0.0, 0, 0, 0.0, 0.0
             plan.entries = [entries] * world_size
             plan.grace_s = 10 * GRACE_S  # and is seen: at a slow store who is wrong may else decide alone

@@ -143,8 +143,6 @@ class Simulation(Invariants):
         rotten = self.store.ever_rotten
         found = re.match(r"Round (\d+)", error)
         entry = int(found[1]) - 1 if found else -1
-        if self.plan.flip is not None and entry >= max(self.plan.entries):
-            return True  # the others, which would be right, have left
         if any("/part/" in key or "/mean/" in key for key in rotten):
             return True
         missing = re.findall(r"\d+", error.partition("Missing ranks:")[2])
