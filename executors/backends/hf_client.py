@@ -120,7 +120,7 @@ def _http() -> Any:
 
 @contextlib.contextmanager
 def translated_errors(may_have_acted: bool = False) -> Iterator[None]:
-    """Turn what the SDK raises into JobServiceError. `JobNotFoundError` passes.
+    """Turn what the SDK raises into JobServiceError. `JobNotFoundError` passes where the Hub itself answered.
 
     Args:
         may_have_acted: whether the service may have done what was asked when its answer is lost.
@@ -129,8 +129,11 @@ def translated_errors(may_have_acted: bool = False) -> Iterator[None]:
     lost: Kind = "unknown" if may_have_acted else "unavailable"
     try:
         yield
-    except hub_errors.JobNotFoundError:
-        raise
+    except hub_errors.JobNotFoundError as error:
+        if "json" in error.response.headers.get("Content-Type", "").lower():
+            raise
+        text = "Hugging Face: HTTP 404, and not from the Hub. Is there a proxy in between?"
+        raise JobServiceError(text, "unavailable") from error
     except hub_errors.LocalTokenNotFoundError as error:
         raise JobServiceError(f"Backend 'hf' needs a Hugging Face token. {TOKEN_ADVICE}", "rejected") from error
     except hub_errors.HfHubHTTPError as error:

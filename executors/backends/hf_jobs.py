@@ -121,6 +121,12 @@ class HFJobs(JobService):
         info = self._inspect(found)
         if info is not None and not key.labels.items() <= (info.labels or {}).items():
             raise ForeignJobError(self.name, key)
+        if info is None and job_id != found:
+            raise JobServiceError(
+                f"{self.endpoint} does not know the job {found['id']!r}, which was started at "
+                f"{str(job_id.get('url'))[:200]!r}. Set HF_ENDPOINT to the Hub that runs it.",
+                "rejected",
+            )
         return found
 
     def state(self, job_id: JobId) -> JobState:

@@ -175,6 +175,23 @@ def test_each_way_to_end_has_its_state(hf: HubServer, service: JobService) -> No
     assert hf.job(stopped).stage == "CANCELED"
 
 
+def test_a_job_of_another_hub_is_not_called_unknown(hf: HubServer, service: JobService, job_id: JobId) -> None:
+    hf.forget(job_id["id"])
+    assert service.verify(job_id, KEY) == job_id
+    elsewhere = {**job_id, "url": "https://hub.example/jobs/otters/1"}
+    with pytest.raises(JobServiceError, match=r"started at 'https://hub.example/.*Set HF_ENDPOINT"):
+        service.verify(elsewhere, KEY)
+
+
+def test_a_page_that_is_not_found_by_a_proxy_says_nothing_of_a_job(
+    hf: HubServer, service: JobService, job_id: JobId
+) -> None:
+    hf.fail("inspect", 404, headers={"Content-Type": "text/html"})
+    assert kind_of(lambda: service.state(job_id)) == ("unavailable", 0.0)
+    hf.fail("inspect", 404)
+    assert service.state(job_id) == JobState(True, "lost")
+
+
 def test_only_a_time_limit_is_a_time_limit(hf: HubServer, service: JobService, job_id: JobId) -> None:
     meant = {
         "Job timeout": "timeout",

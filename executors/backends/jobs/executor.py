@@ -257,8 +257,9 @@ class JobExecutor:
         def observation(replica: JobReplica) -> Observation:
             if (state := states.get(replica.key)) is None:
                 return Observation()
-            if not state.has_ended:
-                return Observation(doing=state.message)
+            if self._ends.may_live(replica, state):
+                unknown = f"{self.service.name} does not know its job"
+                return Observation(doing=unknown if state.is_unknown else state.message)
             return Observation(self._ends.conclude(replica, state))
 
         if sum(state.has_ended for state in states.values()) < 2:
@@ -301,6 +302,7 @@ class JobExecutor:
                 self.service.stop(job_id)
                 stop_others(self.service, replica.key, job_id)
         self._states.hurry(replica.key)
+        self._ends.hurry(replica)
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Wait for the replicas' outcomes, at most `timeout` seconds, and return them in the order of `handles`."""
