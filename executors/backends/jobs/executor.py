@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,6 +31,7 @@ from executors.backends.jobs.service import (
     stop_others,
 )
 from executors.backends.jobs.spares import spares_of, start_spares
+from executors.backends.jobs.standstills import Standstills
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import StoreError
 from executors.logs.readers import TailedLog
@@ -91,6 +91,7 @@ class JobExecutor:
         self.service = service
         self._states = JobStates(service)
         self._ends = JobEnds(service, self._states)
+        self._intents = Standstills()
         self._starting: set[str] = set()
         """The places of attempts that this process is starting: it need not look for their jobs."""
         self._explained: set[str] = set()
@@ -321,7 +322,7 @@ class JobExecutor:
         jobs = retrying()(self.service.find, JobKey.of(attempt, launched_at))
         if not jobs:
             intent = attempt.find("intent.json", Intent.parse)
-            if intent is not None and time.time() - intent.at > intent.takes_s:
+            if intent is not None and self._intents.is_over(attempt.place, intent.at, intent.takes_s):
                 rank, service = attempt.rank, self.service.name
                 error = f"Replica {rank} was never started: {service} knows no job of it. Did {intent.by} die?"
                 attempt.record(attempt.ended(ReplicaStatus.FAILED, "start_failed", error=error))

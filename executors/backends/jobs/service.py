@@ -229,7 +229,7 @@ class JobService(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} needs start(), or start_jobs() where it starts_together.")
 
     def start_limit_s(self, job: Job) -> float:
-        """Return how long a start may take, with its repetitions: then other keepers take its keeper for dead."""
+        """Return how long a start may take, besides what the service asks to wait: then its keeper counts as dead."""
         return START_LIMIT_S
 
     def interrupt_starts(self) -> None:
