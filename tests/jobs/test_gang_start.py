@@ -316,6 +316,24 @@ def test_a_launcher_that_died_before_the_service_knew_leaves_a_rank_pending_that
     assert [(outcome.status, outcome.attempt) for outcome in attached().outcomes()] == [("cancelled", 1)]
 
 
+@pytest.mark.parametrize("kind", ["unavailable", "unknown"])
+def test_a_service_that_cannot_answer_leaves_a_rank_that_is_being_started_as_it_is(
+    machines: Machines, kind: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = launched(machines, 1)
+    run.cancel()
+    abandon_intent(run, age_s=5)
+    machines.calls.clear()
+    machines.fail("find", kind, times=None)
+    assert attached().status().counts == "1 pending"
+    assert machines.count("find") == 1, "the next look asks again"
+    assert "rank 0: Fake cannot report the state of its job" in caplog.text
+    machines.forgive()
+    machines.fail("find", "rejected")
+    with pytest.raises(BackendError, match="Fake: rejected"):
+        attached().status()
+
+
 def test_an_intent_that_came_to_nothing_is_a_failed_start_in_the_end(machines: Machines) -> None:
     run = launched(machines, 1)
     run.cancel()

@@ -314,12 +314,16 @@ class JobExecutor:
         place = handle.metadata
         attempt = Attempt(store_at(place["store_url"]), place["run_id"], handle.rank, place["attempt"])
         is_due = attempt.place not in self._starting and self._states.may_look_for(attempt.place)
-        return self._look_for(attempt) if is_due else None
+        try:
+            return self._look_for(attempt) if is_due else None
+        except JobServiceError as error:
+            self._states.warn(error, f"rank {attempt.rank}")
+            return None
 
     def _look_for(self, attempt: Attempt) -> ReplicaHandle | None:
         record = find_run_record(attempt.store, attempt.run_id)
         launched_at, timeout_s = (0.0, None) if record is None else (record.created_at, record.timeout_s)
-        jobs = retrying()(self.service.find, JobKey.of(attempt, launched_at))
+        jobs = self.service.find(JobKey.of(attempt, launched_at))
         if not jobs:
             intent = attempt.find("intent.json", Intent.parse)
             if intent is not None and self._intents.is_over(attempt.place, intent.at, intent.takes_s):
@@ -338,7 +342,7 @@ class JobExecutor:
         if attempt.number != newest.metadata.get("attempt") and attempt.has("intent.json"):
             announced = attempt.announced(self.backend_name)
             unheard = replace(newest, metadata={**newest.metadata, **announced.metadata, "job": None})
-            newest = self._look_for(attempt) or unheard
+            newest = retrying()(self._look_for, attempt) or unheard
         return JobReplica.of(attempt, newest)
 
     def _job_of(self, replica: JobReplica) -> JobId | None:
