@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,45 @@ def test_a_service_that_cannot_answer_leaves_a_replica_as_it_is(
     machines.fail("state", "rejected")
     with pytest.raises(BackendError, match="Fake: rejected"):
         attached().status()
+    run.cancel()
+
+
+@pytest.mark.parametrize("ends_of_run", [Run.results, lambda run: list(run.as_completed())], ids=["results", "each"])
+def test_a_refused_answer_while_a_script_waits_does_not_end_its_wait(
+    machines: Machines, capsys: pytest.CaptureFixture[str], ends_of_run: Callable[[Run], list[object]]
+) -> None:
+    machines.is_held = True
+    run = start(2)
+
+    def is_late() -> bool:
+        if machines.count("state") < 5:
+            return False
+        machines.release()
+        return True
+
+    machines.fail("state", "rejected", when=is_late)
+    assert len(ends_of_run(run)) == 2
+    assert [str(outcome.status) for outcome in run.outcomes()] == ["succeeded"] * 2
+    told = "replicas: otter: The backend fails; retrying: Fake: rejected, as the test asked.\n"
+    assert capsys.readouterr().err.count(told) == 1
+
+
+def test_a_script_that_waits_is_told_at_once_what_is_refused_at_the_first_look_and_later_after_a_minute(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executors.backends.jobs.sdk.FIRST_PAUSE_S", 0.0)  # each look asks the service
+    machines.is_held = True
+    run = start()
+    machines.fail("state", "rejected", times=None)
+    with pytest.raises(BackendError, match="Fake: rejected"):
+        attached().wait()
+    machines.forgive()
+    assert not run.wait(0)
+    machines.fail("state", "rejected", times=None)
+    monkeypatch.setattr("executors.run.waiter.PATIENCE_S", 0.0)
+    with pytest.raises(BackendError, match="Fake: rejected"):
+        run.wait()
+    machines.forgive()
     run.cancel()
 
 
