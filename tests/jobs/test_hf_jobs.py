@@ -236,6 +236,9 @@ def test_jobs_that_the_filter_of_labels_lets_through_are_not_found(
     hf._list = lambda request: real(replace(request, query=""))  # type: ignore[method-assign]
     assert service.find(KEY) == [job_id]
     assert service.find(replace(KEY, rank=1)) == []
+    unfiltered = hf._list
+    hf._list = lambda request: Reply([{**job, "labels": None} for job in unfiltered(request).value])  # type: ignore[method-assign]
+    assert service.find(KEY) == [], "what shows no labels may be anybody's"
 
 
 def test_a_log_that_breaks_off_is_read_again(hf: HubServer, service: JobService) -> None:
@@ -331,6 +334,8 @@ def test_the_service_says_how_long_it_wants_to_be_left_alone(
     cases: list[tuple[dict[str, str], float]] = [
         ({"RateLimit": '"api";r=0;t=187', "RateLimit-Policy": '"fixed window";"api";q=1000;w=300'}, 187.0),
         ({"RateLimit": '"api";r=0;t=187', "Retry-After": "30"}, 187.0),
+        ({"RateLimit": '"api";r=950;t=280', "Retry-After": "2"}, 2.0),
+        ({"RateLimit": '"api";r=950;t=280'}, 0.0),
         ({"RateLimit": "nonsense", "Retry-After": "30"}, 30.0),
         ({"Retry-After": "30"}, 30.0),
         ({"Retry-After": "Fri, 20 Nov 2026 12:00:00 GMT"}, 0.0),
@@ -339,7 +344,9 @@ def test_the_service_says_how_long_it_wants_to_be_left_alone(
         for headers, pause_s in cases:
             hf.fail(route, 429, headers=headers)
             assert kind_of(call) == ("unavailable", pause_s), (route, headers)
-        assert hf.count(route) == len(cases), "the SDK itself neither waits nor asks again"
+        hf.fail(route, 503, headers={"Retry-After": "120"})
+        assert kind_of(call) == ("unavailable", 120.0)
+        assert hf.count(route) == len(cases) + 1, "the SDK itself neither waits nor asks again"
     assert caplog.records == []
 
 
