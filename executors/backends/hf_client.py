@@ -120,7 +120,7 @@ def _http() -> Any:
 
 @contextlib.contextmanager
 def translated_errors(may_have_acted: bool = False) -> Iterator[None]:
-    """Turn what the SDK raises into JobServiceError. `JobNotFoundError` passes.
+    """Turn what the SDK raises into JobServiceError. `JobNotFoundError` passes where the Hub itself answered.
 
     Args:
         may_have_acted: whether the service may have done what was asked when its answer is lost.
@@ -129,18 +129,20 @@ def translated_errors(may_have_acted: bool = False) -> Iterator[None]:
     lost: Kind = "unknown" if may_have_acted else "unavailable"
     try:
         yield
-    except hub_errors.JobNotFoundError:
-        raise
+    except hub_errors.JobNotFoundError as error:
+        if "json" in error.response.headers.get("Content-Type", "").lower():
+            raise
+        text = "Hugging Face: HTTP 404, and not from the Hub. Is there a proxy in between?"
+        raise JobServiceError(text, "unavailable") from error
     except hub_errors.LocalTokenNotFoundError as error:
         raise JobServiceError(f"Backend 'hf' needs a Hugging Face token. {TOKEN_ADVICE}", "rejected") from error
     except hub_errors.HfHubHTTPError as error:
         status = error.response.status_code
         said = str(error.server_message or str(error).strip().partition("\n")[0]).rstrip(".")
         text = f"Hugging Face: {said} (HTTP {status})."
-        if status in (408, 429):
-            raise JobServiceError(text, "unavailable", retry_after_s=_pause_s(error.response.headers)) from error
-        if status >= 500:
-            raise JobServiceError(text, lost) from error
+        if status in (408, 429) or status >= 500:
+            kind: Kind = lost if status >= 500 else "unavailable"
+            raise JobServiceError(text, kind, retry_after_s=_pause_s(error.response.headers)) from error
         advice = f" {TOKEN_ADVICE}" if status in (401, 403) else ""
         raise JobServiceError(f"{text}{advice}", "rejected") from error
     except (http.InvalidURL, http.UnsupportedProtocol) as error:
@@ -159,8 +161,12 @@ def translated_errors(may_have_acted: bool = False) -> Iterator[None]:
 
 
 def _pause_s(headers: Mapping[str, str]) -> float:
-    """Return how long the service wants to be left alone: the rest of its window, else what `Retry-After` says."""
-    if window := utils.parse_ratelimit_headers(headers):
+    """Return how long the service wants to be left alone: the rest of its window, else what `Retry-After` says.
+
+    Every answer tells of the window: it is the reason only where nothing is left of it.
+    """
+    window = utils.parse_ratelimit_headers(headers)
+    if window and window.remaining == 0:
         return float(window.reset_in_seconds)
     seconds = headers.get("Retry-After", "")  # or a date, which is not looked at
     return float(seconds) if seconds.isdecimal() else 0.0

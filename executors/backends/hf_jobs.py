@@ -107,8 +107,8 @@ class HFJobs(JobService):
     def find(self, key: JobKey) -> list[JobId]:
         namespace = self.namespace or self._whoami()
         found = ask(lambda: list_jobs(self.endpoint, namespace, key.labels))
-        # What is found may be ended: labels that are shown are compared, whatever the service makes of its filter.
-        found = [info for info in found if info.labels is None or key.labels.items() <= info.labels.items()]
+        # What is found may be ended: labels are compared, whatever the service makes of its filter.
+        found = [info for info in found if key.labels.items() <= (info.labels or {}).items()]
         found = [info for info in found if _stage(info) != "DELETED"]
         found.sort(key=lambda info: (info.created_at.timestamp() if info.created_at else 0.0, info.id))
         return [self._job_id(info.id, namespace) for info in found]
@@ -121,6 +121,12 @@ class HFJobs(JobService):
         info = self._inspect(found)
         if info is not None and not key.labels.items() <= (info.labels or {}).items():
             raise ForeignJobError(self.name, key)
+        if info is None and job_id != found:
+            raise JobServiceError(
+                f"{self.endpoint} does not know the job {found['id']!r}, which was started at "
+                f"{str(job_id.get('url'))[:200]!r}. Set HF_ENDPOINT to the Hub that runs it.",
+                "rejected",
+            )
         return found
 
     def state(self, job_id: JobId) -> JobState:

@@ -107,7 +107,7 @@ class ModalJobs(JobService):
             return self._job_id(sandbox.object_id, app.app_id)
 
     def start_limit_s(self, job: Job) -> float:
-        return GPU_START_S if job.gpu else BUILD_S if job.requirements else super().start_limit_s(job)
+        return (BUILD_S if job.requirements else 0.0) + (GPU_START_S if job.gpu else super().start_limit_s(job))
 
     def interrupt_starts(self) -> None:
         self._starts.interrupt()

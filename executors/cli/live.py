@@ -18,13 +18,13 @@ from typing import Any
 from executors.cli.output import CANCELLED, PROGRESS_EVERY_S, Output, inert, name_duration, name_ranks, one_line
 from executors.cli.summary import reference
 from executors.cli.tee import Tee
-from executors.errors import BackendError, CorruptObjectError, ReplicasError, StoreError, unknown_name
+from executors.errors import BackendError, ReplicasError, StoreError, unknown_name
 from executors.pauses import LONGEST_PAUSE_S, pauses
 from executors.protocol import ReplicaStatus
 from executors.run.run import Run
+from executors.run.waiter import Patience
 from executors.status import COLUMNS, MAX_DECIDED, MAX_LINE, ReplicaState, RunStatus
 
-PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
 MAX_LINES = 200  # of output, below the table
 SHOW_CURSOR = b"\x1b[?25h"
 
@@ -178,9 +178,7 @@ def follow(
         BackendError: the backend could not be asked for a minute, or the first time.
     """
     end = math.inf if timeout_s is None else clock() + timeout_s
-    was_read = False
-    failing_since: dict[str, float] = {}
-    failed_at = -math.inf
+    patience = Patience(lambda words: view.say(words, "yellow"), clock)
     waits = run.pauses()
     while True:
         try:
@@ -188,20 +186,9 @@ def follow(
             while run.keep(status.replicas):  # the look after may find other ends
                 status = run.status()
         except (StoreError, BackendError) as error:
-            what = "rendezvous" if isinstance(error, StoreError) else "backend"
-            if not was_read and (what == "backend" or isinstance(error, CorruptObjectError)):
-                raise  # a missing SDK or account, or unreadable records: waiting does not help
-            failed_at = clock()
-            if what not in failing_since:
-                failing_since[what] = failed_at
-                view.say(f"The {what} fails; retrying: {error}", "yellow")
-            elif failed_at - failing_since[what] > PATIENCE_S:
-                raise
+            patience.bear(error)
         else:
-            was_read = True
-            failing_since.pop("rendezvous", None)
-            if clock() - failed_at > PATIENCE_S:  # most readings of a status ask the store alone
-                failing_since.pop("backend", None)
+            patience.succeed()
             view.update(status)
             if status.failed_early and (told := run.end_early(status, "--fail-fast")):
                 view.say(told[:1].upper() + told[1:], "yellow")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from executors.errors import BackendError, RunNotFoundError
+from executors.errors import BackendError, CorruptObjectError, RunNotFoundError, StoreError
 from executors.pauses import wait_until
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.observer import Observer
@@ -17,6 +18,46 @@ from executors.task.record import RunRecord
 
 MAX_WHY = 2000  # characters
 OTHERS_FAIL_S = 2.0  # what fails everywhere does so within this: then nobody trains on
+PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
+
+
+class Patience:
+    """Bears that looks at a run fail for a minute.
+
+    Args:
+        say: gets a sentence when the rendezvous, or the backend, begins to fail.
+    """
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say = say
+        self._clock = clock
+        self._has_seen = False
+        self._failing_since: dict[str, float] = {}
+        self._failed_at = -math.inf
+
+    def bear(self, error: StoreError | BackendError) -> None:
+        """Note that a look failed.
+
+        Raises:
+            StoreError: the rendezvous could not be read for a minute.
+            BackendError: the backend could not be asked for a minute, or the first time.
+        """
+        what = "rendezvous" if isinstance(error, StoreError) else "backend"
+        if not self._has_seen and (what == "backend" or isinstance(error, CorruptObjectError)):
+            raise error  # a missing SDK or account, or unreadable records: waiting does not help
+        self._failed_at = self._clock()
+        if what not in self._failing_since:
+            self._failing_since[what] = self._failed_at
+            self._say(f"The {what} fails; retrying: {error}")
+        elif self._failed_at - self._failing_since[what] > PATIENCE_S:
+            raise error
+
+    def succeed(self) -> None:
+        """Note that a look succeeded."""
+        self._has_seen = True
+        self._failing_since.pop("rendezvous", None)
+        if self._clock() - self._failed_at > PATIENCE_S:  # most looks ask the store alone
+            self._failing_since.pop("backend", None)
 
 
 class Waiter:
@@ -42,6 +83,7 @@ class Waiter:
         self._keep = keep
         self._watches_for_failures = True
         self._failing_since: float | None = None
+        self._patience = Patience(lambda words: print(f"replicas: {run_id}: {words}", file=sys.stderr))
 
     def wait(self, n: int | None, timeout_s: float | None, view: View | None) -> bool:
         """Wait until `n` replicas have ended, None: all; False if the time was over first."""
@@ -51,7 +93,7 @@ class Waiter:
             return n_ended >= (len(self._observer.ranks) if n is None else n)
 
         with showing(view):
-            return wait_until(is_over, timeout_s, self._observer.pauses())
+            return wait_until(self._patient(is_over), timeout_s, self._observer.pauses())
 
     def as_completed(self, view: View | None) -> Iterator[Outcome]:
         """Yield how each replica ended when it has, until all have; once more where one was resumed meanwhile."""
@@ -72,7 +114,7 @@ class Waiter:
 
         while not is_over:
             with showing(view):
-                wait_until(has_news, None, pauses)
+                wait_until(self._patient(has_news), None, pauses)
             yield from sorted(new, key=lambda outcome: outcome.finished_at)
 
     def end_early(self, now: RunStatus, option: str) -> str | None:
@@ -102,6 +144,20 @@ class Waiter:
             except BackendError as error:
                 return f"{first}, which ends the run as soon as each replica sees it: {error}"
         return f"{first}, which ends the run."
+
+    def _patient(self, look: Callable[[], bool]) -> Callable[[], bool]:
+        """Return a look that is False where it fails: who left a wait for that would end an attached run."""
+
+        def bears() -> bool:
+            try:
+                found = look()
+            except (StoreError, BackendError) as error:
+                self._patience.bear(error)
+                return False
+            self._patience.succeed()
+            return found
+
+        return bears
 
     def _ended(self, view: View | None) -> list[ReplicaState]:
         """Look at the run once, show it, and return the replicas that have ended."""

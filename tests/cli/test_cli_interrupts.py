@@ -66,7 +66,7 @@ def test_an_interrupt_cancels_a_run_whose_service_rejects_every_question(
     machines: Machines, here: HereInstead, monkeypatch: pytest.MonkeyPatch, patience_s: float
 ) -> None:
     monkeypatch.setattr("executors.backends.jobs.sdk.FIRST_PAUSE_S", 0.0)  # each look asks the service
-    monkeypatch.setattr("executors.cli.live.PATIENCE_S", patience_s)
+    monkeypatch.setattr("executors.run.waiter.PATIENCE_S", patience_s)
     struck = threading.Event()
 
     def strike() -> bool:

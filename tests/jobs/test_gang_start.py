@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 from support.fake_jobs import FakeExecutor, FakeJobs, Machines, attached, launched, start
 
-from executors import Run, launch
+from executors import Run, attach, launch
+from executors.attempt import STALE_INTENT_S, Attempt
 from executors.backends.jobs.gang_start import LOOKS
 from executors.backends.jobs.sdk import TokenBucket
 from executors.backends.jobs.service import Kind
+from executors.backends.jobs.standstills import Standstills
 from executors.errors import BackendError, LaunchError, RunNotFoundError, StoreError
 from executors.launcher import plan_launch
+from executors.protocol import ReplicaStatus
 from executors.resume import resume
 from executors.run_index import find_preparation, local_store
 from executors.store.file import FileStore
@@ -313,6 +316,24 @@ def test_a_launcher_that_died_before_the_service_knew_leaves_a_rank_pending_that
     assert [(outcome.status, outcome.attempt) for outcome in attached().outcomes()] == [("cancelled", 1)]
 
 
+@pytest.mark.parametrize("kind", ["unavailable", "unknown"])
+def test_a_service_that_cannot_answer_leaves_a_rank_that_is_being_started_as_it_is(
+    machines: Machines, kind: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = launched(machines, 1)
+    run.cancel()
+    abandon_intent(run, age_s=5)
+    machines.calls.clear()
+    machines.fail("find", kind, times=None)
+    assert attached().status().counts == "1 pending"
+    assert machines.count("find") == 1, "the next look asks again"
+    assert "rank 0: Fake cannot report the state of its job" in caplog.text
+    machines.forgive()
+    machines.fail("find", "rejected")
+    with pytest.raises(BackendError, match="Fake: rejected"):
+        attached().status()
+
+
 def test_an_intent_that_came_to_nothing_is_a_failed_start_in_the_end(machines: Machines) -> None:
     run = launched(machines, 1)
     run.cancel()
@@ -323,6 +344,34 @@ def test_an_intent_that_came_to_nothing_is_a_failed_start_in_the_end(machines: M
     assert outcome.error == "Replica 0 was never started: Fake knows no job of it. Did elsewhere:1 die?"
     resume(attached())
     assert machines.living() == [(0, 2)]
+
+
+def test_an_intent_is_old_by_the_clock_of_who_looks(machines: Machines) -> None:
+    run = launched(machines, 1)
+    run.cancel()
+    abandon_intent(run, age_s=STALE_INTENT_S + 600)  # as written by a clock that is late, or read by one ahead
+    now, executor = 0.0, FakeExecutor()
+    executor._intents = Standstills(lambda: now)
+    other = attach("otter", executor=executor)
+    for now in (0.0, STALE_INTENT_S - 1):  # noqa: B007 - it is the clock
+        n_asked = machines.count("find")
+        eventually(lambda n=n_asked: other.status() and machines.count("find") > n, "it is looked for")  # type: ignore[misc]
+        assert other.status().counts == "1 pending"
+    now = STALE_INTENT_S
+    eventually(lambda: other.status().counts == "1 failed")
+
+
+def test_a_start_whose_attempt_was_ended_meanwhile_asks_for_no_job(machines: Machines) -> None:
+    def end() -> bool:
+        attempt = Attempt(local_store(), "otter", 0)
+        attempt.record(attempt.ended(ReplicaStatus.FAILED, "start_failed", error="It was never started."))
+        return True
+
+    machines.fail("start", "unavailable", when=end)
+    with pytest.raises(LaunchError, match=r"could not start replica 0 of 1: .* recorded its end before it was started"):
+        launch(FakeExecutor(), "job.py:main", 1, run_id="otter")
+    assert (machines.count("start"), machines.jobs) == (1, [])
+    assert attached().outcomes()[0].error == "It was never started."
 
 
 def test_a_job_whose_launcher_left_no_handle_is_found_by_its_key(machines: Machines) -> None:

@@ -175,6 +175,23 @@ def test_each_way_to_end_has_its_state(hf: HubServer, service: JobService) -> No
     assert hf.job(stopped).stage == "CANCELED"
 
 
+def test_a_job_of_another_hub_is_not_called_unknown(hf: HubServer, service: JobService, job_id: JobId) -> None:
+    hf.forget(job_id["id"])
+    assert service.verify(job_id, KEY) == job_id
+    elsewhere = {**job_id, "url": "https://hub.example/jobs/otters/1"}
+    with pytest.raises(JobServiceError, match=r"started at 'https://hub.example/.*Set HF_ENDPOINT"):
+        service.verify(elsewhere, KEY)
+
+
+def test_a_page_that_is_not_found_by_a_proxy_says_nothing_of_a_job(
+    hf: HubServer, service: JobService, job_id: JobId
+) -> None:
+    hf.fail("inspect", 404, headers={"Content-Type": "text/html"})
+    assert kind_of(lambda: service.state(job_id)) == ("unavailable", 0.0)
+    hf.fail("inspect", 404)
+    assert service.state(job_id) == JobState(True, "lost")
+
+
 def test_only_a_time_limit_is_a_time_limit(hf: HubServer, service: JobService, job_id: JobId) -> None:
     meant = {
         "Job timeout": "timeout",
@@ -219,6 +236,9 @@ def test_jobs_that_the_filter_of_labels_lets_through_are_not_found(
     hf._list = lambda request: real(replace(request, query=""))  # type: ignore[method-assign]
     assert service.find(KEY) == [job_id]
     assert service.find(replace(KEY, rank=1)) == []
+    unfiltered = hf._list
+    hf._list = lambda request: Reply([{**job, "labels": None} for job in unfiltered(request).value])  # type: ignore[method-assign]
+    assert service.find(KEY) == [], "what shows no labels may be anybody's"
 
 
 def test_a_log_that_breaks_off_is_read_again(hf: HubServer, service: JobService) -> None:
@@ -314,6 +334,8 @@ def test_the_service_says_how_long_it_wants_to_be_left_alone(
     cases: list[tuple[dict[str, str], float]] = [
         ({"RateLimit": '"api";r=0;t=187', "RateLimit-Policy": '"fixed window";"api";q=1000;w=300'}, 187.0),
         ({"RateLimit": '"api";r=0;t=187', "Retry-After": "30"}, 187.0),
+        ({"RateLimit": '"api";r=950;t=280', "Retry-After": "2"}, 2.0),
+        ({"RateLimit": '"api";r=950;t=280'}, 0.0),
         ({"RateLimit": "nonsense", "Retry-After": "30"}, 30.0),
         ({"Retry-After": "30"}, 30.0),
         ({"Retry-After": "Fri, 20 Nov 2026 12:00:00 GMT"}, 0.0),
@@ -322,7 +344,9 @@ def test_the_service_says_how_long_it_wants_to_be_left_alone(
         for headers, pause_s in cases:
             hf.fail(route, 429, headers=headers)
             assert kind_of(call) == ("unavailable", pause_s), (route, headers)
-        assert hf.count(route) == len(cases), "the SDK itself neither waits nor asks again"
+        hf.fail(route, 503, headers={"Retry-After": "120"})
+        assert kind_of(call) == ("unavailable", 120.0)
+        assert hf.count(route) == len(cases) + 1, "the SDK itself neither waits nor asks again"
     assert caplog.records == []
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.cli import Folder, HereInstead
 from support.fake_jobs import FakeExecutor, Machines, attached, ends, start, wait_until_hanging
 
-from executors import launch
+from executors import Run, launch
+from executors.backends.jobs.job_ends import STILL_S, JobEnds
 from executors.errors import BackendError, ReplicaLostError
 from executors.native import Observation, Unfinished
+from executors.store.records import to_bytes
 from executors.supervision.decisions import DecisionLog
 from executors.testing import eventually
 
@@ -25,6 +29,7 @@ def test_each_way_to_end_a_job_from_outside_has_its_reason(machines: Machines) -
     machines.end(evicted, "preempted")
     machines.end(forgotten)
     forgotten.is_forgotten = True
+    be_silent_for(run, 3, 3600)
     run.executor.service.stop({"id": stopped.id})  # type: ignore[attr-defined]
     run.cancel(5)
     machines.end(broken, "start_failed")
@@ -43,7 +48,7 @@ def test_each_way_to_end_a_job_from_outside_has_its_reason(machines: Machines) -
         " was ended by SIGKILL (exit code 137).",
         " was killed: out of memory. Fake says: Reason: OOMKilled.",
         " was preempted: Fake took its machine back.",
-        " was lost: Fake reports it gone and it left no outcome. It",
+        " was lost: Fake reports it gone and it left no outcome. Its last heartbeat was 36",
         " was cancelled at Fake, not by `replicas`.",
     ]
     for rank, text in enumerate(said):
@@ -56,6 +61,77 @@ def test_each_way_to_end_a_job_from_outside_has_its_reason(machines: Machines) -
         run.results()
     assert attached().outcomes() == outcomes
     assert cancelled.state().has_ended
+
+
+def be_silent_for(run: Run, rank: int, seconds: float) -> None:
+    """Let the last heartbeat of a replica that is gone be so old."""
+    run.store.put(f"otter/replicas/{rank:04d}/0/heartbeat.json", to_bytes({"at": time.time() - seconds}))
+
+
+@pytest.mark.parametrize("lists_jobs", [False, True])
+def test_a_job_that_some_answers_do_not_know_is_not_lost_while_its_replica_beats(
+    machines: Machines, lists_jobs: bool
+) -> None:
+    machines.lists_jobs = lists_jobs
+    run = start(function="hang")
+    wait_until_hanging(run)
+    job = machines.job_of(run, 0)
+    for of in (run, attached()):
+        job.is_forgotten = True
+        eventually(lambda of=of: of.status().replicas[0].note == "Fake does not know its job")  # type: ignore[misc]
+        assert not of.wait(2), "each look and each answer say the same"
+        assert of.status().counts == "1 running"
+        job.is_forgotten = False
+    eventually(lambda: run.status().replicas[0].note == "", "it is known again")
+    run.cancel()
+    assert ends(run) == [("cancelled", "cancelled")]
+
+
+@pytest.mark.parametrize("has_started", [True, False])
+def test_a_replica_whose_job_is_unknown_is_lost_when_its_heartbeat_has_stood_still_for_90_s(
+    machines: Machines, has_started: bool
+) -> None:
+    machines.is_held = not has_started
+    run = start(function="hang")
+    if has_started:
+        wait_until_hanging(run)
+    machines.end(machines.job_of(run, 0))
+    machines.jobs[0].is_forgotten = True
+    now, executor = 0.0, FakeExecutor()
+    executor._ends = JobEnds(executor.service, executor._states, clock=lambda: now)
+    ask = [Unfinished(run.handles[0], 0)]
+    for now in (0.0, STILL_S - 1):  # noqa: B007 - it is the clock
+        eventually(lambda: executor.observe(ask) == [Observation(doing="Fake does not know its job")])
+    if has_started:
+        be_silent_for(run, 0, 5)  # the last one came late
+        now = STILL_S
+        assert executor.observe(ask)[0].outcome is None
+        now = 2 * STILL_S - 1
+        assert executor.observe(ask)[0].outcome is None
+    now = 2 * STILL_S
+    assert ends_of(executor.observe(ask)) == ["lost"]
+
+
+@pytest.mark.parametrize("age_s", [600, 3600])
+def test_a_single_look_at_a_replica_whose_job_is_unknown_goes_by_the_age_of_its_heartbeat_with_a_margin(
+    machines: Machines, age_s: float
+) -> None:
+    run = start(function="hang", args={"deaf": True})
+    wait_until_hanging(run)
+    machines.end(machines.job_of(run, 0))
+    machines.jobs[0].is_forgotten = True
+    be_silent_for(run, 0, age_s)
+    assert attached().status().counts == ("1 running" if age_s == 600 else "1 failed")
+
+
+def test_a_replica_whose_job_is_unknown_can_be_cancelled_at_once(machines: Machines) -> None:
+    run = start(function="hang", args={"deaf": True})
+    wait_until_hanging(run)
+    machines.end(machines.job_of(run, 0))
+    machines.jobs[0].is_forgotten = True
+    eventually(lambda: run.status().replicas[0].note == "Fake does not know its job")
+    run.cancel()
+    assert ends(run) == [("cancelled", "cancelled")]
 
 
 def test_the_services_limit_ends_a_replica_that_does_not_end_itself(
@@ -132,6 +208,45 @@ def test_a_service_that_cannot_answer_leaves_a_replica_as_it_is(
     machines.fail("state", "rejected")
     with pytest.raises(BackendError, match="Fake: rejected"):
         attached().status()
+    run.cancel()
+
+
+@pytest.mark.parametrize("ends_of_run", [Run.results, lambda run: list(run.as_completed())], ids=["results", "each"])
+def test_a_refused_answer_while_a_script_waits_does_not_end_its_wait(
+    machines: Machines, capsys: pytest.CaptureFixture[str], ends_of_run: Callable[[Run], list[object]]
+) -> None:
+    machines.is_held = True
+    run = start(2)
+
+    def is_late() -> bool:
+        if machines.count("state") < 5:
+            return False
+        machines.release()
+        return True
+
+    machines.fail("state", "rejected", when=is_late)
+    assert len(ends_of_run(run)) == 2
+    assert [str(outcome.status) for outcome in run.outcomes()] == ["succeeded"] * 2
+    told = "replicas: otter: The backend fails; retrying: Fake: rejected, as the test asked.\n"
+    assert capsys.readouterr().err.count(told) == 1
+
+
+def test_a_script_that_waits_is_told_at_once_what_is_refused_at_the_first_look_and_later_after_a_minute(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executors.backends.jobs.sdk.FIRST_PAUSE_S", 0.0)  # each look asks the service
+    machines.is_held = True
+    run = start()
+    machines.fail("state", "rejected", times=None)
+    with pytest.raises(BackendError, match="Fake: rejected"):
+        attached().wait()
+    machines.forgive()
+    assert not run.wait(0)
+    machines.fail("state", "rejected", times=None)
+    monkeypatch.setattr("executors.run.waiter.PATIENCE_S", 0.0)
+    with pytest.raises(BackendError, match="Fake: rejected"):
+        run.wait()
+    machines.forgive()
     run.cancel()
 
 

@@ -13,7 +13,8 @@ from support.modal import create_of
 from support.sandboxes import gpu
 
 from executors import ModalExecutor, attach, launch
-from executors.backends.jobs.service import Job, JobKey, JobServiceError
+from executors.backends.jobs.service import START_LIMIT_S, Job, JobKey, JobServiceError
+from executors.backends.modal import BUILD_S, GPU_START_S
 from executors.errors import BackendError
 from executors.resume import resume
 from executors.testing.executor_contract import task
@@ -41,6 +42,12 @@ def test_the_default_image_has_the_requirements_installed_and_the_users_is_taken
     launch(ModalExecutor(image=image), task("echo"), 1).cancel()
     assert any("made-by-the-user" in text for text in images(modal_runs)[n_images:])
     assert not any("torch==" in text for text in images(modal_runs)[n_images:])
+
+
+@pytest.mark.usefixtures("modal_runs")
+def test_a_start_may_build_an_image_and_then_wait_for_a_machine(gpu: str | None) -> None:
+    job = Job(JobKey("s3://bucket/runs", "otter", 0, 0), (), ("einops",), {}, {}, gpu=gpu)
+    assert ModalExecutor().service.start_limit_s(job) == BUILD_S + (GPU_START_S if gpu else START_LIMIT_S)
 
 
 def test_the_default_image_has_git_where_a_requirement_comes_from_there_and_knows_the_users_indexes(

@@ -7,6 +7,7 @@ import shutil
 import stat
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from executors.backends.slurm import SlurmJobs
 from executors.errors import BackendError, LaunchError, RunNotFoundError
 from executors.resume import resume
 from executors.run_key import RUN_KEY
+from executors.store.records import to_bytes
 from executors.testing import eventually
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
@@ -282,6 +284,7 @@ def test_of_jobs_that_slurm_has_forgotten_an_outcome_is_used_and_none_is_lost(sl
         eventually(lambda: "hanging" in run.logs(rank=1))
         slurm.kill_job(job_of(run, 1))
         eventually(lambda: slurm.jobs() == [], "Slurm has forgotten the jobs", within_s=90.0)
+        run.store.put(Attempt(run.store, "otter", 1).key("heartbeat.json"), to_bytes({"at": time.time() - 3600}))
         outcomes = attach("otter").outcomes()
     assert [(outcome.status, outcome.reason) for outcome in outcomes] == [("succeeded", None), ("failed", "lost")]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,6 +31,7 @@ from executors.backends.jobs.service import (
     stop_others,
 )
 from executors.backends.jobs.spares import spares_of, start_spares
+from executors.backends.jobs.standstills import Standstills
 from executors.entrypoint import check_entrypoint, split_rank_env
 from executors.errors import StoreError
 from executors.logs.readers import TailedLog
@@ -91,6 +91,7 @@ class JobExecutor:
         self.service = service
         self._states = JobStates(service)
         self._ends = JobEnds(service, self._states)
+        self._intents = Standstills()
         self._starting: set[str] = set()
         """The places of attempts that this process is starting: it need not look for their jobs."""
         self._explained: set[str] = set()
@@ -257,8 +258,9 @@ class JobExecutor:
         def observation(replica: JobReplica) -> Observation:
             if (state := states.get(replica.key)) is None:
                 return Observation()
-            if not state.has_ended:
-                return Observation(doing=state.message)
+            if self._ends.may_live(replica, state):
+                unknown = f"{self.service.name} does not know its job"
+                return Observation(doing=unknown if state.is_unknown else state.message)
             return Observation(self._ends.conclude(replica, state))
 
         if sum(state.has_ended for state in states.values()) < 2:
@@ -301,6 +303,7 @@ class JobExecutor:
                 self.service.stop(job_id)
                 stop_others(self.service, replica.key, job_id)
         self._states.hurry(replica.key)
+        self._ends.hurry(replica)
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Wait for the replicas' outcomes, at most `timeout` seconds, and return them in the order of `handles`."""
@@ -311,15 +314,19 @@ class JobExecutor:
         place = handle.metadata
         attempt = Attempt(store_at(place["store_url"]), place["run_id"], handle.rank, place["attempt"])
         is_due = attempt.place not in self._starting and self._states.may_look_for(attempt.place)
-        return self._look_for(attempt) if is_due else None
+        try:
+            return self._look_for(attempt) if is_due else None
+        except JobServiceError as error:
+            self._states.warn(error, f"rank {attempt.rank}")
+            return None
 
     def _look_for(self, attempt: Attempt) -> ReplicaHandle | None:
         record = find_run_record(attempt.store, attempt.run_id)
         launched_at, timeout_s = (0.0, None) if record is None else (record.created_at, record.timeout_s)
-        jobs = retrying()(self.service.find, JobKey.of(attempt, launched_at))
+        jobs = self.service.find(JobKey.of(attempt, launched_at))
         if not jobs:
             intent = attempt.find("intent.json", Intent.parse)
-            if intent is not None and time.time() - intent.at > intent.takes_s:
+            if intent is not None and self._intents.is_over(attempt.place, intent.at, intent.takes_s):
                 rank, service = attempt.rank, self.service.name
                 error = f"Replica {rank} was never started: {service} knows no job of it. Did {intent.by} die?"
                 attempt.record(attempt.ended(ReplicaStatus.FAILED, "start_failed", error=error))
@@ -335,7 +342,7 @@ class JobExecutor:
         if attempt.number != newest.metadata.get("attempt") and attempt.has("intent.json"):
             announced = attempt.announced(self.backend_name)
             unheard = replace(newest, metadata={**newest.metadata, **announced.metadata, "job": None})
-            newest = self._look_for(attempt) or unheard
+            newest = retrying()(self._look_for, attempt) or unheard
         return JobReplica.of(attempt, newest)
 
     def _job_of(self, replica: JobReplica) -> JobId | None:

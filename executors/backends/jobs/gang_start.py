@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from executors.attempt import Attempt
+from executors.attempt import STALE_INTENT_S, Attempt
 from executors.backends.jobs.sdk import TokenBucket, call_each
 from executors.backends.jobs.service import (
     LONGEST_PATIENCE_S,
@@ -260,10 +259,9 @@ class GangStart:
     def _begin(self, start: _Start) -> bool:
         """Begin an attempt by creating its intent; False if another launcher has begun it."""
         if start.is_begun is None:
-            more: dict[str, Any] = {"job": start.job.key.name}
-            if start.attempt.number:
-                more["takes_s"] = self._service.start_limit_s(start.job) + len(self._starts)
-            start.is_begun = start.attempt.begin(self._nonce, **more)
+            takes_s = self._service.start_limit_s(start.job) + LONGEST_PATIENCE_S + len(self._starts)
+            takes_s = takes_s if start.attempt.number else max(takes_s, STALE_INTENT_S)
+            start.is_begun = start.attempt.begin(self._nonce, job=start.job.key.name, takes_s=takes_s)
         return start.is_begun
 
     def _write_handle(self, start: _Start) -> None:
@@ -282,14 +280,16 @@ class GangStart:
                 missing = self._look_for(batch) if batch[0].is_unclear else batch
                 if not missing:
                     return
-                self._ask_for(missing)
+                self._ask_for(missing, is_again=one_try.retry_state.attempt_number > 1)
                 if batch[0].is_unclear:
                     call_each(self._only_one, missing, ASKING_THREADS)
 
-    def _ask_for(self, batch: Sequence[_Start]) -> None:
+    def _ask_for(self, batch: Sequence[_Start], *, is_again: bool) -> None:
         for start in batch:
             start.may_exist = True
         try:
+            if is_again and any(call_each(lambda start: start.attempt.has("outcome.json"), batch, ASKING_THREADS)):
+                raise JobServiceError("somebody recorded its end before it was started.", "rejected")
             jobs = [start.job for start in batch]
             found = self._service.start_jobs(jobs) if self._service.starts_together else [self._service.start(*jobs)]
         except JobServiceError as error:

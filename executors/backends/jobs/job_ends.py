@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,12 +12,14 @@ from executors.attempt import Attempt
 from executors.attempt.outcome import ENDINGS, MAX_ATTEMPTS, OUTPUT_TAIL_BYTES, OUTPUT_TAIL_LINES
 from executors.backends.jobs.job_states import JobStates
 from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobState, retrying, stop_others
+from executors.backends.jobs.standstills import Standstills
 from executors.native import Parent
 from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus
 from executors.store.records import FAR_AHEAD, LONG_AGO, Fields, integer, json_object, nullable, number
 from executors.task.record import MAX_WORLD_SIZE
 
 LOG_LINES = OUTPUT_TAIL_LINES
+STILL_S = 90.0  # of a heartbeat that comes every 10 s
 SPARE = nullable(integer(0, MAX_WORLD_SIZE))
 SIGNALS = {137: "SIGKILL", 143: "SIGTERM", 139: "SIGSEGV", 134: "SIGABRT", 130: "SIGINT"}  # by exit code
 
@@ -44,9 +48,30 @@ class JobReplica:
 class JobEnds:
     """Concludes from the states of jobs how their replicas ended."""
 
-    def __init__(self, service: JobService, states: JobStates) -> None:
+    def __init__(self, service: JobService, states: JobStates, clock: Callable[[], float] = time.monotonic) -> None:
         self._service = service
         self._states = states
+        self._heartbeats = Standstills(clock)
+
+    def may_live(self, replica: JobReplica, state: JobState) -> bool:
+        """Whether a replica may live on: its job runs, or the service does not know the job, and the replica beats.
+
+        An answer may be stale, a proxy's, or that of another account than the one that runs the job. So a replica whose
+        job is unknown has ended once its heartbeat, or the lack of one, has stood still. It is read once in that time.
+        """
+        attempt = replica.attempt
+        if not state.is_unknown:
+            self._heartbeats.forget(attempt.place)
+            return not state.has_ended
+        if self._heartbeats.is_new(attempt.place, STILL_S):
+            return True
+        beat = attempt.beat()
+        is_over = self._heartbeats.is_over(attempt.place, None if beat is None else beat.at, STILL_S)
+        return not is_over and not attempt.has("cancel.json")
+
+    def hurry(self, replica: JobReplica) -> None:
+        """Let the next look read whether a replica whose job is unknown was cancelled."""
+        self._heartbeats.forget(replica.attempt.place)
 
     def conclude(self, replica: JobReplica, state: JobState) -> Outcome:
         """Record how a replica ended whose job is gone, unless it left an outcome."""
@@ -62,6 +87,7 @@ class JobEnds:
         with contextlib.suppress(JobServiceError):
             stop_others(self._service, replica.key, replica.job)
         self._states.forget(replica.key)
+        self._heartbeats.forget(replica.attempt.place)
         return outcome
 
     def parent_of(self, replica: JobReplica, state: JobState | None) -> Parent:

@@ -91,6 +91,12 @@ class JobStates:
         """Whether to ask now for the jobs of an attempt whose launcher left no handle. A caller that gets True asks."""
         return bool(self._searches.due([place], lambda _: self._budget.take()))
 
+    def warn(self, error: JobServiceError, of: str) -> None:
+        """Raise what asking again would not mend; the rest is asked for again at a later look."""
+        if error.kind == "rejected":
+            raise error
+        log.warning("%s: %s cannot report the state of its job: %s", of, self._service.name, error)
+
     def _forget(self, key: JobKey) -> None:
         self._jobs.pop(key, None)
         self._known.pop(key, None)
@@ -106,7 +112,7 @@ class JobStates:
         try:
             told = self._service.states(asked)
         except JobServiceError as error:
-            self._warn(error, f"run {place[1]}")
+            self.warn(error, f"run {place[1]}")
             return
         with self._lock:
             for key, job in asked.items():
@@ -127,17 +133,11 @@ class JobStates:
                 self._one_by_one.forget(key)  # who asked for several finds out by asking for each whose it is
             if error.kind == "rejected":
                 return error
-            self._warn(error, f"rank {key.rank}")
+            self.warn(error, f"rank {key.rank}")
             return None
         with self._lock:
             self._known[key] = state
         return None
-
-    def _warn(self, error: JobServiceError, of: str) -> None:
-        """Raise what asking again would not mend; the rest is asked for again at a later look."""
-        if error.kind == "rejected":
-            raise error
-        log.warning("%s: %s cannot report the state of its job: %s", of, self._service.name, error)
 
 
 def _place(key: JobKey) -> Place:

@@ -123,6 +123,11 @@ class JobState:
     holds: bool = False
     """Whether what ended still holds its place at the service: who concludes the end stops it."""
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the service says no more than that it does not know the job: gone, or another account's."""
+        return self == JobState(True, "lost")
+
 
 class JobServiceError(BackendError):
     """The service refused or failed.
@@ -224,7 +229,7 @@ class JobService(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} needs start(), or start_jobs() where it starts_together.")
 
     def start_limit_s(self, job: Job) -> float:
-        """Return how long a start may take, with its repetitions: then other keepers take its keeper for dead."""
+        """Return how long a start may take, besides what the service asks to wait: then its keeper counts as dead."""
         return START_LIMIT_S
 
     def interrupt_starts(self) -> None:
@@ -250,7 +255,10 @@ class JobService(abc.ABC):
 
     @abc.abstractmethod
     def state(self, job_id: JobId) -> JobState:
-        """Return the job's state without waiting. A job the service no longer knows counts as ended, `lost`."""
+        """Return the job's state without waiting; of a job that the service does not know `JobState(True, "lost")`.
+
+        That alone ends no replica: it is lost once its heartbeat has stood still as well.
+        """
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
         """Return the states of those of these jobs of one run that one request shows; others are asked for one by one.
