@@ -108,6 +108,8 @@ class Job:
     gpu: str | None = None
     limit_s: int | None = 3600
     """Seconds after which the service itself ends the job. None: its own limit, if it has one."""
+    margin_s: int = 0
+    """How many of them are for what comes before the entrypoint: a service that has no room for them may drop them."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from executors.backends.jobs.executor import INSTALL_S
 from executors.backends.jobs.service import Job, JobKey, JobServiceError, JobState, retrying
 from executors.backends.slurm import SlurmJobs
 from executors.backends.slurm_commands import (
@@ -191,6 +192,26 @@ def test_a_controller_that_falls_silent_after_sbatch_starts_no_second_array(answ
     (job_id,) = start(service.start_jobs, [Job(JobKey("s3://bucket/runs", "otter", 0, 1), ("true",), (), {}, {})])
     assert job_id == {"id": "184", "task": 0, "cluster": "here"}
     assert (answer / "asked").read_text().count("\n") == 1
+
+
+def test_slurm_is_checked_with_the_time_that_is_asked_for(answer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half an hour, and what the jobs of a launch have beside it; or the half hour alone where there is no more."""
+    monkeypatch.setattr(SlurmJobs, "_cluster", "here")
+    refuses = f'echo "$*" >> {answer}/asked\ncase "$*" in *--time={"{}"}*) echo refused >&2; exit 1; esac\necho 184\n'
+    for refused, tested, asked in (("none", ["45"], "45"), ("45", ["45", "30"], "30")):
+        (answer / "asked").unlink(missing_ok=True)
+        (answer / "sbatch").write_text("#!/bin/sh\n" + refuses.format(refused))
+        job = Job(
+            JobKey("file:///r", "otter", 0, 0), ("true",), (), {}, {}, limit_s=1800 + INSTALL_S, margin_s=INSTALL_S
+        )
+        checking = SlurmJobs(log_dir=str(answer))
+        checking.check_account(None, 1800, ())
+        checking.start_jobs([job])
+        lines = (answer / "asked").read_text().splitlines()
+        assert [line.partition("--time=")[2].split()[0] for line in lines] == [*tested, asked]
+        SlurmJobs(log_dir=str(answer)).start_jobs([job])  # as a resume from elsewhere
+        assert (answer / "asked").read_text().splitlines()[-1] == lines[-1]
+        assert f"--time={asked}" in checking.describe(job)["command"]
 
 
 def test_a_silent_controller_is_found_out_before_anything_is_asked_for(answer: Path) -> None:
