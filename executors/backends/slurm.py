@@ -67,6 +67,8 @@ class SlurmJobs(JobService):
         if shutil.which("sbatch") is None:
             raise commands.not_installed("sbatch")
         commands.check_options(self.sbatch)
+        if self.log_dir:  # noted as it is here, and read from other folders
+            self.log_dir = str(Path(self.log_dir).expanduser().absolute())
         self._keys: dict[tuple[str, int], JobKey] = {}
         """Of jobs that this process started, or Slurm said whose they are."""
         self._found: dict[str, tuple[float, list[commands.Row]]] = {}
@@ -189,7 +191,7 @@ class SlurmJobs(JobService):
         place = Path(
             key.run_id, key.nonce, "spares" if key.is_spare else "replicas", f"{key.rank:04d}", str(key.attempt)
         )
-        return Path(self.log_dir or state_dir()).absolute() / place / "output.log"
+        return Path(self.log_dir or state_dir().absolute()) / place / "output.log"
 
     def _request(self, jobs: Sequence[Job]) -> list[str]:
         job, ranks = jobs[0], ",".join(str(job.key.rank) for job in jobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,25 @@ def test_slurm_is_checked_with_the_time_that_is_asked_for(answer: Path, monkeypa
         SlurmJobs(log_dir=str(answer)).start_jobs([job])  # as a resume from elsewhere
         assert (answer / "asked").read_text().splitlines()[-1] == lines[-1]
         assert f"--time={asked}" in checking.describe(job)["command"]
+
+
+def test_logs_are_found_from_another_folder_than_that_of_the_launch(
+    answer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlurmJobs, "_cluster", "here")
+    monkeypatch.setenv("HOME", str(answer))
+    job = Job(JobKey("file:///r", "otter", 0, 0), ("true",), (), {}, {})
+    (answer / "sbatch").write_text("#!/bin/sh\necho 184\n")
+    for named in ("logs", "~/logs"):
+        monkeypatch.chdir(answer)
+        launching = SlurmJobs(log_dir=named)
+        (job_id,) = launching.start_jobs([job])
+        (log,) = (answer / "logs").glob("otter/*/replicas/0000/0")
+        (log / "output.log").write_text("mine\n")
+        monkeypatch.chdir("/")
+        reading = SlurmJobs(**launching.options)
+        assert reading.logs(reading.verify(job_id, job.key), 5) == "mine\n"
+        shutil.rmtree(answer / "logs")
 
 
 def test_a_silent_controller_is_found_out_before_anything_is_asked_for(answer: Path) -> None:
