@@ -6,6 +6,7 @@ it forgets minutes after its end, so the outcome comes from the store.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from executors.attempt import Attempt
 from executors.backends import slurm_commands as commands
 from executors.backends.jobs.executor import INSTALL_S, JobExecutor, options_of
 from executors.backends.jobs.service import (
@@ -38,6 +40,7 @@ from executors.backends.jobs.service import (
 from executors.logs.readers import FileLog
 from executors.report.words import one_line
 from executors.run_index import state_dir
+from executors.store import store_at
 from executors.task.create import MASK
 
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,199}")
@@ -186,12 +189,21 @@ class SlurmJobs(JobService):
     def _job_id(self, array: str, key: JobKey) -> JobId:
         return {"id": array, "task": key.rank, "cluster": self._cluster}
 
+    def remove_files(self, key: JobKey) -> None:
+        """Delete the logs of the run that a job is of."""
+        folder = self._folder_of(key)
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another run of this id has logs beside it
+            folder.parent.rmdir()
+
+    def _folder_of(self, key: JobKey) -> Path:
+        """Return the folder of a run's logs."""
+        return Path(self.log_dir or state_dir().absolute()) / key.run_id / key.nonce
+
     def _log_of(self, key: JobKey) -> Path:
         """Return the file of a job's log, in the layout of local logs; each run of an id has a folder of its own."""
-        place = Path(
-            key.run_id, key.nonce, "spares" if key.is_spare else "replicas", f"{key.rank:04d}", str(key.attempt)
-        )
-        return Path(self.log_dir or state_dir().absolute()) / place / "output.log"
+        place = Path("spares" if key.is_spare else "replicas", f"{key.rank:04d}", str(key.attempt))
+        return self._folder_of(key) / place / "output.log"
 
     def _request(self, jobs: Sequence[Job]) -> list[str]:
         job, ranks = jobs[0], ",".join(str(job.key.rank) for job in jobs)
@@ -274,6 +286,11 @@ class SlurmExecutor(JobExecutor):
     @options_of(SlurmJobs)
     def __init__(self, service: SlurmJobs) -> None:
         super().__init__(service)
+        self._slurm = service
+
+    def remove_files(self, store_url: str, run_id: str, launched_at: float) -> None:
+        """Delete the logs of a run; see `LeavesFiles`."""
+        self._slurm.remove_files(JobKey.of(Attempt(store_at(store_url), run_id, 0), launched_at))
 
 
 def _runs(row: commands.Row, key: JobKey) -> bool:

@@ -15,7 +15,7 @@ from executors.run.launch_hands import LaunchHands, Recipe
 from executors.run.notebook import Display, in_notebook
 from executors.run.outside_keeper import OutsideKeeper
 from executors.run.progress import View, open_view
-from executors.run.removal import remove_run
+from executors.run.removal import remove_files, remove_run
 from executors.run.run_logs import Ranks
 from executors.run.traces import Traces
 from executors.run.waiter import Waiter
@@ -223,6 +223,7 @@ class Run(Traces):
             is_over = True
         if not is_over:
             raise RunExistsError(f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`.")
+        remove_files(self)
         remove_run(self.store, self.run_id)
 
     @cached_property

@@ -6,7 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.new_runs import create_run
 
+from executors import ReplicaStatus, SlurmExecutor, attach
+from executors.attempt import Attempt
 from executors.backends.jobs.executor import INSTALL_S
 from executors.backends.jobs.service import Job, JobKey, JobServiceError, JobState, retrying
 from executors.backends.slurm import SlurmJobs
@@ -22,6 +25,7 @@ from executors.backends.slurm_commands import (
 )
 from executors.errors import BackendError, MissingDependencyError
 from executors.run_key import RUN_KEY
+from executors.store import store_at
 
 NO_LOG = (
     "Perhaps its node has no folder for its log. Name a folder that the nodes share with this machine: "
@@ -232,6 +236,23 @@ def test_logs_are_found_from_another_folder_than_that_of_the_launch(
         reading = SlurmJobs(**launching.options)
         assert reading.logs(reading.verify(job_id, job.key), 5) == "mine\n"
         shutil.rmtree(answer / "logs")
+
+
+def test_a_run_that_is_removed_leaves_no_log_in_its_log_dir(
+    answer: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(SlurmJobs, "_cluster", "here")
+    (answer / "sbatch").write_text("#!/bin/sh\necho 184\n")
+    store, executor = store_at(tmp_path / "runs"), SlurmExecutor(log_dir=str(tmp_path / "logs"))
+    spec = create_run(store, "otter", "job:main", {}, 1, backend="slurm")
+    attempt = Attempt(store, "otter", 0)
+    for launched_at in (spec.launched_at, 1.0):  # and of a run of this id at another time
+        executor.service.start_jobs([Job(JobKey.of(attempt, launched_at), ("true",), (), {}, {})])
+    attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
+    assert len([*(tmp_path / "logs" / "otter").iterdir()]) == 2
+    attach(f"{tmp_path}/runs/otter", executor=executor).remove()
+    (other,) = (tmp_path / "logs" / "otter").iterdir()
+    assert other.name == JobKey.of(attempt, 1.0).nonce
 
 
 def test_a_silent_controller_is_found_out_before_anything_is_asked_for(answer: Path) -> None:
