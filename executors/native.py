@@ -119,6 +119,14 @@ class KnowsPrices(Protocol):
         """Return what an hour of one replica costs in US dollars; None: its service does not tell."""
 
 
+@runtime_checkable
+class LeavesFiles(Protocol):
+    """An executor whose replicas may leave files elsewhere than in the store and in the directory of runs."""
+
+    def remove_files(self, store_url: str, run_id: str, launched_at: float) -> None:
+        """Delete what a run that is over left there. Nothing of it is no error."""
+
+
 @dataclass(frozen=True)
 class Unfinished:
     """A replica that a backend is asked about, as the records of its run show it."""

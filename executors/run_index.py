@@ -7,6 +7,7 @@
 <state>/<run_id>/supervisors.lock     locked by those who watch over local replicas
 <state>/.keys/<run_id>                the key of a signed run, in hexadecimal; where its folder is copied to, it is not
 <state>/.preparing/<run_id>.json      a launch that has written nothing else yet, or never did
+<state>/.noting.lock                  held while a note is read and written again
 
 Two stores may both hold a run of one id. The folder of an id is of the one run that this machine launched: what it
 keeps there is neither shown nor deleted for another.
@@ -51,6 +52,7 @@ from executors.store.url import address_of, check_run_id, directory_of
 NOTE = "launched.json"
 KEYS = ".keys"
 PREPARING = ".preparing"
+LOCK = ".noting.lock"
 FORGOTTEN_S = 86_400  # after which a launch that came to nothing is not told of any more
 ADJECTIVES = (
     "able amber ample brave bright brisk calm candid clear clever cosy crisp daring eager early fair fleet fond "
@@ -145,9 +147,21 @@ def remember_added(run_id: str, store_url: str, name: str, options: Mapping[str,
     known = locate(run_id)
     if known is not None and not _is_same_place(known, store_url):
         return  # the folder of this id is of another run
-    note = _find_note(run_id) or Note(store_url)
-    more = {**note.more_options, name: options}
-    remember(run_id, store_url, note.task_digest, note.executor_options, note.secrets, more)
+    with _noting():
+        note = _find_note(run_id) or Note(store_url)
+        more = {**note.more_options, name: options}
+        remember(run_id, store_url, note.task_digest, note.executor_options, note.secrets, more)
+
+
+@contextlib.contextmanager
+def _noting() -> Iterator[None]:
+    """Have others on this machine wait who read a note and write it again; where nothing can be locked, they do not."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl  # not on every system that can launch in a cloud
+
+            fcntl.flock(stack.enter_context(open(state_dir() / LOCK, "ab")), fcntl.LOCK_EX)
+        yield
 
 
 def noted_options(run_id: str, store_url: str, name: str) -> Mapping[str, Any] | None:

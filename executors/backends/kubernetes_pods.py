@@ -22,6 +22,7 @@ STUCK = (
 )
 STUCK_S = 300.0  # for which one process saw it: a registry or a Secret may be late
 STUCK_AT_AGE_S = 3600.0  # of the pod, for processes that look once: its clock is another, and a first pull takes long
+SILENT_S = 120.0  # after its grace, for which a pod that is deleted may be there: of a dead node it stays for ever
 DISRUPTED = ("Evicted", "Preempting", "NodeShutdown", "Terminated")
 
 
@@ -66,6 +67,9 @@ def state_of(pod: Any, job: Any, index: int, stuck_s: float = 0.0) -> JobState:
     if status.phase == "Succeeded":
         return JobState(True, exit_code=0)
     ended = _container(status, "terminated")
+    if status.phase != "Failed" and ended is None and _is_silent(pod):  # if its node comes back, its attempt is fenced
+        words = _said(disrupted) or "it was deleted, and its node does not say that it is gone"
+        return JobState(True, "preempted" if disrupted else "lost", message=words)
     if status.phase == "Pending":
         return _pending(pod, stuck_s)
     if status.phase != "Failed" and ended is None:
@@ -104,6 +108,12 @@ def _without_a_pod(job: Any, index: int) -> JobState:
     if failed := _condition(job.status, "Failed") or _condition(job.status, "FailureTarget"):
         return JobState(True, "lost", message=_said(failed))
     return JobState(False, message="suspended, as in a queue" if job.spec.suspend else "")
+
+
+def _is_silent(pod: Any) -> bool:
+    """Return whether a pod should be gone for a while, and nobody says that it is."""
+    gone_by = pod.metadata.deletion_timestamp  # the end of its grace
+    return gone_by is not None and time.time() - gone_by.timestamp() > SILENT_S
 
 
 def _pending(pod: Any, stuck_s: float) -> JobState:

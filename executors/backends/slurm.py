@@ -6,6 +6,7 @@ it forgets minutes after its end, so the outcome comes from the store.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -20,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from executors.attempt import Attempt
 from executors.backends import slurm_commands as commands
-from executors.backends.jobs.executor import MARGIN_S, JobExecutor, options_of
+from executors.backends.jobs.executor import INSTALL_S, JobExecutor, options_of
 from executors.backends.jobs.service import (
     ForeignJobError,
     Job,
@@ -38,6 +40,7 @@ from executors.backends.jobs.service import (
 from executors.logs.readers import FileLog
 from executors.report.words import one_line
 from executors.run_index import state_dir
+from executors.store import store_at
 from executors.task.create import MASK
 
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,199}")
@@ -67,9 +70,13 @@ class SlurmJobs(JobService):
         if shutil.which("sbatch") is None:
             raise commands.not_installed("sbatch")
         commands.check_options(self.sbatch)
+        if self.log_dir:  # noted as it is here, and read from other folders
+            self.log_dir = str(Path(self.log_dir).expanduser().absolute())
         self._keys: dict[tuple[str, int], JobKey] = {}
         """Of jobs that this process started, or Slurm said whose they are."""
         self._found: dict[str, tuple[float, list[commands.Row]]] = {}
+        self._granted: dict[tuple[str | None, int | None], int | None] = {}
+        """The time limits that the cluster takes for those that it was to be asked for, by GPU and limit."""
         self._lock = threading.Lock()
 
     def command(self) -> tuple[str, ...]:
@@ -79,8 +86,7 @@ class SlurmJobs(JobService):
     def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
         commands.secrets_of(secret_names)
         commands.check_clusters(self._cluster)
-        limit_s = None if timeout_s is None else int(timeout_s) + MARGIN_S
-        commands.ask("sbatch", "--test-only", *self._sizes(gpu, limit_s), script="#!/bin/sh\ntrue\n")
+        self._fit(gpu, None if timeout_s is None else int(timeout_s + INSTALL_S), INSTALL_S)
 
     def start_jobs(self, jobs: Sequence[Job]) -> list[JobId]:
         self._cluster  # noqa: B018 - asked for now: a controller that is silent after `sbatch` is not one that did nothing
@@ -89,6 +95,8 @@ class SlurmJobs(JobService):
         job, group = jobs[0], jobs[0].key.group
         env = {**common_env(jobs), **commands.secrets_of(job.secret_names), **job.credentials}
         script = commands.script_of(job.command)
+        if job.margin_s and (job.gpu, job.limit_s) not in self._granted:
+            self._fit(job.gpu, job.limit_s, job.margin_s)
         try:
             answer = commands.ask(*self._request(jobs), script=script, env=env, may_have_acted=True)
         finally:
@@ -181,22 +189,60 @@ class SlurmJobs(JobService):
     def _job_id(self, array: str, key: JobKey) -> JobId:
         return {"id": array, "task": key.rank, "cluster": self._cluster}
 
+    def remove_files(self, key: JobKey) -> None:
+        """Delete the logs of the run that a job is of."""
+        folder = self._folder_of(key)
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another run of this id has logs beside it
+            folder.parent.rmdir()
+
+    def _folder_of(self, key: JobKey) -> Path:
+        """Return the folder of a run's logs."""
+        return Path(self.log_dir or state_dir().absolute()) / key.run_id / key.nonce
+
     def _log_of(self, key: JobKey) -> Path:
         """Return the file of a job's log, in the layout of local logs; each run of an id has a folder of its own."""
-        place = Path(
-            key.run_id, key.nonce, "spares" if key.is_spare else "replicas", f"{key.rank:04d}", str(key.attempt)
-        )
-        return Path(self.log_dir or state_dir()).absolute() / place / "output.log"
+        place = Path("spares" if key.is_spare else "replicas", f"{key.rank:04d}", str(key.attempt))
+        return self._folder_of(key) / place / "output.log"
 
     def _request(self, jobs: Sequence[Job]) -> list[str]:
         job, ranks = jobs[0], ",".join(str(job.key.rank) for job in jobs)
-        log = self._log_of(job.key)
+        log, limit_s = self._log_of(job.key), self._granted.get((job.gpu, job.limit_s), job.limit_s)
         output = f"{str(log.parents[2]).replace('%', '%%')}/%4a/{log.parent.name}/{log.name}"
         return [
-            *("sbatch", "--parsable", *self._sizes(job.gpu, job.limit_s), f"--job-name={job.key.group}"),
+            *("sbatch", "--parsable", *self._sizes(job.gpu, limit_s), f"--job-name={job.key.group}"),
             *(f"--array={ranks}", "--no-requeue", "--open-mode=append", f"--output={output}", "--chdir=/"),
             "--export=ALL",
         ]
+
+    def _fit(self, gpu: str | None, limit_s: int | None, margin_s: int) -> None:
+        """Find out whether the cluster takes a time limit, else one without its margin, and note which.
+
+        Slurm names the jobs that it ends at their limit, so such a replica is a `timeout` all the same.
+        """
+        try:
+            self._try(gpu, limit_s)
+            self._granted[gpu, limit_s] = limit_s
+        except JobServiceError as error:
+            if limit_s is None or error.kind != "rejected":
+                raise
+            self._try(gpu, limit_s - margin_s)
+            self._granted[gpu, limit_s] = limit_s - margin_s
+
+    def _try(self, gpu: str | None, limit_s: int | None) -> None:
+        """Raises: JobServiceError: the cluster would not run a job like this."""
+        sizes = self._sizes(gpu, limit_s)
+        # Without a least time most clusters also take what is longer than a partition's limit, and it waits for ever.
+        least = [word.replace("--time=", "--time-min=") for word in sizes if word.startswith("--time=")]
+        try:
+            commands.ask("sbatch", "--test-only", *least, *sizes, script="#!/bin/sh\ntrue\n")
+        except JobServiceError as error:
+            if limit_s is None or not any(words in str(error) for words in commands.TOO_LONG):
+                raise
+            asked = (
+                f"{math.ceil(limit_s / 60)} min were asked for, the time limit of the replicas: choose a shorter one"
+            )
+            raise JobServiceError(f"{error} {asked}, or another partition.", error.kind) from error
 
     def _sizes(self, gpu: str | None, limit_s: int | None) -> list[str]:
         given = {
@@ -240,6 +286,11 @@ class SlurmExecutor(JobExecutor):
     @options_of(SlurmJobs)
     def __init__(self, service: SlurmJobs) -> None:
         super().__init__(service)
+        self._slurm = service
+
+    def remove_files(self, store_url: str, run_id: str, launched_at: float) -> None:
+        """Delete the logs of a run; see `LeavesFiles`."""
+        self._slurm.remove_files(JobKey.of(Attempt(store_at(store_url), run_id, 0), launched_at))
 
 
 def _runs(row: commands.Row, key: JobKey) -> bool:

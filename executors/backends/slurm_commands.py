@@ -23,6 +23,7 @@ OPTIONS = ("SBATCH_CLUSTERS", "SBATCH_ERROR", "SBATCH_INPUT", "SBATCH_WAIT")
 CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 BUSY = ("Unable to contact slurm controller", "Connection refused", "temporarily unable")
 UNCLEAR = ("Socket timed out", "Zero Bytes were transmitted", "Message receive failure")
+TOO_LONG = ("Requested time limit is invalid", "Invalid time-min")
 UNKNOWN_JOB = "Invalid job id"
 HAS_ENDED = "already completing or completed"
 GPU = re.compile(r"(?:[A-Za-z][A-Za-z0-9._-]*|\d+)(?::\d+)?")

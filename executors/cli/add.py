@@ -90,8 +90,7 @@ def add(
         except KeyboardInterrupt:
             output.say(f"Cancelling {name_ranks(ranks)}; the others continue.", "yellow")
             try:
-                for rank in ranks:
-                    found.cancel(rank)
+                found.cancel(ranks)
             except ReplicasError as error:
                 output.say(f"Cancelling failed: {error}", "red")
             return CANCELLED

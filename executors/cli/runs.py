@@ -248,9 +248,8 @@ def cancel(
     with usage_errors():
         for one in rank or ():
             found.check_rank(one)
-    for one in rank or (None,):
-        with _noted_in(problems):
-            found.cancel(one)
+    with _noted_in(problems):
+        found.cancel(rank or None)
     with _noted_in(problems):
         after = found.status(reports=False)
     if problems:

@@ -40,13 +40,12 @@ class Canceller:
         self._bar(None, why)
         self._mark(None, why)
 
-    def cancel(self, rank: int | None = None) -> None:
-        """Cancel one replica, or all that still run; returns when they are gone.
+    def cancel(self, ranks: Sequence[int] | None = None) -> None:
+        """Cancel some replicas, None: all that still run; returns when they are gone.
 
         Raises:
             BackendError: the backend did not end some. They are barred and marked in the store all the same.
         """
-        ranks = None if rank is None else [rank]
         self._bar(ranks, BY_USER)
         self._end(self._look(ranks, BY_USER), BY_USER)
 
@@ -101,14 +100,15 @@ class Canceller:
     def _bar(self, ranks: Sequence[int] | None, why: str) -> None:
         """Bar ranks, None: all, unless they have succeeded."""
         states = self._observer.recorded(ranks)
-        if was_deleted(self._store, self._run_id) or all(s.status is ReplicaStatus.SUCCEEDED for s in states):
+        left = [state.rank for state in states if state.status is not ReplicaStatus.SUCCEEDED]
+        if was_deleted(self._store, self._run_id) or not left:
             return
         log = DecisionLog(self._store, self._run_id)
         with contextlib.suppress(CorruptObjectError):  # then nobody can read it, so nothing is started
             # A person's order is always added: a resume may have come since that this process has not seen.
             entries = log.read()  # once: each reading asks the store
             if why == BY_USER or not all(is_barred(entries, state.rank) for state in states):
-                order_cancel(log, ranks, why)
+                order_cancel(log, None if ranks is None else left, why)
 
     def _look(self, ranks: Sequence[int] | None, why: str) -> Sequence[ReplicaState]:
         """Look at ranks that are about to be ended, None: all.

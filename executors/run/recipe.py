@@ -33,9 +33,13 @@ MAX_SHOWN = 100  # characters of what a store says that nobody vouches for
 def native_executor(run: Traces, sites: Sequence[Site] | None = None) -> NativeExecutor:
     """Return the executor of a run, or of some of its placements, that can start single ranks.
 
+    What was added is read first: with that the launch's own backend need not be to be had here.
+
     Raises:
         BackendError: it cannot.
     """
+    if sites is None:
+        run.fleet.read_added()
     executor = run.executor if sites is None else as_one(lambda: sites)
     if not isinstance(executor, NativeExecutor):
         raise BackendError(f"Backend {run.backend!r} starts all ranks or none; it cannot resume some of a run.")
@@ -71,7 +75,6 @@ def recipes_of(
         UntrustedTaskError: they were added elsewhere, with code for which nobody here vouches.
     """
     native_executor(run)
-    run.fleet.read_added()
     spec, groups = spec_of(run, task, detach=detach), list[tuple[tuple[int, ...], Sequence[Site]]]()
     for sites in run.fleet.groups:
         its = tuple(rank for site in sites for rank in site.placement.ranks if run.fleet.may_start(rank))

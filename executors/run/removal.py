@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from executors.errors import StoreError
+import contextlib
+
+from executors.errors import BackendError, ReplicasError, StoreError
+from executors.native import LeavesFiles
+from executors.run.traces import Traces
 from executors.run_index import folder_of_run, forget
 from executors.store import Store
 
 
+def remove_files(run: Traces) -> None:
+    """Delete what replicas left by the executors of their run, where these are to be had here."""
+    with contextlib.suppress(ReplicasError):  # what cannot be read can be removed
+        run.fleet.read_added()
+        for site in run.fleet.sites:
+            with contextlib.suppress(BackendError):
+                if isinstance(site.executor, LeavesFiles):
+                    site.executor.remove_files(run.store.url, run.run_id, run.record.created_at)
+
+
 def remove_run(store: Store, run_id: str) -> None:
-    """Delete a run that is over.
+    """Delete a run that is over, where its records are and in the directory of runs.
 
     Raises:
         StoreError: something is left, or the store does not answer.

@@ -15,7 +15,8 @@ from executors.run.launch_hands import LaunchHands, Recipe
 from executors.run.notebook import Display, in_notebook
 from executors.run.outside_keeper import OutsideKeeper
 from executors.run.progress import View, open_view
-from executors.run.removal import remove_run
+from executors.run.removal import remove_files, remove_run
+from executors.run.run_logs import Ranks
 from executors.run.traces import Traces
 from executors.run.waiter import Waiter
 from executors.status import ReplicaState, RunStatus
@@ -114,9 +115,10 @@ class Run(Traces):
         """Leave the cancel marker of every replica that has not ended; `cancel` also waits for their end."""
         self._canceller.request()
 
-    def cancel(self, rank: int | None = None) -> None:
-        """Cancel one replica, or all that still run; returns when they are gone. Nothing changes for the others."""
-        self._canceller.cancel(None if rank is None else self.check_rank(rank))
+    def cancel(self, rank: Ranks = None) -> None:
+        """Cancel one replica, some, or all that still run; returns when they are gone. The others stay as they are."""
+        chosen = [rank] if isinstance(rank, int) else rank
+        self._canceller.cancel(None if chosen is None else [self.check_rank(each) for each in chosen])
         if rank is None:
             self._settle()
 
@@ -221,6 +223,7 @@ class Run(Traces):
             is_over = True
         if not is_over:
             raise RunExistsError(f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`.")
+        remove_files(self)
         remove_run(self.store, self.run_id)
 
     @cached_property

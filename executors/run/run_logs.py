@@ -90,6 +90,7 @@ class RunLogs:
     """Reads the logs of a run's ranks.
 
     Args:
+        executor: returns the executor of all ranks, asked for each log: one more may have been added since.
         which: the attempt to read of each rank.
         chosen: which of its lines.
         note: is given a line about each log that is not read where its replica writes to.
@@ -99,7 +100,7 @@ class RunLogs:
     def __init__(
         self,
         observer: Observer,
-        executor: ServerlessExecutor,
+        executor: Callable[[], ServerlessExecutor],
         which: Which,
         chosen: Lines,
         note: Note,
@@ -123,7 +124,7 @@ class RunLogs:
         problem = self._observer.problem(attempt.rank)
         end, cut, may_lag = b"", problem.error or "" if problem else "", True
         if (handle := self._observer.handle_at(attempt)) is not None:
-            with contextlib.closing(open_log(self._executor, handle)) as opened:
+            with contextlib.closing(open_log(self._executor(), handle)) as opened:
                 for piece in opened.pieces():
                     end += piece
                     yield end[:-KEPT_BYTES]
@@ -244,7 +245,7 @@ class RunLogs:
     def _between(self, attempt: Attempt) -> Iterator[list[str]]:
         if (handle := self._observer.handle_at(attempt)) is None:
             return
-        with contextlib.closing(open_log(self._executor, handle)) as opened:
+        with contextlib.closing(open_log(self._executor(), handle)) as opened:
             try:
                 if not isinstance(opened, KnowsTimes):
                     raise ValueError(opened.note or "nobody keeps when its lines come")
@@ -267,7 +268,7 @@ class RunLogs:
         if problem := self._observer.problem(attempt.rank):
             self._say(attempt, problem.error or "")
         if handle is not None:
-            with contextlib.closing(open_log(self._executor, handle)) as opened:
+            with contextlib.closing(open_log(self._executor(), handle)) as opened:
                 text = opened.tail(n_lines)
             if text and opened.note:
                 self._say(attempt, opened.note)
@@ -324,7 +325,7 @@ class RunLogs:
         handle = self._observer.handle_at(self._observer.attempt(rank).at(attempt))
         if handle is None:
             return None
-        opened = open_log(self._executor, handle)
+        opened = open_log(self._executor(), handle)
         if opened.note:
             self._note(f"Rank {rank}: {opened.note}")
         return opened

@@ -131,6 +131,12 @@ def directory_of(url: str | Path) -> Path | None:
     return Path(os.path.normpath(unquote(parts.path)))
 
 
+def real_url(url: str) -> str:
+    """Return a store's url by which it is always the same; of a directory, that to which all links lead."""
+    directory = directory_of(url)
+    return url if directory is None else Path(os.path.realpath(directory)).as_uri()
+
+
 def is_near(url: str) -> bool:
     """Return whether looking into a store costs next to nothing: a directory, or this process's memory."""
     return directory_of(url) is not None or url.startswith("memory:")

@@ -13,6 +13,7 @@ from support.cli import FAST, Folder, HereInstead, Terminal
 from support.fake_jobs import FakeExecutor, Machines
 
 from executors import ReplicaStatus, attach, list_runs
+from executors.supervision.decisions import DecisionLog
 from executors.testing import eventually
 
 
@@ -89,6 +90,29 @@ def test_an_interrupt_cancels_a_run_whose_service_rejects_every_question(
     assert machines.living() == []
     machines.forgive()
     assert attach("mine", executor=FakeExecutor()).status().status is ReplicaStatus.CANCELLED
+
+
+def test_ctrl_c_of_add_marks_all_it_added_where_the_backend_is_silent(machines: Machines, here: HereInstead) -> None:
+    assert here.launch("job:hang", "--detach", "--run-id", "mine", n=1).code == 0
+
+    def strike() -> None:
+        eventually(lambda: len(machines.living()) == 2)
+        run = attach("mine", executor=FakeExecutor())
+        eventually(lambda: all("hanging" in run.logs(rank) for rank in (1, 2)))
+        machines.fail("stop", "rejected", times=None)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    done = here.replicas("add", "mine", "--n", 2, "--backend", "support.fake_jobs:FakeExecutor")
+    thread.join()
+    assert (done.code, "Cancelling failed: Fake: rejected" in done.stdout) == (130, True), done
+    run = attach("mine", executor=FakeExecutor())
+    assert [run.newest_attempt(rank).has("cancel.json") for rank in range(3)] == [False, True, True]
+    barred = [entry.rank for entry in DecisionLog(run.store, "mine").read() if entry.kind == "cancel"]
+    assert barred == [1, 2]
+    machines.forgive()
+    run.cancel()
 
 
 def test_ctrl_c_while_watching_leaves_the_run_alone(folder: Folder) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cli import Folder
 from support.fake_jobs import FakeExecutor, Machines
 
 from executors import LocalProcessExecutor, Run, attach, launch
@@ -124,6 +125,20 @@ def test_a_resume_where_one_backend_is_missing_starts_nothing(machines: Machines
     resume(attach("otter"), ranks=[0])
     eventually(ranks[0].at(1).outcome, "it ends")
     assert [rank.newest().number for rank in ranks] == [1, 0, 0]
+
+
+def test_who_added_can_watch_and_resume_where_the_launchs_backend_is_missing(machines: Machines, go: Path) -> None:
+    run = launch(FakeExecutor(), "job.py:main", 1, run_id="otter", args={"go": str(go)}, detach=True, restarts="1")
+    assert run.add(LocalProcessExecutor(**LOCAL), 1, detach=True) == [1]
+    added = Attempt(run.store, "otter", 1)
+    eventually(lambda: added.has("started.json"), "it runs")
+    attach("otter").cancel(1)  # where no installed package registers the launch's backend, and so below
+    assert resume(attach("otter"), ranks=[1], detach=True).status().replicas[1].attempt == 1
+    assert attach("otter").logs(1) == ""
+    watched = Folder(Path.cwd()).replicas("watch", "otter", "--once")
+    assert watched.code == 0, watched
+    go.touch()
+    assert run.wait(60)
 
 
 @pytest.mark.parametrize("record", ["intent", "handle"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.fake_jobs import FakeExecutor, Machines
 
-from executors import launch
+from executors import attach, launch
 from executors.errors import EntrypointArgumentsError, EntrypointError
 from executors.launcher import plan_launch
 from executors.run_index import local_store
@@ -51,6 +51,19 @@ def test_replicas_that_see_this_machine_meet_where_the_variable_says_or_in_the_s
     assert places() == {(tmp_path / "shared").as_uri()}
     request = LaunchRequest(entrypoint="job.py:main", n=1)
     assert plan_launch(request, "inline").request.rendezvous is None, "it is for other machines"
+
+
+def test_a_run_in_a_directory_is_the_same_run_by_a_link_to_it(machines: Machines, tmp_path: Path) -> None:
+    machines.is_held = True
+    place, link = tmp_path / "disk" / "runs", tmp_path / "home"
+    launch(FakeExecutor(), "job.py:main", 1, run_id="otter", rendezvous=str(place), detach=True)
+    link.symlink_to(place.parent)
+    by_link = attach(f"{link}/runs/otter", executor=FakeExecutor())
+    assert by_link.store.url != place.as_uri()
+    (replica,) = by_link.status().replicas
+    assert (str(replica.status), replica.doing) == ("pending", "scheduling")
+    by_link.cancel()
+    assert machines.living() == []
 
 
 def test_a_service_may_have_no_limit_of_its_own_by_default(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:

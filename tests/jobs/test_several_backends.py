@@ -22,6 +22,7 @@ from executors.launcher.parts import executor_of, options_by_part, parts_of, tot
 from executors.protocol import ServerlessExecutor
 from executors.registry import get_executor
 from executors.resume import resume
+from executors.run.run_logs import EVERYTHING
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes
 from executors.supervision.lease import release_lease
@@ -194,6 +195,35 @@ def test_another_machine_adds_with_the_digest_and_starts_again_what_it_is_told_t
     come(folder, "1-1")
     (folder / "go").touch()
     assert attach(run.url, executor=FakeExecutor()).results() == [[0, 1], [1, 1]]
+
+
+def test_logs_of_an_added_rank_come_from_its_own_backend_at_the_first_question(
+    machines: Machines, folder: Path
+) -> None:
+    run = launched(folder, f"{FAKE}:1", detach=True)
+    assert run.add(made("local"), 1, detach=True) == [1]
+    come(folder, "1-0")
+    lines = [f"rank {rank} of 1 waits\n" for rank in range(2)]
+
+    def fresh() -> Run:
+        return attach("otter", executor=FakeExecutor())
+
+    assert fresh().logs() == f"[0] {lines[0]}[1] {lines[1]}"
+    assert fresh().logs(1) == lines[1]
+    assert fresh().logs_by_rank([1], 20, None, EVERYTHING, print) == {1: lines[1]}
+    (folder / "go").touch()
+    assert run.wait(60)
+
+
+def test_a_follower_that_began_before_an_addition_reads_it_at_its_backend(machines: Machines, folder: Path) -> None:
+    run = launched(folder, f"{FAKE}:1", detach=True)
+    followed = attach("otter", executor=FakeExecutor()).logs(follow=True)
+    assert next(followed) == "[0] rank 0 of 1 waits\n"
+    assert run.add(made("local"), 1, detach=True) == [1]
+    come(folder, "1-0")
+    assert next(followed) == "[1] rank 1 of 1 waits\n"
+    (folder / "go").touch()
+    assert run.wait(60)
 
 
 def test_who_adds_at_the_same_time_gets_other_ranks_and_a_record_of_somebody_hostile_adds_none(folder: Path) -> None:

@@ -173,6 +173,23 @@ def test_a_start_that_is_refused_after_the_check_leaves_nothing(
     assert set(slurm.jobs()) <= set(before)
 
 
+@pytest.mark.parametrize("enforced", ["NO", "ALL"])
+def test_replicas_may_run_for_as_long_as_their_partition_lets_them(
+    slurm: Cluster, slurm_commands: Commands, enforced: str
+) -> None:
+    with slurm.configured(EnforcePartLimits=enforced):
+        for timeout_s, asked in ((900, "--time=30"), (1800, "--time=30")):
+            run = launch(SlurmExecutor(partition="short"), "job.py:main", 1, timeout=timeout_s)
+            assert run.results() == [{"rank": 0}]
+            assert asked in slurm_commands.calls("sbatch")[-1]
+        with pytest.raises(
+            BackendError, match=r"31 min were asked for, the time limit of the replicas: choose a short"
+        ):
+            launch(SlurmExecutor(partition="short"), "job.py:main", 1, run_id="otter", timeout=1801)
+    with pytest.raises(RunNotFoundError):
+        attach("otter")
+
+
 # --- what jobs get
 
 

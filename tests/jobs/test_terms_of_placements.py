@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from support.fake_jobs import FakeExecutor, FakeJobs, Machines
 
-from executors import LocalProcessExecutor, Run, attach, launch
+from executors import LocalProcessExecutor, Run, attach, launch, run_index
 from executors.attempt import Attempt
 from executors.backends.jobs.executor import JobExecutor
 from executors.errors import BackendError, LaunchError, UntrustedTaskError
@@ -18,6 +20,7 @@ from executors.registry import BUILT_IN
 from executors.replica import LEASE_S
 from executors.resume import resume
 from executors.run.recipe import recipes_of, vouched_task
+from executors.run_index import Note, noted_at_launch, noted_options, remember, remember_added
 from executors.store.added_ranks import added_key
 from executors.store.records import to_bytes
 from executors.supervision.decisions import DecisionLog
@@ -93,6 +96,27 @@ def is_kept(run: Run) -> threading.Thread:
     thread = threading.Thread(target=run.wait, args=(60,), daemon=True)
     thread.start()
     return thread
+
+
+def test_two_additions_at_once_are_both_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    where, names = "s3://bucket/runs", ["added:0", "added:1"]
+    remember("otter", where, "0" * 64, {"a": 1}, ["token"])
+    find_note, both_read = run_index._find_note, threading.Barrier(2)
+
+    def slowly(run_id: str) -> Note | None:
+        note = find_note(run_id)
+        with contextlib.suppress(threading.BrokenBarrierError):  # one at a time, as is right
+            both_read.wait(0.2)
+        return note
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(run_index, "locate", lambda run_id: where)
+        patch.setattr(run_index, "_find_note", slowly)
+        list(pool.map(lambda name: remember_added("otter", where, name, {"n": name}), names))
+    assert [noted_options("otter", where, name) for name in names] == [{"n": name} for name in names]
+    launched = noted_at_launch("otter", where)
+    assert launched is not None
+    assert (launched.task_digest, launched.executor_options, launched.secrets) == ("0" * 64, {"a": 1}, ("token",))
 
 
 def test_who_launched_does_not_start_what_another_process_added(machines: Machines, folder: Path) -> None:

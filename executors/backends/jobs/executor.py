@@ -379,6 +379,7 @@ class JobExecutor:
                 run.secret_names,
                 gpu,
                 None if timeout_s is None else int(timeout_s + margin_s),
+                0 if timeout_s is None else margin_s,
             )
             jobs.append((attempt, job))
         return jobs

@@ -25,6 +25,7 @@ from executors.logs.readers import TailedLog
 from executors.native import Log, Recordable
 from executors.protocol import Reason
 from executors.replica import RANK
+from executors.store.url import real_url
 from executors.task.create import MASK
 
 JobId = dict[str, Any]
@@ -48,7 +49,7 @@ class JobKey:
     """The identity of a job: which attempt of which rank it runs."""
 
     store_url: str
-    """Two stores may both hold a run of one id."""
+    """Two stores may both hold a run of one id; a directory is one store, by whichever link it was named."""
     run_id: str
     rank: int
     attempt: int
@@ -59,7 +60,7 @@ class JobKey:
 
     @classmethod
     def of(cls, attempt: Attempt, launched_at: float) -> JobKey:
-        place = attempt.store.url, attempt.run_id, attempt.rank, attempt.number
+        place = real_url(attempt.store.url), attempt.run_id, attempt.rank, attempt.number
         return cls(*place, attempt.is_spare, launched_at)
 
     @property
@@ -108,6 +109,8 @@ class Job:
     gpu: str | None = None
     limit_s: int | None = 3600
     """Seconds after which the service itself ends the job. None: its own limit, if it has one."""
+    margin_s: int = 0
+    """How many of them are for what comes before the entrypoint: a service that has no room for them may drop them."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """A real Slurm on loopback: a controller, four nodes with two GPUs each that are none, and munge, in one folder.
 
-`main` takes nodes from `low`, whose jobs have 3 s to leave. There is no database of accounts: a script refuses all but
-`known`, with Slurm's own error. Needs Debian's packages slurmctld, slurmd, slurm-client and munge.
+`main` takes nodes from `low`, whose jobs have 3 s to leave; jobs in `short` have half an hour. There is no database of
+accounts: a script refuses all but `known`, with Slurm's own error. Needs Debian's packages slurmctld, slurmd,
+slurm-client and munge.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ PreemptMode=REQUEUE
 {settings}
 {nodes}
 PartitionName=main Nodes=ALL Default=YES State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=short Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF MaxTime=30
 PartitionName=low Nodes=ALL State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=3
 JobSubmitPlugins=lua
 """

@@ -19,6 +19,7 @@ from executors.backends.kubernetes_pods import index_of, indexes, ranks_of, stat
 LONG_AGO = datetime.now(UTC) - timedelta(seconds=3700)
 JUST_NOW = datetime.now(UTC) + timedelta(hours=1)  # when this module is loaded: its tests may run long after
 DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "evicting"}
+SILENT = "it was deleted, and its node does not say that it is gone"
 UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "Insufficient cpu"}
 
 
@@ -62,8 +63,8 @@ def waiting(reason: str, message: str, since: datetime) -> dict[str, Any]:
     return {"phase": "Pending", "startTime": since, **status}
 
 
-def pod(**status: Any) -> Any:
-    return client.V1Pod.from_dict({"metadata": {"labels": {}}, "status": status})
+def pod(*, gone_by: datetime | None = None, **status: Any) -> Any:
+    return client.V1Pod.from_dict({"metadata": {"labels": {}, "deletionTimestamp": gone_by}, "status": status})
 
 
 def job(*, is_deleted: bool = False, suspend: bool = False, **status: Any) -> Any:
@@ -98,6 +99,15 @@ PODS: list[tuple[dict[str, Any], JobState]] = [
     ),
     ({"phase": "Running"}, JobState(False)),
     ({"phase": "Running", "conditions": [DISRUPTED]}, JobState(False, message="EvictionByEvictionAPI: evicting")),
+    ({"phase": "Running", "gone_by": JUST_NOW}, JobState(False)),
+    ({"phase": "Running", "gone_by": LONG_AGO}, JobState(True, "lost", None, SILENT)),
+    ({"phase": "Unknown", "gone_by": LONG_AGO}, JobState(True, "lost", None, SILENT)),
+    ({"phase": "Pending", "gone_by": LONG_AGO}, JobState(True, "lost", None, SILENT)),
+    (
+        {"phase": "Running", "conditions": [DISRUPTED], "gone_by": LONG_AGO},
+        JobState(True, "preempted", None, "EvictionByEvictionAPI: evicting"),
+    ),
+    ({"phase": "Running", "gone_by": LONG_AGO, **ended(3)}, JobState(True, None, 3, holds=True)),
     ({"phase": "Succeeded", **ended(0, "Completed")}, JobState(True, None, 0)),
     ({"phase": "Failed", **ended(3)}, JobState(True, None, 3)),
     ({"phase": "Failed", **ended(137)}, JobState(True, None, 137)),

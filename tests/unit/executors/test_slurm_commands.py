@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+from support.new_runs import create_run
 
+from executors import ReplicaStatus, SlurmExecutor, attach
+from executors.attempt import Attempt
+from executors.backends.jobs.executor import INSTALL_S
 from executors.backends.jobs.service import Job, JobKey, JobServiceError, JobState, retrying
 from executors.backends.slurm import SlurmJobs
 from executors.backends.slurm_commands import (
@@ -20,6 +25,7 @@ from executors.backends.slurm_commands import (
 )
 from executors.errors import BackendError, MissingDependencyError
 from executors.run_key import RUN_KEY
+from executors.store import store_at
 
 NO_LOG = (
     "Perhaps its node has no folder for its log. Name a folder that the nodes share with this machine: "
@@ -191,6 +197,62 @@ def test_a_controller_that_falls_silent_after_sbatch_starts_no_second_array(answ
     (job_id,) = start(service.start_jobs, [Job(JobKey("s3://bucket/runs", "otter", 0, 1), ("true",), (), {}, {})])
     assert job_id == {"id": "184", "task": 0, "cluster": "here"}
     assert (answer / "asked").read_text().count("\n") == 1
+
+
+def test_slurm_is_checked_with_the_time_that_is_asked_for(answer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half an hour, and what the jobs of a launch have beside it; or the half hour alone where there is no more."""
+    monkeypatch.setattr(SlurmJobs, "_cluster", "here")
+    refuses = f'echo "$*" >> {answer}/asked\ncase "$*" in *--time={"{}"}*) echo refused >&2; exit 1; esac\necho 184\n'
+    for refused, tested, asked in (("none", ["45"], "45"), ("45", ["45", "30"], "30")):
+        (answer / "asked").unlink(missing_ok=True)
+        (answer / "sbatch").write_text("#!/bin/sh\n" + refuses.format(refused))
+        job = Job(
+            JobKey("file:///r", "otter", 0, 0), ("true",), (), {}, {}, limit_s=1800 + INSTALL_S, margin_s=INSTALL_S
+        )
+        checking = SlurmJobs(log_dir=str(answer))
+        checking.check_account(None, 1800, ())
+        checking.start_jobs([job])
+        lines = (answer / "asked").read_text().splitlines()
+        assert [line.partition("--time=")[2].split()[0] for line in lines] == [*tested, asked]
+        SlurmJobs(log_dir=str(answer)).start_jobs([job])  # as a resume from elsewhere
+        assert (answer / "asked").read_text().splitlines()[-1] == lines[-1]
+        assert f"--time={asked}" in checking.describe(job)["command"]
+
+
+def test_logs_are_found_from_another_folder_than_that_of_the_launch(
+    answer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlurmJobs, "_cluster", "here")
+    monkeypatch.setenv("HOME", str(answer))
+    job = Job(JobKey("file:///r", "otter", 0, 0), ("true",), (), {}, {})
+    (answer / "sbatch").write_text("#!/bin/sh\necho 184\n")
+    for named in ("logs", "~/logs"):
+        monkeypatch.chdir(answer)
+        launching = SlurmJobs(log_dir=named)
+        (job_id,) = launching.start_jobs([job])
+        (log,) = (answer / "logs").glob("otter/*/replicas/0000/0")
+        (log / "output.log").write_text("mine\n")
+        monkeypatch.chdir("/")
+        reading = SlurmJobs(**launching.options)
+        assert reading.logs(reading.verify(job_id, job.key), 5) == "mine\n"
+        shutil.rmtree(answer / "logs")
+
+
+def test_a_run_that_is_removed_leaves_no_log_in_its_log_dir(
+    answer: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(SlurmJobs, "_cluster", "here")
+    (answer / "sbatch").write_text("#!/bin/sh\necho 184\n")
+    store, executor = store_at(tmp_path / "runs"), SlurmExecutor(log_dir=str(tmp_path / "logs"))
+    spec = create_run(store, "otter", "job:main", {}, 1, backend="slurm")
+    attempt = Attempt(store, "otter", 0)
+    for launched_at in (spec.launched_at, 1.0):  # and of a run of this id at another time
+        executor.service.start_jobs([Job(JobKey.of(attempt, launched_at), ("true",), (), {}, {})])
+    attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
+    assert len([*(tmp_path / "logs" / "otter").iterdir()]) == 2
+    attach(f"{tmp_path}/runs/otter", executor=executor).remove()
+    (other,) = (tmp_path / "logs" / "otter").iterdir()
+    assert other.name == JobKey.of(attempt, 1.0).nonce
 
 
 def test_a_silent_controller_is_found_out_before_anything_is_asked_for(answer: Path) -> None:
