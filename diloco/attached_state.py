@@ -103,6 +103,8 @@ class AttachedState:
         """Those that this process had made then."""
         self._missed = 0
         """Steps of the run that what is attached did not take."""
+        self._left_out: set[str] = set()
+        """The names of what has a state by now that cannot be kept."""
 
     def __bool__(self) -> bool:
         return bool(self._attached)
@@ -168,10 +170,20 @@ class AttachedState:
             log.warning("rank %s: went on at step %s; what is attached is from step %s", self._me.rank, now, own)
 
     def keep(self, position: int, progress: Sequence[Tensor], uncounted_since: Sequence[int]) -> None:
-        """Copy all states as they are now, and store the copy in the background."""
+        """Copy all states as they are now, and store the copy in the background.
+
+        One that became more than tensors and JSON is left out, with a warning: what is kept is no reason to end.
+        """
         arrays = {f"progress/{index}": part.numpy() for index, part in enumerate(progress) if part.count_nonzero()}
         for name, thing in self._attached.items():
-            state = to_arrays(_state_calls(name, thing)[0](), f"attached/{name}")
+            taken = _state_calls(name, thing)[0]()
+            try:
+                state = to_arrays(taken, f"attached/{name}")
+            except TypeError as error:
+                if name not in self._left_out:
+                    log.warning("rank %s: %r is not kept: %s", self._me.rank, name, error)
+                self._left_out.add(name)
+                continue
             arrays |= {key: np.array(value) for key, value in state.items()}
         since, steps = list(uncounted_since), self.step
         self._background(lambda: self._put(position, steps, arrays, since))
@@ -286,10 +298,11 @@ def _flatten(value: Any, arrays: dict[str, Array], prefix: str, where: str) -> A
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [_flatten(item, arrays, prefix, f"{where}[{at}]") for at, item in enumerate(value)]}
     if isinstance(value, Tensor):
-        dtype, values = str(value.dtype).removeprefix("torch."), value.detach().cpu()
-        if dtype == "bfloat16":
-            values = values.contiguous().view(torch.int16)  # numpy has no such type
-        with contextlib.suppress(TypeError):  # of another type, or layout, that numpy does not have
+        dtype = str(value.dtype).removeprefix("torch.")
+        with contextlib.suppress(TypeError, RuntimeError):  # of another type, layout or class that numpy does not have
+            values = value.detach().cpu()
+            if dtype == "bfloat16":
+                values = values.contiguous().view(torch.int16)  # numpy has no such type
             if (array := values.numpy()).dtype in _KEPT:
                 return {"tensor": _added(array, arrays, prefix), "dtype": dtype}
     if isinstance(value, np.ndarray) and value.dtype in _KEPT:

@@ -254,7 +254,7 @@ class DiLoCo:
                 `step()`. Do not step it yourself, and attach its optimizer first.
 
         Raises:
-            TypeError: it is something else, or its state is; says where.
+            TypeError: it is another thing, or its state is; says where. Later it is left out, with a warning.
             ValueError: the name is taken, or a schedule that follows was attached before its optimizer.
         """
         self._check_open()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from time import monotonic
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,6 +54,31 @@ class State:
         self.values = state["values"]  # type: ignore[assignment]
 
 
+class Projector:
+    """What some optimizers keep for each parameter, from their first step on."""
+
+
+class Quantized(torch.Tensor):
+    """A tensor that wraps others, as optimizers of 8 bit have."""
+
+    @staticmethod
+    def __new__(cls) -> Quantized:
+        return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Quantized:
+        return cls()  # whatever is done to it
+
+
+class Unfolding(State):
+    """Has a state that becomes more than tensors and JSON."""
+
+    more: object = None
+
+    def state_dict(self) -> dict[str, object]:
+        return {**super().state_dict(), "more": self.more}
+
+
 def attached(store: MemoryStore, attempt: int) -> AttachedState:
     patient = PatientStore(store, clock=monotonic, error_patience_s=15.0)
     return AttachedState(patient, KEYS, Identity(0, 1, attempt, "n"), lambda job: job(), Plan(), UNSIGNED)
@@ -96,6 +122,27 @@ def test_what_is_attached_and_cannot_be_kept_is_a_warning(caplog: pytest.LogCapt
     kept.attach("state", State(1.0), 0)
     kept.keep(4, [], [4])
     assert "rank 0: what is attached could not be kept after round 4: No space left on device" in caplog.text
+
+
+@pytest.mark.parametrize(("more", "kind"), [(Projector(), "Projector"), (Quantized(), "Quantized of torch.float32")])
+def test_a_state_that_becomes_more_than_tensors_is_a_warning_and_training_goes_on(
+    more: object, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, unfolding = MemoryStore(), Unfolding(1.0)
+    first = attached(store, 0)
+    first.attach("optimizer", unfolding, 0)
+    first.attach("data", State(5.0), 0)
+    unfolding.more = more
+    for position in (4, 8):
+        first.keep(position, [torch.ones(3)], [position])
+    (warning,) = caplog.messages
+    assert warning.startswith(f"rank 0: 'optimizer' is not kept: attached/optimizer['more'] is a {kind}, which")
+    again, data, optimizer = attached(store, 1), State(0.0), State(0.0)
+    assert again.kept is not None
+    assert (again.kept.position, again.kept.progress([3])[0].tolist()) == (8, [1.0, 1.0, 1.0])
+    again.attach("optimizer", optimizer, 0)
+    again.attach("data", data, 0)
+    assert [state.values["0"][0].item() for state in (optimizer, data)] == [0.0, 5.0]
 
 
 def test_a_snapshot_that_cannot_be_kept_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
