@@ -141,6 +141,7 @@ def plan(
             steps=steps,
             link=planner.Link(up=speed.up, down=speed.down, latency_s=speed.latency_s),
             processor=planner.Processor(**processor, **({"copy": GPU_COPY} if gpu else {})),
+            most_bytes=_most_bytes(url),
         )
         fixed = {"inner_steps": inner_steps, "fragments": fragments, "overlap_steps": overlap_steps}
         found = planner.choose(job, wires=planner.WIRES if wire is None else (wire,), mean_wire=mean_wire, **fixed)
@@ -240,6 +241,15 @@ def _kind_of(url: str | None) -> str:
 
     host = urlsplit(S3Address.parse(url).endpoint_url or "https://amazonaws.com").hostname or ""
     return "r2" if host.endswith(".r2.cloudflarestorage.com") else "s3" if host.endswith("amazonaws.com") else host
+
+
+def _most_bytes(url: str | None) -> float:
+    """Return how large an object may be that a store takes."""
+    if url is None or not url.startswith("s3:"):
+        return math.inf
+    from executors.store.s3.store import MAX_PUT_BYTES
+
+    return MAX_PUT_BYTES
 
 
 def _short(count: float) -> str:

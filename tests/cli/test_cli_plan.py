@@ -63,6 +63,14 @@ def test_a_plan_says_what_speaks_against_it(here: HereInstead, more: tuple[str, 
     assert said in here.replicas("plan", *SMALL, *given, *more).stdout
 
 
+def test_a_plan_for_a_bucket_has_objects_that_a_bucket_takes(here: HereInstead) -> None:
+    large = ("--params", "8B", "--n", "8", "--step", "20", "--store", BUCKET, "--gpu", "H100")
+    assert here.replicas("plan", *large, "--json").json["settings"]["fragments"] > 1
+    assert here.replicas("plan", *large[:-4], *BY_HAND, "--fragments", "1").code == 0
+    result = here.replicas("plan", *large, "--fragments", "1", "--wire", "int8")
+    assert "fragments must be at least 2, since the store takes no object of more than 5.37 GB" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
