@@ -12,7 +12,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -190,7 +190,7 @@ class AttachedState:
 
     def _put(self, position: int, steps: int, arrays: Arrays, since: Sequence[int]) -> None:
         store, me = self._store.for_thread(), self._me
-        parts = [encode_part(part) for part in parts_of(arrays, OWN_PART_BYTES)]
+        parts = [encode_part(part) for part in parts_of(dict(_cut(arrays)), OWN_PART_BYTES)]
         digest, *more = (digest_of(part, self._proof) for part in parts)
         about = {"rank": me.rank, "attempt": me.attempt, "position": position, "uncounted_since": since, "steps": steps}
         record = {**about, "digest": digest, **({"more": more} if more else {})}
@@ -246,9 +246,32 @@ class AttachedState:
                     if self._proof.digest(part) != digest:
                         raise ValueError("a part of other bytes")
                     arrays |= decode_part(part)
-                return Kept(position, arrays, since, steps)
+                return Kept(position, _joined(arrays), since, steps)
         self._store.note_bad(key, record)
         return None
+
+
+def _cut(arrays: Arrays) -> Iterator[tuple[str, Array]]:
+    """Yield arrays by name, in pieces of whole rows where one is larger than an object should be."""
+    for name, array in arrays.items():
+        if array.nbytes <= OWN_PART_BYTES:
+            yield name, array
+            continue
+        rows = max(1, OWN_PART_BYTES * len(array) // array.nbytes)
+        for number, first in enumerate(range(0, len(array), rows)):
+            yield f"{number} of {name}", array[first : first + rows]
+
+
+def _joined(found: Arrays) -> dict[str, Array]:
+    """Return arrays by name, of which some were cut."""
+    arrays: dict[str, Array] = {}
+    pieces: dict[str, dict[int, Array]] = {}
+    for name, array in found.items():
+        if piece := re.fullmatch(r"(\d{1,9}) of (.*)", name, re.DOTALL):
+            pieces.setdefault(piece[2], {})[int(piece[1])] = array
+        else:
+            arrays[name] = array
+    return arrays | {name: np.concatenate([parts[n] for n in range(len(parts))]) for name, parts in pieces.items()}
 
 
 def _state_calls(name: str, thing: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

@@ -100,6 +100,27 @@ def test_what_is_attached_and_large_is_kept_in_parts_and_given_back(monkeypatch:
     assert [values[0].item() for values in state.values.values()] == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize("shape", [(1000,), (250, 4), (2, 500)])
+def test_live_work_and_states_that_are_larger_than_a_part_are_kept_in_parts(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attached_state, "OWN_PART_BYTES", 2000)
+    store, large = MemoryStore(), State(1.0)
+    large.values["0"] = torch.arange(1000.0).view(shape)
+    first = attached(store, 0)
+    first.attach("state", large, 0)
+    first.keep(4, [torch.arange(1000.0), torch.ones(3)], [4, 4])
+    sizes = [entry.size_bytes for entry in store.list(KEYS.own(0))]
+    assert len(sizes) > 4
+    assert max(sizes) < 2000 + 400  # and a header
+    again, state = attached(store, 1), State(9.0)
+    assert again.kept is not None
+    assert again.kept.names() == {"state"}
+    assert [part.tolist() for part in again.kept.progress([1000, 3])] == [list(range(1000)), [1.0, 1.0, 1.0]]
+    again.attach("state", state, 0)
+    assert all(torch.equal(state.values[name], values) for name, values in large.values.items())
+
+
 def test_a_part_that_is_missing_or_rotten_means_the_record_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attached_state, "OWN_PART_BYTES", 500)
     for rotten in (None, b"?"):
