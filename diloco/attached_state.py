@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -169,16 +170,26 @@ class AttachedState:
             now, own = self._begun_at + step, self._begun_at + step - self._missed
             log.warning("rank %s: went on at step %s; what is attached is from step %s", self._me.rank, now, own)
 
-    def keep(self, position: int, progress: Sequence[Tensor], uncounted_since: Sequence[int]) -> None:
+    def keep(
+        self,
+        position: int,
+        progress: Sequence[Tensor],
+        uncounted_since: Sequence[int],
+        buffers: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
         """Copy all states as they are now, and store the copy in the background.
 
         One that became more than tensors and JSON is left out, with a warning: what is kept is no reason to end.
+
+        Args:
+            buffers: of the model, in nobody's average.
         """
         arrays = {f"progress/{index}": part.numpy() for index, part in enumerate(progress) if part.count_nonzero()}
-        for name, thing in self._attached.items():
-            taken = _state_calls(name, thing)[0]()
+        states = {f"attached/{name}": _state_calls(name, thing)[0]() for name, thing in self._attached.items()}
+        for prefix, taken in {**states, **({"buffers": dict(buffers)} if buffers else {})}.items():
+            name = prefix.removeprefix("attached/")
             try:
-                state = to_arrays(taken, f"attached/{name}")
+                state = to_arrays(taken, prefix)
             except TypeError as error:
                 if name not in self._left_out:
                     log.warning("rank %s: %r is not kept: %s", self._me.rank, name, error)
@@ -203,6 +214,13 @@ class AttachedState:
             error = raised
         if error is not None:
             log.warning("rank %s: what is attached could not be kept after round %s: %s", me.rank, position, error)
+
+    def kept_buffers(self) -> dict[str, Tensor]:
+        """Return the model's own buffers that an earlier attempt kept; none where there are none that can be read."""
+        with contextlib.suppress(BadRecordError), reading("buffers"):
+            found = None if self.kept is None else from_arrays(self.kept.arrays, "buffers")
+            return {name: typed(Tensor, values) for name, values in typed(dict, found or {}).items()}
+        return {}
 
     def take_over(self, origin: str, position: int) -> None:
         """Load what is attached from what this rank kept in another run, up to this one's position."""

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_128
 
-from diloco.fragments import Fragment, check_is_whole, marks_of_frozen
+from diloco.fragments import Fragment, check_is_whole, marks_of_buffers, marks_of_frozen, own_buffers
 from diloco.outer_optimizer import CHUNK, GivenOptimizer, NesterovSGD, OuterOptimizer
 from diloco.pseudo_gradient import difference, live_tensors, pack, set_live
 from diloco.rendezvous.proof import proof_of
@@ -41,7 +42,11 @@ class ModelState:
         self.rank = settings.rank
         self.before_hold: Callable[[], None] = lambda: None
         """Called before work is held: until that is handed over, the rounds do nothing beside the training."""
+        self.is_back = False
+        """Whether this is a later attempt of its rank, whose own buffers may have changed since the run began."""
         self._frozen = marks_of_frozen(model)
+        self._own_at_first = {name: _digest(buffer) for name, buffer in own_buffers(model, fragments).items()}
+        self._marks_at_first = marks_of_buffers(own_buffers(model, fragments))
         self.carries = settings.late == "carry"
         self.keeps_later_work = settings.merge == "carry"
         self._settings = settings
@@ -76,7 +81,8 @@ class ModelState:
             for fragment in self.fragments
             for slot in fragment.slots
         }
-        frozen = {"frozen": self._frozen} if self._frozen else {}
+        marks = self._frozen if self.is_back else self._frozen | self._marks_at_first
+        frozen = {"frozen": marks} if marks else {}
         stepped = [fragment.n_stepped for fragment in self.fragments]  # before the buffers
         return {"tensors": tensors, "stepped": stepped, **self._settings.agreed(), **frozen}
 
@@ -210,6 +216,18 @@ class ModelState:
             else:
                 set_live(self.model, fragment, anchor - self._mix * progress[index])
 
+    def new_buffers(self) -> dict[str, Tensor]:
+        """Return what nobody averages and training has changed, as statistics where a wire is too coarse for them."""
+        buffers = own_buffers(self.model, self.fragments)
+        return {name: buffer for name, buffer in buffers.items() if _digest(buffer) != self._own_at_first.get(name)}
+
+    @torch.no_grad()
+    def give_buffers(self, kept: Mapping[str, Tensor]) -> None:
+        """Take such buffers back, as far as the model has them."""
+        for name, buffer in own_buffers(self.model, self.fragments).items():
+            if name in kept and kept[name].shape == buffer.shape:
+                buffer.copy_(kept[name])
+
     def checkpoint(self) -> dict[str, Any]:
         """Return copies of the anchor, by name, and of the outer optimizers' states."""
         anchor = {name: values.clone() for name, values in self.anchor_views().items()}
@@ -262,3 +280,8 @@ class ModelState:
     def _of(self, entry: int) -> tuple[Fragment, Tensor, Shadow]:
         index = entry % len(self.fragments)
         return self.fragments[index], self.anchors[index], self._shadows[index]
+
+
+def _digest(values: Tensor) -> bytes:
+    flat = values.detach().cpu().contiguous().reshape(-1)
+    return xxh3_128(flat.view(torch.uint8).numpy().data).digest() if flat.numel() else b""

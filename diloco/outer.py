@@ -170,7 +170,7 @@ class DiLoCo:
         me = place.identify(patient, keys)
         self._name = (me.nonce, name)
         check_is_free(self._name)
-        self._model_state.rank = me.rank
+        self._model_state.rank, self._model_state.is_back = me.rank, me.attempt > 0
         who, watch = f"diloco {name} of rank {me.rank}", open_watch(place.store)
         self._workers = workers = Workers(patient, watch, who, is_beside=settings.is_beside)
         context = Context(
@@ -189,6 +189,7 @@ class DiLoCo:
             self._participant.start(None if kept is None else kept.restored(self._model_state.sizes()))
         if context.origin is not None and kept is None:
             self._attached.take_over(context.origin, self.rounds)
+        self._model_state.give_buffers(self._attached.kept_buffers())
         self._steps_before = self._attached.step
         self._kept_period = self.rounds // settings.entries_per_snapshot
         self._model_state.before_hold = self._keep_if_due
@@ -381,7 +382,7 @@ class DiLoCo:
     def _keep_attached(self) -> None:
         """Keep what is attached, with this replica's live work; nothing is in flight."""
         progress = self._participant.apart(self._model_state.progress)
-        self._attached.keep(self.rounds, progress, self._participant.uncounted_since)
+        self._attached.keep(self.rounds, progress, self._participant.uncounted_since, self._model_state.new_buffers())
 
     def _leave_if_asked(self, *, after_round: bool) -> None:
         """Keep what is attached, tell the others, and leave by `SystemExit`, where this replica is asked to end."""
