@@ -16,7 +16,7 @@ from xxhash import xxh3_128
 
 from diloco.fragments import Fragment, check_is_whole, marks_of_buffers, marks_of_frozen, own_buffers
 from diloco.outer_optimizer import CHUNK, GivenOptimizer, NesterovSGD, OuterOptimizer
-from diloco.pseudo_gradient import difference, live_tensors, pack, set_live
+from diloco.pseudo_gradient import difference, has_moved, live_tensors, pack, set_live
 from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.training_state import Agreement, Array, Arrays, Packed, Verdict
 from diloco.settings import Settings
@@ -47,6 +47,8 @@ class ModelState:
         self._frozen = marks_of_frozen(model)
         self._own_at_first = {name: _digest(buffer) for name, buffer in own_buffers(model, fragments).items()}
         self._marks_at_first = marks_of_buffers(own_buffers(model, fragments))
+        self._unmoved: dict[int, int] = {}
+        """By fragment, the newest entry for which no parameter had moved."""
         self.carries = settings.late == "carry"
         self.keeps_later_work = settings.merge == "carry"
         self._settings = settings
@@ -134,8 +136,11 @@ class ModelState:
         fragment, anchor, shadow = self._of(entry)
         *_, last = blocks_of(self.wire, fragment.n_elements, self._block_elements)
         first, end = (0, last.end) if keep is None else keep
+        live = shadow.values()
+        if not has_moved(live, anchor):
+            self._unmoved[fragment.index] = entry
         return pack(
-            shadow.values(),
+            live,
             anchor,
             np.empty(end, np.uint8).data if keep is None and end > self._memory.nbytes else self._room(end - first),
             wire=self.wire,
@@ -145,6 +150,10 @@ class ModelState:
             who=f"Contribution of rank {self.rank} for round {entry + 1}",
             block_elements=self._block_elements,
         )
+
+    def had_moved(self, entry: int) -> bool:
+        """Tell whether what was packed for an entry is work, and not only digits that the model does not have."""
+        return self._unmoved.get(entry % len(self.fragments)) != entry
 
     @torch.no_grad()
     def apply(

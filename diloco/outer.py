@@ -182,7 +182,7 @@ class DiLoCo:
         for layout in context.layouts:
             self._model_state.reserve(layout.kept_bytes(place.world_size, streams=patient.streams))
         self._attached = AttachedState(patient, keys, me, workers.uploads, settings.plan, context.proof, _begun_at)
-        self._same_data = SameData(same_data, me.rank, place.replica)
+        self._same_data = SameData(same_data, me.rank, place.replica, self._model_state.had_moved)
         self._participant = Participant(context)
         self._round_s, self._closed, kept = 0.0, False, self._attached.kept
         with self._liaison.waiting("first anchor"):
