@@ -21,7 +21,7 @@ ROUNDS = 3
 """One round may be chance, as of a dataset that begins with the same batch everywhere."""
 MOST_NAMED = 4
 """Ranks; so that the advice is in the one line that tables and summaries show."""
-ADVICE = "Give each replica its own: replica.shard(dataset), or a seed that depends on current_replica().rank."
+ADVICE = "Give each its own: replica.shard(dataset), or a seed that depends on current_replica().rank."
 
 
 class SameData:

@@ -53,7 +53,7 @@ def test_ranks_that_send_the_same_three_rounds_in_a_row_end_and_the_others_go_on
     assert second == ([()] * 5, "")
     assert first[1] == (
         "Ranks 0 and 2 sent identical contributions 3 rounds in a row, up to round 3: they train on the same data. "
-        "Give each replica its own: replica.shard(dataset), or a seed that depends on current_replica().rank. "
+        "Give each its own: replica.shard(dataset), or a seed that depends on current_replica().rank. "
         'Where it is meant: same_data="allow", or "warn".'
     )
     assert len(f"diloco.errors.DuplicateWorkError: {first[1]}") < MAX_CHARACTERS, "a table shows no more of it"
