@@ -55,6 +55,22 @@ def test_variances_that_are_averaged_stay_positive_and_equal(wire: str, overlap_
             assert (anchor > 0).all()
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_share_of_live_work_that_is_kept_is_none_of_statistics(background: bool) -> None:
+    def body(where: Mapping[str, Any]) -> tuple[bool, bool]:
+        model = nn.BatchNorm1d(len(VARIANCES))
+        options: dict[str, Any] = {"outer_lr": 0.5, "outer_momentum": 0.0, "mix": 0.5, "background": background}
+        with DiLoCo(model, inner_steps=1, **options, **where) as diloco:
+            for _ in range(2):
+                see(model, VARIANCES * (1 + where["rank"]))
+                nudge(model, 0.1)
+                diloco.step()
+            anchor = diloco.anchor()
+            return torch.equal(model.weight, anchor["weight"]), torch.equal(statistics(model), anchor["running_var"])
+
+    assert run_replicas(2, body) == [(False, True)] * 2
+
+
 def test_a_replica_that_was_late_takes_the_statistics_of_the_others() -> None:
     is_sealed = threading.Event()
 
