@@ -294,7 +294,9 @@ def utilisation(choice: Choice, step_s: float, round_s: float) -> float:
 
 
 @pytest.mark.parametrize(("train_s", "round_s", "published"), MEASURED)
-def test_a_measured_utilisation_follows_from_the_seconds_of_a_round(train_s: float, round_s: float, published: float) -> None:
+def test_a_measured_utilisation_follows_from_the_seconds_of_a_round(
+    train_s: float, round_s: float, published: float
+) -> None:
     assert utilisation(Choice(inner_steps=100), train_s / 100, round_s) == pytest.approx(published, abs=0.1)
 
 
