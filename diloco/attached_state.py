@@ -12,8 +12,9 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,8 @@ class AttachedState:
         """Those that this process had made then."""
         self._missed = 0
         """Steps of the run that what is attached did not take."""
+        self._left_out: set[str] = set()
+        """The names of what has a state by now that cannot be kept."""
 
     def __bool__(self) -> bool:
         return bool(self._attached)
@@ -167,18 +170,38 @@ class AttachedState:
             now, own = self._begun_at + step, self._begun_at + step - self._missed
             log.warning("rank %s: went on at step %s; what is attached is from step %s", self._me.rank, now, own)
 
-    def keep(self, position: int, progress: Sequence[Tensor], uncounted_since: Sequence[int]) -> None:
-        """Copy all states as they are now, and store the copy in the background."""
+    def keep(
+        self,
+        position: int,
+        progress: Sequence[Tensor],
+        uncounted_since: Sequence[int],
+        buffers: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Copy all states as they are now, and store the copy in the background.
+
+        One that became more than tensors and JSON is left out, with a warning: what is kept is no reason to end.
+
+        Args:
+            buffers: of the model, in nobody's average.
+        """
         arrays = {f"progress/{index}": part.numpy() for index, part in enumerate(progress) if part.count_nonzero()}
-        for name, thing in self._attached.items():
-            state = to_arrays(_state_calls(name, thing)[0](), f"attached/{name}")
+        states = {f"attached/{name}": _state_calls(name, thing)[0]() for name, thing in self._attached.items()}
+        for prefix, taken in {**states, **({"buffers": dict(buffers)} if buffers else {})}.items():
+            name = prefix.removeprefix("attached/")
+            try:
+                state = to_arrays(taken, prefix)
+            except TypeError as error:
+                if name not in self._left_out:
+                    log.warning("rank %s: %r is not kept: %s", self._me.rank, name, error)
+                self._left_out.add(name)
+                continue
             arrays |= {key: np.array(value) for key, value in state.items()}
         since, steps = list(uncounted_since), self.step
         self._background(lambda: self._put(position, steps, arrays, since))
 
     def _put(self, position: int, steps: int, arrays: Arrays, since: Sequence[int]) -> None:
         store, me = self._store.for_thread(), self._me
-        parts = [encode_part(part) for part in parts_of(arrays, OWN_PART_BYTES)]
+        parts = [encode_part(part) for part in parts_of(dict(_cut(arrays)), OWN_PART_BYTES)]
         digest, *more = (digest_of(part, self._proof) for part in parts)
         about = {"rank": me.rank, "attempt": me.attempt, "position": position, "uncounted_since": since, "steps": steps}
         record = {**about, "digest": digest, **({"more": more} if more else {})}
@@ -191,6 +214,13 @@ class AttachedState:
             error = raised
         if error is not None:
             log.warning("rank %s: what is attached could not be kept after round %s: %s", me.rank, position, error)
+
+    def kept_buffers(self) -> dict[str, Tensor]:
+        """Return the model's own buffers that an earlier attempt kept; none where there are none that can be read."""
+        with contextlib.suppress(BadRecordError), reading("buffers"):
+            found = None if self.kept is None else from_arrays(self.kept.arrays, "buffers")
+            return {name: typed(Tensor, values) for name, values in typed(dict, found or {}).items()}
+        return {}
 
     def take_over(self, origin: str, position: int) -> None:
         """Load what is attached from what this rank kept in another run, up to this one's position."""
@@ -234,9 +264,32 @@ class AttachedState:
                     if self._proof.digest(part) != digest:
                         raise ValueError("a part of other bytes")
                     arrays |= decode_part(part)
-                return Kept(position, arrays, since, steps)
+                return Kept(position, _joined(arrays), since, steps)
         self._store.note_bad(key, record)
         return None
+
+
+def _cut(arrays: Arrays) -> Iterator[tuple[str, Array]]:
+    """Yield arrays by name, in pieces of whole rows where one is larger than an object should be."""
+    for name, array in arrays.items():
+        if array.nbytes <= OWN_PART_BYTES:
+            yield name, array
+            continue
+        rows = max(1, OWN_PART_BYTES * len(array) // array.nbytes)
+        for number, first in enumerate(range(0, len(array), rows)):
+            yield f"{number} of {name}", array[first : first + rows]
+
+
+def _joined(found: Arrays) -> dict[str, Array]:
+    """Return arrays by name, of which some were cut."""
+    arrays: dict[str, Array] = {}
+    pieces: dict[str, dict[int, Array]] = {}
+    for name, array in found.items():
+        if piece := re.fullmatch(r"(\d{1,9}) of (.*)", name, re.DOTALL):
+            pieces.setdefault(piece[2], {})[int(piece[1])] = array
+        else:
+            arrays[name] = array
+    return arrays | {name: np.concatenate([parts[n] for n in range(len(parts))]) for name, parts in pieces.items()}
 
 
 def _state_calls(name: str, thing: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
@@ -286,10 +339,11 @@ def _flatten(value: Any, arrays: dict[str, Array], prefix: str, where: str) -> A
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [_flatten(item, arrays, prefix, f"{where}[{at}]") for at, item in enumerate(value)]}
     if isinstance(value, Tensor):
-        dtype, values = str(value.dtype).removeprefix("torch."), value.detach().cpu()
-        if dtype == "bfloat16":
-            values = values.contiguous().view(torch.int16)  # numpy has no such type
-        with contextlib.suppress(TypeError):  # of another type, or layout, that numpy does not have
+        dtype = str(value.dtype).removeprefix("torch.")
+        with contextlib.suppress(TypeError, RuntimeError):  # of another type, layout or class that numpy does not have
+            values = value.detach().cpu()
+            if dtype == "bfloat16":
+                values = values.contiguous().view(torch.int16)  # numpy has no such type
             if (array := values.numpy()).dtype in _KEPT:
                 return {"tensor": _added(array, arrays, prefix), "dtype": dtype}
     if isinstance(value, np.ndarray) and value.dtype in _KEPT:

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_128
 
-from diloco.fragments import Fragment, check_is_whole, marks_of_frozen
+from diloco.fragments import Fragment, check_is_whole, marks_of_buffers, marks_of_frozen, own_buffers
 from diloco.outer_optimizer import CHUNK, GivenOptimizer, NesterovSGD, OuterOptimizer
-from diloco.pseudo_gradient import difference, live_tensors, pack, set_live
+from diloco.pseudo_gradient import difference, has_moved, live_tensors, pack, set_live
 from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.training_state import Agreement, Array, Arrays, Packed, Verdict
 from diloco.settings import Settings
@@ -41,7 +42,13 @@ class ModelState:
         self.rank = settings.rank
         self.before_hold: Callable[[], None] = lambda: None
         """Called before work is held: until that is handed over, the rounds do nothing beside the training."""
+        self.is_back = False
+        """Whether this is a later attempt of its rank, whose own buffers may have changed since the run began."""
         self._frozen = marks_of_frozen(model)
+        self._own_at_first = {name: _digest(buffer) for name, buffer in own_buffers(model, fragments).items()}
+        self._marks_at_first = marks_of_buffers(own_buffers(model, fragments))
+        self._unmoved: dict[int, int] = {}
+        """By fragment, the newest entry for which no parameter had moved."""
         self.carries = settings.late == "carry"
         self.keeps_later_work = settings.merge == "carry"
         self._settings = settings
@@ -76,7 +83,8 @@ class ModelState:
             for fragment in self.fragments
             for slot in fragment.slots
         }
-        frozen = {"frozen": self._frozen} if self._frozen else {}
+        marks = self._frozen if self.is_back else self._frozen | self._marks_at_first
+        frozen = {"frozen": marks} if marks else {}
         stepped = [fragment.n_stepped for fragment in self.fragments]  # before the buffers
         return {"tensors": tensors, "stepped": stepped, **self._settings.agreed(), **frozen}
 
@@ -128,8 +136,11 @@ class ModelState:
         fragment, anchor, shadow = self._of(entry)
         *_, last = blocks_of(self.wire, fragment.n_elements, self._block_elements)
         first, end = (0, last.end) if keep is None else keep
+        live = shadow.values()
+        if not has_moved(live, anchor):
+            self._unmoved[fragment.index] = entry
         return pack(
-            shadow.values(),
+            live,
             anchor,
             np.empty(end, np.uint8).data if keep is None and end > self._memory.nbytes else self._room(end - first),
             wire=self.wire,
@@ -139,6 +150,10 @@ class ModelState:
             who=f"Contribution of rank {self.rank} for round {entry + 1}",
             block_elements=self._block_elements,
         )
+
+    def had_moved(self, entry: int) -> bool:
+        """Tell whether what was packed for an entry is work, and not only digits that the model does not have."""
+        return self._unmoved.get(entry % len(self.fragments)) != entry
 
     @torch.no_grad()
     def apply(
@@ -210,6 +225,18 @@ class ModelState:
             else:
                 set_live(self.model, fragment, anchor - self._mix * progress[index])
 
+    def new_buffers(self) -> dict[str, Tensor]:
+        """Return what nobody averages and training has changed, as statistics where a wire is too coarse for them."""
+        buffers = own_buffers(self.model, self.fragments)
+        return {name: buffer for name, buffer in buffers.items() if _digest(buffer) != self._own_at_first.get(name)}
+
+    @torch.no_grad()
+    def give_buffers(self, kept: Mapping[str, Tensor]) -> None:
+        """Take such buffers back, as far as the model has them."""
+        for name, buffer in own_buffers(self.model, self.fragments).items():
+            if name in kept and kept[name].shape == buffer.shape:
+                buffer.copy_(kept[name])
+
     def checkpoint(self) -> dict[str, Any]:
         """Return copies of the anchor, by name, and of the outer optimizers' states."""
         anchor = {name: values.clone() for name, values in self.anchor_views().items()}
@@ -262,3 +289,8 @@ class ModelState:
     def _of(self, entry: int) -> tuple[Fragment, Tensor, Shadow]:
         index = entry % len(self.fragments)
         return self.fragments[index], self.anchors[index], self._shadows[index]
+
+
+def _digest(values: Tensor) -> bytes:
+    flat = values.detach().cpu().contiguous().reshape(-1)
+    return xxh3_128(flat.view(torch.uint8).numpy().data).digest() if flat.numel() else b""

@@ -170,7 +170,7 @@ class DiLoCo:
         me = place.identify(patient, keys)
         self._name = (me.nonce, name)
         check_is_free(self._name)
-        self._model_state.rank = me.rank
+        self._model_state.rank, self._model_state.is_back = me.rank, me.attempt > 0
         who, watch = f"diloco {name} of rank {me.rank}", open_watch(place.store)
         self._workers = workers = Workers(patient, watch, who, is_beside=settings.is_beside)
         context = Context(
@@ -182,13 +182,14 @@ class DiLoCo:
         for layout in context.layouts:
             self._model_state.reserve(layout.kept_bytes(place.world_size, streams=patient.streams))
         self._attached = AttachedState(patient, keys, me, workers.uploads, settings.plan, context.proof, _begun_at)
-        self._same_data = SameData(same_data, me.rank, place.replica)
+        self._same_data = SameData(same_data, me.rank, place.replica, self._model_state.had_moved)
         self._participant = Participant(context)
         self._round_s, self._closed, kept = 0.0, False, self._attached.kept
         with self._liaison.waiting("first anchor"):
             self._participant.start(None if kept is None else kept.restored(self._model_state.sizes()))
         if context.origin is not None and kept is None:
             self._attached.take_over(context.origin, self.rounds)
+        self._model_state.give_buffers(self._attached.kept_buffers())
         self._steps_before = self._attached.step
         self._kept_period = self.rounds // settings.entries_per_snapshot
         self._model_state.before_hold = self._keep_if_due
@@ -254,7 +255,7 @@ class DiLoCo:
                 `step()`. Do not step it yourself, and attach its optimizer first.
 
         Raises:
-            TypeError: it is something else, or its state is; says where.
+            TypeError: it is another thing, or its state is; says where. Later it is left out, with a warning.
             ValueError: the name is taken, or a schedule that follows was attached before its optimizer.
         """
         self._check_open()
@@ -381,7 +382,7 @@ class DiLoCo:
     def _keep_attached(self) -> None:
         """Keep what is attached, with this replica's live work; nothing is in flight."""
         progress = self._participant.apart(self._model_state.progress)
-        self._attached.keep(self.rounds, progress, self._participant.uncounted_since)
+        self._attached.keep(self.rounds, progress, self._participant.uncounted_since, self._model_state.new_buffers())
 
     def _leave_if_asked(self, *, after_round: bool) -> None:
         """Keep what is attached, tell the others, and leave by `SystemExit`, where this replica is asked to end."""

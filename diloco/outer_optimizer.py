@@ -7,6 +7,7 @@ choice of kernel, has none. Each chunk is digested while it is in the cache.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -85,7 +86,8 @@ class OuterOptimizer(ABC):
         """Take the state from `arrays`, or return to the initial one; the anchor was replaced."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the optimizer's state."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -202,10 +204,10 @@ class GivenOptimizer(OuterOptimizer):
             self._optimizer.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._optimizer.state_dict()
+        return copy.deepcopy(self._optimizer.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state)
+        self._optimizer.load_state_dict(copy.deepcopy(state))  # else its tensors are the checkpoint's
         self._digest = None
 
 

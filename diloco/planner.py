@@ -24,6 +24,10 @@ WIRES = ("int8", "int4")
 """What is proposed, the usual one first."""
 INNER_STEPS = (10, 20, 30, 50, 100, 200, 500)
 FRAGMENTS = (1, 2, 4, 5, 8)
+MANY_FRAGMENTS = (10, 16, 20, 25, 32, 50, 100)
+"""Proposed where the store takes no object as large as with fewer."""
+UNEVEN = 1.1
+"""A fragment is of whole layers: the largest may have so much more than its share."""
 FEW_ROUNDS = 30
 """With fewer planned rounds the outer momentum does more harm than good."""
 WORTH_IT = 0.9
@@ -86,6 +90,8 @@ class Job:
     processor: Processor = field(default_factory=Processor)
     steps: int | None = None
     """Inner steps in all; None: not known."""
+    most_bytes: float = inf
+    """Of one object that the store takes."""
 
     def __post_init__(self) -> None:
         for name, value, least in (("params", self.params, 1), ("n", self.n, 1), ("steps", self.steps, 1)):
@@ -124,17 +130,17 @@ class Choice:
         """What suits rounds of this length: short ones need less gain."""
         return 0.7 if self.inner_steps < 10 else 0.8 if self.inner_steps < 20 else 0.9
 
-    def fits(self, steps: int | None) -> bool:
-        """Tell whether `DiLoCo` takes these arguments, for so many steps."""
-        return (
-            min(self.inner_steps, self.fragments) >= 1
-            and self.inner_steps % self.fragments == 0
-            and self.overlap_steps < self.steps_between
-            and (steps is None or steps >= self.inner_steps)
-        )
+    def fits(self, job: Job) -> bool:
+        """Tell whether `DiLoCo` takes these arguments, and the store what they make of the job."""
+        try:
+            self.check(job)
+        except ValueError:
+            return False
+        return True
 
-    def check(self, steps: int | None = None) -> None:
+    def check(self, job: Job) -> None:
         """Raises: ValueError: says which value, and what it may be."""
+        steps = job.steps
         for name in ("inner_steps", "fragments"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {name}={getattr(self, name)}.")
@@ -155,6 +161,11 @@ class Choice:
         for name, wire in (("wire", self.wire), ("mean_wire", self.resolved_mean_wire)):
             if wire not in BYTES_PER_ELEMENT:
                 raise ValueError(f"{name} must be one of {', '.join(BYTES_PER_ELEMENT)}, got {name}={wire!r}.")
+        if (size := largest_object(job, self)) > job.most_bytes:
+            raise ValueError(
+                f"fragments must be at least {least_fragments(job, self)}, since the store takes no object of more "
+                f"than {job.most_bytes / 1e9:.3g} GB, got fragments={self.fragments}: one of up to {size / 1e9:.3g} GB."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,16 +255,14 @@ def round_cost(job: Job, choice: Choice) -> RoundCost:
     elements, n, link, cpu = ceil(job.params / choice.fragments), job.n, job.link, job.processor
     w = BYTES_PER_ELEMENT[choice.wire]
     v = BYTES_PER_ELEMENT[choice.resolved_mean_wire]
-    blocks = ceil(elements / BLOCK_ELEMENTS)
-    part = 1.0  # of the fragment: the largest shard, which one replica reduces
+    part = 1.0  # of the fragment: what one replica reduces
     if elements * w <= SMALL_BYTES:
         # All wait for the one that seals: it reads the others, and sends the mean in the seal.
         link_s = (elements * (w + v)) / link.up + ((n - 1) * elements * w + elements * v) / link.down
         requests = REQUESTS_IN_TURN["small"]
         up, down = elements * (w + v / n), elements * ((n - 1) * w / n + v)  # on average
     else:
-        shards = max(1, min(n, elements // BLOCK_ELEMENTS, MAX_SHARDS))  # none of a part of a block alone
-        part = ceil(blocks / shards) / blocks
+        part = _largest_shard(elements, n)
         up, down = elements * (w + part * v), elements * ((n - 1) * part * w + (1 - part) * v)
         link_s = up / link.up + down / link.down
         requests = REQUESTS_IN_TURN["sharded"]
@@ -266,6 +275,25 @@ def round_cost(job: Job, choice: Choice) -> RoundCost:
     )
 
 
+def _largest_shard(elements: int, n: int) -> float:
+    """Return which part of a fragment the largest shard of its mean is."""
+    blocks = ceil(elements / BLOCK_ELEMENTS)
+    shards = max(1, min(n, elements // BLOCK_ELEMENTS, MAX_SHARDS))  # none of a part of a block alone
+    return ceil(blocks / shards) / blocks
+
+
+def largest_object(job: Job, choice: Choice) -> float:
+    """Return the bytes of the largest object of a round: of a contribution, or of a shard of the mean."""
+    elements = ceil(job.params / choice.fragments)
+    mean_bytes = _largest_shard(elements, job.n) * BYTES_PER_ELEMENT[choice.resolved_mean_wire]
+    return elements * max(BYTES_PER_ELEMENT[choice.wire], mean_bytes) * (UNEVEN if choice.fragments > 1 else 1)
+
+
+def least_fragments(job: Job, choice: Choice) -> int:
+    """Return how many fragments, more than one, make objects that the store takes."""
+    return max(2, ceil(largest_object(job, replace(choice, fragments=2)) * 2 / job.most_bytes))
+
+
 def cost_of_round(
     elements: int, n: int, wire: str, mean_wire: str | None, link: Link, processor: Processor
 ) -> RoundCost:
@@ -276,7 +304,7 @@ def cost_of_round(
 
 def evaluate(job: Job, choice: Choice) -> Plan:
     """Return what a choice costs."""
-    choice.check(job.steps)
+    choice.check(job)
     return Plan(job=job, choice=choice, round=round_cost(job, choice))
 
 
@@ -299,23 +327,23 @@ def choose(
             than a round takes.
 
     Raises:
-        ValueError: a value is none that `DiLoCo` takes.
+        ValueError: a value is none that `DiLoCo` takes, or makes objects that are too large for the store.
     """
     multiple = fragments or 1  # of which the usual lengths are made multiples
     lengths = [multiple * ceil(length / multiple) for length in INNER_STEPS] if inner_steps is None else [inner_steps]
-    parts = FRAGMENTS if fragments is None else [fragments]
-    choices = [
-        Choice(inner_steps=length, fragments=part, mean_wire=mean_wire, overlap_steps=overlap_steps or 0, wire=wire)
-        for wire in wires
-        for length in lengths
-        for part in parts
-    ]
-    fitting = [choice for choice in choices if choice.fits(job.steps)] or [
-        replace(choices[0], wire=wire) for wire in wires
-    ]
-    for choice in fitting:
-        choice.check(job.steps)
-    best, *others = (_best(job, [each for each in fitting if each.wire == wire], overlap_steps) for wire in wires)
+    few, many = (FRAGMENTS, MANY_FRAGMENTS) if fragments is None else ((fragments,), ())
+    given = Choice(inner_steps=lengths[0], fragments=few[0], mean_wire=mean_wire, overlap_steps=overlap_steps or 0)
+
+    def fitting(wire: str, parts: Sequence[int]) -> list[Choice]:
+        choices = (
+            replace(given, inner_steps=length, fragments=part, wire=wire) for length in lengths for part in parts
+        )
+        return [choice for choice in choices if choice.fits(job)]
+
+    found = [choices for wire in wires if (choices := fitting(wire, few) or fitting(wire, many))]
+    if not found:
+        replace(given, wire=wires[0]).check(job)
+    best, *others = (_best(job, choices, overlap_steps) for choices in found)
     for plan in others:
         if plan.has_room or best.has_room:
             is_better = plan.has_room and not (best.has_room and 2 * plan.choice.inner_steps > best.choice.inner_steps)

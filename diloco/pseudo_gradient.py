@@ -91,6 +91,15 @@ def pack(
     return Packed(tuple(blocks), tuple(norms), kept, start)
 
 
+def has_moved(live: Values, anchor: Tensor) -> bool:
+    """Tell whether a live value is another than the anchor's, in as many digits as the model has."""
+    return any(
+        not torch.equal(anchor[slot.start : slot.end].to(dtype), values.reshape(-1).cpu().to(dtype))
+        for slot, values in live
+        if (dtype := getattr(torch, slot.dtype))
+    )
+
+
 def difference(model: nn.Module, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
     """Write anchor - live to `out`."""
     for slot, live in live_tensors(model, fragment):

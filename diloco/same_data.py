@@ -7,7 +7,7 @@ gives other bits, and is not found here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from diloco.errors import DuplicateWorkError
@@ -21,16 +21,23 @@ ROUNDS = 3
 """One round may be chance, as of a dataset that begins with the same batch everywhere."""
 MOST_NAMED = 4
 """Ranks; so that the advice is in the one line that tables and summaries show."""
-ADVICE = "Give each replica its own: replica.shard(dataset), or a seed that depends on current_replica().rank."
+ADVICE = "Give each its own: replica.shard(dataset), or a seed that depends on current_replica().rank."
 
 
 class SameData:
-    """What this replica knows of others that send the same work as it does."""
+    """What this replica knows of others that send the same work as it does.
 
-    def __init__(self, mode: SameDataMode, rank: int, replica: Replica | None) -> None:
+    Args:
+        had_moved: whether what this replica sent for an entry is work: where it is not, it says nothing.
+    """
+
+    def __init__(
+        self, mode: SameDataMode, rank: int, replica: Replica | None, had_moved: Callable[[int], bool]
+    ) -> None:
         self._mode = mode
         self._rank = rank
         self._replica = replica
+        self._had_moved = had_moved
         self._in_a_row = 0
         self._has_counted = False
 
@@ -43,7 +50,7 @@ class SameData:
             if report.counted and not self._has_counted:
                 self._has_counted = True
                 self._check_it_moved(report)
-            if not report.counted or report.norm == 0.0 or self._mode == "allow":  # work of zeros says nothing
+            if not report.counted or self._is_none(report) or self._mode == "allow":
                 continue
             self._in_a_row = self._in_a_row + 1 if report.same else 0
             self._show(next((rank for rank in report.same if rank != self._rank), None))
@@ -55,12 +62,15 @@ class SameData:
 
     def _check_it_moved(self, report: RoundReport) -> None:
         """Warn where the first work that counts is none. Later some parameters may be frozen."""
-        if report.norm == 0.0 and report.work > 0:
+        if self._is_none(report) and report.work > 0:
             log.warning(
                 "rank %s: no parameter had moved by round %s: there was nothing to average. Does optimizer.step() run, "
                 "on the parameters of this model?",
                 self._rank, report.round,
             )  # fmt: skip
+
+    def _is_none(self, report: RoundReport) -> bool:
+        return report.norm == 0.0 or not self._had_moved(report.round - 1)
 
     def _show(self, peer: int | None) -> None:
         if self._replica is not None and peer is not None:

@@ -115,7 +115,7 @@ class Shadow:
             values = self._landed[number] if self._landed else source[at].view(slot.shape)
             if kind == "add" and slot.kind == "parameter":
                 _add(live, values)
-            elif self._mix:
+            elif self._mix and slot.kind == "parameter":
                 live.copy_(live.to(torch.float32).lerp(values.to(live.device), 1 - self._mix))
             else:
                 live.copy_(values)

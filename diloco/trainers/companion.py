@@ -33,14 +33,17 @@ class Companion:
     Args:
         total_steps: that the trainer plans; None: it has no end.
         options: DiLoCo's arguments.
-        begun_at: the trainer's step at which the run begins. Where this replica has come back, the run says it.
+        begun_at: the trainer's step at which the run begins. Where this replica has come back, or was added, the run
+            says it.
     """
 
     def __init__(
         self, model: nn.Module, total_steps: int | None, options: Mapping[str, Any], *, begun_at: int = 0
     ) -> None:
         self.model = model
-        known = step_of_begin(options) if current_replica().attempt else None
+        place = _place_of(options)
+        comes_later = current_replica().attempt or place.rank is None or place.rank >= place.world_size
+        known = step_of_begin(options) if comes_later else None
         self.begun_at = begun_at if known is None else known
         self.total_steps = None if total_steps is None else total_steps - self.begun_at
         self.last: RoundReport | None = None
@@ -53,10 +56,12 @@ class Companion:
                 _begun_at=self.begun_at,
             )
         except ContributionError as error:
-            error.add_note(
-                f"This trainer plans {total_steps} steps. Where replicas plan unlike numbers of them, because their "
-                "shares of the data have unlike lengths, tell all the same: max_steps=…"
-            )
+            if any(planned in str(error) for planned in ("last_entry", "momentum_warmup")):
+                error.add_note(
+                    f"This trainer plans {total_steps} steps, from step {self.begun_at}. Where replicas plan unlike "
+                    "numbers of them, because their shares of the data have unlike lengths, tell all the same: "
+                    "max_steps=…"
+                )
             raise
 
     def _snapshot_every(self, options: Mapping[str, Any]) -> int:

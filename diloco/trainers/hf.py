@@ -19,6 +19,7 @@ import signal
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from diloco.errors import DuplicateWorkError
@@ -33,6 +34,10 @@ log = logging.getLogger(__name__)
 SAME_ORDER = (
     "The Trainer's seed is the same in each replica, and so is the order of the data, unless each has its own share: "
     "Trainer(model, replica_arguments(args), …), from diloco.trainers.hf, gives each its own."
+)
+SAME_STREAM = (
+    "A stream, and so its order, is the same in each replica unless each has its own share: "
+    "current_replica().shard(dataset). replica_arguments(args), from diloco.trainers.hf, gives each its own folder."
 )
 OWN_ORDER = "Give each its own order: Trainer(model, replica_arguments(args), …), of diloco.trainers.hf."
 SEEDS_APART = 10_007
@@ -84,6 +89,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         self._companion: Companion | None = None
         self._data = DataPosition()
         self._folder: OwnFolder | None = None
+        self._advice = ADVICE
+        """What gives each replica its own data."""
         self._was_terminated = False
         self._begun_at = self._logged_at = 0
         self._n_steps = self._n_unlogged = 0
@@ -109,8 +116,11 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         self._folder = OwnFolder(Path(args.output_dir), replica)
         self._folder.check()
         # A rank that was added is beyond the world_size of the launch, which may be 1.
-        if max(replica.world_size, replica.rank + 1) > 1 and getattr(args, "of_replica", None) != replica.rank:
-            log.warning("rank %s: %s", replica.rank, SAME_ORDER)
+        has_own = getattr(args, "of_replica", None) == replica.rank
+        is_stream = isinstance(getattr(with_["train_dataloader"], "dataset", None), IterableDataset)
+        self._advice = ADVICE if has_own or is_stream else OWN_ORDER
+        if max(replica.world_size, replica.rank + 1) > 1 and not has_own:
+            log.warning("rank %s: %s", replica.rank, SAME_STREAM if is_stream else SAME_ORDER)
         self._begun_at = self._logged_at = state.global_step
         companion = Companion(with_["model"], state.max_steps, self._options, begun_at=state.global_step)
         optimizer = with_["optimizer"]
@@ -157,7 +167,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         try:
             companion.step()
         except DuplicateWorkError as error:
-            raise DuplicateWorkError(str(error).replace(ADVICE, OWN_ORDER)) from None
+            raise DuplicateWorkError(str(error).replace(ADVICE, self._advice)) from None
         if before is None or before is not companion.last:  # a replica that came later may have it, too
             folder.check()
         state.global_step = companion.trainer_step

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COUNT = re.compile(r"(\d+(?:[_,]\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?)\s*([kmbgt]?)", re.IGNORECASE)
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-RATE = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([kMGT]?)(i?)(B|bit|b)?(?:/s|ps)?", re.IGNORECASE)
+RATE = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([kMGT]?)(i?)(B|bit|b)?(/s|ps)?", re.IGNORECASE)
 POWERS = ("", "k", "m", "g", "t")
 SECONDS = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(us|ms|s)?")
 UNITS_S = {None: 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -51,18 +51,20 @@ def _count(text: str) -> int:
     found = COUNT.fullmatch(text.strip())
     value = float(re.sub("[_,]", "", found[1])) * COUNTS[found[2].lower()] if found else math.nan
     if not 1 <= value <= 1e15:
-        raise UsageProblem(f"{text!r} is not a number of parameters. Give one such as 1300000, 1.3e9, 100M or 7B.")
+        raise UsageProblem(f"{text!r} is not a number. Give one such as 20000, 1.3e9, 100M or 7B.")
     return round(value)
 
 
 def _rate(text: str) -> float:
-    """Return the bytes a second of `20MB`, `20e6`, `160Mbit/s` or `20MiB/s`."""
+    """Return the bytes a second of `20MB`, `20e6`, `160Mbit/s`, `160Mbps` or `20MiB/s`."""
     found = RATE.fullmatch(text.strip())
-    if found and found[4] == "b":
-        raise UsageProblem(f"{text!r} may mean bits or bytes. Give {text.strip()[:-1]}bit or {text.strip()[:-1]}B.")
+    if found and found[4] == "b" and not found[5]:
+        number = "".join(found.group(1, 2, 3))
+        raise UsageProblem(f"{text!r} may mean bits or bytes. Give {number}bit or {number}B.")
     value = 0.0
     if found:
-        base, bits = 1024 if found[3] else 1000, 8 if (found[4] or "").lower() == "bit" else 1
+        is_of_bits = found[4] == "b" or (found[4] or "").lower() == "bit"
+        base, bits = 1024 if found[3] else 1000, 8 if is_of_bits else 1
         value = float(found[1]) * base ** POWERS.index(found[2].lower()) / bits
     if not 1 <= value <= 1e15:
         raise UsageProblem(f"{text!r} is not a speed. Give bytes or bits a second, such as 20MB, 20e6 or 160Mbit.")
@@ -141,6 +143,7 @@ def plan(
             steps=steps,
             link=planner.Link(up=speed.up, down=speed.down, latency_s=speed.latency_s),
             processor=planner.Processor(**processor, **({"copy": GPU_COPY} if gpu else {})),
+            most_bytes=_most_bytes(url),
         )
         fixed = {"inner_steps": inner_steps, "fragments": fragments, "overlap_steps": overlap_steps}
         found = planner.choose(job, wires=planner.WIRES if wire is None else (wire,), mean_wire=mean_wire, **fixed)
@@ -240,6 +243,15 @@ def _kind_of(url: str | None) -> str:
 
     host = urlsplit(S3Address.parse(url).endpoint_url or "https://amazonaws.com").hostname or ""
     return "r2" if host.endswith(".r2.cloudflarestorage.com") else "s3" if host.endswith("amazonaws.com") else host
+
+
+def _most_bytes(url: str | None) -> float:
+    """Return how large an object may be that a store takes."""
+    if url is None or not url.startswith("s3:"):
+        return math.inf
+    from executors.store.s3.store import MAX_PUT_BYTES
+
+    return MAX_PUT_BYTES
 
 
 def _short(count: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from servers.s3.server import S3Server
 from support.cli import Folder, HereInstead
 
 from executors import LocalProcessExecutor, launch
+from executors.cli.output import UsageProblem
 from executors.cli.plan import _rate
 from executors.cli.planned import MeasuredLink, link_key, note_link
 from executors.run_index import state_dir
@@ -63,12 +65,21 @@ def test_a_plan_says_what_speaks_against_it(here: HereInstead, more: tuple[str, 
     assert said in here.replicas("plan", *SMALL, *given, *more).stdout
 
 
+def test_a_plan_for_a_bucket_has_objects_that_a_bucket_takes(here: HereInstead) -> None:
+    large = ("--params", "8B", "--n", "8", "--step", "20", "--store", BUCKET, "--gpu", "H100")
+    assert here.replicas("plan", *large, "--json").json["settings"]["fragments"] > 1
+    assert here.replicas("plan", *large[:-4], *BY_HAND, "--fragments", "1").code == 0
+    result = here.replicas("plan", *large, "--fragments", "1", "--wire", "int8")
+    assert "fragments must be at least 2, since the store takes no object of more than 5.37 GB" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
         ((), "Where do the replicas meet? Give --store URL"),
         (("--probe", *BY_HAND), "--probe measures the way to a rendezvous: give --store URL, too."),
-        (("--params", "many", *BY_HAND), "--params 'many' is not a number of parameters. Give one such as 1300000"),
+        (("--params", "many", *BY_HAND), "--params 'many' is not a number. Give one such as 20000, 1.3e9"),
+        (("--steps", "many", *BY_HAND), "--steps 'many' is not a number. Give one such as 20000, 1.3e9"),
         (("--up", "3Mb"), "--up '3Mb' may mean bits or bytes. Give 3Mbit or 3MB."),
         (("--down", "fast"), "--down 'fast' is not a speed. Give bytes or bits a second, such as 20MB"),
         (("--latency", "soon"), "--latency 'soon' is not a duration."),
@@ -98,9 +109,20 @@ def test_a_run_shorter_than_any_usual_round_is_planned_with_the_rounds_that_are_
     assert "Nothing hides the rounds at this link; this loses least." not in result.stdout
 
 
-@pytest.mark.parametrize("rate", ["160Mbit", "160mbit", "160MBIT", "160MBit/s", "20MB", "20mB/s", "20e6"])
+@pytest.mark.parametrize(
+    "rate", ["160Mbit", "160mbit", "160MBIT", "160MBit/s", "20MB", "20mB/s", "20e6", "160Mbps", "160 Mb/s"]
+)
 def test_a_speed_may_be_of_bits_in_any_letters(rate: str) -> None:
     assert _rate(rate) == 20e6
+
+
+@pytest.mark.parametrize("rate", ["160Mb", "160 mb", "1.6e2Mb", "160Mib"])
+def test_a_rate_in_mb_is_answered_with_rates_that_are_taken(rate: str) -> None:
+    with pytest.raises(UsageProblem) as refused:
+        _rate(rate)
+    found = re.findall(r"Give (.+) or (.+)\.$", str(refused.value))
+    bits, whole = map(_rate, found[0])
+    assert (whole / bits, round(whole)) == (8, 160 << 20 if "i" in rate else 160e6)
 
 
 def test_a_probe_leaves_a_measurement_here_and_nothing_there(here: HereInstead, tmp_path: Path) -> None:

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.training import PLAIN, next_process, place
 from torch import nn
 
 from diloco import DiLoCo
+from diloco.errors import ContributionError
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership, claim
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.testing import run_replicas
+from diloco.trainers.companion import Companion
 from executors.attempt import replica_key
 from executors.store import MemoryStore
 from executors.store.added_ranks import added_key
@@ -97,3 +100,28 @@ def test_an_added_rank_joins_and_ends_with_the_anchor_of_all() -> None:
     for name, value in one.items():
         assert torch.equal(value, two[name])
         assert torch.equal(value, late[name])
+
+
+@pytest.mark.parametrize("rank", [1, "join"])
+def test_a_rank_that_was_added_joins_a_run_that_began_from_a_checkpoint(rank: Any) -> None:
+    """Its trainer has no checkpoint, and counts from 0: the run says where it began."""
+    store = MemoryStore()
+    add(store, 0, 1)
+    options: dict[str, Any] = {"inner_steps": 4, "allow_no_rounds": True, **PLAIN}
+    first = Companion(nn.Linear(2, 2), 40, {**options, **place(store)}, begun_at=8)
+    added = Companion(nn.Linear(2, 2), 40, {**options, **place(store), "rank": rank})
+    assert (added.begun_at, added.total_steps, added.trainer_step) == (8, 32, 8)
+    for each in (added, first):
+        each.diloco.close()
+
+
+def test_only_who_plans_another_number_of_steps_is_told_of_shares() -> None:
+    for begun_at, total, is_told in ((0, 40, False), (8, 48, True)):
+        next_process()
+        store = MemoryStore()
+        options: dict[str, Any] = {"inner_steps": 4, "allow_no_rounds": True, **PLAIN}
+        first = Companion(nn.Linear(2, 2), 40, {**options, **place(store, 0, 2)}, begun_at=8)
+        with pytest.raises(ContributionError) as caught:
+            Companion(nn.Linear(2, 2), total, {**options, **place(store, 1, 2)}, begun_at=begun_at)
+        assert bool(getattr(caught.value, "__notes__", [])) is is_told, caught.value
+        first.diloco.close()

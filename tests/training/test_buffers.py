@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.training import leave, next_process, nudge, place
 from torch import Tensor, nn
 
 from diloco import DiLoCo
 from diloco.testing import run_replicas
 from diloco.wires import WIRES
+from executors.store import MemoryStore
 
 VARIANCES = torch.logspace(-5, 0.5, 64)
 RELATIVE = [wire.name for wire in WIRES.values() if wire.is_relative]
@@ -51,6 +53,22 @@ def test_variances_that_are_averaged_stay_positive_and_equal(wire: str, overlap_
         for anchor, live in run_replicas(2, body):
             assert torch.equal(anchor, live)
             assert (anchor > 0).all()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_share_of_live_work_that_is_kept_is_none_of_statistics(background: bool) -> None:
+    def body(where: Mapping[str, Any]) -> tuple[bool, bool]:
+        model = nn.BatchNorm1d(len(VARIANCES))
+        options: dict[str, Any] = {"outer_lr": 0.5, "outer_momentum": 0.0, "mix": 0.5, "background": background}
+        with DiLoCo(model, inner_steps=1, **options, **where) as diloco:
+            for _ in range(2):
+                see(model, VARIANCES * (1 + where["rank"]))
+                nudge(model, 0.1)
+                diloco.step()
+            anchor = diloco.anchor()
+            return torch.equal(model.weight, anchor["weight"]), torch.equal(statistics(model), anchor["running_var"])
+
+    assert run_replicas(2, body) == [(False, True)] * 2
 
 
 def test_a_replica_that_was_late_takes_the_statistics_of_the_others() -> None:
@@ -102,3 +120,73 @@ def test_a_model_without_statistics_is_warned_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         DiLoCo(nn.Linear(2, 2), wire="int8", allow_no_rounds=True).close()
+
+
+class Shuffled(nn.Linear):
+    """Reads its inputs in an order of its own, through a mask."""
+
+    def __init__(self, n: int, seed: int) -> None:
+        super().__init__(n, n)
+        own = torch.Generator().manual_seed(seed)
+        self.register_buffer("perm", torch.randperm(n, generator=own))
+        self.register_buffer("mask", torch.rand(n, n, generator=own) < 0.5)
+        self.register_buffer("scratch", torch.rand(n, generator=own), persistent=False)
+        self.register_buffer("seen", torch.tensor(seed))
+
+
+@pytest.mark.parametrize("n", [8, 512])
+@pytest.mark.filterwarnings("ignore:Float buffers stay each replica's own")  # they are equal at the beginning
+def test_a_permutation_in_a_buffer_that_differs_is_told(n: int, caplog: pytest.LogCaptureFixture) -> None:
+    for seeds in ((1, 1), (1, 2)):
+
+        def body(where: Mapping[str, Any], seeds: tuple[int, int] = seeds) -> None:
+            model = nn.Sequential(Shuffled(n, seeds[where["rank"]]), nn.BatchNorm1d(n))
+            DiLoCo(model, wire="int8", allow_no_rounds=True, **where).close()
+
+        caplog.clear()
+        run_replicas(2, body)
+        if seeds[0] == seeds[1]:
+            assert not caplog.messages
+        else:
+            (told,) = caplog.messages
+            assert ": 0.perm has other values than at rank" in told
+            assert "(2 such)" in told
+
+
+@pytest.mark.parametrize("options", [{"wire": "int8"}, {"sync_buffers": False}])
+@pytest.mark.filterwarnings("ignore:Float buffers stay each replica's own")
+def test_statistics_that_no_wire_takes_come_back_with_their_replica(options: dict[str, Any]) -> None:
+    def process() -> tuple[nn.BatchNorm1d, DiLoCo]:
+        next_process()
+        model = nn.BatchNorm1d(len(VARIANCES))
+        diloco = DiLoCo(model, inner_steps=2, snapshot_every=1, **options, **where)
+        diloco.attach_state("generator", torch.Generator())
+        return model, diloco
+
+    where = place()
+    model, diloco = process()
+    for _ in range(4):
+        see(model, VARIANCES)
+        diloco.step()
+    diloco._workers.uploads.finish()
+    again, diloco = process()
+    for name, values in model.named_buffers():
+        assert torch.equal(dict(again.named_buffers())[name], values), name
+    leave(diloco)
+
+
+def test_a_table_that_never_changes_is_not_kept_again_and_again() -> None:
+    next_process()
+    store = MemoryStore()
+    model = Shuffled(64, 0)
+    diloco = DiLoCo(model, inner_steps=1, snapshot_every=1, **place(store))
+    diloco.attach_state("generator", torch.Generator())
+    for step in range(3):
+        nudge(model, 0.1)
+        model.get_buffer("seen").fill_(step)
+        diloco.step()
+    leave(diloco)
+    diloco._workers.uploads.finish()
+    sizes = [entry.size_bytes for entry in store.list("test/diloco/main/own/")]
+    assert 0 < max(sizes) < 4 * 65 * 64 + 1000  # what was done since the last round, at most
+    assert diloco._model_state.new_buffers().keys() == {"seen"}

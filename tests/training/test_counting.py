@@ -206,3 +206,27 @@ def test_a_bit_that_flips_between_an_outer_step_and_the_copy_of_its_result_is_in
     pointers = sorted(entry.key for entry in store.list("test/diloco/main/snapshot/"))
     assert pointers == [KEYS.snapshot(entry) for entry in range(3 if flipped is None else 2)]
     leave(diloco)
+
+
+def test_a_checkpoint_with_an_outer_optimizer_stays_as_it_was() -> None:
+    next_process()
+    model = nn.Linear(2, 2)
+    with DiLoCo(model, inner_steps=1, outer_optimizer=adam, **place()) as diloco:
+
+        def train(rounds: int) -> None:
+            for _ in range(rounds):
+                nudge(model, 0.1)
+                diloco.step()
+
+        def moment(state: dict[str, Any]) -> list[float]:
+            values: list[float] = state["outer"][0]["state"][0]["exp_avg"].flatten().tolist()
+            return values
+
+        train(2)
+        state = diloco.state_dict()
+        taken = moment(state)
+        train(2)
+        assert moment(state) == taken, "it is none of the optimizer's own tensors"
+        diloco.load_state_dict(state)
+        train(2)
+        assert moment(state) == taken, "nor are they its, once it was given back"

@@ -17,7 +17,7 @@ from torch import nn
 
 from diloco.errors import DuplicateWorkError
 from diloco.outer import DiLoCo
-from diloco.same_data import SameData
+from diloco.same_data import ADVICE, SameData
 from executors.replica import Replica, set_current_replica
 from executors.report.root_cause import MAX_CHARACTERS
 from executors.shared_page import SharedPage
@@ -353,16 +353,31 @@ def test_who_has_the_seed_of_all_is_told_before_training(
     assert len(said) == (0 if has_own else 1)
 
 
-def test_who_trains_on_the_same_data_is_told_of_its_own_arguments_where_a_table_shows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_who_has_own_arguments_and_one_stream_is_told_to_shard_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_current_replica(Replica(1, 2, "another", 0, "memory://hf"))
+    trainer(tmp_path, MemoryStore(), data=Stream(), max_steps=4).train()
+    (said,) = (record.getMessage() for record in caplog.records if "the same in each replica" in record.getMessage())
+    assert "current_replica().shard(dataset)" in said
+
+
+@pytest.mark.parametrize(
+    ("has_own", "data", "advice"), [(False, ITEMS, OWN_ORDER), (True, ITEMS, ADVICE), (False, Stream(), ADVICE)]
+)
+def test_who_trains_on_the_same_data_is_told_what_would_help_where_a_table_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_own: bool, data: Any, advice: str
 ) -> None:
     report: Any = SimpleNamespace(round=10, counted=True, norm=1.0, same=tuple(range(4, 64)))
-    monkeypatch.setattr(Companion, "step", lambda self: SameData("raise", 4, None).check([report] * 3))
+    check = SameData("raise", 4, None, lambda entry: True).check
+    monkeypatch.setattr(Companion, "step", lambda self: check([report] * 3))
+    one = trainer(tmp_path, MemoryStore(), data=data)
+    one.args.of_replica = 0 if has_own else None
     with pytest.raises(DuplicateWorkError) as error:
-        trainer(tmp_path, MemoryStore()).train()
+        one.train()
     assert str(error.value) == (
         "Ranks 4, 5, 6, 7 and 56 more sent identical contributions 3 rounds in a row, up to round 10: they train on "
-        f'the same data. {OWN_ORDER} Where it is meant: same_data="allow", or "warn".'
+        f'the same data. {advice} Where it is meant: same_data="allow", or "warn".'
     )
     assert "replica_arguments(args)" in OWN_ORDER
     assert len(f"diloco.errors.DuplicateWorkError: {error.value}") <= MAX_CHARACTERS

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 from support.training import PLAIN, nudge
 from torch import nn
 
@@ -23,13 +24,13 @@ SHARDED = Limits(small_bytes=0, block_elements=16)
 Ends = list[tuple[list[tuple[int, ...]], str]]
 
 
-def train(steps: Sequence[Sequence[float]], **options: Any) -> Ends:
+def train(steps: Sequence[Sequence[float]], dtype: torch.dtype = torch.float32, **options: Any) -> Ends:
     """Return by rank which ranks each round found to send the same, and the error that it ended with."""
 
     def body(where: Mapping[str, Any]) -> tuple[list[tuple[int, ...]], str]:
-        model, same = nn.Linear(24, 2, bias=False), []
+        model, same = nn.Linear(24, 2, bias=False, dtype=dtype), []
         try:
-            with DiLoCo(model, inner_steps=1, **PLAIN, **options, **where) as diloco:
+            with DiLoCo(model, inner_steps=1, **{**PLAIN, **options, **where}) as diloco:
                 for by in steps[where["rank"]]:
                     nudge(model, by)
                     report = diloco.step()
@@ -52,7 +53,7 @@ def test_ranks_that_send_the_same_three_rounds_in_a_row_end_and_the_others_go_on
     assert second == ([()] * 5, "")
     assert first[1] == (
         "Ranks 0 and 2 sent identical contributions 3 rounds in a row, up to round 3: they train on the same data. "
-        "Give each replica its own: replica.shard(dataset), or a seed that depends on current_replica().rank. "
+        "Give each its own: replica.shard(dataset), or a seed that depends on current_replica().rank. "
         'Where it is meant: same_data="allow", or "warn".'
     )
     assert len(f"diloco.errors.DuplicateWorkError: {first[1]}") < MAX_CHARACTERS, "a table shows no more of it"
@@ -84,6 +85,19 @@ def test_the_same_work_is_no_error_where(
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == warnings
 
 
+def test_bf16_replicas_whose_learning_rate_is_0_are_not_told_of_their_data(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What is left is that the anchor has more digits than they have: the same everywhere, and no work."""
+    steps = [[0.1] + [0.0] * 5, [0.3] + [0.0] * 5]
+    for same, error in train(steps, torch.bfloat16, outer_lr=0.3):
+        assert (0, 1) in same, "there is something to be wrong about"
+        assert not error
+    assert not [record for record in caplog.records if "train on the same data" in record.getMessage()]
+    for _, error in train([[0.1] * 5] * 2, torch.bfloat16, outer_lr=0.3):
+        assert "they train on the same data" in error
+
+
 def test_work_is_compared_whoever_sends_it_and_nothing_is_compared_with_nothing() -> None:
     def head(rank: int, blocks: str, *, weight: float = 1.0, in_phase: bool = True) -> Contribution:
         norms = (0.0,) if blocks == "z" else (2.0,) * len(blocks)  # z: zeros
@@ -96,8 +110,6 @@ def test_work_is_compared_whoever_sends_it_and_nothing_is_compared_with_nothing(
 
 
 def same_everywhere(rounds: int) -> int:
-    import torch
-
     torch.manual_seed(42)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from time import monotonic
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,6 +54,31 @@ class State:
         self.values = state["values"]  # type: ignore[assignment]
 
 
+class Projector:
+    """What some optimizers keep for each parameter, from their first step on."""
+
+
+class Quantized(torch.Tensor):
+    """A tensor that wraps others, as optimizers of 8 bit have."""
+
+    @staticmethod
+    def __new__(cls) -> Quantized:
+        return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Quantized:
+        return cls()  # whatever is done to it
+
+
+class Unfolding(State):
+    """Has a state that becomes more than tensors and JSON."""
+
+    more: object = None
+
+    def state_dict(self) -> dict[str, object]:
+        return {**super().state_dict(), "more": self.more}
+
+
 def attached(store: MemoryStore, attempt: int) -> AttachedState:
     patient = PatientStore(store, clock=monotonic, error_patience_s=15.0)
     return AttachedState(patient, KEYS, Identity(0, 1, attempt, "n"), lambda job: job(), Plan(), UNSIGNED)
@@ -72,6 +98,27 @@ def test_what_is_attached_and_large_is_kept_in_parts_and_given_back(monkeypatch:
     assert again.kept.progress([3])[0].tolist() == [0.0, 1.0, 2.0]
     again.attach("state", state, 0)
     assert [values[0].item() for values in state.values.values()] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("shape", [(1000,), (250, 4), (2, 500)])
+def test_live_work_and_states_that_are_larger_than_a_part_are_kept_in_parts(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attached_state, "OWN_PART_BYTES", 2000)
+    store, large = MemoryStore(), State(1.0)
+    large.values["0"] = torch.arange(1000.0).view(shape)
+    first = attached(store, 0)
+    first.attach("state", large, 0)
+    first.keep(4, [torch.arange(1000.0), torch.ones(3)], [4, 4])
+    sizes = [entry.size_bytes for entry in store.list(KEYS.own(0))]
+    assert len(sizes) > 4
+    assert max(sizes) < 2000 + 400  # and a header
+    again, state = attached(store, 1), State(9.0)
+    assert again.kept is not None
+    assert again.kept.names() == {"state"}
+    assert [part.tolist() for part in again.kept.progress([1000, 3])] == [list(range(1000)), [1.0, 1.0, 1.0]]
+    again.attach("state", state, 0)
+    assert all(torch.equal(state.values[name], values) for name, values in large.values.items())
 
 
 def test_a_part_that_is_missing_or_rotten_means_the_record_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +143,27 @@ def test_what_is_attached_and_cannot_be_kept_is_a_warning(caplog: pytest.LogCapt
     kept.attach("state", State(1.0), 0)
     kept.keep(4, [], [4])
     assert "rank 0: what is attached could not be kept after round 4: No space left on device" in caplog.text
+
+
+@pytest.mark.parametrize(("more", "kind"), [(Projector(), "Projector"), (Quantized(), "Quantized of torch.float32")])
+def test_a_state_that_becomes_more_than_tensors_is_a_warning_and_training_goes_on(
+    more: object, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, unfolding = MemoryStore(), Unfolding(1.0)
+    first = attached(store, 0)
+    first.attach("optimizer", unfolding, 0)
+    first.attach("data", State(5.0), 0)
+    unfolding.more = more
+    for position in (4, 8):
+        first.keep(position, [torch.ones(3)], [position])
+    (warning,) = caplog.messages
+    assert warning.startswith(f"rank 0: 'optimizer' is not kept: attached/optimizer['more'] is a {kind}, which")
+    again, data, optimizer = attached(store, 1), State(0.0), State(0.0)
+    assert again.kept is not None
+    assert (again.kept.position, again.kept.progress([3])[0].tolist()) == (8, [1.0, 1.0, 1.0])
+    again.attach("optimizer", optimizer, 0)
+    again.attach("data", data, 0)
+    assert [state.values["0"][0].item() for state in (optimizer, data)] == [0.0, 5.0]
 
 
 def test_a_snapshot_that_cannot_be_kept_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:

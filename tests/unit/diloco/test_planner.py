@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
 import subprocess
 import sys
@@ -14,7 +16,9 @@ from hypothesis import strategies as st
 from diloco import planner, processor, settings
 from diloco.planner import (
     BYTES_PER_ELEMENT,
+    FRAGMENTS,
     INNER_STEPS,
+    MANY_FRAGMENTS,
     PRICES,
     Choice,
     Job,
@@ -32,6 +36,7 @@ from diloco.planner import (
 from diloco.rendezvous import frames, snapshot
 from diloco.rendezvous.round import Layout, Limits
 from diloco.wires import DEFAULT_MEAN_WIRE, WIRES
+from executors.store.s3.store import MAX_PUT_BYTES
 
 BUCKET = Link(up=210e6, down=260e6, latency_s=0.048)
 EXAMPLE = Job(params=1_300_000_000, n=8, step_s=0.9, link=BUCKET, processor=Processor(copy=160e9), steps=20_000)
@@ -185,11 +190,33 @@ def test_a_better_link_never_makes_rounds_longer(job: Job, wire: str, factor: fl
 @given(job=JOBS)
 def test_every_plan_can_be_passed_on(job: Job) -> None:
     plan = choose(job)
-    plan.choice.check(job.steps)
+    plan.choice.check(job)
     assert plan.choice.inner_steps in INNER_STEPS
     assert 0 <= plan.share <= 1
     assert plan.late_s == 0 or not plan.has_room
     assert min(plan.up, plan.down, plan.requests_usd(PRICES["s3"], 10), plan.egress_usd(PRICES["s3"], 10)) >= 0
+
+
+@given(
+    job=JOBS, params=st.floats(1e9, 405e9).map(round), wire=NAMES, mean_wire=st.none() | NAMES,
+    fragments=st.none() | st.integers(1, 200),
+)  # fmt: skip
+def test_no_plan_for_a_bucket_has_an_object_that_a_bucket_does_not_take(
+    job: Job, params: int, wire: str, mean_wire: str | None, fragments: int | None
+) -> None:
+    job, wires = replace(job, params=params, steps=None, most_bytes=MAX_PUT_BYTES), (wire, "int8")
+    try:
+        choice = choose(job, wires=wires, mean_wire=mean_wire, fragments=fragments).choice
+    except ValueError as refusal:
+        least = int(re.findall(r"fragments must be at least (\d+), since the store takes no object", str(refusal))[0])
+        assert least > (MANY_FRAGMENTS[-1] if fragments is None else fragments)
+        choice = choose(job, wires=wires, mean_wire=mean_wire, fragments=least).choice
+    elements = math.ceil(params / choice.fragments)
+    layout = Layout(elements, Limits(), WIRES[choice.wire], WIRES[choice.resolved_mean_wire])
+    shards = [layout.shard(shard, layout.n_shards(job.n)) for shard in range(layout.n_shards(job.n))]
+    assert layout.size_bytes <= MAX_PUT_BYTES
+    assert all(shard.mean_bytes <= MAX_PUT_BYTES for shard in shards)
+    assert choice.fragments in FRAGMENTS or fragments is not None or not replace(choice, fragments=8).fits(job)
 
 
 @given(job=JOBS, wire=NAMES, inner_steps=st.sampled_from(INNER_STEPS), more=st.integers(1, 9))
@@ -267,7 +294,9 @@ def utilisation(choice: Choice, step_s: float, round_s: float) -> float:
 
 
 @pytest.mark.parametrize(("train_s", "round_s", "published"), MEASURED)
-def test_a_measured_utilisation_is_that_of_the_plan(train_s: float, round_s: float, published: float) -> None:
+def test_a_measured_utilisation_follows_from_the_seconds_of_a_round(
+    train_s: float, round_s: float, published: float
+) -> None:
     assert utilisation(Choice(inner_steps=100), train_s / 100, round_s) == pytest.approx(published, abs=0.1)
 
 
