@@ -36,15 +36,19 @@ class Liaison:
             raise ValueError(f"name must be a word without '/', as in 'main', got name={name!r}.")
         self._replica = replica
         self._name = name
+        self._is_shown = False
 
-    def plan(self, total_steps: int | None) -> None:
-        """Tell how many steps are planned."""
-        if self._replica is not None and total_steps is not None:
-            self._replica.reported["total_steps"] = total_steps
+    def plan(self, total_steps: int | None, nonce: str) -> None:
+        """Tell how many steps are planned. Of several that are open, the first is what a replica shows."""
+        self._is_shown = self._replica is not None and all(nonce != other for other, _ in is_open)
+        if self._replica is not None and self._is_shown:
+            self._replica.reported.pop("total_steps", None)  # of one before
+            if total_steps is not None:
+                self._replica.reported["total_steps"] = total_steps
 
     def show(self, rounds: int, round_s: float) -> None:
         """Report how many rounds there were; nothing before the first: whoever reads it knows that there was none."""
-        if self._replica is not None and rounds:
+        if self._replica is not None and self._is_shown and rounds:
             self._replica.reported.update(round=rounds, round_s=round(round_s, 3))
 
     def record(self, reports: Sequence[RoundReport]) -> None:

@@ -68,7 +68,7 @@ class DiLoCo:
         final_average: let each fragment's last planned round be a plain average. Needs a total.
         total_steps: planned inner steps of the run, the same for all. Every fragment has its last round at the last
             of them, so that no step is in nobody's average and all replicas end with one model.
-        total_rounds: planned rounds of each fragment, with `round_seconds`; else as `total_steps`.
+        total_rounds: planned rounds of a fragment, with `round_seconds`, and one more at the end; else as `total_steps`.
         fragments: how many parts, or lists of modules or names; one has its round every inner_steps / fragments.
         background: have rounds in a thread beside the training; "auto": where `overlap_steps` is not 0. An error in one
             is raised by the next `step()`. May differ between replicas, as the next three.
@@ -193,8 +193,8 @@ class DiLoCo:
         self._steps_before = self._attached.step
         self._kept_period = self.rounds // settings.entries_per_snapshot
         self._model_state.before_hold = self._keep_if_due
+        self._liaison.plan(None if total_steps is None else _begun_at + total_steps, me.nonce)
         is_open[self._name] = self
-        self._liaison.plan(None if total_steps is None else _begun_at + total_steps)
         self._liaison.show(self.rounds, self._round_s)
 
     # -- training ----------------------------------------------------------------------------------------------------

@@ -207,6 +207,7 @@ class Run:
         if self.position == 0 or key not in self._objects:
             return
         pointer = self._frame(key).head
+        assert pointer["first"] == 0
         assert pointer["state"] == [self.state(index) for index in range(len(self.names))]
         tensors = self._tensors(self.position, pointer)
         for names, anchor, momentum in zip(self.names, self.anchors, self.momenta, strict=True):
@@ -304,6 +305,30 @@ class Run:
             d = b * F32(mu) + g[:n]
         anchor[:n] -= d * F32(lr)
         anchor[n:] -= g[n:]
+
+
+def state_of_given(anchor: Floats, tensors: Mapping[str, Any], fragment: int) -> str:
+    """Return the digest of a fragment that an outer optimizer of the user's steps, from the tensors of a snapshot."""
+    digest = xxh3_128(anchor.tobytes())
+
+    def walk(value: Any) -> None:
+        kind = next(iter(value)) if isinstance(value, dict) else ""
+        if kind == "dict":
+            for key, item in sorted(value["dict"], key=lambda pair: str(pair[0])):
+                digest.update(str(key).encode())
+                walk(item)
+        elif kind in ("list", "tuple"):
+            for item in value[kind]:
+                walk(item)
+        elif kind in ("tensor", "array"):
+            digest.update(tensors[value[kind]].tobytes())
+        else:
+            digest.update(repr(value).encode())
+
+    text = tensors.get(f"outer/{fragment}/json")
+    if text is not None:
+        walk(dict(json.loads(text.tobytes())["dict"])["state"])
+    return digest.hexdigest()
 
 
 def safetensors(data: bytes) -> dict[str, Any]:

@@ -121,3 +121,19 @@ def test_a_training_after_a_closed_one_of_its_name_is_refused_with_advice(replic
     with DiLoCo(nn.Linear(1, 1), inner_steps=1, name="second", **PLAIN) as diloco:
         assert diloco.inner_step == 0
         diloco.step()
+
+
+def test_the_second_diloco_of_a_replica_does_not_replace_the_plan_of_the_first(replica: Replica) -> None:
+    options = {"inner_steps": 1, **PLAIN}
+    with DiLoCo(nn.Linear(1, 1), total_steps=80, **options) as first:
+        first.step()
+        with DiLoCo(nn.Linear(1, 1), total_steps=2, name="critic", **options) as second:
+            second.step()
+            second.step()
+            assert (replica.reported["total_steps"], replica.reported["round"]) == (80, 1)
+        first.step()
+        assert (replica.reported["total_steps"], replica.reported["round"]) == (80, 2)
+    with DiLoCo(nn.Linear(1, 1), name="later", **options) as later:
+        assert "total_steps" not in replica.reported, "that of the first one, which is over"
+        later.step()
+        assert replica.reported["round"] == 1

@@ -99,6 +99,30 @@ def test_every_object_of_a_run_is_read_and_every_mean_and_anchor_computed_again(
     assert all(key.startswith("part/0/") for key in others), "only first states that were not chosen are not read"
 
 
+def test_states_and_snapshots_of_an_outer_optimizer_of_the_users_are_read_by_the_adr(tmp_path: Path) -> None:
+    options = {
+        "inner_steps": 2,
+        "total_steps": 12,
+        "snapshot_every": 2,
+        "fragments": 2,
+        "outer_optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.05),
+    }
+    run_replicas(2, lambda where: train(options, where), store=Keeping(tmp_path))
+    root = tmp_path / "test" / "diloco" / "main"
+    contract = decoder.frame((root / "snapshot/0").read_bytes(), "", decoder.UNSIGNED).head["contract"]
+    n_with_state = 0
+    for pointer in (root / "snapshot").iterdir():
+        head = decoder.frame(pointer.read_bytes(), "", decoder.UNSIGNED).head
+        parts = [root / "part" / pointer.name / head["nonce"] / str(index) for index in range(len(head["parts"]))]
+        tensors = {name: values for part in parts for name, values in decoder.safetensors(part.read_bytes()).items()}
+        n_with_state += "outer/0/json" in tensors
+        for fragment, state in enumerate(head["state"]):
+            names = [name for name, (_, _, index) in contract["tensors"].items() if index == fragment]
+            anchor = np.concatenate([tensors[f"anchor/{name}"].reshape(-1) for name in names])
+            assert decoder.state_of_given(anchor, tensors, fragment) == state
+    assert n_with_state >= 2
+
+
 def test_the_decoder_knows_nothing_of_ours() -> None:
     tree = ast.parse(Path(decoder.__file__).read_text())
     nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
