@@ -14,13 +14,12 @@ from executors.native import RunSpec
 from executors.policy import HangLimits, Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
-from executors.store.records import RETRY_S
+from executors.store.records import OUTAGE_S, RETRY_S
 from executors.supervision.decisions import Decision, DecisionLog, hang_of, policy_of
 from executors.supervision.keeper import Keeper, Sight, Terms
 
 LOG_LOOK_S = 10.0
 TRY_AGAIN_S = 1.0
-OUTAGE_S = 600.0  # a container that waits is paid for
 NEVER = float("inf")
 
 

@@ -10,12 +10,13 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from executors.errors import HangError
+from executors.errors import CorruptObjectError, HangError, KeyNotFoundError, StoreError, UnsafeStoreError
 
 OURS = tuple(str(Path(__file__).parents[2] / package) + os.sep for package in ("executors", "diloco"))
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")  # addresses and numbers in a message
+ANSWERS_OF_STORES = (KeyNotFoundError, CorruptObjectError, UnsafeStoreError)
 MAX_MESSAGE = 10_000  # characters that tell two errors apart
 NOTEBOOK = ("/ipykernel_", "<ipython-input-")
 
@@ -76,6 +77,11 @@ def _place(trace: TracebackType | None) -> str | None:
         if file.startswith(here := os.getcwd() + os.sep):
             shown = file.removeprefix(here)
     return f"{shown}:{found.tb_lineno}"
+
+
+def is_store_failure(error: BaseException | None) -> bool:
+    """Return whether a store gave no answer, or took nothing: what it did answer, a later attempt finds as well."""
+    return isinstance(error, StoreError) and not isinstance(error, ANSWERS_OF_STORES)
 
 
 def is_users_file(file: str) -> bool:
