@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
+from support.hostile_records import run_json
 
 from executors.attempt import Attempt
 from executors.errors import StoreError
@@ -17,6 +18,9 @@ from executors.protocol import Outcome
 from executors.shared_page import SharedPage
 from executors.store import MemoryStore
 from executors.store.protocol import Data, Entry
+from executors.store.records import to_bytes
+from executors.supervision.decisions import Decision, DecisionLog
+from executors.supervision.orders import order_stop
 from executors.worker import ends, supervisor
 from executors.worker.limits import Finding, Watchdog
 from executors.worker.ranks import NEVER, Running
@@ -84,7 +88,7 @@ class Scene:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pid: int, n: int = 16, n_waiting: int = 0) -> None:
         self.store, self.n = Bucket(), n + n_waiting
-        self.store.put("run/run.json", b"{}")
+        self.store.put("run/run.json", to_bytes(run_json(world_size=self.n)))
         monkeypatch.setattr(supervisor, "impatient_store", lambda *_: self.store)
         spec = RunSpec("run", "s3://bucket", "", self.n, tuple(range(self.n)))
         self.ranks = NoProcesses()
@@ -163,6 +167,34 @@ def test_a_start_that_fails_ends_no_others_of_a_run_that_fails_fast(monkeypatch:
     monkeypatch.setattr(scene.supervisor, "_spec", replace(scene.supervisor._spec, fail_fast=True))
     monkeypatch.setattr(supervisor, "end_others", lambda *_: pytest.fail("others are ended"))
     assert None not in scene.undo_start(fails_n_times=0)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_supervisor_leaves_a_rank_that_a_launch_has_taken_over_alone_when_the_run_is_stopped_or_it_ends_again(
+    is_stopped: bool, monkeypatch: pytest.MonkeyPatch, pid: int
+) -> None:
+    """Rank 0 goes on in another supervisor, which answers its next end; rank 1 is still this one's."""
+    scene = Scene(monkeypatch, pid, n=2)
+    for attempt in scene.running:
+        scene.supervisor._answers.begun(attempt)
+    scene.supervisor._record_end(scene.supervisor._running.pop(0), scene.running[0], TERMINATED)
+    log = DecisionLog(scene.store, "run")
+    log.append(lambda _: Decision(kind="restart", rank=0, ended=0, start={0: 1}, how="launch"))
+    taken_over = scene.running[0].at(1)
+    taken_over.begin("another supervisor's")
+    if is_stopped:
+        order_stop(log, within_s=600)
+    else:
+        log.append(lambda _: Decision(kind="restart", rank=0, ended=1, start={0: 2}, how="fork"))
+    for _ in range(2):
+        scene.supervisor._answers.look_soon()
+        scene.supervisor._keep_log()
+        first = scene.running[0].outcome()
+        assert first is not None
+        scene.supervisor._note_end(scene.running[0], first)  # its process may leave late
+    found = [taken_over.at(number).has(f"{name}.json") for number in (1, 2) for name in ("cancel", "outcome", "handle")]
+    assert not any(found), "it belongs to the other supervisor"
+    assert not scene.supervisor._waiting
 
 
 @pytest.mark.parametrize("ends_before", [False, True])
