@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -49,8 +50,13 @@ def fingerprint_of_exit(exit_code: int) -> str:
     return f"SIG{-exit_code}"  # a real-time signal
 
 
-def fingerprint_of(error: BaseException) -> str:
-    """Return what is the same for two exceptions of one type, at one place, whose messages differ in numbers alone."""
+def fingerprint_of(error: BaseException) -> str | None:
+    """Return what is the same for two exceptions of one type, at one place, whose messages differ in numbers alone.
+
+    None: a store failed, to all replicas alike and for a while, so that likeness says nothing of what will come again.
+    """
+    if any(map(is_store_failure, _with_causes(error))):
+        return None
     import hashlib  # 2 ms, on the way of every replica otherwise
 
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
@@ -58,6 +64,15 @@ def fingerprint_of(error: BaseException) -> str:
     parts = [VARYING.sub("#", message)]
     parts += [f"{os.path.basename(frame.filename)} {frame.name} {frame.line}" for frame in frames]
     return hashlib.sha256("\n".join(parts).encode(errors="replace")).hexdigest()
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that a traceback shows above it."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _place(trace: TracebackType | None) -> str | None:
