@@ -169,8 +169,8 @@ class OutsideKeeper:
     def _is_over(self, stop: Decision) -> bool:
         """Return whether the time is over in which supervisors end what runs.
 
-        By this process's own clock since it saw the stop, whose `at` is by another. A single pass sees no time go by: it
-        leaves the rest to the supervisors and to who asked.
+        By this process's own clock since it saw the stop, whose `at` is by another. A single pass sees no time go by:
+        it leaves the rest to the supervisors and to who asked.
         """
         if stop.why != ASKED:
             return True
