@@ -42,7 +42,12 @@ class Ends:
 
     def explain(self, running: Running, exit_code: int) -> tuple[Reason, str | None]:
         """Name the reason of an end without an outcome, and put it into a sentence."""
+        reason, error = self._explain(running, exit_code)
+        if running.is_left_behind and error is not None:
+            error += " Its process cannot be killed: it is stuck in the kernel."
+        return reason, error
 
+    def _explain(self, running: Running, exit_code: int) -> tuple[Reason, str | None]:
         def because(reason: Reason, ending: str = "", **values: Any) -> tuple[Reason, str]:
             return reason, describe_end(ending or reason, running.asked.rank, self._world_size, **values)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from support.hostile_records import run_json
@@ -21,9 +23,9 @@ from executors.store.protocol import Data, Entry
 from executors.store.records import to_bytes
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.orders import order_stop
-from executors.worker import ends, supervisor
+from executors.worker import ends, ranks, supervisor
 from executors.worker.limits import Finding, Watchdog
-from executors.worker.ranks import NEVER, Running
+from executors.worker.ranks import NEVER, STUCK_S, Running
 from executors.worker.supervisor import Supervisor
 
 TERMINATED = -15
@@ -167,6 +169,44 @@ def test_a_start_that_fails_ends_no_others_of_a_run_that_fails_fast(monkeypatch:
     monkeypatch.setattr(scene.supervisor, "_spec", replace(scene.supervisor._spec, fail_fast=True))
     monkeypatch.setattr(supervisor, "end_others", lambda *_: pytest.fail("others are ended"))
     assert None not in scene.undo_start(fails_n_times=0)
+
+
+def test_a_rank_that_no_signal_ends_has_an_outcome_all_the_same(monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
+    """Its main thread is in a call of a dead disk or driver, which SIGKILL does not interrupt."""
+    scene = Scene(monkeypatch, pid, n=1)
+    (running,) = scene.supervisor._running.values()
+    scene.supervisor._running = {pid: running}
+    sent, now = list[int](), [1000.0]
+    monkeypatch.setattr(ranks, "os", SimpleNamespace(kill=lambda pid, number: sent.append(number)))
+    monkeypatch.setattr(ranks, "kill_descendants", lambda *_, **__: [])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    running.ending, running.error, running.kill_at, running.asked_at = "hang", "It hangs.", 1000.0, -NEVER
+    while now[0] < 1000.0 + STUCK_S:
+        scene.supervisor._enforce_deadlines()
+        assert scene.supervisor._running, "it may still end"
+        now[0] += 1.0
+    assert sent.count(signal.SIGKILL) > 5
+    scene.supervisor._enforce_deadlines()
+    scene.end_all()
+    (outcome,) = scene.outcomes()
+    assert outcome is not None
+    assert (outcome.reason, outcome.signal) == ("hang", "SIGKILL")
+    assert outcome.error == "It hangs. Its process cannot be killed: it is stuck in the kernel."
+    assert not scene.supervisor._is_busy
+
+
+def test_who_reaps_a_rank_does_not_wait_for_another_that_no_signal_ends(
+    monkeypatch: pytest.MonkeyPatch, pid: int
+) -> None:
+    scene = Scene(monkeypatch, pid, n=2)
+    stuck, other = scene.supervisor._running.values()
+    scene.supervisor._running = {pid: stuck}
+    scene.supervisor._leave_behind(stuck)
+    monkeypatch.setattr(supervisor, "kill_descendants", lambda *_, **__: pytest.fail("it waits for what it kills"))
+    with subprocess.Popen(["true"]) as process:
+        scene.supervisor._running[process.pid] = replace(other, pid=process.pid)
+        while scene.supervisor._running:
+            scene.supervisor._reap()
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
