@@ -25,8 +25,8 @@ OTHERS = "others"
 (
     READY, BEAT, TICK, MARK, MARKS, KEPT, SINCE, ROW, LIMIT, UNWATCHED, ATOMIC_SINCE, ATOMIC_LEFT, ENDING_AT, NOTICE,
     STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN, HANG_RAISED_AT, CLAIMED,
-    N_DECISIONS, BEATEN, LEFT_AT, LEFT_WITH,
-) = range(26)  # fmt: skip
+    N_DECISIONS, BEATEN, LEFT_AT, LEFT_WITH, HAS_RESULT, STORE_FAILED,
+) = range(28)  # fmt: skip
 ROWS, ROW_SIZE, N_ROWS = 32, 8, 24  # of each section: a name of 48 bytes, its longest interval, how many there were
 LONGEST, COUNT = 6, 7
 NAME_BYTES = LONGEST * 8
@@ -91,6 +91,10 @@ class SharedPage:
     """When the rank had nothing more to do than to leave: to run what was registered at exit; 0: it has more to do."""
     left_with = _Number(LEFT_WITH)
     """The exit code that it then leaves with."""
+    has_result = _Number(HAS_RESULT)
+    """1: its entrypoint has returned a result."""
+    store_failed = _Number(STORE_FAILED)
+    """1: its process ends because the run's store failed: it could not begin, or could not record how it ended."""
 
     def __init__(self, after: SharedPage | None = None) -> None:
         self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)  # shared with what is forked from here

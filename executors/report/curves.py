@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_POINTS = 1500  # of one line
-MIN_POINTS = 100
+MAX_VALUES = 220_000  # of all curves of a page together
 N_MIDDLE = 150  # points of a line through the middle of others
 Array = NDArray[np.float64]
 Point = tuple[float, float]
@@ -18,7 +18,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """What one attempt of one rank reported of one number. Values that are not finite are left out."""
+    """What a rank reported of one number, in an attempt or in all. Values that are not finite are left out."""
 
     rank: int
     attempt: int
@@ -38,6 +38,15 @@ class Line:
         xs, ys = xs[is_finite], ys[is_finite]
         order = np.argsort(xs, kind="stable")
         return cls(rank, attempt, xs[order], ys[order])
+
+
+def max_points_of(n_lines: int, share: float) -> int:
+    """Return how many points each of some lines may have.
+
+    Args:
+        share: of the values of all curves of a page, what these lines may have together.
+    """
+    return min(MAX_POINTS, max(2, int(share * MAX_VALUES) // max(1, n_lines)))
 
 
 def thin(

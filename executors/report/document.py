@@ -16,7 +16,7 @@ import numpy as np
 from executors.durations import name_duration
 from executors.metrics.metrics import Metrics
 from executors.protocol import Outcome
-from executors.report.curves import MAX_POINTS, MIN_POINTS, Array, Line, Point, middle, thin
+from executors.report.curves import Array, Line, Point, max_points_of, middle, thin
 from executors.report.failures import failures_document
 from executors.report.in_short import in_short, is_late
 from executors.report.measures import Measures
@@ -27,7 +27,8 @@ from executors.status import TOTAL_STEPS, RunStatus
 from executors.supervision.events import Event
 from executors.task.record import RunRecord, TaskRecord
 
-MAX_VALUES = 220_000  # of all curves together
+SHARE = 0.75  # of the values of all curves
+MIN_POINTS = 50  # of a line; where many names leave it fewer, the last of them are left out
 MAX_NAMES = 24
 MAX_NAME = 40  # characters
 MAX_SETTINGS, MAX_ARGUMENTS, MAX_VALUE = 60, 200, 2000
@@ -143,8 +144,15 @@ def curves(metrics: Metrics) -> dict[str, Any]:
         for name, found in lines.items():
             line = Line.over(*key, xs, _column(values, name))
             found += [line] if len(line.xs) else []
-    lines = {name: found for name, found in lines.items() if found}
-    max_points = min(MAX_POINTS, max(MIN_POINTS, MAX_VALUES // max(1, sum(map(len, lines.values())))))
+    n_lines, left_out = 0, names[MAX_NAMES:]
+    for name, found in [*lines.items()]:
+        has_room = not n_lines or max_points_of(n_lines + len(found), SHARE) >= MIN_POINTS
+        if found and has_room:
+            n_lines += len(found)
+        else:
+            left_out = [*left_out, *([name] if found else [])]
+            del lines[name]
+    max_points = max_points_of(n_lines, SHARE)
     above = {
         name: {"median of replicas": points}
         for name, found in lines.items()
@@ -161,8 +169,8 @@ def curves(metrics: Metrics) -> dict[str, Any]:
             for name, found in lines.items()
         ],
         "has_anchor": ANCHOR in above.get("loss", {}),
-        "left_out": [one_line(name, MAX_NAME) for name in names[MAX_NAMES : 2 * MAX_NAMES]],
-        "n_left_out": max(0, len(names) - MAX_NAMES),
+        "left_out": [one_line(name, MAX_NAME) for name in left_out[:MAX_NAMES]],
+        "n_left_out": len(left_out),
     }
 
 

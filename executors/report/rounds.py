@@ -10,7 +10,7 @@ from typing import Any
 
 from executors.metrics.metrics import Metrics
 from executors.metrics.rows import Round
-from executors.report.curves import Line, Point, thin
+from executors.report.curves import Line, Point, max_points_of, thin
 from executors.report.words import one_line
 
 DRIFT = 2.0  # times the median, or less than a half of it
@@ -19,6 +19,7 @@ UNNOTICED = {"last": 0, "missing": 0, "drifting": 0, "cost_s": 0.0}
 MAX_NAME = 40  # characters
 MAX_SAME = 3  # groups of ranks
 MAX_ROUNDS = 200  # in the table
+SHARE = 0.25  # of the values of all curves
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def rounds_document(found: Sequence[Meeting]) -> dict[str, Any]:
     charted = Counter(each.name for each in found).most_common(1)[0][0] if found else ""
     rows: list[dict[str, Any]] = []
     same = Counter(ranks for each in found for ranks in {tuple(row.same) for row in each.rows.values() if row.same})
-    norms, mean_norms = defaultdict[tuple[int, int], list[Point]](list), list[Point]()
+    norms, mean_norms = defaultdict[int, list[Point]](list), list[Point]()
     for each in found:
         blamed, drifting = each.blamed(usual_s), each.drifting
         for rank, cost_s in blamed.items():
@@ -113,7 +114,7 @@ def rounds_document(found: Sequence[Meeting]) -> dict[str, Any]:
             by_rank[each.last]["last"] += 1
         for rank, row in each.rows.items():
             if row.norm is not None and each.name == charted:
-                norms[rank, row.attempt].append((each.entry + 1, row.norm))
+                norms[rank].append((each.entry + 1, row.norm))
         mean_norm = next((row.mean_norm for row in each.rows.values() if row.mean_norm is not None), None)
         mean_norms += [] if mean_norm is None or each.name != charted else [(each.entry + 1, mean_norm)]
         rows.append(
@@ -150,7 +151,10 @@ def rounds_document(found: Sequence[Meeting]) -> dict[str, Any]:
         "has_hidden": has_hidden,
         "waited": thin([Line.of(0, 0, zip(numbers, line, strict=True)) for line in zip(*drawn, strict=True)]),
         "norms": thin(
-            [Line.of(*key, points) for key, points in sorted(norms.items())], above={"the mean’s": mean_norms}
+            # A rank measures a round once, in whichever attempt.
+            [Line.of(rank, 0, points) for rank, points in sorted(norms.items())],
+            max_points_of(len(norms), SHARE),
+            above={"the mean’s": mean_norms},
         ),
         "table": kept,
     }

@@ -25,6 +25,7 @@ MAX_SHOWN = 60  # characters of a bad value in a message
 SHA256 = re.compile(r"[0-9a-f]{64}")
 LONG_AGO, FAR_AHEAD = 0.0, 1e11  # seconds since the epoch: until the year 5138
 RETRY_S = 10.0
+OUTAGE_S = 600.0  # longer than most outages; a machine that waits is paid for
 GONE_PAUSES_S = (1.0, 1.0, 0.0)
 
 T = TypeVar("T")

@@ -260,8 +260,8 @@ class Keeper:
         for rank, entry in self._starts.items():
             if entry.start[rank] <= sight.newest.get(rank, MAX_ATTEMPT) or not self.hands.may_start(rank):
                 continue
-            is_anothers = entry.kind == "resume" or (entry.how != "fork" and entry.rank == rank)
-            if not (self.hands.how == "fork" and is_anothers) and not self.barred_by(rank):
+            is_anothers = self.hands.how == "fork" and leaves_its_supervisor(entry, rank)
+            if not is_anothers and not self.barred_by(rank):
                 pending[rank] = entry
         return pending
 
@@ -308,6 +308,11 @@ class Keeper:
 def _needs_launch(end: Outcome) -> bool:
     """Return whether a new process of the same supervisor would not do: one that says itself why it fails was there."""
     return end.reason in NEEDS_LAUNCH and not (end.reason == "start_failed" and end.pid is not None)
+
+
+def leaves_its_supervisor(entry: Decision, rank: int) -> bool:
+    """Return whether the attempt of a rank that an entry starts is begun by another process than its supervisor."""
+    return entry.kind == "resume" or (entry.how != "fork" and entry.rank == rank)
 
 
 def hands_of_spare(number: int) -> str:

@@ -14,13 +14,13 @@ from executors.native import RunSpec
 from executors.policy import HangLimits, Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
-from executors.store.records import RETRY_S
+from executors.store.inventory import BEGINNINGS
+from executors.store.records import OUTAGE_S, RETRY_S
 from executors.supervision.decisions import Decision, DecisionLog, hang_of, policy_of
-from executors.supervision.keeper import Keeper, Sight, Terms
+from executors.supervision.keeper import Keeper, Sight, Terms, leaves_its_supervisor
 
 LOG_LOOK_S = 10.0
 TRY_AGAIN_S = 1.0
-OUTAGE_S = 600.0  # a container that waits is paid for
 NEVER = float("inf")
 
 
@@ -112,7 +112,7 @@ class Answers:
 
     def ended(self, outcome: Outcome) -> None:
         """Note how an attempt ended."""
-        if outcome.attempt >= self._newest.get(outcome.rank, 0):
+        if outcome.rank in self._newest and outcome.attempt >= self._newest[outcome.rank]:
             self._newest[outcome.rank], self._ends[outcome.rank] = outcome.attempt, outcome
         self._has_progress |= outcome.marks > 0
         if outcome.status is not ReplicaStatus.SUCCEEDED:
@@ -168,6 +168,8 @@ class Answers:
             return
         attempt = Attempt(self._store, self._spec.run_id, rank, entry.start[rank])
         with contextlib.suppress(StoreError):
+            if any(attempt.has(f"{name}.json") for name in BEGINNINGS):
+                return  # whoever has begun it ends it
             attempt.request_cancel(why)
         self._cancelled(attempt, why)
 
@@ -191,11 +193,11 @@ class Answers:
     # The hands of the keeper
 
     def may_start(self, rank: int) -> bool:
-        """Return whether a rank is this supervisor's, and nobody has resumed it since."""
+        """Return whether a rank is this supervisor's, and nobody was to begin it elsewhere since."""
         for entry in self._log.entries[self._n_seen :]:
-            for resumed, number in entry.start.items() if entry.kind == "resume" else ():
-                if number > self._newest.get(resumed, number):
-                    self.leave(resumed)
+            for started, number in entry.start.items():
+                if leaves_its_supervisor(entry, started) and number > self._newest.get(started, number):
+                    self.leave(started)
         self._n_seen = len(self._log.entries)
         return rank in self._newest
 

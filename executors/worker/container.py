@@ -106,6 +106,11 @@ class ContainerSupervisor(Supervisor):
             reported = {} if beat is None else dict(beat.reported)
             attempt.store.put(attempt.key("heartbeat.json"), to_bytes({**reported, "at": time.time()}))
 
+    def _leave_behind(self, running: Running) -> None:
+        """Leave the container, which its service takes back: the next process would be stuck as well."""
+        self._answers.leave_all()
+        super()._leave_behind(running)
+
     def _conclude(self, running: Running, exit_code: int) -> None:
         killed = TIMED_OUT if running.ending == "timeout" else 128 - exit_code
         self.exit_code = exit_code if exit_code >= 0 else killed

@@ -42,7 +42,12 @@ class Ends:
 
     def explain(self, running: Running, exit_code: int) -> tuple[Reason, str | None]:
         """Name the reason of an end without an outcome, and put it into a sentence."""
+        reason, error = self._explain(running, exit_code)
+        if running.is_left_behind and error is not None:
+            error += " Its process cannot be killed: it is stuck in the kernel."
+        return reason, error
 
+    def _explain(self, running: Running, exit_code: int) -> tuple[Reason, str | None]:
         def because(reason: Reason, ending: str = "", **values: Any) -> tuple[Reason, str]:
             return reason, describe_end(ending or reason, running.asked.rank, self._world_size, **values)
 
@@ -62,7 +67,10 @@ class Ends:
             return because("signal", number=-exit_code, name=signal_name(-exit_code))
         if exit_code == 128 + signal.SIGTERM:
             return because("signal", terminated, name="SIGTERM", service=service)
-        return because("no_result", code=f"exit code {exit_code}")
+        ending = "no_result"
+        if running.page.store_failed:
+            ending = "unrecorded" if running.page.has_result else "storeless"
+        return because("no_result", ending, code=f"exit code {exit_code}")
 
     def _was_killed_for_memory(self, running: Running) -> bool:
         """Return whether the kernel killed a process; where its log cannot be read, as far as its counter tells."""
@@ -187,7 +195,7 @@ def seen_from_outside(running: Running, exit_code: int) -> dict[str, Any]:
         **running.page.told(),
         "exit_code": exit_code,
         "signal": killed_by or running.page.notice,
-        "fingerprint": killed_by or f"exit code {exit_code}",
+        "fingerprint": killed_by or (None if running.page.store_failed else f"exit code {exit_code}"),
         "pid": running.pid,
         "started_at": running.started_at,
     }

@@ -7,15 +7,17 @@ import os
 import re
 import signal
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from executors.errors import HangError
+from executors.errors import CorruptObjectError, HangError, KeyNotFoundError, StoreError, UnsafeStoreError
 
 OURS = tuple(str(Path(__file__).parents[2] / package) + os.sep for package in ("executors", "diloco"))
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")  # addresses and numbers in a message
+ANSWERS_OF_STORES = (KeyNotFoundError, CorruptObjectError, UnsafeStoreError)
 MAX_MESSAGE = 10_000  # characters that tell two errors apart
 NOTEBOOK = ("/ipykernel_", "<ipython-input-")
 
@@ -48,8 +50,13 @@ def fingerprint_of_exit(exit_code: int) -> str:
     return f"SIG{-exit_code}"  # a real-time signal
 
 
-def fingerprint_of(error: BaseException) -> str:
-    """Return what is the same for two exceptions of one type, at one place, whose messages differ in numbers alone."""
+def fingerprint_of(error: BaseException) -> str | None:
+    """Return what is the same for two exceptions of one type, at one place, whose messages differ in numbers alone.
+
+    None: a store failed, to all replicas alike and for a while, so that likeness says nothing of what will come again.
+    """
+    if any(map(is_store_failure, _with_causes(error))):
+        return None
     import hashlib  # 2 ms, on the way of every replica otherwise
 
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
@@ -57,6 +64,15 @@ def fingerprint_of(error: BaseException) -> str:
     parts = [VARYING.sub("#", message)]
     parts += [f"{os.path.basename(frame.filename)} {frame.name} {frame.line}" for frame in frames]
     return hashlib.sha256("\n".join(parts).encode(errors="replace")).hexdigest()
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that a traceback shows above it."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _place(trace: TracebackType | None) -> str | None:
@@ -76,6 +92,11 @@ def _place(trace: TracebackType | None) -> str | None:
         if file.startswith(here := os.getcwd() + os.sep):
             shown = file.removeprefix(here)
     return f"{shown}:{found.tb_lineno}"
+
+
+def is_store_failure(error: BaseException | None) -> bool:
+    """Return whether a store gave no answer, or took nothing: what it did answer, a later attempt finds as well."""
+    return isinstance(error, StoreError) and not isinstance(error, ANSWERS_OF_STORES)
 
 
 def is_users_file(file: str) -> bool:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from executors import replica as environment
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
-from executors.errors import HangError, ReplicasError, ResultError
+from executors.errors import HangError, ReplicasError, ResultError, StoreError, UnwritableStoreError
 from executors.metrics.recorder import Recorder
 from executors.native import RunSpec
 from executors.process import children, flush_c_streams, kill_descendants
@@ -30,12 +30,12 @@ from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
 from executors.shared_page import SharedPage
 from executors.store import store_at
-from executors.store.records import RETRY_S, is_gone, read_record
+from executors.store.records import OUTAGE_S, RETRY_S, is_gone, read_record
 from executors.store.url import split_address
 from executors.task.record import RunRecord
 from executors.task.stored import StoredTask, read_task
 from executors.worker.claim import CancelledBeforeStart, claim
-from executors.worker.failure import describe_failure, fingerprint_of
+from executors.worker.failure import describe_failure, fingerprint_of, is_store_failure
 from executors.worker.health_check import LIMIT_S, UnhealthyError, check_health
 from executors.worker.heartbeat import Heartbeat
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
@@ -84,8 +84,10 @@ def main(assignment: Assignment) -> NoReturn:
         code = _Worker(assignment).run()
     except (CancelledBeforeStart, SystemExit):
         code = TERMINATED
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        if assignment.page is not None:
+            assignment.page.store_failed = is_store_failure(error)
     if assignment.page is not None:
         assignment.page.left_with, assignment.page.left_at = code, time.monotonic()
     _leave(code)
@@ -114,7 +116,7 @@ def call(run: str, digest: str | None = None) -> Any:
         if isinstance(raised, KeyboardInterrupt):
             worker.attempt.request_cancel()
     worker.stop(outcome)
-    recorded = worker.attempt.record(outcome, retry_s=RETRY_S)
+    recorded = worker.record(outcome)
     if error is not None:
         raise error
     if recorded.status is not ReplicaStatus.SUCCEEDED and recorded.error:
@@ -162,6 +164,8 @@ class _Worker:
             value = _called(self.load(task))
             self._let_finish()
             outcome = self.succeeded(value)
+            if assignment.page is not None:
+                assignment.page.has_result = outcome.status is ReplicaStatus.SUCCEEDED
         except BaseException as error:
             self._let_finish()
             if sigterm_arrived() and not self.heartbeat.supervisor_is_gone:
@@ -170,8 +174,7 @@ class _Worker:
             outcome = self._orphaned() if sigterm_arrived() else self.raised(error)
             _flush()
             half_a_line = assignment.output_tail().rpartition("\n")[2]
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # the user may have closed or unset it
-                sys.stderr.write("\n" * bool(half_a_line) + f"{outcome.error}\n")
+            _say("\n" * bool(half_a_line) + f"{outcome.error}\n")
         self.stop(outcome)
         _flush()
         self._record(outcome)
@@ -269,7 +272,26 @@ class _Worker:
         if self._log is not None:
             self._log.put(FINAL_BYTES)  # before the outcome: who finds that finds the whole
         outcome = replace(outcome, output_tail=self._assignment.output_tail())
-        self.attempt.record(outcome, retry_s=RETRY_S)
+        self.record(outcome)
+
+    def record(self, outcome: Outcome) -> Outcome:
+        """Record the outcome and return the one that counts, though the store fails for minutes.
+
+        A result cannot be had again, and its supervisor knows less of a failure. That is not waited for where the store
+        refuses to be written, which is rarely mended by waiting.
+
+        Raises:
+            StoreError: the store did not take it.
+        """
+        try:
+            return self.attempt.record(outcome, retry_s=RETRY_S)
+        except StoreError as error:
+            is_refused = isinstance(error, UnwritableStoreError) and outcome.status is not ReplicaStatus.SUCCEEDED
+            if is_refused or not is_store_failure(error):
+                raise
+            what = f"rank {self.replica.rank}: how it ended cannot be recorded yet"
+            _say(f"replicas: {what}; trying again for {OUTAGE_S / 60:g} min: {error}\n")
+        return self.attempt.record(outcome, retry_s=OUTAGE_S)
 
     def _end_unhealthy(self, words: str) -> None:
         """Leave the outcome and the process, in a thread beside the check."""
@@ -332,6 +354,11 @@ def _load(replica: Replica, stored: StoredTask, gpu: str | None = None) -> Calla
     if stored.record.rank_env is not None:
         os.environ[stored.record.rank_env] = str(replica.rank)
     return functools.partial(function, **args)
+
+
+def _say(words: str) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # the user may have closed or unset it
+        sys.stderr.write(words)
 
 
 def _flush() -> None:

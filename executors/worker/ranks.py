@@ -26,6 +26,7 @@ ATOMIC_LOOK_S = 0.5
 LEAVE_S = 120.0  # what is registered at exit may upload for a minute, and may wait for ever for a network
 MOST_UNKEPT, STACKS_AGAIN_S = 4, 10.0  # dumps of a rank, and the time between two tries of what a store does not take
 UNKILLABLE_S = 5.0  # how long a process stuck in the kernel is waited for
+STUCK_S = 60.0  # from SIGKILL on; memory of a terabyte, or of a GPU, takes a while to be given back
 
 
 class Ranks(Protocol):
@@ -95,6 +96,10 @@ class Running:
     asked_at: float = NEVER
     grace_s: float = 0.0
     kill_at: float = NEVER
+    killed_at: float = NEVER
+    """When it was first killed."""
+    is_left_behind: bool = False
+    """Whether its attempt is over though no signal has ended it."""
 
     @property
     def attempt(self) -> Attempt:
@@ -146,6 +151,11 @@ class Running:
         os.kill(self.pid, signal.SIGKILL)
         kill_descendants(self.pid, limit_s=0.0)
         self.kill_at = now + UNKILLABLE_S
+        self.killed_at = min(self.killed_at, now)
+
+    def is_stuck(self, now: float) -> bool:
+        """Return whether no signal ends it, as long as the call of the kernel takes that it is in: perhaps for ever."""
+        return now >= self.killed_at + STUCK_S
 
     def watch(self, now: float, ranks: Ranks) -> float:
         """Look whether it makes progress; keep its stacks if it does not, and have it killed when it must be.

@@ -26,13 +26,7 @@ from executors.store.url import impatient_store
 from executors.supervision.orders import words_of_bar
 from executors.worker.answers import Answers
 from executors.worker.cancel_looks import STORE_LIMIT_S, CancelLooks
-from executors.worker.ends import (
-    EndRecords,
-    Ends,
-    is_overtaken,
-    mark_cancelled,
-    seen_from_outside,
-)
+from executors.worker.ends import EndRecords, Ends, is_overtaken, mark_cancelled, seen_from_outside
 from executors.worker.fail_fast import end_others
 from executors.worker.limits import Watchdog
 from executors.worker.ranks import NEVER, UNKILLABLE_S, Ranks, Running, how_started
@@ -83,6 +77,7 @@ class Supervisor:
         self._running: dict[int, Running] = {}
         self._copying: dict[int, tuple[Running, Attempt, int]] = {}
         """Ranks that ended and whose logs are being copied, with the attempt and the exit code, by who copies."""
+        self._stuck = set[int]()  # processes that were left behind
         self._pages: dict[int, SharedPage] = {}
         """The last page of each rank: what it learned goes on in the next."""
         self._deadlines: dict[int, float] = {}
@@ -256,11 +251,12 @@ class Supervisor:
                 return
             if pid in self._copying:
                 self._record_end(*self._copying.pop(pid))
+            self._stuck.discard(pid)
             running = self._running.pop(pid, None)
             if running is None:
                 continue  # something a rank left behind
             self._ranks.note_output(running.asked, is_whole=True)
-            spare = {*self._running, *self._copying}
+            spare = {*self._running, *self._copying, *self._stuck}
             if not spare >= set(children(os.getpid())):
                 kill_descendants(os.getpid(), spare=spare, limit_s=UNKILLABLE_S)
             code = os.waitstatus_to_exitcode(status)
@@ -328,6 +324,15 @@ class Supervisor:
             if now >= running.kill_at and running.may_be_killed(now):
                 running.kill(now)
         mark_cancelled(STOPPED, stopped)
+        for running in [running for running in self._running.values() if running.is_stuck(now)]:
+            self._leave_behind(running)
+
+    def _leave_behind(self, running: Running) -> None:
+        """Let an attempt be over whose process nothing ends, so that its run does not wait for it for ever."""
+        running.is_left_behind = True
+        self._stuck.add(self._running.pop(running.pid).pid)
+        self._ranks.note_output(running.asked, is_whole=True)
+        self._conclude(running, -signal.SIGKILL if running.left_with is None else running.left_with)
 
     def _end_abandoned(self, why: str) -> None:
         """End the whole run: nobody is there to watch it. What was asked to end before gets no more time."""

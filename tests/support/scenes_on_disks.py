@@ -18,6 +18,7 @@ from executors import LocalProcessExecutor, Run, launch
 from executors.errors import ReplicasError, StoreError, UnsafeStoreError
 from executors.store import Store, open_store
 from executors.testing import eventually
+from executors.worker import main as worker
 from support.processes import is_alive
 
 MIB = 1 << 20
@@ -137,7 +138,8 @@ LOCAL = LocalProcessExecutor(preload=(), term_grace_s=0.5)
 
 
 def fill(folder: str) -> str:
-    """Write until nothing more fits, and return."""
+    """Write until nothing more fits, and return; what is waited for then is over soon."""
+    vars(worker).update(OUTAGE_S=1.0)
     path = os.path.join(folder, "junk")
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for size in (1 << 16, 1 << 12, 1):

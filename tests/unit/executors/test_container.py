@@ -26,13 +26,13 @@ from executors.task.stored import StoredTask
 from executors.worker.container import BEAT_LATE_S, ContainerRanks, ContainerSupervisor, imports_torch
 from executors.worker.heartbeat import Heartbeat
 from executors.worker.limits import Watchdog
-from executors.worker.ranks import NEVER, Running
+from executors.worker.ranks import NEVER, STUCK_S, Running
 
 
-def supervised(folder: Path) -> tuple[ContainerSupervisor, Attempt, SharedPage]:
+def supervised(folder: Path, restarts: str | None = None) -> tuple[ContainerSupervisor, Attempt, SharedPage]:
     """Return the supervisor of a rank that has claimed its attempt and beaten once, and the page of that rank."""
     store = open_store(folder)
-    spec = RunSpec("run", store.url, "00", 1, (0,))
+    spec = RunSpec("run", store.url, "00", 1, (0,), restarts=restarts)
     supervisor = ContainerSupervisor(
         spec, ContainerRanks(spec, term_grace_s=1, gpu=None), timeout_s=None, term_grace_s=1, notice_s=1
     )
@@ -152,6 +152,24 @@ def test_a_process_is_ended_for_the_attempt_that_follows_only_where_it_is_an_ear
         process.kill()
     assert running.ending == ("fenced" if ends else None)
     assert supervisor._answers.is_pending is (claimed is None)
+
+
+def test_a_container_whose_rank_cannot_be_killed_starts_nothing_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its GPU and its disk are stuck as well: its service takes them back once it has left."""
+    supervisor, attempt, _ = supervised(tmp_path, restarts="3")
+    attempt.store.put("run/run.json", b"{}")
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    supervisor._answers.begun(attempt)
+    running = supervisor._running[1]
+    running.ending, running.error, running.killed_at = "hang", "It hangs.", time.monotonic() - STUCK_S
+    supervisor._enforce_deadlines()
+    outcome = attempt.outcome()
+    assert outcome is not None
+    assert outcome.reason == "hang"
+    assert not supervisor._is_needed
+    assert supervisor.exit_code == 137
 
 
 @pytest.mark.parametrize("is_leaving", [False, True])

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.hostile_records import run_json
 
 from executors.attempt import Attempt
 from executors.errors import CorruptObjectError
 from executors.policy import Restarts
-from executors.protocol import Outcome, ReplicaStatus
+from executors.protocol import STOPPED, Outcome, ReplicaStatus
+from executors.run.outside_keeper import OutsideKeeper
 from executors.store.memory import MemoryStore
 from executors.supervision.decisions import Decision, DecisionLog
-from executors.supervision.keeper import CARRY_S, Keeper, Sight, Terms
+from executors.supervision.keeper import CARRY_S, LEAVE_S, Keeper, Sight, Terms
+from executors.supervision.orders import order_stop
+from executors.task.record import RunRecord
 
 POLICY = Restarts.parse("3,backoff=4s:8s")
 
@@ -282,3 +288,25 @@ def test_a_sight_is_taken_from_the_records_of_a_run() -> None:
     assert (found.newest, {*found.ends}, found.has_progress) == ({0: 1, 1: 0, 2: 0}, {1}, False)
     store.put(Attempt(store, "run", 2).key("heartbeat.json"), b'{"at": 1.0, "step": 1}')
     assert Sight.of(store, "run", 3).has_progress
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
+def test_a_stop_has_its_time_whatever_the_clock_of_a_keeper_says(
+    ahead_s: float, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observer: Any = SimpleNamespace(
+        ranks=[0], outcome=lambda rank: None, attempt=lambda rank: Attempt(scene.store, "run", rank)
+    )
+    record, ended = RunRecord.parse(run_json(restarts="3")), list[str]()
+    hands: Any = SimpleNamespace(how="launch", free={}, may_start=lambda rank: False)
+    keeper = OutsideKeeper(DecisionLog(scene.store, "run"), record, observer, hands, ended.append, lambda rank: True)
+    order_stop(DecisionLog(scene.store, "run", lambda: time.time() - ahead_s), within_s=600.0)
+    began = time.monotonic()
+
+    def ended_after(passed_s: float) -> list[str]:
+        monkeypatch.setattr(time, "monotonic", lambda: began + passed_s)
+        keeper.keep([])
+        return [*ended]
+
+    assert ended_after(1.0) == ended_after(600.0) == [], "supervisors end what runs"
+    assert ended_after(602.0 + LEAVE_S) == ended_after(700.0 + LEAVE_S) == [STOPPED]

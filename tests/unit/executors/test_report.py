@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
-import random
 import re
 import shutil
 import subprocess
@@ -23,8 +21,7 @@ import pytest
 from support.made_up_runs import HOSTILE, SCENES, Scene, failed_at_once, hostile, made_up, with_kills
 
 from executors.metrics.rows import Round
-from executors.report.curves import Line, middle, thin
-from executors.report.document import ANCHOR, Subject, curves, document
+from executors.report.document import ANCHOR, Subject, document
 from executors.report.page import ASSETS, page, write_page
 from executors.report.scalars import scalars
 from executors.report.timeline import MAX_SPANS
@@ -50,60 +47,6 @@ class Elements(HTMLParser):
 
 def texts_of(made: Document) -> list[str]:
     return [each["text"] for each in made["in_short"]]
-
-
-def noisy(rank: int, n: int = 10_000) -> Line:
-    rng = random.Random(rank)
-    return Line.of(rank, 0, [(step, math.exp(-step / n) + rng.gauss(0, 0.1)) for step in range(n)])
-
-
-# Curves
-
-
-def test_a_thinned_line_keeps_the_least_and_the_greatest_value_of_each_bin() -> None:
-    lines = [noisy(0), noisy(1)]
-    thinned = thin(lines, 100)
-    assert (len(thinned["x"]), thinned["bins"], thinned["points"]) == (100, 50, 20_000)
-    for line, drawn in zip(lines, thinned["lines"], strict=True):
-        for number in range(50):
-            ys = line.ys[[step * 50 // 9999 == number or (number == 49 and step == 9999) for step in range(10_000)]]
-            kept = drawn["y"][2 * number : 2 * number + 2]
-            assert sorted(kept) == pytest.approx([ys.min(), ys.max()], rel=1e-4)
-            assert (kept[0] < kept[1]) == (ys.argmin() < ys.argmax())
-
-
-def test_a_short_line_stays_as_it_is_without_what_is_not_finite() -> None:
-    lines = [Line.of(0, 0, [(3, 0.5), (1, 2.0), (2, math.nan)]), Line.of(1, 0, [(2, 1.0), (4, math.inf)])]
-    thinned = thin(lines, above={"middle": [(2.4, 7.0)]})
-    assert thinned["x"] == [1, 2, 2.4, 3]
-    assert [line["y"] for line in thinned["lines"]] == [[2, None, None, 0.5], [None, 1, None, None]]
-    assert (thinned["above"], thinned["bins"]) == ({"middle": [None, None, 7, None]}, None)
-
-
-def test_the_middle_is_the_median_of_ranks_where_most_of_them_are() -> None:
-    lines = [Line.of(rank, 0, [(x, float(rank * rank)) for x in range(100 if rank else 10)]) for rank in range(5)]
-    assert {round(y, 3) for x, y in middle(lines) if x > 10} == {6.5}  # of 1, 4, 9, 16
-    assert middle(lines)[0][1] == 4
-    assert all(y == pytest.approx(3 * x) for x, y in middle([Line.of(0, 0, [(x * x, 3.0 * x * x) for x in range(90)])]))
-
-
-def test_a_loss_that_was_computed_before_a_round_is_not_called_the_first_after_it() -> None:
-    made = made_up(Scene(n=2, rounds=10))
-    shown = document(made)["curves"]["shown"]
-    assert list(shown[0]["above"]) == [ANCHOR]
-    rows = made.metrics.numbers
-    sparse = [row for row in rows if row.values["step"] % 10 == 0]  # as loops do that report after a round
-    object.__setattr__(made.metrics, "rows", [*sparse, *made.metrics.rounds])
-    made.metrics.__dict__.pop("numbers", None)
-    assert list(curves(made.metrics)["shown"][0]["above"]) == ["median of replicas"]
-
-
-def test_a_run_that_reported_a_few_times_says_how_its_loss_went() -> None:
-    made = made_up(Scene(n=2, rounds=1, inner=3))
-    rows = list(made.metrics.numbers)
-    told = document(replace(made, metrics=replace(made.metrics, rows=rows)))
-    assert told["curves"]["shown"][0]["above"] == {}, "a median of one point is no line"
-    assert re.fullmatch(r"Loss \S+ → \S+ over steps 1 to 3 \(rank 0\)\.", told["in_short"][0]["text"])
 
 
 # Rounds and the time line

@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 
-from executors.policy import Restarts
+from executors.attempt import Attempt
+from executors.errors import CorruptObjectError, KeyNotFoundError, StoreError, UnsafeStoreError, UnwritableStoreError
+from executors.native import RunSpec
+from executors.policy import HangLimits, Restarts
 from executors.protocol import Outcome, ReplicaStatus
+from executors.shared_page import SharedPage
+from executors.store import MemoryStore
 from executors.supervision.decisions import Decision, answer_to, is_barred
 from executors.supervision.rules import MOST_REFUSED, RunFacts, decide, made_progress, too_few_left
+from executors.worker.ends import seen_from_outside
+from executors.worker.failure import describe_failure
+from executors.worker.limits import Watchdog
+from executors.worker.ranks import NEVER, Running
 
 FACTS = RunFacts(run_id="run", world_size=4, launched_at=0.0, has_progress=True)
 EARLY = replace(FACTS, has_progress=False)
@@ -31,6 +40,15 @@ def answers(policy: str, *ends: Outcome, at: Sequence[float] = (), facts: RunFac
         if (answer := decide(log, each, [], Restarts.parse(policy), facts, now)) is not None:
             log.append(replace(answer, at=now))
     return log
+
+
+def ended_for_want_of_a_store() -> tuple[Running, int]:
+    """Return a process that claimed nothing, or could not record how it ended, and its exit code."""
+    page, attempt = SharedPage.create(), Attempt(MemoryStore(), "run", 0)
+    page.store_failed = 1
+    spec = RunSpec("run", "memory:", "", 1, (0,))
+    watchdog = Watchdog(page, 1, HangLimits(), ends=True, term_grace_s=1.0, spec=spec, rank=0)
+    return Running(1, attempt, page, watchdog, 0.0, NEVER), 1
 
 
 def told(log: Sequence[Decision | None]) -> list[str]:
@@ -85,6 +103,44 @@ def test_what_fails_everywhere_before_any_progress_stops_the_run() -> None:
     assert (answer.kind, answer.why, answer.start) == ("stop", "deterministic", {})
     for other, facts in (([end(1, reason="exception", fingerprint="other")], EARLY), (ends[1:], FACTS), ([], EARLY)):
         assert told([decide([], ends[0], other, Restarts(), facts, 1.0)]) == ["restart"]
+
+
+def failure_of(error: Exception, while_handling: Exception | None = None) -> dict[str, Any]:
+    """Return what an outcome has of an exception of the entrypoint."""
+    try:
+        try:
+            if while_handling is not None:
+                raise while_handling
+        finally:
+            raise error
+    except type(error) as raised:
+        return {"reason": "exception", **describe_failure(raised)}
+
+
+SILENT = StoreError("Cannot read 'run/seal': timed out")
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        failure_of(SILENT),
+        failure_of(UnwritableStoreError("Cannot write 'run/seal': No space left on device.")),
+        failure_of(RuntimeError("no anchor"), while_handling=SILENT),
+        {"reason": "no_result", **seen_from_outside(*ended_for_want_of_a_store())},
+    ],
+    ids=["silent", "full", "handled", "no_outcome"],
+)
+def test_a_store_that_does_not_answer_is_never_a_deterministic_end(why: dict[str, Any]) -> None:
+    ends = [end(rank, **why) for rank in range(4)]
+    assert told([decide([], ends[0], ends[1:], Restarts(), EARLY, 1.0)]) == ["restart"]
+    twice = [end(attempt=number, **why) for number in range(6)]
+    assert told(answers("9", *twice)) == [*RESTARTS_AND, "no_progress", "no_progress", "no_progress"]
+
+
+@pytest.mark.parametrize("kind", [KeyNotFoundError, CorruptObjectError, UnsafeStoreError])
+def test_what_a_store_answers_comes_again_the_same_way(kind: type[StoreError]) -> None:
+    ends = [end(attempt=number, **failure_of(kind("'run/task.json' is not what was written."))) for number in range(2)]
+    assert told(answers("9", *ends)) == ["restart", "deterministic"]
 
 
 def test_a_sister_that_was_restarted_since_counts_too_until_a_person_resumes() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from support.hostile_records import run_json
 
 from executors.attempt import Attempt
 from executors.errors import StoreError
@@ -17,9 +20,12 @@ from executors.protocol import Outcome
 from executors.shared_page import SharedPage
 from executors.store import MemoryStore
 from executors.store.protocol import Data, Entry
-from executors.worker import ends, supervisor
+from executors.store.records import to_bytes
+from executors.supervision.decisions import Decision, DecisionLog
+from executors.supervision.orders import order_stop
+from executors.worker import ends, ranks, supervisor
 from executors.worker.limits import Finding, Watchdog
-from executors.worker.ranks import NEVER, Running
+from executors.worker.ranks import NEVER, STUCK_S, Running
 from executors.worker.supervisor import Supervisor
 
 TERMINATED = -15
@@ -84,7 +90,7 @@ class Scene:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pid: int, n: int = 16, n_waiting: int = 0) -> None:
         self.store, self.n = Bucket(), n + n_waiting
-        self.store.put("run/run.json", b"{}")
+        self.store.put("run/run.json", to_bytes(run_json(world_size=self.n)))
         monkeypatch.setattr(supervisor, "impatient_store", lambda *_: self.store)
         spec = RunSpec("run", "s3://bucket", "", self.n, tuple(range(self.n)))
         self.ranks = NoProcesses()
@@ -163,6 +169,72 @@ def test_a_start_that_fails_ends_no_others_of_a_run_that_fails_fast(monkeypatch:
     monkeypatch.setattr(scene.supervisor, "_spec", replace(scene.supervisor._spec, fail_fast=True))
     monkeypatch.setattr(supervisor, "end_others", lambda *_: pytest.fail("others are ended"))
     assert None not in scene.undo_start(fails_n_times=0)
+
+
+def test_a_rank_that_no_signal_ends_has_an_outcome_all_the_same(monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
+    """Its main thread is in a call of a dead disk or driver, which SIGKILL does not interrupt."""
+    scene = Scene(monkeypatch, pid, n=1)
+    (running,) = scene.supervisor._running.values()
+    scene.supervisor._running = {pid: running}
+    sent, now = list[int](), [1000.0]
+    monkeypatch.setattr(ranks, "os", SimpleNamespace(kill=lambda pid, number: sent.append(number)))
+    monkeypatch.setattr(ranks, "kill_descendants", lambda *_, **__: [])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    running.ending, running.error, running.kill_at, running.asked_at = "hang", "It hangs.", 1000.0, -NEVER
+    while now[0] < 1000.0 + STUCK_S:
+        scene.supervisor._enforce_deadlines()
+        assert scene.supervisor._running, "it may still end"
+        now[0] += 1.0
+    assert sent.count(signal.SIGKILL) > 5
+    scene.supervisor._enforce_deadlines()
+    scene.end_all()
+    (outcome,) = scene.outcomes()
+    assert outcome is not None
+    assert (outcome.reason, outcome.signal) == ("hang", "SIGKILL")
+    assert outcome.error == "It hangs. Its process cannot be killed: it is stuck in the kernel."
+    assert not scene.supervisor._is_busy
+
+
+def test_who_reaps_a_rank_does_not_wait_for_another_that_no_signal_ends(
+    monkeypatch: pytest.MonkeyPatch, pid: int
+) -> None:
+    scene = Scene(monkeypatch, pid, n=2)
+    stuck, other = scene.supervisor._running.values()
+    scene.supervisor._running = {pid: stuck}
+    scene.supervisor._leave_behind(stuck)
+    monkeypatch.setattr(supervisor, "kill_descendants", lambda *_, **__: pytest.fail("it waits for what it kills"))
+    with subprocess.Popen(["true"]) as process:
+        scene.supervisor._running[process.pid] = replace(other, pid=process.pid)
+        while scene.supervisor._running:
+            scene.supervisor._reap()
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_supervisor_leaves_a_rank_that_a_launch_has_taken_over_alone_when_the_run_is_stopped_or_it_ends_again(
+    is_stopped: bool, monkeypatch: pytest.MonkeyPatch, pid: int
+) -> None:
+    """Rank 0 goes on in another supervisor, which answers its next end; rank 1 is still this one's."""
+    scene = Scene(monkeypatch, pid, n=2)
+    for attempt in scene.running:
+        scene.supervisor._answers.begun(attempt)
+    scene.supervisor._record_end(scene.supervisor._running.pop(0), scene.running[0], TERMINATED)
+    log = DecisionLog(scene.store, "run")
+    log.append(lambda _: Decision(kind="restart", rank=0, ended=0, start={0: 1}, how="launch"))
+    taken_over = scene.running[0].at(1)
+    taken_over.begin("another supervisor's")
+    if is_stopped:
+        order_stop(log, within_s=600)
+    else:
+        log.append(lambda _: Decision(kind="restart", rank=0, ended=1, start={0: 2}, how="fork"))
+    for _ in range(2):
+        scene.supervisor._answers.look_soon()
+        scene.supervisor._keep_log()
+        first = scene.running[0].outcome()
+        assert first is not None
+        scene.supervisor._note_end(scene.running[0], first)  # its process may leave late
+    found = [taken_over.at(number).has(f"{name}.json") for number in (1, 2) for name in ("cancel", "outcome", "handle")]
+    assert not any(found), "it belongs to the other supervisor"
+    assert not scene.supervisor._waiting
 
 
 @pytest.mark.parametrize("ends_before", [False, True])
