@@ -68,7 +68,7 @@ class DiLoCo:
         final_average: let each fragment's last planned round be a plain average. Needs a total.
         total_steps: planned inner steps of the run, the same for all. Every fragment has its last round at the last
             of them, so that no step is in nobody's average and all replicas end with one model.
-        total_rounds: planned rounds of a fragment, with `round_seconds`, and one more at the end; else as `total_steps`.
+        total_rounds: planned rounds of a fragment and one more at the end, with `round_seconds`; else as `total_steps`.
         fragments: how many parts, or lists of modules or names; one has its round every inner_steps / fragments.
         background: have rounds in a thread beside the training; "auto": where `overlap_steps` is not 0. An error in one
             is raised by the next `step()`. May differ between replicas, as the next three.
