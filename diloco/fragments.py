@@ -16,8 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from diloco.errors import ContributionError
+from diloco.rendezvous.frames import head_bytes
 from diloco.wires import wire_named
+from diloco.wires.wire import BLOCK_ELEMENTS
 from executors.errors import kind_of
+from executors.store import Store
+from executors.store.protocol import LimitedStore
 
 FragmentSpec: TypeAlias = int | Sequence[Sequence[nn.Module | str]]
 MARK_VALUES = 256
@@ -90,6 +94,20 @@ def plan_fragments(
         own = {name: parameters[name] for name in parameters if name in group}
         plan.append(_laid_out(index, own, {name: b for name, b in buffers.items() if homes[name] == index}))
     return plan
+
+
+def check_sizes(fragments: Sequence[Fragment], wire: str, store: Store) -> None:
+    """Raises: ValueError: the store takes no object as large as a contribution would be."""
+    if not isinstance(store, LimitedStore):
+        return
+    n_elements = [fragment.n_elements for fragment in fragments]
+    sizes = [head_bytes(-(-n // BLOCK_ELEMENTS)) + wire_named(wire).size(n) for n in n_elements]
+    if max(sizes) > store.max_object_bytes:
+        raise ValueError(
+            f"A contribution of fragment {sizes.index(max(sizes))} has {max(sizes) / 1e9:.3g} GB as {wire}, and "
+            f"{store.url} takes {store.max_object_bytes / 1e9:.3g} GB in one object. Use at least "
+            f"fragments={-(-sum(sizes) // store.max_object_bytes)}, or a smaller wire: got {len(fragments)} of {wire}."
+        )
 
 
 def check_is_whole(model: nn.Module, fragments: Sequence[Fragment], who: str) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from diloco.attached_state import AttachedState
 from diloco.errors import DiLoCoError
-from diloco.fragments import FragmentSpec, plan_fragments
+from diloco.fragments import FragmentSpec, check_sizes, plan_fragments
 from diloco.liaison import LEAVING, Liaison, check_is_free, is_open
 from diloco.model_state import ModelState
 from diloco.outer_optimizer import OptimizerFactory
@@ -157,6 +157,7 @@ class DiLoCo:
         if place.is_alone:  # its memory is not to fill up: what a mean is made of is deleted behind the last snapshot
             snapshot_every, limits = 1, replace(limits, small_bytes=0)
         fragments_ = plan_fragments(model, fragments, sync_buffers=sync_buffers, wires=check_wires(wire, mean_wire))
+        check_sizes(fragments_, wire, place.store)
         self._settings = settings = Settings.of(
             locals(), n_fragments=len(fragments_), key=place.key_of_run(key), world_size=place.world_size,
             rank=place.world_size if place.rank is None else place.rank, begun_at=_begun_at,
@@ -190,8 +191,7 @@ class DiLoCo:
         if context.origin is not None and kept is None:
             self._attached.take_over(context.origin, self.rounds)
         self._model_state.give_buffers(self._attached.kept_buffers())
-        self._steps_before = self._attached.step
-        self._kept_period = self.rounds // settings.entries_per_snapshot
+        self._steps_before, self._kept_period = self._attached.step, self.rounds // settings.entries_per_snapshot
         self._model_state.before_hold = self._keep_if_due
         self._liaison.plan(None if total_steps is None else _begun_at + total_steps, me.nonce)
         is_open[self._name] = self

@@ -156,8 +156,8 @@ class SnapshotReader:
             self._start = start
             if unlike := unlike_frozen(mine, start.agreement):
                 log.warning(
-                    "rank %s: %s has other values than at rank %s, and stays so: what is frozen is not sent (%d such). "
-                    "Load the same weights, seed all replicas alike, or let it require gradients.",
+                    "rank %s: %s has other values than at rank %s, and stays so: nobody sends it (%d such). "
+                    "Load the same weights, or seed all replicas alike; what is trained is sent.",
                     self._me.rank, unlike[0], start.rank, len(unlike),
                 )  # fmt: skip
         if self._start is None and self._store.bad_readings(self._keys.snapshot(0)) >= READ_TRIES:

@@ -98,6 +98,13 @@ class BoundedStore(Store, Protocol):
         """
 
 
+@runtime_checkable
+class LimitedStore(Store, Protocol):
+    """What a store says that takes no object above a size."""
+
+    max_object_bytes: int
+
+
 def check_key(key: str, url: str) -> None:
     """Refuse keys that could escape the store or mean different things to different stores.
 

@@ -13,7 +13,7 @@ from servers.s3.server import BUCKET, S3Server
 from support.stores import Clock
 
 from executors.errors import CorruptObjectError, StoreError
-from executors.store.protocol import BoundedStore, buffers_of
+from executors.store.protocol import BoundedStore, LimitedStore, buffers_of
 from executors.store.s3.store import MAX_PUT_BYTES, S3Store
 from executors.store.s3.transfer import BufferBody, is_made_of
 
@@ -82,6 +82,7 @@ def test_a_server_that_stays_unavailable_is_given_up_at_the_deadline(
 
 def test_an_object_larger_than_one_request_may_be_is_refused_before_it_is_sent(s3: S3Server, store: S3Store) -> None:
     parts = [bytes(MIB)] * (MAX_PUT_BYTES // MIB) + [b"x"]
+    assert isinstance(store, LimitedStore)
     before = len(s3.requests())
     for verb in (store.put, store.put_if_absent):
         with pytest.raises(StoreError, match=rf"'big'.*{MAX_PUT_BYTES + 1} bytes.*in parts"):

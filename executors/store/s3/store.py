@@ -56,6 +56,8 @@ class S3Store:
         StoreError: the bucket cannot be used; the message says why, and what to do.
     """
 
+    max_object_bytes = MAX_PUT_BYTES
+
     def __init__(
         self,
         url: str,

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from diloco import DiLoCo
 from diloco.fragments import plan_fragments
+from executors.store import MemoryStore
 
 
 class Decoder(nn.Module):
@@ -83,3 +85,20 @@ def test_a_plan_that_does_not_cover_the_model_once_is_refused() -> None:
 def test_nothing_to_train_is_refused() -> None:
     with pytest.raises(ValueError, match="no trainable parameters"):
         plan_fragments(nn.Linear(2, 2).requires_grad_(False), 1, sync_buffers=True)
+
+
+def test_a_fragment_that_the_store_takes_in_no_object_is_refused_before_anything_is_written() -> None:
+    class Small(MemoryStore):
+        max_object_bytes = 3000
+
+    store, place = Small(), dict[str, Any](rank=0, world_size=2)
+    model = nn.Sequential(nn.Linear(20, 20, bias=False), nn.Linear(20, 20, bias=False))
+    words = r"fragment 0 has 4.29e-06 GB as fp32, and memory://.* takes 3e-06 GB.*fragments=2, or a smaller wire: got 1"
+    with pytest.raises(ValueError, match=words):
+        DiLoCo(model, inner_steps=2, store=store, run_id="run", **place)
+    assert not list(store.list(""))
+    for settings in ({"fragments": 2}, {"wire": "int8"}):
+        with DiLoCo(
+            model, inner_steps=2, store=store, allow_no_rounds=True, **{**place, "run_id": str(settings)}, **settings
+        ):
+            pass
