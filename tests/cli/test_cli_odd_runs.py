@@ -127,6 +127,40 @@ def test_a_folder_that_cannot_be_read_hides_no_other_run(
     assert "Permission denied" in rows[0]["problem"]
 
 
+def test_a_note_that_is_half_written_hides_no_run_and_stops_no_cancel(
+    here: HereInstead, local: LocalProcessExecutor, state_home: Path, tmp_path: Path
+) -> None:
+    launch(local, "job:main", 1, run_id="mine").wait()
+    there = tmp_path / "runs"
+    with launch(local, "job:hang", 1, run_id="far", rendezvous=there) as run:
+        eventually(lambda: "hanging" in run.logs(0))
+        for run_id in ("mine", "far"):
+            (state_home / "replicas" / run_id / "launched.json").write_text("")  # as after a power cut
+        rows = {row["run_id"]: row for row in here.replicas("ls", "--json").json}
+        assert (rows["mine"]["status"], rows["far"]["status"]) == ("succeeded", "unreadable")
+        assert "'far/launched.json' in file://" in rows["far"]["problem"]
+        told = here.replicas("status", "far")
+        assert (told.code, "as in 's3://BUCKET/PREFIX/far'" in told.stderr) == (2, True), told
+        assert here.replicas("status", "far", "--rendezvous", there, "--json").json["status"] == "running"
+        assert "hanging" in here.replicas("logs", "far", "--rendezvous", there).stdout
+        assert here.replicas("cancel", "far", "--rendezvous", there, "--json").json["cancelled"] == [0]
+    told = here.replicas("resume", "far", "--rendezvous", there)
+    assert (told.code, "'far/launched.json' in file://" in told.stderr, "--task-digest" in told.stderr) == (2, 1, 1)
+    assert here.replicas("rm", "far", "--rendezvous", there).code == 0
+    assert [row["run_id"] for row in here.replicas("ls", "--json").json] == ["mine"]
+    assert here.replicas("rm", "mine").code == 0
+
+
+def test_a_note_that_is_half_written_of_a_run_that_nobody_finds_is_removed_by_its_id(
+    here: HereInstead, local: LocalProcessExecutor, state_home: Path, tmp_path: Path
+) -> None:
+    launch(local, "job:main", 1, run_id="far", rendezvous=tmp_path / "runs").wait()
+    (state_home / "replicas" / "far" / "launched.json").write_text("")
+    assert here.replicas("rm", "far").code == 0
+    assert here.replicas("ls", "--json").json == []
+    assert here.replicas("status", "far", "--rendezvous", tmp_path / "runs", "--json").json["status"] == "succeeded"
+
+
 def test_an_odd_id_in_a_missing_folder_is_one_sentence(here: HereInstead) -> None:
     for verb in ("status", "logs", "rm"):
         told = here.replicas(verb, "runs/My_Run")
