@@ -34,10 +34,11 @@ from executors.run.prices import affordable_s
 from executors.run.recipe import native_executor, recipes_of, vouched_task
 from executors.run.run import Run
 from executors.run.spread import options_to_note
-from executors.run_index import keep_key, new_run_id, reference, remember, settle
+from executors.run_index import keep_key, reference, remember, settle
 from executors.status import ReplicaState, name_ranks
 from executors.store.parallel import in_parallel
 from executors.store.records import exists
+from executors.store.url import new_run_id
 from executors.supervision.decisions import DecisionLog, hang_of, policy_of
 from executors.supervision.lease import hold_lease, release_lease
 from executors.supervision.orders import order_cancel, order_policy, order_resume, take_back_resume

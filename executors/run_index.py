@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,18 +53,6 @@ KEYS = ".keys"
 PREPARING = ".preparing"
 LOCK = ".noting.lock"
 FORGOTTEN_S = 86_400  # after which a launch that came to nothing is not told of any more
-ADJECTIVES = (
-    "able amber ample brave bright brisk calm candid clear clever cosy crisp daring eager early fair fleet fond "
-    "frank fresh gentle glad golden grand happy hardy honest humble jolly keen kind lively lucid lucky mellow merry "
-    "mild neat nimble noble patient plain polite proud quick quiet ready robust rosy sharp silent silver smart snug "
-    "solid spry steady stout sunny swift tidy warm wise witty"
-)
-ANIMALS = (
-    "badger bear beaver bison bittern crane curlew deer dolphin dove eagle egret falcon ferret finch fox gecko goose "
-    "grouse hare hawk heron ibex ibis jackdaw jay kestrel kite lark lemur linnet lynx marten mole moose newt orca "
-    "oriole osprey otter owl panda pika plover puffin quail raven robin seal shrew sparrow starling stoat stork swan "
-    "swift tern thrush toad trout turtle viper vole walrus weasel whale wombat wren yak"
-)
 
 
 def state_path() -> Path:
@@ -144,8 +131,7 @@ def as_noted(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def remember_added(run_id: str, store_url: str, name: str, options: Mapping[str, Any]) -> None:
     """Note under the name of an addition that it was made here, and what its executor was made with."""
-    known = locate(run_id)
-    if known is not None and not _is_same_place(known, store_url):
+    if locate(run_id) is not None and folder_of_run(run_id, store_url) is None:
         return  # the folder of this id is of another run
     with _noting():
         note = _find_note(run_id) or Note(store_url)
@@ -172,7 +158,32 @@ def noted_options(run_id: str, store_url: str, name: str) -> Mapping[str, Any] |
 
 
 def _find_note(run_id: str) -> Note | None:
-    return find_record(local_store(), f"{run_id}/{NOTE}", Note.parse)
+    with contextlib.suppress(CorruptObjectError):  # left half by a power cut: the run can be reached by its address
+        return find_record(local_store(), f"{run_id}/{NOTE}", Note.parse)
+    return None
+
+
+def damage_of_note(run_id: str) -> CorruptObjectError | None:
+    """Return why what this machine noted of a run cannot be read; None: it can be, or there is nothing."""
+    try:
+        find_record(local_store(), f"{run_id}/{NOTE}", Note.parse)
+    except CorruptObjectError as error:
+        return error
+    return None
+
+
+def check_is_located(run_id: str, store_url: str) -> None:
+    """Check that a run whose records are not in the state directory is not one that this machine has lost.
+
+    Raises:
+        CorruptObjectError: it is noted somewhere else, and the note cannot be read.
+    """
+    if _is_same_place(state_path().as_uri(), store_url) and (damage := damage_of_note(run_id)) is not None:
+        raise CorruptObjectError(
+            f"{damage} It says where run {run_id!r} is: give its address instead, as in 's3://BUCKET/PREFIX/{run_id}'.",
+            key=damage.key,
+            url=damage.url,
+        )
 
 
 def noted_at_launch(run_id: str, store_url: str) -> Note | None:
@@ -184,12 +195,19 @@ def noted_at_launch(run_id: str, store_url: str) -> Note | None:
 
 
 def locate(run_id: str) -> str | None:
-    """Return the url of the store that holds a run, as far as this machine knows."""
+    """Return the url of the store that holds a run, as far as this machine knows; of a lost one, the state directory.
+
+    Lost is a run whose note cannot be read, and whose records are not here.
+    """
     store = local_store()
     note = _find_note(run_id)
     if note is not None and note.rendezvous is not None:
         return note.rendezvous
-    return store.url if (state_dir() / run_id / "run.json").is_file() else None
+    return store.url if _is_here(run_id) or damage_of_note(run_id) is not None else None
+
+
+def _is_here(run_id: str) -> bool:
+    return (state_dir() / run_id / "run.json").is_file()
 
 
 def reference(run_id: str, store_url: str) -> str:
@@ -198,9 +216,14 @@ def reference(run_id: str, store_url: str) -> str:
 
 
 def folder_of_run(run_id: str, store_url: str) -> Path | None:
-    """Return the folder that this machine has of a run; None when it has none, or one of another run of this id."""
+    """Return the folder that this machine has of a run; None when it has none, or one of another run of this id.
+
+    That of a lost run is of any run of this id.
+    """
     known = locate(run_id)
-    return state_dir() / run_id if known is not None and _is_same_place(known, store_url) else None
+    is_its = known is not None and _is_same_place(known, store_url)
+    is_lost = not is_its and damage_of_note(run_id) is not None and not _is_here(run_id)
+    return state_dir() / run_id if is_its or is_lost else None
 
 
 def settle(run_id: str, store_url: str, task_digest: str) -> None:
@@ -369,14 +392,3 @@ def _write_preparation(run_id: str, note: Preparation) -> Path | None:
         path.write_bytes(to_bytes(asdict(note)))
         return path
     return None
-
-
-def random_words() -> str:
-    """Return an adjective and an animal, as in `brave-otter`."""
-    return f"{secrets.choice(ADJECTIVES.split())}-{secrets.choice(ANIMALS.split())}"
-
-
-def new_run_id() -> str:
-    """Make a run id that people can tell apart: two words and four hex digits."""
-
-    return f"{random_words()}-{os.urandom(2).hex()}"

@@ -351,13 +351,17 @@ class RunStatus:
             between: HTML to show between these.
         """
         columns = self.used_columns(n_more=MAX_COLUMNS)
-        head = "".join(f"<th>{html.escape(HEADINGS.get(name, name))}</th>" for name in columns)
-        rows = ["".join(f"<td>{html.escape(row.cell(name))}</td>" for name in columns) for row in self.replicas]
+        head = "".join(f"<th>{_escape(HEADINGS.get(name, name))}</th>" for name in columns)
+        rows = ["".join(f"<td>{_escape(row.cell(name))}</td>" for name in columns) for row in self.replicas]
         body = "".join(f"<tr>{row}</tr>" for row in rows)
         words = "; ".join(filter(None, [self.counts, self.prospects]))
-        title = html.escape(f"{self.run_id} on {self.backend}: {words}")
-        lines = "".join(f"<p>{html.escape(each.line)}</p>" for each in self.decided[-MAX_DECIDED:])
+        title = _escape(f"{self.run_id} on {self.backend}: {words}")
+        lines = "".join(f"<p>{_escape(each.line)}</p>" for each in self.decided[-MAX_DECIDED:])
         return f"<p>{title}</p>{lines}{between}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _escape(text: str) -> str:
+    return html.escape("".join(char if char.isprintable() else " " for char in text))
 
 
 def name_rate(per_s: float) -> str:

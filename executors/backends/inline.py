@@ -22,11 +22,11 @@ from executors.process import is_alive, start_time, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.replica import RANK, find_replica, set_current_replica
-from executors.run_index import local_store, new_run_id, remember
+from executors.run_index import local_store, remember
 from executors.run_key import RUN_KEY
 from executors.store import store_at
 from executors.store.records import Record, checked, text
-from executors.store.url import address_of
+from executors.store.url import address_of, new_run_id
 from executors.task.create import MASK, create_run
 from executors.task.launch_request import LaunchRequest
 from executors.worker.main import call

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import BadParameter, Option
@@ -40,6 +40,7 @@ from executors.native import name_of_job, page_of_job
 from executors.protocol import ReplicaStatus
 from executors.run_index import find_preparation
 from executors.status import MAX_DECIDED, MAX_LINE
+from executors.store.parallel import in_parallel
 from executors.store.url import is_near
 
 if TYPE_CHECKING:
@@ -147,15 +148,12 @@ def status(
     summary = Summary(found, outcomes, code_of(found, outcomes) if now.is_terminal else None)
     # By rank: those that joined have none, and ranks may have been added since the look.
     handles = {each.rank: each for each in found.handles if each is not None} if as_json or verbose else {}
-    spares = [
-        _words_of_spare(Attempt(found.store, found.run_id, number, is_spare=True)) for number in range(record.spares)
-    ]
     attention = wants_attention(now, found.inventory, found.newest_attempt) if as_json or check else {}
     if check and not as_json:
         for rank, why in attention.items():
             output.say(f"rank {rank} {one_line(why)}", "red")
         return FAILED if attention else 0
-    compared = None if now.is_terminal else compare(found)
+    compared, spares = None if now.is_terminal else compare(found), _words_of_spares(found)
     if as_json:
         up = uptime_document(now, record.created_at, found.newest_attempt)
         document = {**summary.document(), **now.to_json(), "availability": up["availability"]}
@@ -190,10 +188,21 @@ def status(
     return 0
 
 
-def _words_of_spare(spare: Attempt) -> str:
-    """Say what a spare does, or what became of it."""
+def _words_of_spares(run: Run) -> list[str]:
+    """Say of each spare what it does, or what became of it. Records that a list does not name are not asked for."""
+    if not run.record.spares:
+        return []
+    left = {entry.key for entry in run.store.list(f"{run.run_id}/spares/")}
+    spares = [Attempt(run.store, run.run_id, number, is_spare=True) for number in range(run.record.spares)]
+    at_once = map if is_near(run.store.url) else in_parallel
+    return [*at_once(lambda spare: _words_of_spare(spare, left), spares)]
+
+
+def _words_of_spare(spare: Attempt, left: Collection[str]) -> str:
+    """Say what a spare does, or what became of it, from those of its records that are among the keys."""
     try:
-        end, beat = spare.outcome(), spare.beat()
+        end = spare.outcome() if spare.key("outcome.json") in left else None
+        beat = spare.beat() if end is None and spare.key("heartbeat.json") in left else None
     except CorruptObjectError as error:
         return f"cannot be read: {error}"
     if end is not None:

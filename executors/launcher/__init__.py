@@ -16,7 +16,8 @@ from executors.native import GATHER_S
 from executors.policy import Restarts
 from executors.protocol import ServerlessExecutor
 from executors.registry import get_executor
-from executors.run_index import new_run_id, preparing
+from executors.run_index import preparing
+from executors.store.url import new_run_id
 from executors.task.launch_request import LaunchRequest
 
 if TYPE_CHECKING:

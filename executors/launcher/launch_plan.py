@@ -30,12 +30,12 @@ from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
 from executors.run.prices import affordable_s, usd_per_hour
 from executors.run.spread import SpreadExecutor, options_to_note
-from executors.run_index import NOTE, keep_key, local_store, locate, new_run_id, remember, state_path
+from executors.run_index import NOTE, keep_key, local_store, locate, remember, state_path
 from executors.shipping.checkout import Checkout, look_at
 from executors.shipping.script_header import check_python, script_header, script_of
 from executors.store import Store, open_store
 from executors.store.records import exists
-from executors.store.url import address_of, default_rendezvous, directory_of, shared_rendezvous
+from executors.store.url import address_of, default_rendezvous, directory_of, new_run_id, shared_rendezvous
 from executors.supervision.decisions import DecisionLog
 from executors.supervision.orders import order_cancel
 from executors.task.create import create_run, plan_run

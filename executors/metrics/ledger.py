@@ -26,11 +26,11 @@ undisturbed stretch lasts a minute they are taken as they are; where there is no
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean, median
 
 from executors.metrics.rows import Round
@@ -148,17 +148,17 @@ class _Book:
     def speed(self) -> float | None:
         """Return the work that is counted in a second of an undisturbed minute; None: no round was counted."""
         stretches = [(life.rank, stretch) for life in self._lives for stretch in self._undisturbed(life)]
-        speeds = [(rank, speed) for rank, stretch in stretches for speed in _speeds(stretch)]
-        speeds = speeds or [(rank, (work[-1] - work[0]) / (times[-1] - times[0])) for rank, (times, work) in stretches]
+        speeds = [(rank, *alike) for rank, stretch in stretches for alike in _speeds(stretch)]
+        speeds = speeds or [(rank, (done[-1] - done[0]) / (at[-1] - at[0]), 1) for rank, (at, done) in stretches]
         if not speeds:
             lives = [life for life in self._lives if life.rounds]
             spans = [(life, life.rounds[-1].t - _began(life.rounds[0])) for life in lives]
             works = [(life.rank, self.work_of(life).counted / span_s) for life, span_s in spans if span_s > 0]
-            speeds = [(rank, speed) for rank, speed in works if speed]
-        by_rank = defaultdict[int, list[float]](list)
-        for rank, speed in speeds:
-            by_rank[rank].append(speed)
-        return fmean(map(median, by_rank.values())) if by_rank else None
+            speeds = [(rank, speed, 1) for rank, speed in works if speed]
+        by_rank = defaultdict[int, list[tuple[float, int]]](list)
+        for rank, speed, n_minutes in speeds:
+            by_rank[rank].append((speed, n_minutes))
+        return fmean(map(_median, by_rank.values())) if by_rank else None
 
     def _find_missing(self, rounds: Sequence[Round]) -> dict[tuple[int, int], list[int]]:
         """Return the entries that name a rank which left no line about them, by the attempt that has sent its work."""
@@ -218,8 +218,11 @@ def _usual_work(lives: Iterable[Life]) -> float:
     return median(steady or all_) if all_ else 0.0
 
 
-def _speeds(stretch: tuple[list[float], list[float]]) -> Iterator[float]:
-    """Yield the work in a second of each whole minute of a stretch; work is done evenly between two rounds."""
+def _speeds(stretch: tuple[list[float], list[float]]) -> Iterator[tuple[float, int]]:
+    """Yield the work in a second of the whole minutes of a stretch, and of how many; between two rounds all are alike.
+
+    However far apart rounds say that they are, there is no more of it than there are rounds.
+    """
     times, work = stretch
 
     def done(at: float) -> float:
@@ -227,7 +230,16 @@ def _speeds(stretch: tuple[list[float], list[float]]) -> Iterator[float]:
         share = (at - times[n - 1]) / (times[n] - times[n - 1]) if times[n] > times[n - 1] else 1.0
         return work[n - 1] + share * (work[n] - work[n - 1])
 
-    n_minutes = int((times[-1] - times[0]) / MINUTE_S)
-    marks = [done(min(times[-1], times[0] + k * MINUTE_S)) for k in range(n_minutes + 1)]
-    for before, after in pairwise(marks):
-        yield (after - before) / MINUTE_S
+    ended = [int((at - times[0]) / MINUTE_S) for at in times]  # minutes, until each round
+    marks = sorted({min(ended[-1], each) for n in ended for each in (n, n + 1)})
+    works = [done(min(times[-1], times[0] + k * MINUTE_S)) for k in marks]
+    for (first, before), (end, after) in pairwise(zip(marks, works, strict=True)):
+        yield (after - before) / (end - first) / MINUTE_S, end - first
+
+
+def _median(groups: list[tuple[float, int]]) -> float:
+    """Return the median of values, of which so many each are alike."""
+    groups = sorted(groups)
+    until = [*accumulate(n for _, n in groups)]
+    low, high = (groups[bisect_right(until, at)][0] for at in ((until[-1] - 1) // 2, until[-1] // 2))
+    return (low + high) / 2

@@ -77,9 +77,9 @@ class Lines:
         """Put the rows into the order of time, and name what is missing; `numbers` are those of the segments."""
         self.rows.sort(key=lambda row: row.t)
         whose = f"Rank {self.rank}, attempt {self.attempt}:"
-        numbers = set(numbers)
-        if gaps := sorted(set(range(max(numbers, default=-1) + 1)) - numbers)[:3]:
-            self.problems.append(f"{whose} segments are missing, the first is number {gaps[0]}.")
+        gap = next((number for number, there in enumerate(sorted({*numbers})) if number != there), None)
+        if gap is not None:
+            self.problems.append(f"{whose} segments are missing, the first is number {gap}.")
         if self._left_out:
             self.problems.append(f"{whose} {self._left_out} lines were dropped, because no segment could be written.")
         strange = f"that is not finite, or beyond {LARGEST:g}"

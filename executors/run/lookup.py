@@ -13,7 +13,7 @@ from executors.protocol import ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class
 from executors.run.run import Run
 from executors.run.spread import SpreadExecutor
-from executors.run_index import find_preparation, known_run_ids, locate, noted_at
+from executors.run_index import check_is_located, find_preparation, known_run_ids, locate, noted_at, state_path
 from executors.store import Store
 from executors.store.parallel import in_parallel
 from executors.store.url import (
@@ -96,12 +96,16 @@ def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
         store = existing_store(rendezvous)
         return sorted((Run(store, run_id) for run_id in _run_ids(store)), key=_created_at)
     run_ids: dict[str, list[str]] = {}
+    found: list[Run] = []
     for run_id in known_run_ids():
-        with contextlib.suppress(StoreError):  # what this machine noted is damaged
+        try:
             if (url := locate(run_id)) is not None:
                 run_ids.setdefault(url, []).append(run_id)
-    found = in_parallel(lambda url: _runs_at(url, run_ids[url]), [*run_ids])
-    return sorted((run for runs in found for run in runs), key=_created_at)
+        except StoreError as error:  # another user's, or the disk fails
+            found.append(Run(cast(Store, _Away(state_path().as_uri(), error)), run_id))
+    for runs in in_parallel(lambda url: _runs_at(url, run_ids[url]), [*run_ids]):
+        found += runs
+    return sorted(found, key=_created_at)
 
 
 def _runs_at(url: str, run_ids: Sequence[str]) -> list[Run]:
@@ -118,6 +122,7 @@ def _runs_at(url: str, run_ids: Sequence[str]) -> list[Run]:
         try:
             record = find_run_record(quick, run_id)
             if record is None:
+                check_is_located(run_id, url)
                 continue
             run.record = record
         except CorruptObjectError:  # it can be looked at, and removed

@@ -14,6 +14,7 @@ from typing import Any
 
 from executors.errors import ReplicasError
 from executors.metrics.metrics import Metrics
+from executors.report.words import inert
 from executors.status import MAX_STEPS, RunStatus
 
 EVERY_S = 1.0  # between two looks; at a bucket they are rarer
@@ -60,7 +61,7 @@ class NotebookView:
 
     def say(self, text: str) -> None:
         """Show a line below the last fragment."""
-        self._show(f"{self._fragment}<p>{html.escape(text)}</p>")
+        self._show(f"{self._fragment}<p>{html.escape(inert(text))}</p>")
 
     def close(self) -> None:
         """Nothing is held."""

@@ -19,7 +19,7 @@ from executors.run.fleet import Site
 from executors.run.launch_hands import Recipe
 from executors.run.spread import SpreadExecutor, as_one
 from executors.run.traces import Traces
-from executors.run_index import KEYS, find_key, reference
+from executors.run_index import KEYS, damage_of_note, find_key, reference
 from executors.run_key import RUN_KEY
 from executors.status import name_ranks
 from executors.store.records import SHA256
@@ -300,11 +300,12 @@ def vouched_task(run: Traces, *, task_digest: str | None = None, trust_bucket: b
     elif kept is not None:
         digest = kept
     else:
+        damage = damage_of_note(run.run_id)
+        why = f"Run {run.run_id!r} was not launched from here, at least not under this address, so"
         raise UntrustedTaskError(
-            f"Run {run.run_id!r} was not launched from here, at least not under this address, so only its rendezvous "
-            f"says what it is. {_what_would_run(run)} To resume it, give the digest that `replicas status {run.run_id} "
-            "--json` says as task_digest on the machine that launched it: "
-            f"replicas resume {shlex.quote(run.url)} --task-digest SHA256, or task_digest=. "
+            f"{why if damage is None else f'{damage} So'} only its rendezvous says what it is. {_what_would_run(run)} "
+            f"To resume it, give the digest that `replicas status {run.run_id} --json` says as task_digest on the "
+            f"machine that launched it: replicas resume {shlex.quote(run.url)} --task-digest SHA256, or task_digest=. "
             "Or trust whoever can write to that rendezvous: --trust-bucket, or trust_bucket=True."
         )
     task = read_task(run.store, run.run_id, digest)

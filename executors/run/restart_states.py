@@ -16,7 +16,7 @@ from executors.run_index import reference
 from executors.status import Decided, ReplicaState, RestartState
 from executors.store import Store
 from executors.store.url import is_near
-from executors.supervision.decision_words import HOPELESS, charged_in_force, line_of, note_of
+from executors.supervision.decision_words import HOPELESS, Earlier, charged_in_force, line_of, note_of
 from executors.supervision.decisions import Decision, DecisionLog, answer_to, barred_by, policy_of
 from executors.supervision.orders import words_of_bar
 from executors.supervision.rules import RunFacts, decide
@@ -44,6 +44,8 @@ class Answers:
         self._seen: frozenset[tuple[int, int, bool]] = frozenset()
         self._problem = ""
         self._told: list[Decided] = []
+        self._earlier = Earlier(self._launched)
+        """Of what was told."""
 
     @property
     def decisions(self) -> Sequence[Decision]:
@@ -74,11 +76,11 @@ class Answers:
     def told(self, ends: Mapping[int, Outcome]) -> list[Decided]:
         """Return what was decided so far, a line each, oldest first."""
         with self._reading:
-            log = self.decisions
-            for index in range(len(self._told), len(log)):
-                entry = log[index]
-                alike = [rank for rank, end in ends.items() if end.fingerprint == entry.fingerprint]
-                self._told.append(Decided(entry.at, line_of(log, index, self._launched, self._name, alike)))
+            for entry in self.decisions[len(self._told) :]:
+                told = ends.items() if entry.kind == "stop" else ()
+                alike = [rank for rank, end in told if end.fingerprint == entry.fingerprint]
+                self._told.append(Decided(entry.at, line_of(entry, self._earlier, self._name, alike)))
+                self._earlier.add(entry)
             return list(self._told)
 
     @property

@@ -20,7 +20,7 @@ from executors.run.observer import RECENT_S, Observer
 from executors.run.run_logs import EVERYTHING, Lines, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
 from executors.run.spread import SpreadExecutor, as_one
-from executors.run_index import Note, noted_at_launch, noted_options
+from executors.run_index import Note, check_is_located, noted_at_launch, noted_options
 from executors.status import ReplicaState, RunStatus, name_ranks
 from executors.store import Store
 from executors.store.artifacts import Artifact, kept_artifacts
@@ -59,6 +59,7 @@ class Traces:
         """What `run.json` says: who, what, when, backend, options."""
         record = find_run_record(self.store, self.run_id)
         if record is None:
+            check_is_located(self.run_id, self.store.url)
             raise RunNotFoundError(f"No run {self.run_id!r} at {self.store.url}.")
         return record
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,18 @@ from executors.store.protocol import Store
 
 KNOWN_SCHEMES = ("file", "memory", "s3")
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+ADJECTIVES = (
+    "able amber ample brave bright brisk calm candid clear clever cosy crisp daring eager early fair fleet fond "
+    "frank fresh gentle glad golden grand happy hardy honest humble jolly keen kind lively lucid lucky mellow merry "
+    "mild neat nimble noble patient plain polite proud quick quiet ready robust rosy sharp silent silver smart snug "
+    "solid spry steady stout sunny swift tidy warm wise witty"
+)
+ANIMALS = (
+    "badger bear beaver bison bittern crane curlew deer dolphin dove eagle egret falcon ferret finch fox gecko goose "
+    "grouse hare hawk heron ibex ibis jackdaw jay kestrel kite lark lemur linnet lynx marten mole moose newt orca "
+    "oriole osprey otter owl panda pika plover puffin quail raven robin seal shrew sparrow starling stoat stork swan "
+    "swift tern thrush toad trout turtle viper vole walrus weasel whale wombat wren yak"
+)
 
 
 def open_store(url: str | Path, *, is_known: bool = False) -> Store:
@@ -197,6 +210,11 @@ def check_run_id(run_id: str) -> str:
             "as in 'my-run-1'."
         )
     return run_id
+
+
+def new_run_id() -> str:
+    """Make a run id that people can tell apart: two words and four hex digits, as in `brave-otter-09af`."""
+    return f"{secrets.choice(ADJECTIVES.split())}-{secrets.choice(ANIMALS.split())}-{os.urandom(2).hex()}"
 
 
 def address_of(store_url: str, run_id: str) -> str:

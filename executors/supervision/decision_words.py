@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right, insort
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 from executors.policy import Restarts
 from executors.status import name_ranks
-from executors.supervision.decisions import Decision, policy_of
+from executors.supervision.decisions import Decision
 from executors.supervision.rules import MOST_REFUSED, charged_of
 
 HOPELESS = ("deterministic", "no_progress")
@@ -15,28 +17,61 @@ HOPELESS = ("deterministic", "no_progress")
 MAX_ERROR = 160  # characters of a message that is quoted within a line
 
 
-def line_of(
-    log: Sequence[Decision], index: int, launched: Restarts | None, run: str, alike: Collection[int] = ()
-) -> str:
-    """Say what an entry of the log decided: `restarting rank 3 as attempt 1 (1 of 3): signal, SIGKILL`.
+class Earlier:
+    """What the entries before one say of it: which policy counts, and how many charged restarts.
+
+    A log is told in one pass: each entry is added after its line.
 
     Args:
         launched: the policy that the run was launched with.
+    """
+
+    def __init__(self, launched: Restarts | None, log: Iterable[Decision] = ()) -> None:
+        self.policy = launched
+        self.n_charged = 0
+        """Of the run, since a person last resumed anything."""
+        self._charged = defaultdict[int | None, list[float]](list)
+        """When the charged restarts of a rank were decided, since a person last resumed it; sorted."""
+        for entry in log:
+            self.add(entry)
+
+    def add(self, entry: Decision) -> None:
+        """Count an entry in."""
+        if entry.kind == "resume":
+            self.n_charged = 0
+            for rank in entry.start:
+                self._charged.pop(rank, None)
+            return
+        if entry.kind == "policy" and entry.restarts is not None:
+            self.policy = Restarts.parse(entry.restarts)
+        self.n_charged += entry.charged
+        if entry.kind == "restart" and entry.charged:
+            insort(self._charged[entry.rank], entry.at)
+
+    def charged(self, rank: int | None, now: float) -> int:
+        """Return how many charged restarts of a rank count against its budget at a time."""
+        found = self._charged.get(rank, [])
+        per_s = None if self.policy is None else self.policy.per_s
+        return len(found) if per_s is None else len(found) - bisect_right(found, now - per_s)
+
+
+def line_of(entry: Decision, earlier: Earlier, run: str, alike: Collection[int] = ()) -> str:
+    """Say what an entry of the log decided: `restarting rank 3 as attempt 1 (1 of 3): signal, SIGKILL`.
+
+    Args:
         run: what finds the run again, in a shell.
         alike: of a stop, the ranks that ended the same way, as far as they are known.
     """
-    entry, before = log[index], log[:index]
-    policy = policy_of(before, launched)
     if entry.kind == "restart":
         count = "free"
-        if entry.charged and policy is not None:
-            count = f"{charged_in_force([*before, entry], entry.rank or 0, policy, entry.at)} of {policy.per_replica}"
+        if entry.charged and earlier.policy is not None:
+            count = f"{1 + earlier.charged(entry.rank, entry.at)} of {earlier.policy.per_replica}"
         others = [rank for rank in entry.start if rank != entry.rank]
         also = f", and with it {name_ranks(others)}" if others else ""
         number = entry.start.get(entry.rank if entry.rank is not None else -1, 0)
         return f"restarting rank {entry.rank} as attempt {number} ({count}){also}: {entry.words}"
     if entry.kind == "give_up":
-        why = _why_given_up(log, index, policy)
+        why = _why_given_up(entry, earlier)
         return f"rank {entry.rank} given up: {why}. `replicas resume {run} --rank {entry.rank}` tries again."
     if entry.kind == "stop":
         return _line_of_stop(entry, alike)
@@ -63,7 +98,7 @@ def note_of(log: Sequence[Decision], index: int, launched: Restarts | None, now:
     if entry.kind == "give_up" and entry.why == "deterministic":
         return f"given up: failed twice alike{_at_place(entry)} ({error_in(entry)})"
     if entry.kind == "give_up":
-        return f"given up: {_why_given_up(log, index, policy_of(log[:index], launched))}"
+        return f"given up: {_why_given_up(entry, Earlier(launched, log[:index]))}"
     return _line_of_stop(entry) if entry.kind == "stop" else ""
 
 
@@ -81,9 +116,8 @@ def error_in(entry: Decision) -> str:
     return words if len(words) <= MAX_ERROR else f"{words[: MAX_ERROR - 1]}…"
 
 
-def _why_given_up(log: Sequence[Decision], index: int, policy: Restarts | None) -> str:
-    entry, before = log[index], log[:index]
-    rank = entry.rank or 0
+def _why_given_up(entry: Decision, earlier: Earlier) -> str:
+    policy = earlier.policy
     if entry.why == "deterministic":
         return f"it failed twice the same way{_at_place(entry)}: {error_in(entry)}"
     if entry.why == "no_progress":
@@ -94,13 +128,12 @@ def _why_given_up(log: Sequence[Decision], index: int, policy: Restarts | None) 
         return entry.words
     name, most = policy.cap(entry.reason, entry.exit_code)
     span = "" if policy.per_s is None else f" within {policy.per_s:g} s"
-    used = charged_in_force(before, rank, policy, entry.at)
-    of_run, last = policy.run, max((n for n, each in enumerate(before) if each.kind == "resume"), default=-1)
+    used, of_run = earlier.charged(entry.rank, entry.at), policy.run
     if most == 0:
         why = f"the policy restarts nothing after {_name_cap(name)}"
     elif used >= policy.per_replica:
         why = f"{used} of {policy.per_replica} restarts are used{span}"
-    elif of_run is not None and sum(each.charged for each in before[last + 1 :]) >= of_run:
+    elif of_run is not None and earlier.n_charged >= of_run:
         why = f"{of_run} of {of_run} restarts of the run are used"
     elif name is not None and most != math.inf:
         why = f"{most:g} of {most:g} restarts after {_name_cap(name)} are used{span}"

@@ -18,7 +18,7 @@ from executors.status import RunStatus
 from executors.store import Store
 from executors.store.inventory import Inventory
 from executors.store.records import FAR_AHEAD, find_record, get_at_most, number
-from executors.supervision.decision_words import line_of
+from executors.supervision.decision_words import Earlier, line_of
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.task.record import RunRecord
 
@@ -90,11 +90,12 @@ class EventReader:
         self._run_id = run_id
         self._record = record
         self._map: Any = map_over
-        self._policy = Restarts.of(record.restarts)
         self._note = note
         self._clock = clock
         self._log = DecisionLog(store, run_id)
         self._n_decisions = 0
+        self._earlier = Earlier(Restarts.of(record.restarts))
+        """Of the decisions that were told."""
         self._seen = set[tuple[Any, ...]]()
         self._claimed = dict[tuple[int, int], float]()
         self._ask = defaultdict[tuple[int, int], tuple[float, float]](lambda: (0.0, FIRST_PAUSE_S))
@@ -208,8 +209,9 @@ class EventReader:
         except StoreError as error:
             self._note(str(error))
             return
-        for index in range(self._n_decisions, len(log)):
-            yield event_of_decision(log[index], line_of(log, index, self._policy, self._run_id))
+        for entry in log[self._n_decisions :]:
+            yield event_of_decision(entry, line_of(entry, self._earlier, self._run_id))
+            self._earlier.add(entry)
         self._n_decisions = len(log)
 
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from servers.s3.server import S3Server
 from support.cli import COMMAND, Folder, HereInstead
+from support.hostile_records import run_json
 from support.processes import is_alive
 
 from executors import LocalProcessExecutor, launch
+from executors.attempt import spare_key
 from executors.errors import StoreError
 from executors.run_index import remember
+from executors.store import open_store
 from executors.store.file import FileStore
+from executors.store.records import to_bytes
 from executors.store.s3.store import S3Store
 from executors.testing import eventually
 
@@ -127,6 +132,40 @@ def test_a_folder_that_cannot_be_read_hides_no_other_run(
     assert "Permission denied" in rows[0]["problem"]
 
 
+def test_a_note_that_is_half_written_hides_no_run_and_stops_no_cancel(
+    here: HereInstead, local: LocalProcessExecutor, state_home: Path, tmp_path: Path
+) -> None:
+    launch(local, "job:main", 1, run_id="mine").wait()
+    there = tmp_path / "runs"
+    with launch(local, "job:hang", 1, run_id="far", rendezvous=there) as run:
+        eventually(lambda: "hanging" in run.logs(0))
+        for run_id in ("mine", "far"):
+            (state_home / "replicas" / run_id / "launched.json").write_text("")  # as after a power cut
+        rows = {row["run_id"]: row for row in here.replicas("ls", "--json").json}
+        assert (rows["mine"]["status"], rows["far"]["status"]) == ("succeeded", "unreadable")
+        assert "'far/launched.json' in file://" in rows["far"]["problem"]
+        told = here.replicas("status", "far")
+        assert (told.code, "as in 's3://BUCKET/PREFIX/far'" in told.stderr) == (2, True), told
+        assert here.replicas("status", "far", "--rendezvous", there, "--json").json["status"] == "running"
+        assert "hanging" in here.replicas("logs", "far", "--rendezvous", there).stdout
+        assert here.replicas("cancel", "far", "--rendezvous", there, "--json").json["cancelled"] == [0]
+    told = here.replicas("resume", "far", "--rendezvous", there)
+    assert (told.code, "'far/launched.json' in file://" in told.stderr, "--task-digest" in told.stderr) == (2, 1, 1)
+    assert here.replicas("rm", "far", "--rendezvous", there).code == 0
+    assert [row["run_id"] for row in here.replicas("ls", "--json").json] == ["mine"]
+    assert here.replicas("rm", "mine").code == 0
+
+
+def test_a_note_that_is_half_written_of_a_run_that_nobody_finds_is_removed_by_its_id(
+    here: HereInstead, local: LocalProcessExecutor, state_home: Path, tmp_path: Path
+) -> None:
+    launch(local, "job:main", 1, run_id="far", rendezvous=tmp_path / "runs").wait()
+    (state_home / "replicas" / "far" / "launched.json").write_text("")
+    assert here.replicas("rm", "far").code == 0
+    assert here.replicas("ls", "--json").json == []
+    assert here.replicas("status", "far", "--rendezvous", tmp_path / "runs", "--json").json["status"] == "succeeded"
+
+
 def test_an_odd_id_in_a_missing_folder_is_one_sentence(here: HereInstead) -> None:
     for verb in ("status", "logs", "rm"):
         told = here.replicas(verb, "runs/My_Run")
@@ -173,6 +212,20 @@ def test_a_bucket_that_is_not_there_is_tried_once_for_each_list(
     monkeypatch.setitem(defaults, "sleep", lambda pause_s: pytest.fail(f"it waits for {pause_s:g} s and tries again"))
     (row,) = here.replicas("ls", "--json").json
     assert (row["run_id"], row["status"], "127.0.0.1:9" in row["problem"]) == ("away", "unknown", True)
+
+
+def test_spares_that_only_a_record_knows_are_not_asked_for(here: HereInstead, s3: S3Server) -> None:
+    store = open_store(s3.url("runs"))
+    store.put("mine/run.json", to_bytes(run_json(world_size=1, spares=300)))
+    beat, end = ({"at": time.time()}, {"rank": 1, "attempt": 0, "status": "succeeded", "result": "rank 0, attempt 1"})
+    for number, name, record in ((0, "heartbeat", beat), (1, "heartbeat", beat), (1, "outcome", end)):
+        store.put(spare_key("mine", number, 0, f"{name}.json"), to_bytes(record))
+    n_before = len(s3.requests())
+    spares = here.replicas("status", "mine", "--rendezvous", store.url, "--json").json["spares"]
+    assert spares[:3] == ["stands by", "became rank 0, attempt 1", "starts"]
+    assert len(spares) == 300
+    asked = [row["path"] for row in s3.requests()[n_before:]]
+    assert len(asked) < 20, asked
 
 
 def test_a_missing_boto3_hides_no_other_run(

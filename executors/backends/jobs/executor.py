@@ -39,9 +39,9 @@ from executors.native import Log, Observation, Package, Parent, Recordable, RunS
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.replica import RANK, RENDEZVOUS, SERVICE, TIMEOUT_S
-from executors.run_index import local_store, new_run_id, remember
+from executors.run_index import local_store, remember
 from executors.store import open_store, store_at
-from executors.store.url import default_rendezvous, remote_access, shared_rendezvous
+from executors.store.url import default_rendezvous, new_run_id, remote_access, shared_rendezvous
 from executors.supervision.lease import LEASE_S
 from executors.task.create import create_run
 from executors.task.launch_request import LaunchRequest

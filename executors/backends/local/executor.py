@@ -28,8 +28,9 @@ from executors.pauses import wait_until_terminal
 from executors.process import is_alive, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
-from executors.run_index import folder_of_run, local_store, new_run_id, remember, settle, state_dir, state_path
+from executors.run_index import folder_of_run, local_store, remember, settle, state_dir, state_path
 from executors.store.records import Record, checked, number, text
+from executors.store.url import new_run_id
 from executors.task.create import MASK, create_run
 from executors.task.launch_request import LaunchRequest
 from executors.worker.supervisor_lock import wake

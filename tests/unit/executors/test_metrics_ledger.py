@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import pytest
@@ -175,6 +177,35 @@ def test_goodput_is_the_share_that_undisturbed_replicas_would_have_had_counted(
 ) -> None:
     found = make_ledger(2, {"main": lives} if lives else {}).goodput
     assert found == (None if goodput is None else pytest.approx(goodput))
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.5, 20.0, 60.0, 90.0, 3e3]), st.floats(1.0, 9.0)), min_size=3, max_size=9))
+@settings(max_examples=50)
+def test_the_usual_speed_is_the_median_of_all_minutes(rounds: list[tuple[float, float]]) -> None:
+    times = [sum(span_s for span_s, _ in rounds[:n]) for n in range(1, len(rounds) + 1)]
+    work = [sum(units for _, units in rounds[1:n]) for n in range(1, len(rounds) + 1)]
+
+    def done(at: float) -> float:
+        n = next(n for n in range(1, len(times)) if at <= times[n] or n == len(times) - 1)
+        return work[n - 1] + (at - times[n - 1]) / (times[n] - times[n - 1]) * (work[n] - work[n - 1])
+
+    minutes = range(int((times[-1] - times[0]) / 60))
+    speeds = [(done(times[0] + 60 * (k + 1)) - done(times[0] + 60 * k)) / 60 for k in minutes]
+    speed = median(speeds or [(work[-1] - work[0]) / (times[-1] - times[0])])
+    life = a_life(*(a_round(n, times[n], weight=units) for n, (_, units) in enumerate(rounds)), alive_s=times[-1])
+    ledger = make_ledger(1, {"main": [life]})
+    assert ledger.goodput == pytest.approx(ledger.counted / times[-1] / speed)
+
+
+def test_two_rounds_that_lie_months_apart_take_no_memory() -> None:
+    life = a_life(a_round(0, 1.0), a_round(1, 1e7), alive_s=1e7)
+    tracemalloc.start()
+    try:
+        assert make_ledger(1, {"main": [life]}).goodput == pytest.approx(2.0)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1 << 20
 
 
 def test_replicas_of_unlike_speeds_that_lose_nothing_have_had_all_they_could_counted() -> None:

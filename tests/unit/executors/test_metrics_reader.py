@@ -6,6 +6,7 @@ import json
 import math
 import socket
 import threading
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -146,6 +147,19 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "segments are left out: together they have more than 100 bytes." in scene.read().problems[1]
     monkeypatch.setattr(metrics_module, "MAX_PROBLEMS", 1)
     assert scene.read().problems[1].endswith("more problems.")
+
+
+def test_a_segment_with_a_huge_number_is_a_gap_and_takes_no_memory() -> None:
+    scene = Scene().segment(NUMBERS)
+    scene.store.put("run/metrics/0000/0/000999999.jsonl", b"")
+    tracemalloc.start()
+    try:
+        problems = scene.read().problems
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "Rank 0, attempt 0: segments are missing, the first is number 1." in problems
+    assert peak_bytes < 10 << 20
 
 
 def test_names_beyond_many_or_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,12 +104,14 @@ def test_what_has_no_place_in_a_curve_is_left_out(odd: dict[str, Any]) -> None:
 
 
 def test_text_of_a_run_is_inert_in_a_cell() -> None:
-    outcome = Outcome(0, 0, ReplicaStatus.FAILED, "exception", error=f"Oops: {HOSTILE}")
-    failed = ReplicaState(0, 0, ReplicaStatus.FAILED, outcome, reported={f"<b>{HOSTILE}": 1.0})
-    html = RunStatus(HOSTILE, HOSTILE, [failed], decided=[Decided(1.0, HOSTILE)]).to_html(
+    hostile = f"{HOSTILE}\x1b[31m\u202e\x9b"
+    outcome = Outcome(0, 0, ReplicaStatus.FAILED, "exception", error=f"Oops: {hostile}")
+    failed = ReplicaState(0, 0, ReplicaStatus.FAILED, outcome, reported={f"<b>{hostile}": 1.0})
+    html = RunStatus(hostile, hostile, [failed], decided=[Decided(1.0, hostile)]).to_html(
         between=bar(state({"step": 1, "total_steps": 4}))
     )
     assert '<progress value="0.2500"' in html
+    assert html.isprintable()
     assert set(re.findall(r"</?([a-z]+)", html)) == {"p", "progress", "table", "thead", "tbody", "tr", "th", "td"}
 
 

@@ -180,6 +180,14 @@ def test_a_round_beside_the_training_holds_it_up_for_as_long_as_it_is_late() -> 
     assert told < scalars(rounds[0])[1].keys()
 
 
+def test_a_page_of_rounds_that_moved_nothing_is_written() -> None:
+    subject = made_up(Scene(n=2, rounds=10))
+    still = [replace(row, up=0, down=0) for row in subject.metrics.rounds]
+    made = document(replace(subject, metrics=replace(subject.metrics, rows=[*still, *subject.metrics.numbers])))
+    assert made["numbers"]["times_less"] is None
+    assert ("data-parallel: about" in page(made), "times as much" in page(made)) == (True, False)
+
+
 def test_data_parallel_is_gradients_of_float32_whatever_travels_here() -> None:
     subject = made_up(Scene(n=2, rounds=10))
     small = [replace(row, up=row.up // 8, down=row.down // 4, wire="int4") for row in subject.metrics.rounds]

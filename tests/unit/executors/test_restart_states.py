@@ -236,6 +236,15 @@ def test_a_log_that_cannot_be_read_is_named_and_hides_nothing() -> None:
     assert "wide/decisions/000000.json" in first.note
 
 
+@pytest.mark.timeout(60)
+def test_twenty_thousand_decisions_are_told_in_time() -> None:
+    run = run_of(failed(), DONE)
+    for index in range(20_000):
+        run.store.put(f"wide/decisions/{index:06d}.json", RESTART.to_bytes())
+    assert run.status().decided[-1].line == "restarting rank 0 as attempt 1 (20000 of 3): signal, SIGKILL"
+    assert sum(event.kind == "decided" for event in run.events()) == 20_000
+
+
 @pytest.mark.parametrize("within_s", [-1, math.nan, math.inf])
 def test_a_stop_within_no_time_is_refused_by_name(within_s: float) -> None:
     run = run_of(None)

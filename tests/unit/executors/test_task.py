@@ -15,12 +15,11 @@ from support.new_runs import create_run
 from support.records import read_json
 
 from executors.errors import EntrypointArgumentsError, EntrypointError, RunExistsError, StoreError
-from executors.run_index import new_run_id
 from executors.store import MemoryStore
 from executors.store.faulty import FaultyStore
 from executors.store.file import FileStore
 from executors.store.records import to_bytes
-from executors.store.url import check_run_id
+from executors.store.url import check_run_id, new_run_id
 from executors.task.placeholders import fill
 from executors.task.stored import read_task
 
