@@ -18,10 +18,9 @@ import functools
 import importlib
 import importlib.machinery
 import importlib.util
-import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -182,12 +181,39 @@ def prepare_entrypoint(text: str) -> None:
                 _prepared[text] = _PreparedFile(path, name.function or "main", spec, code)
 
 
+_loading: list[str] = []
+
+
+@contextlib.contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Note that the user's code is imported for a replica, or to be checked: meanwhile it must not launch itself."""
+    _loading.append(what)
+    try:
+        yield
+    finally:
+        _loading.pop()
+
+
+def check_nothing_loads() -> None:
+    """Raises: EntrypointError: the caller's module is imported for a replica, which would launch without end."""
+    if _loading:
+        raise EntrypointError(
+            f"launch() is called while {_loading[-1]} is imported for a replica, and each replica would call "
+            "it again. Put the call under `if __name__ == '__main__':`, or into a file of its own."
+        )
+
+
 def load_entrypoint(text: str) -> Callable[..., Any]:
     """Import an entrypoint. Runs the user's module, so only replicas and throw-away processes call it.
 
     Raises:
         EntrypointImportError: no such file, module or function. What the module itself raises is passed on.
     """
+    with loading(repr(shown(text))):
+        return _load(text)
+
+
+def _load(text: str) -> Callable[..., Any]:
     if prepared := _prepared.get(text):
         return _attribute(_load_file(prepared.path, text, prepared), prepared.function, text)
     name = parse_entrypoint(text)
@@ -210,29 +236,8 @@ def _run_script(file: Path, argv: Sequence[str] = ()) -> None:
     runpy.run_path(str(file), run_name=SCRIPT)
 
 
-def check_call(function: Callable[..., Any], args: Mapping[str, Any], what: str) -> None:
-    """Check that a function takes these keyword arguments, and would run when it is called, without calling it.
-
-    Raises:
-        EntrypointArgumentsError: it does not take them.
-        EntrypointError: calling it would run nothing of it.
-    """
-    for kind, is_one in (("async", inspect.iscoroutinefunction), ("a generator", inspect.isgeneratorfunction)):
-        if is_one(function) or is_one(type(function).__call__):
-            raise _runs_nothing(what, kind)
-    try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):
-        return  # a builtin without a signature
-    try:
-        signature.bind(**args)
-    except TypeError as error:
-        raise EntrypointArgumentsError(
-            f"{what} cannot be called with the arguments {sorted(args)}: {error}. Its signature is {signature}."
-        ) from None
-
-
-def _runs_nothing(what: str, kind: str) -> EntrypointError:
+def runs_nothing(what: str, kind: str) -> EntrypointError:
+    """Return the error of a function that is not a plain one."""
     advice = "asyncio.run(…)" if kind == "async" else "a loop over it"
     return EntrypointError(
         f"{what} is {kind}: calling it runs nothing of it. Give a plain function that has {advice} inside."
@@ -347,7 +352,7 @@ def _check_definition(tree: ast.Module, function: str, args: Mapping[str, Any], 
         raise EntrypointImportError(f"Entrypoint {text!r}: {function!r} does not exist in it.{_hint(function, known)}")
     definition = _definition_in(tree, function)
     if isinstance(definition, ast.AsyncFunctionDef) and not definition.decorator_list:
-        raise _runs_nothing(f"Entrypoint {text!r}: {function}()", "async")
+        raise runs_nothing(f"Entrypoint {text!r}: {function}()", "async")
     if isinstance(definition, ast.FunctionDef) and not definition.decorator_list:
         _check_arguments(definition.args, args, function, text)
 
@@ -371,18 +376,6 @@ def _check_arguments(taken: ast.arguments, given: Mapping[str, Any], function: s
 
 def _hint(name: str, known: list[str]) -> str:
     return did_you_mean(name, known) or (f" Known: {', '.join(sorted(known))}." if known else "")
-
-
-def split_rank_env(args: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """Take `rank_env`, the name of one more variable for the rank, out of the arguments."""
-    rest = dict(args)
-    for name in rest:
-        if not isinstance(name, str):
-            raise TypeError(f"Arguments are named by strings, got {name!r}.")
-    rank_env = rest.pop("rank_env", None)
-    if rank_env is not None and (not isinstance(rank_env, str) or not rank_env.isidentifier()):
-        raise ValueError(f"rank_env names an environment variable, got {rank_env!r}.")
-    return rest, rank_env
 
 
 def shown(entrypoint: str) -> str:

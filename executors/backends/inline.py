@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from executors.attempt import TICKS, Attempt, collect_rows
 from executors.attempt.outcome import PID
-from executors.entrypoint import check_entrypoint, split_rank_env
+from executors.entrypoint import check_entrypoint
 from executors.errors import BackendError
 from executors.logs.readers import TailedLog
 from executors.native import Log, Observation, Parent, Recordable, RunSpec, Unfinished
@@ -27,6 +27,7 @@ from executors.run_key import RUN_KEY
 from executors.store import store_at
 from executors.store.records import Record, checked, text
 from executors.store.url import address_of, new_run_id
+from executors.task.arguments import split_rank_env
 from executors.task.create import MASK, create_run
 from executors.task.launch_request import LaunchRequest
 from executors.worker.main import call

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from executors.entrypoint import check_nothing_loads
 from executors.launcher.at_exit import ends_with_this_process
 from executors.launcher.checks import check_environment, check_kept, check_same, resolved
 from executors.launcher.launch_plan import LaunchPlan as LaunchPlan
@@ -115,6 +116,7 @@ def launch(
         RunExistsError: the run id is taken.
         StoreError: the rendezvous cannot be used.
     """
+    check_nothing_loads()
     asked: dict[str, Any] = {
         "entrypoint": entrypoint,
         "n": n,

@@ -19,7 +19,6 @@ from executors.entrypoint import (
     is_script,
     shown,
     signature_in,
-    split_rank_env,
 )
 from executors.errors import NO_DIRECTORY, EntrypointError, ReplicasError, StoreError
 from executors.native import NativeExecutor, Package, restarts_replicas
@@ -30,7 +29,7 @@ from executors.report.trackers import BUILT_IN, check_tracker
 from executors.run.spread import SpreadExecutor
 from executors.run_key import RUN_KEY
 from executors.store import open_store
-from executors.task.arguments import annotations_in, from_texts, to_json
+from executors.task.arguments import annotations_in, from_texts, split_rank_env, to_json
 from executors.task.launch_request import LaunchRequest
 from executors.task.placeholders import fill
 from executors.task.stored import StoredTask, installed_version

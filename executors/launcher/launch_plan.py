@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from executors.attempt import Attempt, half_way
-from executors.entrypoint import check_entrypoint, split_rank_env
+from executors.entrypoint import check_entrypoint
 from executors.errors import BackendError, RunExistsError, StoreError
 from executors.launcher.checks import (
     check_chaos,
@@ -38,6 +38,7 @@ from executors.store.records import exists
 from executors.store.url import address_of, default_rendezvous, directory_of, new_run_id, shared_rendezvous
 from executors.supervision.decisions import DecisionLog
 from executors.supervision.orders import order_cancel
+from executors.task.arguments import split_rank_env
 from executors.task.create import create_run, plan_run
 from executors.task.launch_request import LaunchRequest
 

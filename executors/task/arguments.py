@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Optional, Union
 
+from executors.entrypoint import runs_nothing
 from executors.errors import EntrypointArgumentsError
 
 REST = "**"  # the name under which the annotation of **kwargs is kept
@@ -260,3 +261,37 @@ def _read_enum(definition: ast.ClassDef) -> enum.EnumMeta:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def split_rank_env(args: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """Take `rank_env`, the name of one more variable for the rank, out of the arguments."""
+    rest = dict(args)
+    for name in rest:
+        if not isinstance(name, str):
+            raise TypeError(f"Arguments are named by strings, got {name!r}.")
+    rank_env = rest.pop("rank_env", None)
+    if rank_env is not None and (not isinstance(rank_env, str) or not rank_env.isidentifier()):
+        raise ValueError(f"rank_env names an environment variable, got {rank_env!r}.")
+    return rest, rank_env
+
+
+def check_call(function: Callable[..., Any], args: Mapping[str, Any], what: str) -> None:
+    """Check that a function takes these keyword arguments, and would run when it is called, without calling it.
+
+    Raises:
+        EntrypointArgumentsError: it does not take them.
+        EntrypointError: calling it would run nothing of it.
+    """
+    for kind, is_one in (("async", inspect.iscoroutinefunction), ("a generator", inspect.isgeneratorfunction)):
+        if is_one(function) or is_one(type(function).__call__):
+            raise runs_nothing(what, kind)
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        return  # a builtin without a signature
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        raise EntrypointArgumentsError(
+            f"{what} cannot be called with the arguments {sorted(args)}: {error}. Its signature is {signature}."
+        ) from None

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from executors.entrypoint import check_call, describe, split_rank_env
+from executors.entrypoint import describe
 from executors.errors import (
     CorruptObjectError,
     EntrypointArgumentsError,
@@ -38,6 +38,7 @@ from executors.run_key import key_id, new_key, parse_key
 from executors.store import Store
 from executors.store.records import MAX_DEPTH, exists, is_deeper_than, to_bytes
 from executors.store.url import address_of, check_run_id
+from executors.task.arguments import check_call, split_rank_env
 from executors.task.launch_request import LaunchRequest
 from executors.task.pickles import pickle_call
 from executors.task.record import LaunchedWith, RunRecord

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from executors.entrypoint import check_call, load_entrypoint, prepare_entrypoint
+from executors.entrypoint import load_entrypoint, loading, prepare_entrypoint
 from executors.errors import CorruptObjectError, EntrypointError, StoreError
 from executors.store import Store
 from executors.store.records import get_at_most, retry
-from executors.task.arguments import annotations_of, from_texts
+from executors.task.arguments import annotations_of, check_call, from_texts
 from executors.task.placeholders import fill
 from executors.task.record import LaunchedWith, TaskRecord
 from executors.task.sources import show_sources
@@ -113,7 +113,9 @@ class StoredTask:
             )
         import cloudpickle
 
-        function, args = cloudpickle.loads(self.read("callable.pkl", self.record.callable_sha256))
+        pickled = self.read("callable.pkl", self.record.callable_sha256)
+        with loading("the module of a callable"):
+            function, args = cloudpickle.loads(pickled)
         show_sources(self.record.sources)
         return function, fill(args, replica)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,46 @@ def test_what_cannot_be_called_is_refused_before_anything_starts(local: LocalPro
         launch(local, "job:train", 1, args=odd_names)
     assert list_runs() == []
     assert launch(local, tasks.rank, 1).results() == [0], "the zygote is well"
+
+
+LAUNCHES = """
+import os, sys
+from pathlib import Path
+from executors import launch
+noted = Path(__file__).with_name("imported")
+with noted.open("a") as file:
+    print(os.getpid(), file=file)
+if len(noted.read_text().splitlines()) > 3:
+    os._exit(9)  # else a test that fails would not end
+def train(): return 7
+print(launch("local", train, 1).results())
+"""
+
+
+def test_a_module_that_launches_while_a_replica_imports_it_is_refused(
+    local: LocalProcessExecutor, project: Path
+) -> None:
+    (project / "quick.py").write_text(LAUNCHES)
+    words = r"launch\(\) is called while '(quick\.py:train|quick:train)' is imported for a replica.*__name__"
+    for entrypoint in ("quick.py:train", "quick:train"):
+        with pytest.raises(EntrypointError, match=words):
+            launch(local, entrypoint, 2)
+    assert len((project / "imported").read_text().splitlines()) == 2, "once for each launch, which checks it"
+    assert list_runs() == []
+
+
+def test_a_module_that_launches_its_own_function_when_it_is_imported_is_refused_in_the_replica(project: Path) -> None:
+    (project / "quick.py").write_text(LAUNCHES)
+    environ = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{project}"}
+    command = [sys.executable, "-P", "-c", "import quick"]
+    done = subprocess.run(command, env=environ, cwd=project, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "launch() is called while the module of a callable is imported for a replica" in done.stderr
+    assert len((project / "imported").read_text().splitlines()) == 2
+    assert len(list_runs()) == 1
+    script = [sys.executable, "quick.py"]
+    as_script = subprocess.run(script, env=environ, cwd=project, capture_output=True, check=False)
+    assert (as_script.returncode, as_script.stdout) == (0, b"[7]\n"), "a script needs no guard"
 
 
 def test_nothing_is_left_of_the_checks(local: LocalProcessExecutor, project: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from executors.entrypoint import (
-    check_call,
     check_entrypoint,
     describe,
     is_script,
@@ -22,6 +21,7 @@ from executors.entrypoint import (
     prepare_entrypoint,
 )
 from executors.errors import EntrypointArgumentsError, EntrypointError, EntrypointImportError
+from executors.task.arguments import check_call
 
 TRAIN = """
 print("imported")
@@ -245,7 +245,10 @@ class Holder:
 @pytest.mark.parametrize(
     ("entrypoint", "name"),
     [
-        (functools.partial(functools.partial(check_call, what="a secret"), args={}), "executors.entrypoint.check_call"),
+        (
+            functools.partial(functools.partial(check_call, what="a secret"), args={}),
+            "executors.task.arguments.check_call",
+        ),
         (functools.partial(Holder("a secret").__call__), f"{__name__}.Holder.__call__"),
         (functools.partial(Holder("a secret")), f"{__name__}.Holder"),
         (Holder("a secret"), f"{__name__}.Holder"),
