@@ -32,11 +32,14 @@ def describe_failure(error: BaseException) -> dict[str, str | None]:
         first = first.tb_next
     if first is not None:
         trace = first  # the user's frames are enough
-    line = "".join(traceback.format_exception_only(type(error), error)).strip().partition("\n")[0]
+    leaf, lines, place = error, [_first_line(error)], _place(trace)
+    while isinstance(leaf, BaseExceptionGroup):  # which says itself no more than how many it holds
+        leaf = leaf.exceptions[0]
+        lines, place = [lines[0], _first_line(leaf)], _place(leaf.__traceback__) or place
     return {
         "error": "".join(traceback.format_exception(type(error), error, trace)).rstrip(),
-        "error_line": str(error) if isinstance(error, HangError) else line,  # a sentence of its own
-        "error_place": _place(trace),
+        "error_line": str(error) if isinstance(error, HangError) else ": ".join(lines),  # a sentence of its own
+        "error_place": place,
         "fingerprint": fingerprint_of(error),
     }
 
@@ -76,6 +79,10 @@ def _likeness(error: BaseException) -> str:
 
 def _only(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(type(error), error))
+
+
+def _first_line(error: BaseException) -> str:
+    return _only(error).strip().partition("\n")[0]
 
 
 def _all_of(error: BaseException) -> Iterator[BaseException]:

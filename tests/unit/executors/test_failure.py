@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from executors.attempt import Attempt
 from executors.errors import HangError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
+from executors.report.root_cause import headline, last_frames
 from executors.store.memory import MemoryStore
 from executors.worker.failure import describe_failure, fingerprint_of, fingerprint_of_exit
 
@@ -43,7 +45,7 @@ def failure_of(file: str) -> dict[str, str | None]:
         ("/somewhere/else/net.py", "net.py:8"),
         ("/tmp/ipykernel_123/456.py", "a notebook's cell, line 8"),
         ("<ipython-input-3-0123456789ab>", "a notebook's cell, line 8"),
-        ("/usr/lib/python3/site-packages/torch/nn/modules.py", "test_failure.py:32"),
+        ("/usr/lib/python3/site-packages/torch/nn/modules.py", "test_failure.py:34"),
     ],
 )
 def test_the_place_is_the_last_of_the_users_own_lines(
@@ -123,6 +125,37 @@ def test_unlike_causes_are_unlike_failures() -> None:
 
     assert caused_by(TimeoutError("after 3 s")) == caused_by(TimeoutError("after 4 s"))
     assert caused_by(TimeoutError("after 3 s")) != caused_by(ConnectionError("reset"))
+
+
+def test_the_summary_of_an_exception_group_names_its_first_leaf_and_frame() -> None:
+    def fail_deeply(error: Exception) -> None:
+        raise error
+
+    def fail_in_groups() -> None:
+        inner = ExceptionGroup("inner", [ran_into(fail_deeply, ConnectionError("reset")), ran_into(fail, OSError("b"))])
+        raise ExceptionGroup("outer", [inner, ran_into(fail, KeyError("c"))])
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    failure = describe_failure(ran_into(fail_in_groups))
+    outcome = Outcome(0, 0, ReplicaStatus.FAILED, "exception", **failure)  # type: ignore[arg-type]
+    line = fail_deeply.__code__.co_firstlineno + 1
+    lines = "ExceptionGroup: outer (2 sub-exceptions): ConnectionError: reset"
+    assert headline(outcome, [0], 1).startswith(lines)
+    assert headline(outcome, [0], 1).endswith(f"test_failure.py:{line})")
+    frames = last_frames(outcome)
+    assert frames[-2:] == [f'  File "{__file__}", line {line}, in fail_deeply', "    raise error"]
+    assert not any("in fail\n" in f"{frame}\n" for frame in frames), "frames of others look like callers"
+
+
+def ran_into(function: Callable[..., None], *arguments: object) -> Exception:
+    """Return what a function raises."""
+    try:
+        function(*arguments)
+    except Exception as error:
+        return error
+    raise AssertionError("it did not fail")
 
 
 def test_a_store_that_fails_in_a_task_is_no_likeness() -> None:
