@@ -168,7 +168,7 @@ def _call() -> int:
             atexit.register(gc.freeze)  # else all that was imported is looked through once more: a fifth of `status`
         returned = command_of(arguments).main(arguments, prog_name="replicas", standalone_mode=False, obj=argv)
     except (KeyboardInterrupt, typer.Abort):
-        return CANCELLED
+        returned = CANCELLED
     except ReplicasError as error:
         code = _fail(error)
         if isinstance(error, LaunchError):  # something was started
@@ -178,6 +178,8 @@ def _call() -> int:
         if not hasattr(error, "format_message"):  # not one of typer's: a defect, shown with its traceback
             raise
         return _fail(error, error.format_message() + HINTS.get(getattr(error, "option_name", ""), ""))
+    if returned == CANCELLED:
+        call.document_of_failure({"exit_code": CANCELLED, "error": "interrupted"})
     return returned if isinstance(returned, int) else 0
 
 

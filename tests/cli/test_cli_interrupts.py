@@ -128,6 +128,24 @@ def test_ctrl_c_while_watching_leaves_the_run_alone(folder: Folder) -> None:
     attach("mine").cancel()
 
 
+def test_an_interrupted_wait_prints_one_document(here: HereInstead, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert here.launch("job:hang", "--detach", "--run-id", "mine").code == 0
+
+    def interrupted(*_: object, **__: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("executors.cli.live.follow", interrupted)
+    for verb in ("wait", "collect"):
+        done = here.replicas(verb, "mine", "--json")
+        assert (done.code, done.json) == (130, {"exit_code": 130, "error": "interrupted"})
+        assert here.replicas(verb, "mine").code == 130
+    added = here.replicas("add", "mine", "--n", 1, "--option", "preload=[]", "--json")
+    assert (added.code, added.json["exit_code"]) == (130, 130)
+    monkeypatch.setattr("executors.run.run.Run.events", interrupted)
+    assert here.replicas("events", "mine", "-f", "--json").stdout == "", "its lines are documents themselves"
+    attach("mine").cancel()
+
+
 @pytest.fixture
 def on_terminal(folder: Folder) -> Iterator[Callable[..., Terminal]]:
     opened: list[Terminal] = []
