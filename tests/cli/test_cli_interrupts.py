@@ -7,12 +7,14 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from support.cli import FAST, Folder, HereInstead, Terminal
 from support.fake_jobs import FakeExecutor, Machines
+from support.runs import log_of
 
-from executors import ReplicaStatus, attach, list_runs
+from executors import LocalProcessExecutor, ReplicaStatus, attach, launch, list_runs
 from executors.supervision.decisions import DecisionLog
 from executors.testing import eventually
 
@@ -126,6 +128,21 @@ def test_ctrl_c_while_watching_leaves_the_run_alone(folder: Folder) -> None:
             assert "logs" in verb or "Stopped watching. The run continues: replicas wait mine" in command.output
     assert attach("mine").status().status is ReplicaStatus.RUNNING
     attach("mine").cancel()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_terminated_collect_leaves_nothing_beside_its_folder(
+    folder: Folder, local: LocalProcessExecutor, state_home: Path, number: int
+) -> None:
+    assert launch(local, "job:main", 1, run_id="mine").wait(60)
+    log = log_of(attach("mine").handles[0], state_home)
+    log.unlink()
+    os.mkfifo(log)  # whoever reads it waits
+    with folder.started("collect", "mine", "--out", "deep/out") as command:
+        eventually(lambda: list(folder.path.glob("deep/.replicas-collect-*")))
+        command.interrupt(number)
+        assert command.ends() == 130
+    assert list((folder.path / "deep").iterdir()) == []
 
 
 def test_an_interrupted_wait_prints_one_document(here: HereInstead, monkeypatch: pytest.MonkeyPatch) -> None:
