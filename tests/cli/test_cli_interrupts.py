@@ -14,7 +14,8 @@ from support.cli import FAST, Folder, HereInstead, Terminal
 from support.fake_jobs import FakeExecutor, Machines
 from support.runs import log_of
 
-from executors import LocalProcessExecutor, ReplicaStatus, attach, launch, list_runs
+from executors import LocalProcessExecutor, ReplicaStatus, Run, attach, launch, list_runs
+from executors.errors import StoreError
 from executors.supervision.decisions import DecisionLog
 from executors.testing import eventually
 
@@ -35,7 +36,10 @@ def test_one_interrupt_cancels_the_run_says_so_and_waits_for_the_end(folder: Fol
         assert command.ends() == 130
         assert "Cancelling; waiting for the replicas to end." in command.output
         assert re.search(r"ranks 0-1 cancelled|rank [01] cancelled", command.output)
-    assert attach("mine").status().status is ReplicaStatus.CANCELLED
+    run = attach("mine")
+    assert run.status().status is ReplicaStatus.CANCELLED
+    kinds = [entry.kind for entry in DecisionLog(run.store, "mine").read()]
+    assert kinds.count("cancel") == 1, "one interrupt is one cancellation"
 
 
 def test_a_second_interrupt_exits_at_once_and_what_ran_is_killed(folder: Folder) -> None:
@@ -92,6 +96,26 @@ def test_an_interrupt_cancels_a_run_whose_service_rejects_every_question(
     assert machines.living() == []
     machines.forgive()
     assert attach("mine", executor=FakeExecutor()).status().status is ReplicaStatus.CANCELLED
+
+
+def test_an_interrupt_that_could_not_be_noted_at_once_is_noted_and_cancels(
+    here: HereInstead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(run: Run) -> None:
+        raise StoreError("gone for a moment")
+
+    def strike() -> None:
+        eventually(lambda: list_runs() and is_hanging("mine"))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Run, "request_cancel", unreachable)
+    thread = threading.Thread(target=strike)
+    thread.start()
+    done = here.launch("job:hang", "--run-id", "mine")
+    thread.join()
+    assert done.code == 130, done
+    kinds = [entry.kind for entry in DecisionLog(attach("mine").store, "mine").read()]
+    assert kinds.count("cancel") == 1
 
 
 def test_ctrl_c_of_add_marks_all_it_added_where_the_backend_is_silent(machines: Machines, here: HereInstead) -> None:
