@@ -57,7 +57,9 @@ def fingerprint_of(error: BaseException) -> str | None:
     """Return what is the same for two exceptions of one type, at one place, whose messages differ in numbers alone.
 
     The same holds of their causes and of what they group: `raise ... from`, or a TaskGroup, says the same of anything.
-    How many tasks of a group fail alike, and in which order, is chance. None: a store failed, to all replicas alike and for a while, so that likeness says nothing of what will come again.
+    How many tasks of a group fail alike, and in which order, is chance.
+
+    None: a store failed, to all replicas alike and for a while, so that likeness says nothing of what will come again.
     """
     _, *others = errors = list(_all_of(error))
     if any(map(is_store_failure, errors)):

@@ -115,13 +115,14 @@ def test_errors_in_a_task_group_are_alike_only_if_their_sub_exceptions_are() -> 
 
 
 def test_unlike_causes_are_unlike_failures() -> None:
+    def load(cause: Exception) -> None:
+        raise RuntimeError("cannot load the data") from ran_into(fail, cause)
+
+    def fail(cause: Exception) -> None:
+        raise cause
+
     def caused_by(cause: Exception) -> str | None:
-        with pytest.raises(RuntimeError) as raised:
-            try:
-                raise cause
-            except Exception as error:
-                raise RuntimeError("cannot load the data") from error
-        return fingerprint_of(raised.value)
+        return fingerprint_of(ran_into(load, cause))
 
     assert caused_by(TimeoutError("after 3 s")) == caused_by(TimeoutError("after 4 s"))
     assert caused_by(TimeoutError("after 3 s")) != caused_by(ConnectionError("reset"))
@@ -151,11 +152,9 @@ def test_the_summary_of_an_exception_group_names_its_first_leaf_and_frame() -> N
 
 def ran_into(function: Callable[..., None], *arguments: object) -> Exception:
     """Return what a function raises."""
-    try:
+    with pytest.raises(Exception) as raised:
         function(*arguments)
-    except Exception as error:
-        return error
-    raise AssertionError("it did not fail")
+    return raised.value
 
 
 def test_a_store_that_fails_in_a_task_is_no_likeness() -> None:
