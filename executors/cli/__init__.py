@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import gc
 import io
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, inert
+from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, call, inert
 from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
 
 VERBS = {
@@ -132,6 +131,7 @@ def command_of(arguments: Sequence[str] = ()) -> Any:
 
 def main() -> int:
     """Run the command line and return its exit code. A user's mistake is one line on stderr, never a traceback."""
+    call.begin(as_json="--json" in _split_argv(sys.argv[1:])[0])
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # its caller has closed it
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 - until the end
@@ -168,7 +168,7 @@ def _call() -> int:
             atexit.register(gc.freeze)  # else all that was imported is looked through once more: a fifth of `status`
         returned = command_of(arguments).main(arguments, prog_name="replicas", standalone_mode=False, obj=argv)
     except (KeyboardInterrupt, typer.Abort):
-        return CANCELLED
+        returned = CANCELLED
     except ReplicasError as error:
         code = _fail(error)
         if isinstance(error, LaunchError):  # something was started
@@ -178,6 +178,8 @@ def _call() -> int:
         if not hasattr(error, "format_message"):  # not one of typer's: a defect, shown with its traceback
             raise
         return _fail(error, error.format_message() + HINTS.get(getattr(error, "option_name", ""), ""))
+    if returned == CANCELLED:
+        call.document_of_failure({"exit_code": CANCELLED, "error": "interrupted"})
     return returned if isinstance(returned, int) else 0
 
 
@@ -197,8 +199,7 @@ def _fail(error: Exception, message: str | None = None) -> int:
     print(inert(f"Error: {text}"), file=sys.stderr)
     if (context := getattr(error, "ctx", None)) is not None:
         print(f"Try: {context.command_path} --help", file=sys.stderr)
-    if "--json" in _split_argv(sys.argv[1:])[0]:
-        print(json.dumps({"error": text, "kind": type(error).__name__}))
+    call.document_of_failure({"error": text, "kind": type(error).__name__})
     return USAGE
 
 

@@ -51,7 +51,7 @@ def collect(
 
     Exit code: as `launch`; 124 also when --timeout was over first; 1 also when a log or the folder failed.
     """
-    from executors.cli.live import watch
+    from executors.cli.live import Interrupts, watch
     from executors.cli.summary import Summary
 
     output = Output(as_json)
@@ -62,7 +62,7 @@ def collect(
     skipped: list[dict[str, Any]] = []
     if out is not None:
         try:
-            with _whole_folder(out) as folder:
+            with Interrupts(), _whole_folder(out) as folder:  # also SIGTERM lets it remove what it has begun
                 skipped = _write(found, document, folder)
                 sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
         except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
 import re
 import textwrap
 import typing
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Context, Option
 
 from executors.cli.backends import check_options, describe_options
-from executors.cli.output import JsonOption, Output, UsageProblem, refuse, usage_errors
+from executors.cli.output import JsonOption, Output, UsageProblem, call, refuse, usage_errors
 from executors.errors import BackendError, ReplicasError
 
 if TYPE_CHECKING:
@@ -50,9 +51,15 @@ ConfigOption = Annotated[list[Path] | None, Option("--config", metavar="FILE", h
 
 
 def use_settings(command: Any, context: Any, arguments: list[str]) -> None:
-    """Make settings the defaults of a command's options, and keep who says what for `settings_of`."""
-    from executors.launcher.launch_settings import read_settings
+    """Make settings the defaults of a command's options, and keep who says what for `settings_of`.
 
+    From then on errors are documents where a setting says so.
+    """
+    from executors.launcher.launch_settings import read_settings
+    from executors.task.arguments import convert
+
+    with contextlib.suppress(ValueError):  # until files are read; what it says wrongly is refused then
+        call.as_json = call.as_json or bool(convert(os.environ.get("REPLICAS_JSON") or "false", bool))
     given, _, _ = command.make_parser(context).parse_args(args=list(arguments))
     if "help" in given or context.resilient_parsing:
         return
@@ -66,6 +73,7 @@ def use_settings(command: Any, context: Any, arguments: list[str]) -> None:
             backend=given.get("backend"),
         )
     context.default_map = {keys[key][0]: value for key, value in settings.values.items()}
+    call.as_json = {**context.default_map, **given}.get("as_json", False)
     flags = {option.name: option.opts[0] for option in command.get_params(context) if option.opts[0] != option.name}
     context.meta[GIVEN] = {
         _key(flags.get(name, name)): flags.get(name, "the command line") for name, value in given.items() if value

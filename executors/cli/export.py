@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,8 +44,12 @@ def export(
     output = Output(as_json)
     if tensorboard is None and csv is None and jsonl is None:
         refuse("Say what to write: --tensorboard DIR, --csv FILE or --jsonl FILE.")
-    found = find_run(run, rendezvous, backend, option)
     files = {"tensorboard": tensorboard, "csv": csv, "jsonl": jsonl}
+    given: dict[str, Path] = {}
+    for path in files.values():
+        if path is not None and (twice := given.setdefault(os.path.realpath(path), path)) is not path:
+            refuse(f"Each format needs a place of its own, {str(twice)!r} is given for two.")
+    found = find_run(run, rendezvous, backend, option)
     made: dict[str, Any] = {name: str(path) for name, path in files.items() if path is not None}
     try:
         made |= _export(found, tensorboard, csv, jsonl, follow, output)

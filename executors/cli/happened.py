@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Option
 
 from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run
-from executors.cli.output import Output, inert, name_duration, one_line, strict_json
+from executors.cli.output import Output, call, inert, name_duration, one_line, strict_json
 from executors.supervision.events import Event
 
 AS_JSON = "Print a JSON object on a line for each."
@@ -34,6 +34,7 @@ def events(
     def note(text: str) -> None:
         print(inert(f"Note: {text}"), file=sys.stderr, flush=True)
 
+    call.has_document = as_json  # many, a line each
     for event in found.events(follow, note):
         if as_json:
             print(strict_json(event.to_json(), indent=None, encoding=sys.stdout.encoding), flush=follow)

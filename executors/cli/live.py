@@ -131,9 +131,12 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
     """Show a run until its end; at the first interrupt, cancel it in a thread."""
     canceller: threading.Thread | None = None
 
-    def cancel() -> None:
+    def cancel(is_requested: bool) -> None:
         try:
-            run.cancel()
+            if is_requested:
+                run.finish_cancel()
+            else:
+                run.cancel()
         except ReplicasError as error:
             view.say(f"Cancelling failed: {error} Press Ctrl-C again to exit now.", "red")
 
@@ -142,10 +145,12 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
         is_first = bool(interrupts.count) and canceller is None
         if is_first:
             # Cancel markers first: if a second Ctrl-C ends us now, the replicas still count as cancelled.
+            is_requested = False
             with contextlib.suppress(StoreError):
                 run.request_cancel()
+                is_requested = True
             view.say("Cancelling; waiting for the replicas to end. Press Ctrl-C again to exit now.", "yellow")
-            canceller = threading.Thread(target=cancel, name="replicas-cancel", daemon=True)
+            canceller = threading.Thread(target=cancel, args=(is_requested,), name="replicas-cancel", daemon=True)
             canceller.start()
         return is_first
 

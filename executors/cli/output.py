@@ -35,6 +35,26 @@ WIDE = 10_000  # columns: what another program reads is never cut
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document; progress goes to stderr.")]
 
 
+class Call:
+    """What one call of the command owes who reads its stdout, also where its verb does not come to its end."""
+
+    as_json = False
+    has_document = False
+
+    def begin(self, *, as_json: bool) -> None:
+        """Forget the call before: tests make several in one process."""
+        self.as_json, self.has_document = as_json, False
+
+    def document_of_failure(self, value: dict[str, Any]) -> None:
+        """Print the JSON document of a call that failed, if one is owed: there is exactly one."""
+        if self.as_json and not self.has_document:
+            self.has_document = True
+            print(json.dumps(value))
+
+
+call = Call()
+
+
 class Output:
     """The output of one verb. With `as_json` stdout carries exactly one document, and all else goes to stderr."""
 
@@ -99,6 +119,7 @@ class Output:
 
     def document(self, value: Any) -> None:
         """Print the JSON document."""
+        call.has_document = True
         if isinstance(value, dict):
             value = finite(value)
             self.tell_notes(value)

@@ -18,7 +18,8 @@ from executors.status import name_ranks
 
 MAX_CHARACTERS = 300  # of a headline
 MAX_FRAME_LINES = 12
-FRAME = re.compile(r'^  File "([^"\n]+)", line \d+.*\n(?:    .*\n?)*', re.MULTILINE)
+FRAME = re.compile(r'^((?: +\| )?)  File "([^"\n]+)", line \d+.*\n(?:\1    .*\n?)*', re.MULTILINE)
+OTHERS_OF_GROUP = re.compile(r"^ +\+-+ 2 -+$.*?^ +\+-+$", re.MULTILINE | re.DOTALL)
 INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen ")
 _ERRORS: dict[str | None, type[ReplicaError]] = {
     **dict.fromkeys(("signal", "oom", "lost", "preempted"), ReplicaLostError),
@@ -41,12 +42,16 @@ def headline(outcome: Outcome, ranks: Sequence[int], world_size: int) -> str:
 
 
 def last_frames(outcome: Outcome) -> list[str]:
-    """Return the lines of the last of the user's frames in the traceback, or of all where none is theirs."""
-    frames = list(FRAME.finditer(outcome.error or "")) if outcome.error_line is not None else []
-    theirs = [frame for frame in frames if not INSTALLED.search(frame[1])]
+    """Return the lines of the last of the user's frames in the traceback, or of all where none is theirs.
+
+    Of a group of exceptions they are those of its first, which the headline names.
+    """
+    text = OTHERS_OF_GROUP.sub("", outcome.error or "") if outcome.error_line is not None else ""
+    frames = list(FRAME.finditer(text))
+    theirs = [frame for frame in frames if not INSTALLED.search(frame[2])]
     lines: list[str] = []
     for frame in reversed(theirs or frames):
-        of_frame = frame[0].splitlines()
+        of_frame = [line.removeprefix(frame[1]) for line in frame[0].splitlines()]
         if lines and len(lines) + len(of_frame) > MAX_FRAME_LINES:
             break
         lines = [*of_frame, *lines]

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from executors.errors import CorruptObjectError, RunExistsError, UnknownHandleError
-from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
+from executors.protocol import BY_USER, Outcome, ReplicaStatus, ServerlessExecutor
 from executors.report.root_cause import raise_root_cause
 from executors.run.canceller import Canceller
 from executors.run.launch_hands import LaunchHands, Recipe
@@ -114,6 +114,11 @@ class Run(Traces):
     def request_cancel(self) -> None:
         """Leave the cancel marker of every replica that has not ended; `cancel` also waits for their end."""
         self._canceller.request()
+
+    def finish_cancel(self) -> None:
+        """End what `request_cancel` has marked, as `cancel` does, which would note the same decision once more."""
+        self._canceller.end(BY_USER)
+        self._settle()
 
     def cancel(self, rank: Ranks = None) -> None:
         """Cancel one replica, some, or all that still run; returns when they are gone. The others stay as they are."""

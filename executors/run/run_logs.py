@@ -122,16 +122,16 @@ class RunLogs:
             tell: is told why, if that is not all.
         """
         problem = self._observer.problem(attempt.rank)
-        end, cut, may_lag = b"", problem.error or "" if problem else "", True
+        end, cut, may_lag, note = b"", problem.error or "" if problem else "", True, ""
         if (handle := self._observer.handle_at(attempt)) is not None:
             with contextlib.closing(open_log(self._executor(), handle)) as opened:
                 for piece in opened.pieces():
                     end += piece
                     yield end[:-KEPT_BYTES]
                     end = end[-KEPT_BYTES:]
-                if end and opened.note:
-                    self._say(attempt, opened.note)
-                cut, may_lag = opened.cut, opened.may_lag
+                cut, may_lag, note = opened.cut, opened.may_lag, opened.note
+            if end and note:
+                self._say(attempt, note)
         outcome = self._outcome(attempt) if may_lag or not end else None
         kept = outcome.output_tail if outcome is not None else ""
         if end:
@@ -141,6 +141,8 @@ class RunLogs:
             is_full = len(kept.encode()) >= OUTPUT_TAIL_BYTES or len(_split(kept)) == OUTPUT_TAIL_LINES
             if cut or is_full:
                 cut = f"{cut or self._has_none(attempt)}; this is the end that its outcome kept"
+        else:
+            cut = cut or note.removesuffix(".")
         if cut:
             tell(cut)
 
@@ -264,19 +266,21 @@ class RunLogs:
         return f"{self._observer.backend(attempt.rank)} has no log of it"
 
     def _tail(self, attempt: Attempt, n_lines: int) -> str:
-        text, handle = "", self._observer.handle_at(attempt)
+        text, note, handle = "", "", self._observer.handle_at(attempt)
         if problem := self._observer.problem(attempt.rank):
             self._say(attempt, problem.error or "")
         if handle is not None:
             with contextlib.closing(open_log(self._executor(), handle)) as opened:
-                text = opened.tail(n_lines)
-            if text and opened.note:
-                self._say(attempt, opened.note)
+                text, note = opened.tail(n_lines), opened.note
+            if text and note:
+                self._say(attempt, note)
             if opened.cut:
                 self._say(attempt, f"{opened.cut}.")
             if text and not opened.may_lag:
                 return text
         outcome = self._outcome(attempt)
+        if outcome is None and note and not text:
+            self._say(attempt, note)  # else it would look as if nothing was printed
         if outcome is None or n_lines <= 0:
             return text
         if text:

@@ -16,7 +16,7 @@ from executors.errors import CorruptObjectError, HangError, KeyNotFoundError, St
 OURS = tuple(str(Path(__file__).parents[2] / package) + os.sep for package in ("executors", "diloco"))
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
-VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")  # addresses and numbers in a message
+VARYING = re.compile(r"\d+ sub-exceptions?|0x[0-9a-fA-F]+|\d+")  # counts, addresses and numbers in a message
 ANSWERS_OF_STORES = (KeyNotFoundError, CorruptObjectError, UnsafeStoreError)
 MAX_MESSAGE = 10_000  # characters that tell two errors apart
 NOTEBOOK = ("/ipykernel_", "<ipython-input-")
@@ -32,11 +32,14 @@ def describe_failure(error: BaseException) -> dict[str, str | None]:
         first = first.tb_next
     if first is not None:
         trace = first  # the user's frames are enough
-    line = "".join(traceback.format_exception_only(type(error), error)).strip().partition("\n")[0]
+    leaf, lines, place = error, [_first_line(error)], _place(trace)
+    while isinstance(leaf, BaseExceptionGroup):  # which says itself no more than how many it holds
+        leaf = leaf.exceptions[0]
+        lines, place = [lines[0], _first_line(leaf)], _place(leaf.__traceback__) or place
     return {
         "error": "".join(traceback.format_exception(type(error), error, trace)).rstrip(),
-        "error_line": str(error) if isinstance(error, HangError) else line,  # a sentence of its own
-        "error_place": _place(trace),
+        "error_line": str(error) if isinstance(error, HangError) else ": ".join(lines),  # a sentence of its own
+        "error_place": place,
         "fingerprint": fingerprint_of(error),
     }
 
@@ -53,26 +56,49 @@ def fingerprint_of_exit(exit_code: int) -> str:
 def fingerprint_of(error: BaseException) -> str | None:
     """Return what is the same for two exceptions of one type, at one place, whose messages differ in numbers alone.
 
+    The same holds of their causes and of what they group: `raise ... from`, or a TaskGroup, says the same of anything.
+    How many tasks of a group fail alike, and in which order, is chance.
+
     None: a store failed, to all replicas alike and for a while, so that likeness says nothing of what will come again.
     """
-    if any(map(is_store_failure, _with_causes(error))):
+    _, *others = errors = list(_all_of(error))
+    if any(map(is_store_failure, errors)):
         return None
     import hashlib  # 2 ms, on the way of every replica otherwise
 
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
-    message = "".join(traceback.format_exception_only(type(error), error))[:MAX_MESSAGE]
-    parts = [VARYING.sub("#", message)]
-    parts += [f"{os.path.basename(frame.filename)} {frame.name} {frame.line}" for frame in frames]
+    parts = [_likeness(error), *sorted({*map(_likeness, others)})]
     return hashlib.sha256("\n".join(parts).encode(errors="replace")).hexdigest()
 
 
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and those that a traceback shows above it."""
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
+def _likeness(error: BaseException) -> str:
+    """Return message and place of one exception, without what varies."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
+    message = _only(error)[:MAX_MESSAGE]
+    parts = [VARYING.sub("#", message)]
+    parts += [f"{os.path.basename(frame.filename)} {frame.name} {frame.line}" for frame in frames]
+    return "\n".join(parts)
+
+
+def _only(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(type(error), error))
+
+
+def _first_line(error: BaseException) -> str:
+    return _only(error).strip().partition("\n")[0]
+
+
+def _all_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those that its traceback shows: causes, and the members of groups."""
+    seen, left = set[int](), [error]
+    while left:
+        error = left.pop()
+        if id(error) in seen:
+            continue
         seen.add(id(error))
         yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        left += [cause] if cause is not None else []
+        left += error.exceptions if isinstance(error, BaseExceptionGroup) else ()
 
 
 def _place(trace: TracebackType | None) -> str | None:

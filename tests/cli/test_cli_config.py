@@ -72,6 +72,27 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(
     assert list_runs() == []
 
 
+def test_an_error_is_a_document_where_json_is_set_by_file_or_variable(
+    here: HereInstead, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here.folder.path / "j.toml").write_text("json = true")
+    (here.folder.path / "bad.toml").write_text("json = true\nn = 'many'")
+    nowhere = ("launch", "nosuch.py")
+    done = here.replicas(*nowhere, "--config", "j.toml")
+    assert (done.code, "nosuch.py" in done.json["error"]) == (2, True)
+    assert here.replicas(*nowhere).stdout == ""
+    monkeypatch.setenv("REPLICAS_JSON", "true")
+    for more, kind in (
+        ([], "EntrypointImportError"),
+        (["--config", "bad.toml"], "UsageProblem"),  # what cannot be read says nothing
+        (["--nosuch"], "NoSuchOption"),
+    ):
+        assert here.replicas(*nowhere, *more).json["kind"] == kind
+    monkeypatch.setenv("REPLICAS_JSON", "perhaps")
+    done = here.replicas(*nowhere)
+    assert (done.stdout, "REPLICAS_JSON takes true or false, got 'perhaps'" in done.stderr) == ("", True)
+
+
 def test_what_is_wrong_with_a_launch_is_said_with_the_file_that_says_it(here: HereInstead, file: Path) -> None:
     known = ", ".join(sorted(BUILT_IN))
     for change, message in (

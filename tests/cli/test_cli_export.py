@@ -42,6 +42,16 @@ def live(here: HereInstead, local: LocalProcessExecutor) -> Iterator[str]:
         yield "mine"
 
 
+@pytest.mark.parametrize("formats", [("--csv", "--jsonl"), ("--csv", "--tensorboard")])
+def test_export_refuses_one_file_for_two_formats(here: HereInstead, formats: tuple[str, str]) -> None:
+    first, second = formats
+    (here.folder.path / "link").symlink_to("out")
+    done = here.replicas("export", "mine", first, "out", second, here.folder.path / "link")
+    assert done.code == 2
+    assert "Error: Each format needs a place of its own, '" in done.stderr
+    assert not (here.folder.path / "out").exists()
+
+
 def test_an_export_follows_a_run_to_its_end(here: HereInstead, live: str) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install tensorboard")
     run = attach(live)

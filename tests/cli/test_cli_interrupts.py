@@ -7,12 +7,15 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from support.cli import FAST, Folder, HereInstead, Terminal
 from support.fake_jobs import FakeExecutor, Machines
+from support.runs import log_of
 
-from executors import ReplicaStatus, attach, list_runs
+from executors import LocalProcessExecutor, ReplicaStatus, Run, attach, launch, list_runs
+from executors.errors import StoreError
 from executors.supervision.decisions import DecisionLog
 from executors.testing import eventually
 
@@ -33,7 +36,10 @@ def test_one_interrupt_cancels_the_run_says_so_and_waits_for_the_end(folder: Fol
         assert command.ends() == 130
         assert "Cancelling; waiting for the replicas to end." in command.output
         assert re.search(r"ranks 0-1 cancelled|rank [01] cancelled", command.output)
-    assert attach("mine").status().status is ReplicaStatus.CANCELLED
+    run = attach("mine")
+    assert run.status().status is ReplicaStatus.CANCELLED
+    kinds = [entry.kind for entry in DecisionLog(run.store, "mine").read()]
+    assert kinds.count("cancel") == 1, "one interrupt is one cancellation"
 
 
 def test_a_second_interrupt_exits_at_once_and_what_ran_is_killed(folder: Folder) -> None:
@@ -92,6 +98,26 @@ def test_an_interrupt_cancels_a_run_whose_service_rejects_every_question(
     assert attach("mine", executor=FakeExecutor()).status().status is ReplicaStatus.CANCELLED
 
 
+def test_an_interrupt_that_could_not_be_noted_at_once_is_noted_and_cancels(
+    here: HereInstead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(run: Run) -> None:
+        raise StoreError("gone for a moment")
+
+    def strike() -> None:
+        eventually(lambda: list_runs() and is_hanging("mine"))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Run, "request_cancel", unreachable)
+    thread = threading.Thread(target=strike)
+    thread.start()
+    done = here.launch("job:hang", "--run-id", "mine")
+    thread.join()
+    assert done.code == 130, done
+    kinds = [entry.kind for entry in DecisionLog(attach("mine").store, "mine").read()]
+    assert kinds.count("cancel") == 1
+
+
 def test_ctrl_c_of_add_marks_all_it_added_where_the_backend_is_silent(machines: Machines, here: HereInstead) -> None:
     assert here.launch("job:hang", "--detach", "--run-id", "mine", n=1).code == 0
 
@@ -125,6 +151,39 @@ def test_ctrl_c_while_watching_leaves_the_run_alone(folder: Folder) -> None:
             assert "Traceback" not in command.output
             assert "logs" in verb or "Stopped watching. The run continues: replicas wait mine" in command.output
     assert attach("mine").status().status is ReplicaStatus.RUNNING
+    attach("mine").cancel()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_terminated_collect_leaves_nothing_beside_its_folder(
+    folder: Folder, local: LocalProcessExecutor, state_home: Path, number: int
+) -> None:
+    assert launch(local, "job:main", 1, run_id="mine").wait(60)
+    log = log_of(attach("mine").handles[0], state_home)
+    log.unlink()
+    os.mkfifo(log)  # whoever reads it waits
+    with folder.started("collect", "mine", "--out", "deep/out") as command:
+        eventually(lambda: list(folder.path.glob("deep/.replicas-collect-*")))
+        command.interrupt(number)
+        assert command.ends() == 130
+    assert list((folder.path / "deep").iterdir()) == []
+
+
+def test_an_interrupted_wait_prints_one_document(here: HereInstead, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert here.launch("job:hang", "--detach", "--run-id", "mine").code == 0
+
+    def interrupted(*_: object, **__: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("executors.cli.live.follow", interrupted)
+    for verb in ("wait", "collect"):
+        done = here.replicas(verb, "mine", "--json")
+        assert (done.code, done.json) == (130, {"exit_code": 130, "error": "interrupted"})
+        assert here.replicas(verb, "mine").code == 130
+    added = here.replicas("add", "mine", "--n", 1, "--option", "preload=[]", "--json")
+    assert (added.code, added.json["exit_code"]) == (130, 130)
+    monkeypatch.setattr("executors.run.run.Run.events", interrupted)
+    assert here.replicas("events", "mine", "-f", "--json").stdout == "", "its lines are documents themselves"
     attach("mine").cancel()
 
 

@@ -14,6 +14,7 @@ from executors.logs.times import PAIR, times_of
 from executors.resume import resume
 from executors.run.observer import Observer
 from executors.status import ReplicaState
+from executors.testing import eventually
 
 BARS = """
 import sys
@@ -213,6 +214,26 @@ def test_elsewhere_a_log_is_read_in_the_rendezvous_and_that_is_said(
     shown = bars.replicas("logs", run.url, "-r", 0)
     assert shown.stdout == "attempt 0 of rank 0\n"
     assert "local has no log of it. This was kept by its outcome, 'mine/replicas/0000/0/outcome.json'." in shown.stderr
+
+
+def test_logs_of_another_user_before_the_first_copy_say_so(
+    here: HereInstead, local: LocalProcessExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = launch(local, "job:hang", 1, run_id="mine", rendezvous=tmp_path / "there")
+    eventually(lambda: "hanging" in run.logs(rank=0))
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
+        for more in (["-n", 3], ["--json"], ["--grep", "line"]):
+            shown = here.replicas("logs", run.url, *more)
+            assert (shown.code, shown.json["replicas"][0]["log"] if "--json" in more else shown.stdout) == (0, "")
+            assert shown.stderr.startswith("Note: Rank 0: read from 'mine/replicas/0000/0/output.log' in file://")
+            assert shown.stderr.endswith(", where nothing is yet.\n")
+            assert shown.stderr.count("\n") == 1
+        brought = here.replicas("collect", run.url, "--timeout", 1, "--out", tmp_path / "out", "--json")
+        (skipped,) = brought.json["skipped"]
+        assert (skipped["log"], skipped["problem"].rpartition(", ")[2]) == ("output.log", "where nothing is yet")
+        assert not list((tmp_path / "out").rglob("output.log"))
+    run.cancel()
 
 
 def test_a_file_that_cannot_be_read_is_named(

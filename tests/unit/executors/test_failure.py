@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from executors.attempt import Attempt
-from executors.errors import HangError
+from executors.errors import HangError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
+from executors.report.root_cause import headline, last_frames
 from executors.store.memory import MemoryStore
 from executors.worker.failure import describe_failure, fingerprint_of, fingerprint_of_exit
 
@@ -42,7 +45,7 @@ def failure_of(file: str) -> dict[str, str | None]:
         ("/somewhere/else/net.py", "net.py:8"),
         ("/tmp/ipykernel_123/456.py", "a notebook's cell, line 8"),
         ("<ipython-input-3-0123456789ab>", "a notebook's cell, line 8"),
-        ("/usr/lib/python3/site-packages/torch/nn/modules.py", "test_failure.py:31"),
+        ("/usr/lib/python3/site-packages/torch/nn/modules.py", "test_failure.py:34"),
     ],
 )
 def test_the_place_is_the_last_of_the_users_own_lines(
@@ -85,6 +88,77 @@ def test_errors_of_one_kind_at_one_place_have_one_fingerprint_whatever_their_num
     first = raised_at_a_place_of_its_own(ValueError("step 812: loss at 0x7f01 is nan"))
     assert (fingerprint_of(first) == fingerprint_of(raised_at_a_place_of_its_own(other))) is is_alike
     assert fingerprint_of(first) != fingerprint_of(ValueError(str(first))), "another place"
+
+
+def raised_in_tasks(*errors: Exception) -> BaseException:
+    async def fail(error: Exception) -> None:
+        raise error
+
+    async def fail_together() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for error in errors:
+                tasks.create_task(fail(error))
+
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(fail_together())
+    return raised.value
+
+
+def test_errors_in_a_task_group_are_alike_only_if_their_sub_exceptions_are() -> None:
+    first = fingerprint_of(raised_in_tasks(ValueError("rank 1"), TypeError("two")))
+    assert fingerprint_of(raised_in_tasks(ValueError("rank 2"), TypeError("two"))) == first
+    assert fingerprint_of(raised_in_tasks(TypeError("two"), ValueError("rank 1"))) == first, "their order is chance"
+    assert fingerprint_of(raised_in_tasks(ValueError("rank 1"), TypeError("three"))) != first
+    alone = fingerprint_of(raised_in_tasks(ValueError("rank 1")))
+    assert alone not in (None, first)
+    assert fingerprint_of(raised_in_tasks(ValueError("rank 1"), ValueError("rank 2"))) == alone, "so is how many fail"
+
+
+def test_unlike_causes_are_unlike_failures() -> None:
+    def load(cause: Exception) -> None:
+        raise RuntimeError("cannot load the data") from ran_into(fail, cause)
+
+    def fail(cause: Exception) -> None:
+        raise cause
+
+    def caused_by(cause: Exception) -> str | None:
+        return fingerprint_of(ran_into(load, cause))
+
+    assert caused_by(TimeoutError("after 3 s")) == caused_by(TimeoutError("after 4 s"))
+    assert caused_by(TimeoutError("after 3 s")) != caused_by(ConnectionError("reset"))
+
+
+def test_the_summary_of_an_exception_group_names_its_first_leaf_and_frame() -> None:
+    def fail_deeply(error: Exception) -> None:
+        raise error
+
+    def fail_in_groups() -> None:
+        inner = ExceptionGroup("inner", [ran_into(fail_deeply, ConnectionError("reset")), ran_into(fail, OSError("b"))])
+        raise ExceptionGroup("outer", [inner, ran_into(fail, KeyError("c"))])
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    failure = describe_failure(ran_into(fail_in_groups))
+    outcome = Outcome(0, 0, ReplicaStatus.FAILED, "exception", **failure)  # type: ignore[arg-type]
+    line = fail_deeply.__code__.co_firstlineno + 1
+    lines = "ExceptionGroup: outer (2 sub-exceptions): ConnectionError: reset"
+    assert headline(outcome, [0], 1).startswith(lines)
+    assert headline(outcome, [0], 1).endswith(f"test_failure.py:{line})")
+    frames = last_frames(outcome)
+    assert frames[-2:] == [f'  File "{__file__}", line {line}, in fail_deeply', "    raise error"]
+    assert not any("in fail\n" in f"{frame}\n" for frame in frames), "frames of others look like callers"
+
+
+def ran_into(function: Callable[..., None], *arguments: object) -> Exception:
+    """Return what a function raises."""
+    with pytest.raises(Exception) as raised:
+        function(*arguments)
+    return raised.value
+
+
+def test_a_store_that_fails_in_a_task_is_no_likeness() -> None:
+    assert fingerprint_of(raised_in_tasks(ValueError("one"), StoreError("gone", key="a"))) is None
 
 
 @pytest.mark.parametrize(("exit_code", "print_"), [(-9, "SIGKILL"), (-40, "SIG40"), (3, "exit code 3")])
