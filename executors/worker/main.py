@@ -114,11 +114,16 @@ def call(run: str, digest: str | None = None) -> Any:
     except BaseException as raised:
         outcome, error = worker.raised(raised), raised
         if isinstance(raised, KeyboardInterrupt):
-            worker.attempt.request_cancel()
+            with contextlib.suppress(StoreError):
+                worker.attempt.request_cancel()
     worker.stop(outcome)
-    recorded = worker.record(outcome)
     if error is not None:
+        try:
+            worker.attempt.record(outcome, retry_s=RETRY_S)
+        except StoreError as failure:  # nobody has seen yet what was raised, and that counts for more
+            _say(f"replicas: rank {rank}: how it ended cannot be recorded: {failure}\n")
         raise error
+    recorded = worker.record(outcome)
     if recorded.status is not ReplicaStatus.SUCCEEDED and recorded.error:
         raise ReplicasError(recorded.error)
     return outcome.result
