@@ -60,7 +60,7 @@ class SharedPage:
     beat = _Number(BEAT)
     """When a thread of the rank last had the GIL."""
     beaten = _Number(BEATEN)
-    """When the rank's last `heartbeat.json` was in the store; infinity: it writes none any more."""
+    """When the rank's last `heartbeat.json` was in the store; infinity: there is to be none any more."""
     tick = _Number(TICK)
     """When the rank's main thread last executed bytecode."""
     mark = _Number(MARK)

@@ -296,7 +296,8 @@ class _Worker:
                 raise
             what = f"rank {self.replica.rank}: how it ended cannot be recorded yet"
             _say(f"replicas: {what}; trying again for {OUTAGE_S / 60:g} min: {error}\n")
-        return self.attempt.record(outcome, retry_s=OUTAGE_S)
+        with self.heartbeat.left_to_supervisor():
+            return self.attempt.record(outcome, retry_s=OUTAGE_S)
 
     def _end_unhealthy(self, words: str) -> None:
         """Leave the outcome and the process, in a thread beside the check."""
