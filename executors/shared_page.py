@@ -94,7 +94,7 @@ class SharedPage:
     has_result = _Number(HAS_RESULT)
     """1: its entrypoint has returned a result."""
     store_failed = _Number(STORE_FAILED)
-    """1: its process ends because the run's store failed: it could not begin, or could not record how it ended."""
+    """1: the run's store failed: its process could not begin, or could not record how it ended."""
 
     def __init__(self, after: SharedPage | None = None) -> None:
         self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)  # shared with what is forked from here
