@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.cli import Folder, HereInstead, Terminal
-from support.runs import folder_of
+from support.runs import lose_store
 
 from executors import ReplicasError, attach, current_replica, launch
 from executors.errors import ReplicaFailedError
@@ -76,10 +76,7 @@ def test_what_the_entrypoint_raises_is_passed_on_though_its_store_takes_nothing(
     kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def entrypoint() -> None:
-        me = current_replica()
-        mine = folder_of(me.store.url) / me.key("")
-        mine.rename(mine.with_name("away"))
-        mine.write_text("")  # what lies below it can be neither read nor written
+        lose_store()
         raise kind("boom")
 
     monkeypatch.setattr(main, "RETRY_S", 0.1)

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import folder_of, log_of
+from support.runs import without_store
 
-from executors import LocalProcessExecutor, Run, launch, list_runs
-from executors.attempt import Attempt
+from executors import LocalProcessExecutor, launch, list_runs
 from executors.errors import EntrypointError
-from executors.testing import eventually
 
 
 def test_what_an_entrypoint_returns_comes_back_or_is_refused(local: LocalProcessExecutor) -> None:
@@ -87,31 +85,6 @@ def test_a_function_that_cannot_be_pickled_is_refused_before_anything_starts(loc
     with pytest.raises(EntrypointError, match=r"entrypoint.*cannot be pickled"):
         launch(local, entrypoint, 1)
     assert list_runs() == []
-
-
-def without_store(executor: LocalProcessExecutor, folder: Path, log: Path, until: str, **how: Any) -> Run:
-    """Return a run whose store takes nothing from when its entrypoint ends until something is in its log."""
-
-    def entrypoint(gives_up_s: float, error: str | None = None) -> str:
-        from executors import current_replica
-        from executors.worker import main
-
-        me = current_replica()
-        mine = folder_of(me.store.url) / me.key("")
-        mine.rename(mine.with_name("away"))
-        mine.write_text("")  # what lies below it can be neither read nor written
-        vars(main).update(RETRY_S=0.1, OUTAGE_S=gives_up_s)
-        if error is not None:
-            raise ValueError(error)
-        return "the result"
-
-    run = launch(executor, entrypoint, 1, args=how, rendezvous=folder, timeout=120)
-    output = log_of(run.handles[0], log)
-    eventually(lambda: output.exists() and until in output.read_text(), until)
-    mine = folder_of(run.store.url) / Attempt(run.store, run.run_id, 0).key("")
-    mine.unlink()
-    mine.with_name("away").rename(mine)
-    return run
 
 
 def test_a_result_is_recorded_though_the_store_took_nothing_for_a_while_after_the_entrypoint_returned(

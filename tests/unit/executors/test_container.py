@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -88,14 +89,14 @@ def test_a_supervisor_beats_for_a_rank_whose_result_waits_for_its_store(
         beat = attempt.beat()
         return 0.0 if beat is None else beat.at
 
-    def record(attempt: Attempt, outcome: Outcome, *, retry_s: float) -> Outcome:
-        if retry_s == main.RETRY_S:
+    def retry(act: Callable[[], Outcome], limit_s: float) -> Outcome:
+        if limit_s == main.RETRY_S:
             raise StoreError("timed out")
         beats.append(look(BEAT_LATE_S + 1))
-        return outcome
+        return act()
 
     beats = [look(0.0)]
-    monkeypatch.setattr(Attempt, "record", record)
+    monkeypatch.setattr(main, "retry", retry)
     worker.record(outcome)
     beats.append(look(2 * BEAT_LATE_S + 100))
     assert beats[0] < beats[1] == beats[2]
