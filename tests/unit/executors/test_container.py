@@ -20,7 +20,7 @@ from executors.process import oom_kills_in_group
 from executors.protocol import Outcome, ReplicaStatus
 from executors.replica import Replica
 from executors.shared_page import SharedPage
-from executors.store.records import to_bytes
+from executors.store.records import RETRY_S, to_bytes
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.orders import order_cancel
 from executors.task.record import TaskRecord
@@ -90,7 +90,7 @@ def test_a_supervisor_beats_for_a_rank_whose_result_waits_for_its_store(
         return 0.0 if beat is None else beat.at
 
     def retry(act: Callable[[], Outcome], limit_s: float) -> Outcome:
-        if limit_s == main.RETRY_S:
+        if limit_s == RETRY_S:
             raise StoreError("timed out")
         beats.append(look(BEAT_LATE_S + 1))
         return act()
