@@ -60,7 +60,7 @@ class SharedPage:
     beat = _Number(BEAT)
     """When a thread of the rank last had the GIL."""
     beaten = _Number(BEATEN)
-    """When the rank's last `heartbeat.json` was in the store; infinity: it writes none any more."""
+    """When the rank's last `heartbeat.json` was in the store; infinity: there is to be none any more."""
     tick = _Number(TICK)
     """When the rank's main thread last executed bytecode."""
     mark = _Number(MARK)
@@ -94,7 +94,7 @@ class SharedPage:
     has_result = _Number(HAS_RESULT)
     """1: its entrypoint has returned a result."""
     store_failed = _Number(STORE_FAILED)
-    """1: its process ends because the run's store failed: it could not begin, or could not record how it ended."""
+    """1: the run's store failed: its process could not begin, or could not record how it ended."""
 
     def __init__(self, after: SharedPage | None = None) -> None:
         self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)  # shared with what is forked from here

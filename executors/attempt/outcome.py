@@ -123,8 +123,8 @@ ENDINGS = {
     "orphaned": "was lost: its supervisor is gone (was it killed?). `replicas resume` brings it back.",
     "fenced": "was ended: a later attempt takes its place.",
     "no_result": "ended by itself with {code}, before its entrypoint returned a result.",
-    "unrecorded": "returned a result that its store did not take; the replica's log says why.",
-    "storeless": "ended by itself with {code}, since its store failed; the replica's log says how.",
+    "unrecorded": "returned a result that was not recorded; the replica's log says why.",
+    "storeless": "ended by itself with {code} and could not record why: its store failed; the replica's log says more.",
     # as a service reports it
     "killed": "was killed: {cause}.",
     "preempted": "was preempted: {service} took its machine back.",

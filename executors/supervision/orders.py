@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Mapping, Sequence
 
 from executors.attempt import Attempt
@@ -34,16 +33,18 @@ def _cancel(rank: int | None, words: str, entries: Sequence[Decision]) -> Decisi
 def order_stop(log: DecisionLog, within_s: float) -> Decision:
     """Ask all replicas to end well within some seconds; return the stop that stands.
 
+    It gives no more time than a stop before it. Supervisors that have seen that one end their ranks by it.
+
     Raises:
         StoreError: the store does not answer, or holds something else there.
     """
 
     def entry(entries: Sequence[Decision]) -> Decision:
         last = next((each for each in reversed(entries) if each.kind in ("stop", "resume")), None)
-        left_s = within_s
-        if last is not None and last.kind == "stop":  # the sooner one counts
-            left_s = min(within_s, max(0.0, last.at + (last.within_s or 0.0) - time.time()))
-        return Decision(kind="stop", why=ASKED, within_s=left_s, words=STOPPED)
+        shorter_s = within_s
+        if last is not None and last.kind == "stop":  # not what is left of it: it was written by another's clock
+            shorter_s = min(within_s, last.within_s or 0.0)
+        return Decision(kind="stop", why=ASKED, within_s=shorter_s, words=STOPPED)
 
     added = log.append(entry)
     assert added is not None

@@ -178,6 +178,9 @@ class ContainerRanks:
         with contextlib.suppress(OSError):  # nobody reads it any more
             os.write(1, line.encode())
 
+    def leave_behind(self, attempt: Attempt) -> None:
+        """Do nothing: nothing is started beside its process; see `Ranks.leave_behind`."""
+
     def copy_log(self, asked: Attempt, claimed: Attempt) -> None:
         """Copy nothing: the service has the log."""
 

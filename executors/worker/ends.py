@@ -67,9 +67,8 @@ class Ends:
             return because("signal", number=-exit_code, name=signal_name(-exit_code))
         if exit_code == 128 + signal.SIGTERM:
             return because("signal", terminated, name="SIGTERM", service=service)
-        ending = "no_result"
-        if running.page.store_failed:
-            ending = "unrecorded" if running.page.has_result else "storeless"
+        page = running.page
+        ending = "unrecorded" if page.has_result else "storeless" if page.store_failed else "no_result"
         return because("no_result", ending, code=f"exit code {exit_code}")
 
     def _was_killed_for_memory(self, running: Running) -> bool:
@@ -190,12 +189,13 @@ class EndRecords:
 
 def seen_from_outside(running: Running, exit_code: int) -> dict[str, Any]:
     """Return what an outcome says beside the reason, where its supervisor writes it."""
-    killed_by = signal_name(-exit_code) if exit_code < 0 else None
+    killed_by, page = signal_name(-exit_code) if exit_code < 0 else None, running.page
+    is_by_its_code = not (page.store_failed or page.has_result)
     return {
-        **running.page.told(),
+        **page.told(),
         "exit_code": exit_code,
-        "signal": killed_by or running.page.notice,
-        "fingerprint": killed_by or (None if running.page.store_failed else f"exit code {exit_code}"),
+        "signal": killed_by or page.notice,
+        "fingerprint": killed_by or (f"exit code {exit_code}" if is_by_its_code else None),
         "pid": running.pid,
         "started_at": running.started_at,
     }

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 
 from executors.errors import StoreError
 from executors.process import kill_descendants
@@ -107,6 +108,15 @@ class Heartbeat:
                 self._write()
             if self._replica.recorder is not None and not self._run_is_gone:
                 self._replica.recorder.look(is_last=True)
+            self._note(math.inf)
+
+    @contextlib.contextmanager
+    def left_to_supervisor(self) -> Iterator[None]:
+        """Let the supervisor of a container beat, once this was stopped, for a replica whose outcome is late."""
+        self._note(time.monotonic())
+        try:
+            yield
+        finally:
             self._note(math.inf)
 
     @property

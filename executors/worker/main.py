@@ -30,7 +30,7 @@ from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
 from executors.shared_page import SharedPage
 from executors.store import store_at
-from executors.store.records import OUTAGE_S, RETRY_S, is_gone, read_record
+from executors.store.records import OUTAGE_S, RETRY_S, is_gone, read_record, retry
 from executors.store.url import split_address
 from executors.task.record import RunRecord
 from executors.task.stored import StoredTask, read_task
@@ -114,11 +114,16 @@ def call(run: str, digest: str | None = None) -> Any:
     except BaseException as raised:
         outcome, error = worker.raised(raised), raised
         if isinstance(raised, KeyboardInterrupt):
-            worker.attempt.request_cancel()
+            with contextlib.suppress(StoreError):
+                worker.attempt.request_cancel()
     worker.stop(outcome)
-    recorded = worker.record(outcome)
     if error is not None:
+        try:
+            worker.attempt.record(outcome, retry_s=RETRY_S)
+        except StoreError as failure:  # nobody has seen yet what was raised, and that counts for more
+            _say(f"replicas: rank {rank}: how it ended cannot be recorded: {failure}\n")
         raise error
+    recorded = worker.record(outcome)
     if recorded.status is not ReplicaStatus.SUCCEEDED and recorded.error:
         raise ReplicasError(recorded.error)
     return outcome.result
@@ -269,8 +274,6 @@ class _Worker:
     def _record(self, outcome: Outcome) -> None:
         if is_gone(self.attempt.store, f"{self.attempt.run_id}/run.json"):  # it would be all that there is of the run
             return
-        if self._log is not None:
-            self._log.put(FINAL_BYTES)  # before the outcome: who finds that finds the whole
         outcome = replace(outcome, output_tail=self._assignment.output_tail())
         self.record(outcome)
 
@@ -284,14 +287,20 @@ class _Worker:
             StoreError: the store did not take it.
         """
         try:
-            return self.attempt.record(outcome, retry_s=RETRY_S)
+            return retry(lambda: self._write(outcome), RETRY_S)
         except StoreError as error:
             is_refused = isinstance(error, UnwritableStoreError) and outcome.status is not ReplicaStatus.SUCCEEDED
             if is_refused or not is_store_failure(error):
                 raise
             what = f"rank {self.replica.rank}: how it ended cannot be recorded yet"
             _say(f"replicas: {what}; trying again for {OUTAGE_S / 60:g} min: {error}\n")
-        return self.attempt.record(outcome, retry_s=OUTAGE_S)
+        with self.heartbeat.left_to_supervisor():
+            return retry(lambda: self._write(outcome), OUTAGE_S)
+
+    def _write(self, outcome: Outcome) -> Outcome:
+        if self._log is not None:
+            self._log.put(FINAL_BYTES)  # before the outcome: who finds that finds the whole
+        return self.attempt.record(outcome)
 
     def _end_unhealthy(self, words: str) -> None:
         """Leave the outcome and the process, in a thread beside the check."""

@@ -59,6 +59,9 @@ class Ranks(Protocol):
     def write_log(self, attempt: Attempt, words: str) -> None:
         """Add to an attempt's output."""
 
+    def leave_behind(self, attempt: Attempt) -> None:
+        """Note that an attempt is over though its process lives on, which nothing ends, with all that it holds."""
+
     def copy_log(self, asked: Attempt, claimed: Attempt) -> int | None:
         """Begin to copy the end of an attempt's output into the run's store, if it is to be there.
 

@@ -64,7 +64,7 @@ class Supervisor:
         self._ranks = ranks
         self._spec = spec
         self._n_spare = len(spec.ranks) - (spec.min_replicas or len(spec.ranks))
-        self._timeout_s = timeout_s
+        self._timeout_s = NEVER if timeout_s is None else timeout_s
         self._ends = Ends(spec.world_size, timeout_s, self.count_oom_kills)
         self._term_grace_s = term_grace_s
         self._wakeups = Wakeups(launcher_pidfd)
@@ -177,8 +177,7 @@ class Supervisor:
         page = self._pages[attempt.rank] = SharedPage.create(self._pages.get(attempt.rank))
         page.n_decisions = self._answers.n_read
         pid = self._ranks.start(attempt, page, self._wakeups.descriptors)
-        deadline = NEVER if self._timeout_s is None else time.monotonic() + self._timeout_s
-        deadline = self._deadlines.setdefault(attempt.rank, deadline)
+        deadline = self._deadlines.setdefault(attempt.rank, time.monotonic() + self._timeout_s)
         ends, grace_s = self._answers.has_policy, self._term_grace_s
         watchdog = Watchdog(
             page, pid, self._answers.hang, ends=ends, term_grace_s=grace_s, spec=self._spec, rank=attempt.rank
@@ -332,6 +331,7 @@ class Supervisor:
         running.is_left_behind = True
         self._stuck.add(self._running.pop(running.pid).pid)
         self._ranks.note_output(running.asked, is_whole=True)
+        self._ranks.leave_behind(running.asked)
         self._conclude(running, -signal.SIGKILL if running.left_with is None else running.left_with)
 
     def _end_abandoned(self, why: str) -> None:

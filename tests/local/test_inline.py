@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 from support.cli import Folder, HereInstead, Terminal
+from support.runs import lose_store
 
 from executors import ReplicasError, attach, current_replica, launch
 from executors.errors import ReplicaFailedError
 from executors.replica import CONTRACT, set_current_replica
 from executors.testing import eventually
+from executors.worker import main
 
 BUSY = "    while True:\n        time.sleep(0.05)\n"
 
@@ -67,6 +69,27 @@ def test_ctrl_c_is_passed_on_and_the_run_is_cancelled() -> None:
         launch("inline", entrypoint, 1, run_id="interrupted")
     (outcome,) = attach("interrupted").outcomes()
     assert outcome.status == "cancelled"
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_what_the_entrypoint_raises_is_passed_on_though_its_store_takes_nothing(
+    kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def entrypoint() -> None:
+        lose_store()
+        raise kind("boom")
+
+    monkeypatch.setattr(main, "RETRY_S", 0.1)
+    monkeypatch.setattr(main, "OUTAGE_S", 0.3)
+    if kind is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            launch("inline", entrypoint, 1, rendezvous=tmp_path)
+    else:
+        launch("inline", entrypoint, 1, rendezvous=tmp_path)
+        assert type(sys.last_value) is kind
+    printed = capsys.readouterr().err
+    assert "how it ended cannot be recorded: Cannot create" in printed
+    assert "trying again" not in printed
 
 
 def test_a_file_is_read_again_at_each_launch(tmp_path: Path) -> None:

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import folder_of, log_of
+from support.runs import without_store
 
-from executors import LocalProcessExecutor, Run, launch, list_runs
-from executors.attempt import Attempt
+from executors import LocalProcessExecutor, launch, list_runs
 from executors.errors import EntrypointError
-from executors.testing import eventually
 
 
 def test_what_an_entrypoint_returns_comes_back_or_is_refused(local: LocalProcessExecutor) -> None:
@@ -89,33 +87,10 @@ def test_a_function_that_cannot_be_pickled_is_refused_before_anything_starts(loc
     assert list_runs() == []
 
 
-def without_store(executor: LocalProcessExecutor, folder: Path, log: Path, until: str, gives_up_s: float) -> Run:
-    """Return a run whose store takes nothing from when its entrypoint returns until something is in its log."""
-
-    def entrypoint(gives_up_s: float) -> str:
-        from executors import current_replica
-        from executors.worker import main
-
-        me = current_replica()
-        mine = folder_of(me.store.url) / me.key("")
-        mine.rename(mine.with_name("away"))
-        mine.write_text("")  # what lies below it can be neither read nor written
-        vars(main).update(RETRY_S=0.1, OUTAGE_S=gives_up_s)
-        return "the result"
-
-    run = launch(executor, entrypoint, 1, args={"gives_up_s": gives_up_s}, rendezvous=folder, timeout=120)
-    output = log_of(run.handles[0], log)
-    eventually(lambda: output.exists() and until in output.read_text(), until)
-    mine = folder_of(run.store.url) / Attempt(run.store, run.run_id, 0).key("")
-    mine.unlink()
-    mine.with_name("away").rename(mine)
-    return run
-
-
 def test_a_result_is_recorded_though_the_store_took_nothing_for_a_while_after_the_entrypoint_returned(
     local: LocalProcessExecutor, tmp_path: Path, state_home: Path
 ) -> None:
-    run = without_store(local, tmp_path, state_home, "cannot be recorded yet", 60.0)
+    run = without_store(local, tmp_path, state_home, "cannot be recorded yet", gives_up_s=60.0)
     assert run.results() == ["the result"]
     assert run.logs(rank=0).count("cannot be recorded yet") == 1
 
@@ -123,8 +98,22 @@ def test_a_result_is_recorded_though_the_store_took_nothing_for_a_while_after_th
 def test_a_result_that_could_never_be_recorded_is_not_taken_for_an_entrypoint_that_returned_none(
     local: LocalProcessExecutor, tmp_path: Path, state_home: Path
 ) -> None:
-    run = without_store(local, tmp_path, state_home, "Traceback", 0.5)
+    run = without_store(local, tmp_path, state_home, "Traceback", gives_up_s=0.5)
     assert run.wait(timeout=60)
     (outcome,) = run.outcomes()
-    said = "Replica 0 of 1 returned a result that its store did not take; the replica's log says why."
+    said = "Replica 0 of 1 returned a result that was not recorded; the replica's log says why."
     assert (outcome.reason, outcome.error, outcome.fingerprint) == ("no_result", said, None)
+
+
+def test_an_entrypoint_that_raised_is_not_said_to_have_ended_by_its_store(
+    local: LocalProcessExecutor, tmp_path: Path, state_home: Path
+) -> None:
+    run = without_store(local, tmp_path, state_home, "StoreError: ", gives_up_s=0.5, error="the bug")
+    assert run.wait(timeout=60)
+    (outcome,) = run.outcomes()
+    said = (
+        "Replica 0 of 1 ended by itself with exit code 1 and could not record why: its store failed; "
+        "the replica's log says more."
+    )
+    assert (outcome.reason, outcome.error, outcome.fingerprint) == ("no_result", said, None)
+    assert "ValueError: the bug" in outcome.output_tail

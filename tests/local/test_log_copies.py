@@ -10,7 +10,7 @@ import pytest
 from servers.s3.server import S3Server
 from support import tasks
 from support.processes import is_alive
-from support.runs import log_of, pid_of
+from support.runs import log_of, pid_of, without_store
 
 from executors import LocalProcessExecutor, Run, launch
 from executors.attempt import Attempt
@@ -143,3 +143,13 @@ def test_a_log_that_cannot_be_copied_costs_nobody_a_result(local: LocalProcessEx
     run = launch(local, entrypoint, 1, args=args, rendezvous=tmp_path / "shared")
     assert run.results() == ["done"]
     assert copy_of(run) is None
+
+
+def test_the_log_of_a_result_that_waited_for_its_store_is_whole_where_it_is_read_from_elsewhere(
+    local: LocalProcessExecutor, tmp_path: Path, state_home: Path
+) -> None:
+    run = without_store(local, tmp_path / "shared", state_home, "cannot be recorded yet", gives_up_s=60.0)
+    assert run.results() == ["the result"]
+    said = copy_of(run)
+    assert said == log_of(run.handles[0], state_home).read_bytes()
+    assert b"cannot be recorded yet" in said

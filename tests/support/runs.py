@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from executors import ReplicaHandle, open_store
+from executors import LocalProcessExecutor, ReplicaHandle, Run, current_replica, launch, open_store
+from executors.attempt import Attempt
 from executors.testing import eventually
 from executors.testing.helpers import environment
 from support import launchers
@@ -43,6 +44,39 @@ def log_of(handle: ReplicaHandle, state_home: Path) -> Path:
 
 def folder_of(url: str) -> Path:
     return Path(unquote(urlsplit(url).path))
+
+
+def lose_store() -> None:
+    """Leave this replica's attempt a store that takes and gives nothing; `without_store` mends it."""
+    me = current_replica()
+    mine = folder_of(me.store.url) / me.key("")
+    mine.rename(mine.with_name("away"))
+    mine.write_text("")  # what lies below it can be neither read nor written
+
+
+def without_store(executor: LocalProcessExecutor, folder: Path, state_home: Path, until: str, **how: Any) -> Run:
+    """Return a run whose store takes nothing from when its entrypoint ends until something is in its log.
+
+    Args:
+        how: `gives_up_s`, and the `error` that its entrypoint raises, if any.
+    """
+
+    def entrypoint(gives_up_s: float, error: str | None = None) -> str:
+        from executors.worker import main
+
+        lose_store()
+        vars(main).update(RETRY_S=0.1, OUTAGE_S=gives_up_s)
+        if error is not None:
+            raise ValueError(error)
+        return "the result"
+
+    run = launch(executor, entrypoint, 1, args=how, rendezvous=folder, timeout=120)
+    output = log_of(run.handles[0], state_home)
+    eventually(lambda: output.exists() and until in output.read_text(), until)
+    mine = folder_of(run.store.url) / Attempt(run.store, run.run_id, 0).key("")
+    mine.unlink()
+    mine.with_name("away").rename(mine)
+    return run
 
 
 @contextlib.contextmanager

@@ -29,8 +29,12 @@ class GpuSlot:
     """Whether other replicas of the run have all of the GPUs already."""
 
 
-def take_slot(folder: Path, slots: Sequence[str], rank: int) -> GpuSlot:
-    """Take the GPUs of a rank: its own if these are free, which they are at a launch, else the next that are."""
+def take_slot(folder: Path, slots: Sequence[str], rank: int, stuck: Sequence[str] = ()) -> GpuSlot:
+    """Take the GPUs of a rank: its own if these are free, which they are at a launch, else the next that are.
+
+    Args:
+        stuck: those of `slots` that a process has which nobody can end. Where none are free, they are shared first.
+    """
     own = rank % len(slots)
     for devices in (*slots[own:], *slots[:own]):
         try:
@@ -39,11 +43,19 @@ def take_slot(folder: Path, slots: Sequence[str], rank: int) -> GpuSlot:
             continue
         except OSError:  # an odd file system
             return GpuSlot(slots[own])
-    devices, held = slots[own], list[int]()
+    devices, held = next((each for each in stuck if _has_no_guests(folder, each)), slots[own]), list[int]()
     with contextlib.suppress(OSError):
         for device in devices.split(","):
             held.append(_locked(folder, device, "guests", fcntl.LOCK_SH))
     return GpuSlot(devices, tuple(held), is_shared=True)
+
+
+def _has_no_guests(folder: Path, devices: str) -> bool:
+    with contextlib.suppress(OSError):
+        for device in devices.split(","):
+            os.close(_locked(folder, device, "guests", fcntl.LOCK_EX))
+        return True
+    return False
 
 
 def _lock_all(folder: Path, devices: Sequence[str]) -> tuple[int, ...]:

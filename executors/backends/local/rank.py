@@ -132,6 +132,10 @@ class LocalRanks:
         """By rank, of its newest attempt here."""
         self._last_on: dict[str, int] = {}
         """The last process on each slot of GPUs, which may hold their memory for a while after its end."""
+        self._slots: dict[int, GpuSlot] = {}
+        """By rank, of its newest attempt here."""
+        self._stuck_on: list[str] = []
+        """Slots of GPUs that a process has which nothing ends."""
 
     @functools.cached_property
     def task(self) -> StoredTask | None:
@@ -187,11 +191,22 @@ class LocalRanks:
     def _take_gpus(self, attempt: Attempt) -> GpuSlot | None:
         if self._launch.gpu_slots is None:
             return None
-        slot = take_slot(self._launch.log_folder, self._launch.gpu_slots, attempt.rank)
+        slot = take_slot(self._launch.log_folder, self._launch.gpu_slots, attempt.rank, self._stuck_on)
+        self._slots[attempt.rank] = slot
         if slot.is_shared:
             words = f"every GPU has a replica of this run already: sharing {slot.devices} with another"
+            if slot.devices in self._stuck_on:
+                words = f"no GPU is free: sharing {slot.devices} with a process that cannot be killed"
             self.write_log(attempt, f"replicas: {words}.")
+        elif slot.devices in self._stuck_on:
+            self._stuck_on.remove(slot.devices)  # it is free: the process has ended
         return slot
+
+    def leave_behind(self, attempt: Attempt) -> None:
+        """Share the GPUs of a process that nothing ends before those of a replica that trains."""
+        slot = self._slots.get(attempt.rank)
+        if slot is not None and not slot.is_shared:
+            self._stuck_on.append(slot.devices)
 
     def output_tail(self, attempt: Attempt) -> str:
         """Return the end of an attempt's log."""

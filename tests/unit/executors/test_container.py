@@ -6,23 +6,26 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from executors import open_store
 from executors.attempt import Attempt
+from executors.errors import StoreError
 from executors.native import RunSpec
 from executors.policy import HangLimits
 from executors.process import oom_kills_in_group
-from executors.protocol import ReplicaStatus
+from executors.protocol import Outcome, ReplicaStatus
 from executors.replica import Replica
 from executors.shared_page import SharedPage
-from executors.store.records import to_bytes
+from executors.store.records import RETRY_S, to_bytes
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.orders import order_cancel
 from executors.task.record import TaskRecord
 from executors.task.stored import StoredTask
+from executors.worker import main
 from executors.worker.container import BEAT_LATE_S, ContainerRanks, ContainerSupervisor, imports_torch
 from executors.worker.heartbeat import Heartbeat
 from executors.worker.limits import Watchdog
@@ -67,6 +70,36 @@ def test_a_supervisor_does_not_beat_for_a_rank_that_beats_no_more(tmp_path: Path
     beat = attempt.beat()
     assert beat is not None
     assert beat.at == 1.0
+
+
+def test_a_supervisor_beats_for_a_rank_whose_result_waits_for_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a spare, or whoever looks, would record it as lost, and its result would come too late."""
+    supervisor, attempt, page = supervised(tmp_path)
+    worker = main._Worker(main.Assignment(supervisor._spec, 0, page=page))
+    outcome = worker.succeeded("the result")
+    worker.stop(outcome)
+    now = time.monotonic()
+
+    def look(after_s: float) -> float:
+        page.beat = now + after_s
+        monkeypatch.setattr(time, "monotonic", lambda: now + after_s)
+        supervisor._look()
+        beat = attempt.beat()
+        return 0.0 if beat is None else beat.at
+
+    def retry(act: Callable[[], Outcome], limit_s: float) -> Outcome:
+        if limit_s == RETRY_S:
+            raise StoreError("timed out")
+        beats.append(look(BEAT_LATE_S + 1))
+        return act()
+
+    beats = [look(0.0)]
+    monkeypatch.setattr(main, "retry", retry)
+    worker.record(outcome)
+    beats.append(look(2 * BEAT_LATE_S + 100))
+    assert beats[0] < beats[1] == beats[2]
 
 
 def test_a_supervisor_does_not_make_the_folder_of_a_deleted_run_again(tmp_path: Path) -> None:

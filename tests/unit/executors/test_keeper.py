@@ -310,3 +310,11 @@ def test_a_stop_has_its_time_whatever_the_clock_of_a_keeper_says(
 
     assert ended_after(1.0) == ended_after(600.0) == [], "supervisors end what runs"
     assert ended_after(602.0 + LEAVE_S) == ended_after(700.0 + LEAVE_S) == [STOPPED]
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
+def test_a_second_stop_takes_no_time_from_the_first_whatever_the_clocks_say(ahead_s: float) -> None:
+    store = MemoryStore()
+    order_stop(DecisionLog(store, "run", lambda: time.time() + ahead_s), within_s=600.0)
+    given = [order_stop(DecisionLog(store, "run"), within_s).within_s for within_s in (900.0, 60.0, 600.0)]
+    assert given == [600.0, 60.0, 60.0]

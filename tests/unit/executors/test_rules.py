@@ -17,7 +17,7 @@ from executors.shared_page import SharedPage
 from executors.store import MemoryStore
 from executors.supervision.decisions import Decision, answer_to, is_barred
 from executors.supervision.rules import MOST_REFUSED, RunFacts, decide, made_progress, too_few_left
-from executors.worker.ends import seen_from_outside
+from executors.worker.ends import Ends, seen_from_outside
 from executors.worker.failure import describe_failure
 from executors.worker.limits import Watchdog
 from executors.worker.ranks import NEVER, Running
@@ -42,10 +42,10 @@ def answers(policy: str, *ends: Outcome, at: Sequence[float] = (), facts: RunFac
     return log
 
 
-def ended_for_want_of_a_store() -> tuple[Running, int]:
+def ended_for_want_of_a_store(has_result: bool = False, store_failed: bool = True) -> tuple[Running, int]:
     """Return a process that claimed nothing, or could not record how it ended, and its exit code."""
     page, attempt = SharedPage.create(), Attempt(MemoryStore(), "run", 0)
-    page.store_failed = 1
+    page.has_result, page.store_failed = has_result, store_failed
     spec = RunSpec("run", "memory:", "", 1, (0,))
     watchdog = Watchdog(page, 1, HangLimits(), ends=True, term_grace_s=1.0, spec=spec, rank=0)
     return Running(1, attempt, page, watchdog, 0.0, NEVER), 1
@@ -127,14 +127,23 @@ SILENT = StoreError("Cannot read 'run/seal': timed out")
         failure_of(UnwritableStoreError("Cannot write 'run/seal': No space left on device.")),
         failure_of(RuntimeError("no anchor"), while_handling=SILENT),
         {"reason": "no_result", **seen_from_outside(*ended_for_want_of_a_store())},
+        {"reason": "no_result", **seen_from_outside(*ended_for_want_of_a_store(has_result=True, store_failed=False))},
     ],
-    ids=["silent", "full", "handled", "no_outcome"],
+    ids=["silent", "full", "handled", "no_outcome", "unrecorded"],
 )
 def test_a_store_that_does_not_answer_is_never_a_deterministic_end(why: dict[str, Any]) -> None:
     ends = [end(rank, **why) for rank in range(4)]
     assert told([decide([], ends[0], ends[1:], Restarts(), EARLY, 1.0)]) == ["restart"]
     twice = [end(attempt=number, **why) for number in range(6)]
     assert told(answers("9", *twice)) == [*RESTARTS_AND, "no_progress", "no_progress", "no_progress"]
+
+
+@pytest.mark.parametrize("store_failed", [False, True])
+def test_who_returned_a_result_is_not_said_to_have_ended_before_it(store_failed: bool) -> None:
+    running, code = ended_for_want_of_a_store(has_result=True, store_failed=store_failed)
+    reason, error = Ends(1, None, lambda: 0).explain(running, code)
+    said = "Replica 0 of 1 returned a result that was not recorded; the replica's log says why."
+    assert (reason, error) == ("no_result", said)
 
 
 @pytest.mark.parametrize("kind", [KeyNotFoundError, CorruptObjectError, UnsafeStoreError])

@@ -65,6 +65,9 @@ class NoProcesses:
 
     n_copied = 0
 
+    def __init__(self) -> None:
+        self.left_behind: list[Attempt] = []
+
     def prepare(self, attempt: Attempt) -> None: ...
 
     def begin(self, attempt: Attempt) -> bool:
@@ -79,6 +82,9 @@ class NoProcesses:
     def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None: ...
 
     def write_log(self, attempt: Attempt, words: str) -> None: ...
+
+    def leave_behind(self, attempt: Attempt) -> None:
+        self.left_behind.append(attempt)
 
     def copy_log(self, asked: Attempt, claimed: Attempt) -> int | None:
         self.n_copied += 1
@@ -193,6 +199,7 @@ def test_a_rank_that_no_signal_ends_has_an_outcome_all_the_same(monkeypatch: pyt
     assert (outcome.reason, outcome.signal) == ("hang", "SIGKILL")
     assert outcome.error == "It hangs. Its process cannot be killed: it is stuck in the kernel."
     assert not scene.supervisor._is_busy
+    assert scene.ranks.left_behind == scene.running, "what it holds is not free"
 
 
 def test_who_reaps_a_rank_does_not_wait_for_another_that_no_signal_ends(
@@ -202,6 +209,7 @@ def test_who_reaps_a_rank_does_not_wait_for_another_that_no_signal_ends(
     stuck, other = scene.supervisor._running.values()
     scene.supervisor._running = {pid: stuck}
     scene.supervisor._leave_behind(stuck)
+    monkeypatch.setattr(supervisor, "children", lambda _: [pid])  # other tests may have left a zygote
     monkeypatch.setattr(supervisor, "kill_descendants", lambda *_, **__: pytest.fail("it waits for what it kills"))
     with subprocess.Popen(["true"]) as process:
         scene.supervisor._running[process.pid] = replace(other, pid=process.pid)
