@@ -98,7 +98,8 @@ def has_moved(live: Values, anchor: Tensor) -> bool:
     """
     for slot, values in live:
         flat, of_slot, dtype = values.reshape(-1), anchor[slot.start : slot.end], getattr(torch, slot.dtype)
-        for here, there in zip(flat.split(PIECE), of_slot.split(PIECE), strict=False):  # `pack` refuses other shapes
+        for at in range(0, of_slot.numel(), PIECE):
+            here, there = flat[at : at + PIECE], of_slot[at : at + PIECE]
             if not torch.equal(there.to(dtype), here.cpu().to(dtype)):
                 return True
     return False
