@@ -146,7 +146,7 @@ def marks_of_buffers(buffers: Mapping[str, Tensor]) -> dict[str, float]:
     for name, buffer in buffers.items():
         if buffer.numel() > 1 and not buffer.is_complex():
             values = buffer.reshape(-1)[:: -(-buffer.numel() // MARK_VALUES) | 1].cpu().double()  # odd: of all columns
-            mark = (values / torch.arange(1, len(values) + 1)).sum().item()
+            mark = (values / torch.arange(1, len(values) + 1, device="cpu")).sum().item()
             marks.update({name: mark} if isfinite(mark) else {})
     return marks
 

@@ -17,6 +17,8 @@ LEAVING = 143
 
 is_open: WeakValueDictionary[tuple[str, str], object] = WeakValueDictionary()
 """What is open in this process, by nonce and name: two of one name would be taken for one model."""
+planned: dict[str, int] = {}
+"""By nonce, the steps that a replica shows because a DiLoCo planned them: any others are the script's own."""
 
 
 def check_is_free(name: tuple[str, str]) -> None:
@@ -42,9 +44,11 @@ class Liaison:
         """Tell how many steps are planned. Of several that are open, the first is what a replica shows."""
         self._is_shown = self._replica is not None and all(nonce != other for other, _ in is_open)
         if self._replica is not None and self._is_shown:
-            self._replica.reported.pop("total_steps", None)  # of one before
+            reported = self._replica.reported
+            if nonce in planned and reported.get("total_steps") == planned.pop(nonce):
+                del reported["total_steps"]  # of one before
             if total_steps is not None:
-                self._replica.reported["total_steps"] = total_steps
+                reported["total_steps"] = planned[nonce] = total_steps
 
     def show(self, rounds: int, round_s: float) -> None:
         """Report how many rounds there were; nothing before the first: whoever reads it knows that there was none."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from diloco.settings import Settings
 from diloco.shadow import Room, Shadow
 from diloco.wires import wire_named
 from diloco.wires.wire import BLOCK_ELEMENTS, blocks_of, decoded
+
+LARGE = 1 << 20
+"""Values of a table, as quantised weights, that takes too long to read whenever state is kept."""
 
 
 class ModelState:
@@ -45,7 +49,8 @@ class ModelState:
         self.is_back = False
         """Whether this is a later attempt of its rank, whose own buffers may have changed since the run began."""
         self._frozen = marks_of_frozen(model)
-        self._own_at_first = {name: _digest(buffer) for name, buffer in own_buffers(model, fragments).items()}
+        self._digests = Digests()
+        self._own_at_first = {name: self._digests.of(name, b) for name, b in own_buffers(model, fragments).items()}
         self._marks_at_first = marks_of_buffers(own_buffers(model, fragments))
         self._unmoved: dict[int, int] = {}
         """By fragment, the newest entry for which no parameter had moved."""
@@ -228,7 +233,7 @@ class ModelState:
     def new_buffers(self) -> dict[str, Tensor]:
         """Return what nobody averages and training has changed, as statistics where a wire is too coarse for them."""
         buffers = own_buffers(self.model, self.fragments)
-        return {name: buffer for name, buffer in buffers.items() if _digest(buffer) != self._own_at_first.get(name)}
+        return {name: b for name, b in buffers.items() if self._digests.of(name, b) != self._own_at_first.get(name)}
 
     @torch.no_grad()
     def give_buffers(self, kept: Mapping[str, Tensor]) -> None:
@@ -289,6 +294,29 @@ class ModelState:
     def _of(self, entry: int) -> tuple[Fragment, Tensor, Shadow]:
         index = entry % len(self.fragments)
         return self.fragments[index], self.anchors[index], self._shadows[index]
+
+
+class Digests:
+    """The digests of a model's buffers.
+
+    A `LARGE` table of whole numbers is read again only where it is another tensor, or torch has noted a write to it.
+    Floats are always read: batch normalisation writes its statistics without a note.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[ReferenceType[Tensor], tuple[int, int], bytes]] = {}
+
+    def of(self, name: str, buffer: Tensor) -> bytes:
+        if buffer.numel() <= LARGE or buffer.is_floating_point() or buffer.is_complex() or buffer.is_inference():
+            return _digest(buffer)
+        written = (buffer.data_ptr(), buffer._version)
+        if name in self._known:
+            of, then, digest = self._known[name]
+            if of() is buffer and then == written:
+                return digest
+        digest = _digest(buffer)
+        self._known[name] = (ref(buffer), written, digest)
+        return digest
 
 
 def _digest(values: Tensor) -> bytes:

@@ -92,12 +92,17 @@ def pack(
 
 
 def has_moved(live: Values, anchor: Tensor) -> bool:
-    """Tell whether a live value is another than the anchor's, in as many digits as the model has."""
-    return any(
-        not torch.equal(anchor[slot.start : slot.end].to(dtype), values.reshape(-1).cpu().to(dtype))
-        for slot, values in live
-        if (dtype := getattr(torch, slot.dtype))
-    )
+    """Tell whether a live value is another than the anchor's, in as many digits as the model has.
+
+    By pieces, since work is mostly in the first: a whole embedding would be copied for it in each round.
+    """
+    for slot, values in live:
+        flat, of_slot, dtype = values.reshape(-1), anchor[slot.start : slot.end], getattr(torch, slot.dtype)
+        for at in range(0, of_slot.numel(), PIECE):
+            here, there = flat[at : at + PIECE], of_slot[at : at + PIECE]
+            if not torch.equal(there.to(dtype), here.cpu().to(dtype)):
+                return True
+    return False
 
 
 def difference(model: nn.Module, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:

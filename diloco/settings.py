@@ -278,7 +278,11 @@ class Settings:
             )
 
     def agreed(self) -> dict[str, Any]:
-        """Return the settings that every replica must share."""
+        """Return the settings that every replica must share.
+
+        Of several that differ the first is named: the planned steps come before `snapshot_every`, which a trainer
+        derives from them.
+        """
         given = self.outer_optimizer
         if given is None:
             outer: Any = {"outer_lr": float(self.outer_lr), "outer_momentum": float(self.outer_momentum)}
@@ -292,11 +296,11 @@ class Settings:
             "fragments": self.n_fragments,
             "wire": self.wire,
             "mean_wire": self.wire_of_means,
-            "snapshot_every": self.entries_per_snapshot,
             **by_clock,
             "inner_steps": self.steps_of_round if self.round_seconds is None else None,
             "momentum_warmup": self.warmup,
             "last_entry": self.plan.last_entry,
+            "snapshot_every": self.entries_per_snapshot,
             "final_average": self.final_average,
             **outer,
             **({} if self.key is None else {"signed": key_id(self.key)}),

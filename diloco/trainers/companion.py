@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
+import random
 from collections.abc import Mapping
 from contextlib import suppress
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from diloco.rendezvous.envelope import BadRecordError, reading, typed
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Place, find_place
-from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.patient_store import PatientStore, backoff
 from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.round import Limits, RoundReport
 from diloco.rendezvous.snapshot import Pointer
@@ -34,7 +36,7 @@ class Companion:
         total_steps: that the trainer plans; None: it has no end.
         options: DiLoCo's arguments.
         begun_at: the trainer's step at which the run begins. Where this replica has come back, or was added, the run
-            says it.
+            says it; who was added waits for that.
     """
 
     def __init__(
@@ -42,8 +44,8 @@ class Companion:
     ) -> None:
         self.model = model
         place = _place_of(options)
-        comes_later = current_replica().attempt or place.rank is None or place.rank >= place.world_size
-        known = step_of_begin(options) if comes_later else None
+        is_added = place.rank is None or place.rank >= place.world_size
+        known = step_of_begin(options, waits=is_added) if is_added or current_replica().attempt else None
         self.begun_at = begun_at if known is None else known
         self.total_steps = None if total_steps is None else total_steps - self.begun_at
         self.last: RoundReport | None = None
@@ -117,18 +119,27 @@ def _place_of(options: Mapping[str, Any]) -> Place:
     return find_place(*(options.get(name) for name in ("store", "run_id", "rank", "world_size")))
 
 
-def step_of_begin(options: Mapping[str, Any]) -> int | None:
-    """Return the trainer's step at which a run has begun, as all its replicas agreed; None: it cannot be read."""
+def step_of_begin(options: Mapping[str, Any], *, waits: bool) -> int | None:
+    """Return the trainer's step at which a run has begun, as all its replicas agreed; None: it cannot be read.
+
+    Args:
+        waits: for a run that has not begun yet, since its own replicas alone know the step, up to `round_timeout_s`.
+    """
     place = _place_of(options)
     store = PatientStore(place.store, clock=monotonic, error_patience_s=Limits().error_patience_s)
-    key, proof = (
-        Keys(place.run_id, options.get("name", "main")).snapshot(0),
-        proof_of(place.key_of_run(options.get("key"))),
-    )
-    for _ in range(READ_TRIES):
-        if (data := store.peek(key)) is not None:
-            with suppress(BadRecordError), reading("agreement"):
-                return max(0, typed(int, Pointer.parse(data, key, proof).agreement.get("begun_at", 0)))
+    keys, proof = Keys(place.run_id, options.get("name", "main")), proof_of(place.key_of_run(options.get("key")))
+    key, tries, pauses = keys.snapshot(0), 0, backoff(random.Random())
+    until = monotonic() + (options.get("round_timeout_s", Limits().round_timeout_s) if waits else 0.0)
+    with current_replica().section("first anchor", math.inf):
+        while tries < READ_TRIES:
+            data = store.peek(key)
+            if data is None and monotonic() < until and not store.exists(keys.abort()):
+                sleep(next(pauses))
+                continue
+            tries += 1
+            if data is not None:
+                with suppress(BadRecordError), reading("agreement"):
+                    return max(0, typed(int, Pointer.parse(data, key, proof).agreement.get("begun_at", 0)))
     return None
 
 

@@ -48,7 +48,8 @@ def replica_arguments(args: A) -> A:
     """Return a replica's own copy of the arguments: another order of the data, another folder, another name.
 
     Pass it to `Trainer` in the place of `args`. With `push_to_hub` rank 0 alone pushes, to the repository that `args`
-    names. Outside a replica nothing is changed.
+    names. Outside a replica nothing is changed. No argument gives a stream another order: train on
+    `current_replica().shard(dataset)`.
     """
     own, replica = copy.copy(args), find_replica()
     if replica is not None:
@@ -119,6 +120,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         has_own = getattr(args, "of_replica", None) == replica.rank
         is_stream = isinstance(getattr(with_["train_dataloader"], "dataset", None), IterableDataset)
         self._advice = ADVICE if has_own or is_stream else OWN_ORDER
+        # Whether a stream is a share cannot be told from it, so who has own arguments is taken to know.
         if max(replica.world_size, replica.rank + 1) > 1 and not has_own:
             log.warning("rank %s: %s", replica.rank, SAME_STREAM if is_stream else SAME_ORDER)
         self._begun_at = self._logged_at = state.global_step

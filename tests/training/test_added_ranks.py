@@ -18,7 +18,7 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership, claim
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.testing import run_replicas
-from diloco.trainers.companion import Companion
+from diloco.trainers.companion import Companion, step_of_begin
 from executors.attempt import replica_key
 from executors.store import MemoryStore
 from executors.store.added_ranks import added_key
@@ -115,12 +115,39 @@ def test_a_rank_that_was_added_joins_a_run_that_began_from_a_checkpoint(rank: An
         each.diloco.close()
 
 
+@pytest.mark.parametrize("rank", [1, "join"])
+def test_a_rank_that_was_added_before_the_run_began_waits_to_be_told_where_that_is(rank: Any) -> None:
+    store = MemoryStore()
+    add(store, 0, 1)
+    options: dict[str, Any] = {"inner_steps": 4, "allow_no_rounds": True, **PLAIN}
+
+    def body(where: Mapping[str, Any]) -> int:
+        if where["rank"] == 0:
+            threading.Event().wait(0.5)  # it loads a checkpoint
+        place_ = {**where, "world_size": 1, "rank": rank if where["rank"] else 0}
+        each = Companion(nn.Linear(2, 2), 40, {**options, **place_}, begun_at=0 if where["rank"] else 8)
+        each.diloco.close()
+        return each.begun_at
+
+    assert run_replicas(2, body, store=store) == [8, 8]
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_a_rank_that_was_added_to_a_run_that_never_begins_does_not_wait_for_ever(is_aborted: bool) -> None:
+    store = MemoryStore()
+    if is_aborted:
+        store.put(KEYS.abort(), b"rank 0: it is over")
+    options = {"inner_steps": 4, "round_timeout_s": 1800.0 if is_aborted else 0.1, **place(store), "rank": 1}
+    assert step_of_begin(options, waits=True) is None
+
+
 def test_only_who_plans_another_number_of_steps_is_told_of_shares() -> None:
-    for begun_at, total, is_told in ((0, 40, False), (8, 48, True)):
+    # In the last, the rounds from one snapshot to the next differ, too: 1 and 2.
+    for begun_at, total, planned, is_told in ((0, 40, 40, False), (8, 48, 40, True), (8, 168, 148, True)):
         next_process()
         store = MemoryStore()
         options: dict[str, Any] = {"inner_steps": 4, "allow_no_rounds": True, **PLAIN}
-        first = Companion(nn.Linear(2, 2), 40, {**options, **place(store, 0, 2)}, begun_at=8)
+        first = Companion(nn.Linear(2, 2), planned, {**options, **place(store, 0, 2)}, begun_at=8)
         with pytest.raises(ContributionError) as caught:
             Companion(nn.Linear(2, 2), total, {**options, **place(store, 1, 2)}, begun_at=begun_at)
         assert bool(getattr(caught.value, "__notes__", [])) is is_told, caught.value

@@ -137,3 +137,16 @@ def test_the_second_diloco_of_a_replica_does_not_replace_the_plan_of_the_first(r
         assert "total_steps" not in replica.reported, "that of the first one, which is over"
         later.step()
         assert replica.reported["round"] == 1
+
+
+def test_a_total_that_the_script_has_reported_stays_where_diloco_has_none(replica: Replica) -> None:
+    replica.report(total_steps=20_000)
+    with DiLoCo(nn.Linear(1, 1), inner_steps=1, **PLAIN) as first:
+        assert replica.reported["total_steps"] == 20_000
+        first.step()
+    with DiLoCo(nn.Linear(1, 1), inner_steps=1, total_steps=80, name="second", **PLAIN) as second:
+        second.step()
+    replica.report(total_steps=30_000)
+    with DiLoCo(nn.Linear(1, 1), inner_steps=1, name="third", **PLAIN) as third:
+        assert replica.reported["total_steps"] == 30_000
+        third.step()

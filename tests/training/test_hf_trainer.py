@@ -353,13 +353,17 @@ def test_who_has_the_seed_of_all_is_told_before_training(
     assert len(said) == (0 if has_own else 1)
 
 
-def test_who_has_own_arguments_and_one_stream_is_told_to_shard_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("has_own", [True, False])
+def test_who_has_one_stream_and_the_arguments_of_all_is_told_to_shard_it(
+    tmp_path: Path, has_own: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_current_replica(Replica(1, 2, "another", 0, "memory://hf"))
-    trainer(tmp_path, MemoryStore(), data=Stream(), max_steps=4).train()
-    (said,) = (record.getMessage() for record in caplog.records if "the same in each replica" in record.getMessage())
-    assert "current_replica().shard(dataset)" in said
+    one = trainer(tmp_path, MemoryStore(), data=Stream(), max_steps=4)
+    if has_own:
+        one.args = replica_arguments(one.args)
+    one.train()
+    said = [record.getMessage() for record in caplog.records if "the same in each replica" in record.getMessage()]
+    assert ["current_replica().shard(dataset)" in line for line in said] == ([] if has_own else [True])
 
 
 @pytest.mark.parametrize(

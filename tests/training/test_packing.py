@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from diloco import DiLoCo
 from diloco.errors import ContributionError
 from diloco.fragments import Fragment, plan_fragments
-from diloco.pseudo_gradient import live_tensors, pack
+from diloco.pseudo_gradient import has_moved, live_tensors, pack
 from diloco.rendezvous.frames import digests_of
 from diloco.rendezvous.patient_store import THREADS, ParallelMap
 from diloco.rendezvous.proof import UNSIGNED
@@ -53,6 +53,31 @@ def encoded(wire: Wire, values: Floats, block_elements: int) -> list[bytes]:
         wire.encode(of_block, block, len(of_block), 0)
         blocks.append(bytes(block))
     return blocks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whether_work_has_moved_is_seen_in_its_first_piece(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    model, fragment, _ = model_of([3 * PIECE + 5, 7], dtype)
+    live = live_tensors(model, fragment)
+    anchor = torch.cat([values.float().reshape(-1) for _, values in live])
+    compared, equal = [], torch.equal
+
+    def noted(one: Tensor, other: Tensor) -> bool:
+        compared.append(one.numel())
+        return equal(one, other)
+
+    monkeypatch.setattr(torch, "equal", noted)
+    assert not has_moved(live, anchor)
+    assert compared == [PIECE, PIECE, PIECE, 5, 7]
+    compared.clear()
+    for at, pieces in ((fragment.n_elements - 1, [PIECE, PIECE, PIECE, 5, 7]), (3 * PIECE, [PIECE] * 3 + [5])):
+        anchor[at] += 1.0
+        assert has_moved(live, anchor)
+        assert compared == pieces
+        compared.clear()
+    anchor[0] += 1.0
+    assert has_moved(live, anchor)
+    assert compared == [PIECE]
 
 
 @settings(deadline=None)  # a loaded machine is not slow code
