@@ -185,13 +185,13 @@ def follow(
             status = run.status()
             while run.keep(status.replicas):  # the look after may find other ends
                 status = run.status()
+            view.update(status)
+            if status.failed_early and (told := run.end_early(status, "--fail-fast")):
+                view.say(told[:1].upper() + told[1:], "yellow")
         except (StoreError, BackendError) as error:
             patience.bear(error)
         else:
             patience.succeed()
-            view.update(status)
-            if status.failed_early and (told := run.end_early(status, "--fail-fast")):
-                view.say(told[:1].upper() + told[1:], "yellow")
             if status.is_terminal:
                 return True
         if after_each():

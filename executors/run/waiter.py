@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from executors.errors import BackendError, CorruptObjectError, RunNotFoundError, StoreError
+from executors.errors import BackendError, CorruptObjectError, RunNotFoundError, StoreError, UnwritableStoreError
 from executors.pauses import wait_until
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.observer import Observer
@@ -128,8 +128,8 @@ class Waiter:
             self._failing_since = time.monotonic()
         if not self._record.fail_fast and time.monotonic() - self._failing_since < OTHERS_FAIL_S:
             return None
-        self._watches_for_failures = False
         if not self._record.fail_fast:
+            self._watches_for_failures = False
             them = "them" if len(now.failed_early) > 1 else "it"
             ranks = f"{name_ranks(now.failed_early)} {FAILED_EARLY}"
             return f"{ranks}; the others train on without {them}. {option} ends the run instead."
@@ -137,13 +137,18 @@ class Waiter:
         failed = next(state.outcome for state in now.replicas if state.rank == now.failed_early[0])
         alive = [state.rank for state in now.replicas if not state.status.is_terminal]
         why = f"{first}: {failed.headline[:MAX_WHY]}" if failed else first
-        self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), alive)
-        with contextlib.suppress(RunNotFoundError):  # only the process that launched it has its handles
-            try:
-                self._cancel()
-            except BackendError as error:
-                return f"{first}, which ends the run as soon as each replica sees it: {error}"
-        return f"{first}, which ends the run."
+        told = f"{first}, which ends the run."
+        try:
+            self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), alive)
+            self._cancel()
+        except RunNotFoundError:
+            pass  # only the process that launched it has its handles
+        except UnwritableStoreError as error:
+            told = f"{first}; this process cannot end the run: {error}"
+        except (BackendError, CorruptObjectError) as error:
+            told = f"{first}, which ends the run as soon as each replica sees it: {error}"
+        self._watches_for_failures = False  # not where the store failed for a moment: the next look ends the run
+        return told
 
     def _patient(self, look: Callable[[], bool]) -> Callable[[], bool]:
         """Return a look that is False where it fails: who left a wait for that would end an attached run."""

@@ -84,6 +84,23 @@ def test_a_failure_before_the_first_round_is_said_aloud(capsys: pytest.CaptureFi
     assert "Rank 1 failed early; --fail-fast ends the run.\n" in capsys.readouterr().out
 
 
+def test_a_store_that_fails_while_a_run_is_ended_early_is_asked_again_at_the_next_look(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+
+    def end_early(run: ScriptedRun, status: RunStatus, option: str) -> str:
+        if clock.now < 5:
+            raise StoreError("no answer")
+        return "it ends the run."
+
+    monkeypatch.setattr(ScriptedRun, "end_early", end_early)
+    others = lambda: SUCCEEDED if clock.now > 8 else RUNNING
+    assert show(lambda: state(replica(0, others()), replica(1, FAILED, "Oops: no"), at=clock.now), clock)
+    said = capsys.readouterr().out
+    assert said.index("The rendezvous fails; retrying: no answer") < said.index("It ends the run.")
+
+
 def test_each_change_of_status_is_one_line_and_progress_comes_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
 
