@@ -111,6 +111,21 @@ def test_jobs_that_nobody_left_a_handle_of_are_found_each_by_its_key(machines: M
     assert machines.living() == []
 
 
+def test_a_rank_that_is_cancelled_while_its_group_waits_ends_no_other(machines: Machines) -> None:
+    machines.fail("start", "unavailable", when=lambda: attached().cancel(3) or True)
+    run = launched(machines)
+    assert [str(state.status) for state in run.status().replicas if state.rank != 3] == ["pending"] * (N - 1)
+    assert run.status().replicas[3].status == "cancelled"
+    run.cancel()
+
+
+def test_a_group_that_is_cancelled_while_it_waits_is_not_asked_for_again(machines: Machines) -> None:
+    machines.fail("start", "unavailable", when=lambda: attached().cancel() or True)
+    with pytest.raises(LaunchError, match="it was cancelled while it was being started"):
+        start(N)
+    assert machines.count("start") == 1
+
+
 def test_one_request_tells_of_all_jobs_of_a_group(machines: Machines) -> None:
     run = launched(machines)
     machines.calls.clear()
