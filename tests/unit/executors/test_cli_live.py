@@ -95,8 +95,12 @@ def test_a_store_that_fails_while_a_run_is_ended_early_is_asked_again_at_the_nex
         return "it ends the run."
 
     monkeypatch.setattr(ScriptedRun, "end_early", end_early)
-    others = lambda: SUCCEEDED if clock.now > 8 else RUNNING
-    assert show(lambda: state(replica(0, others()), replica(1, FAILED, "Oops: no"), at=clock.now), clock)
+
+    def script() -> RunStatus:
+        others = SUCCEEDED if clock.now > 8 else RUNNING
+        return state(replica(0, others), replica(1, FAILED, "Oops: no"), at=clock.now)
+
+    assert show(script, clock)
     said = capsys.readouterr().out
     assert said.index("The rendezvous fails; retrying: no answer") < said.index("It ends the run.")
 
