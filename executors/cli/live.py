@@ -181,6 +181,7 @@ def follow(
     patience = Patience(lambda words: view.say(words, "yellow"), clock)
     waits = run.pauses()
     while True:
+        patience.begin()
         try:
             status = run.status()
             while run.keep(status.replicas):  # the look after may find other ends

@@ -33,7 +33,12 @@ class Patience:
         self._clock = clock
         self._has_seen = False
         self._failing_since: dict[str, float] = {}
-        self._failed_at = -math.inf
+        self._failed_at = self._looked_at = -math.inf
+
+    def begin(self) -> None:
+        """Begin a look. What failed before a pause in which nobody looked says nothing of that time."""
+        if self._clock() - self._looked_at > PATIENCE_S:
+            self._failing_since.clear()
 
     def bear(self, error: StoreError | BackendError) -> None:
         """Note that a look failed.
@@ -45,7 +50,7 @@ class Patience:
         what = "rendezvous" if isinstance(error, StoreError) else "backend"
         if not self._has_seen and (what == "backend" or isinstance(error, CorruptObjectError)):
             raise error  # a missing SDK or account, or unreadable records: waiting does not help
-        self._failed_at = self._clock()
+        self._failed_at = self._looked_at = self._clock()
         if what not in self._failing_since:
             self._failing_since[what] = self._failed_at
             self._say(f"The {what} fails; retrying: {error}")
@@ -55,8 +60,9 @@ class Patience:
     def succeed(self) -> None:
         """Note that a look succeeded."""
         self._has_seen = True
+        self._looked_at = self._clock()
         self._failing_since.pop("rendezvous", None)
-        if self._clock() - self._failed_at > PATIENCE_S:  # most looks ask the store alone
+        if self._looked_at - self._failed_at > PATIENCE_S:  # most looks ask the store alone
             self._failing_since.pop("backend", None)
 
 
@@ -154,6 +160,7 @@ class Waiter:
         """Return a look that is False where it fails: who left a wait for that would end an attached run."""
 
         def bears() -> bool:
+            self._patience.begin()
             try:
                 found = look()
             except (StoreError, BackendError) as error:
