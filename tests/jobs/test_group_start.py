@@ -9,7 +9,7 @@ from executors import Run, launch
 from executors.attempt import Attempt
 from executors.backends.jobs.gang_start import LOOKS
 from executors.backends.jobs.service import JobKey, Kind
-from executors.errors import LaunchError
+from executors.errors import BackendError, LaunchError
 from executors.resume import resume
 from executors.testing import eventually
 
@@ -124,6 +124,26 @@ def test_a_group_that_is_cancelled_while_it_waits_is_not_asked_for_again(machine
     with pytest.raises(LaunchError, match="it was cancelled while it was being started"):
         start(N)
     assert machines.count("start") == 1
+
+
+@pytest.mark.parametrize("has_looked", [False, True])
+def test_a_cancel_is_not_called_done_where_the_service_cannot_say_whether_there_is_a_job(
+    machines: Machines, has_looked: bool
+) -> None:
+    run, other = launched(machines, 2), attached()
+    left = Attempt(run.store, "otter", 1)
+    run.store.delete(left.key("handle.json"))
+    machines.fail("find", "unavailable", times=None)
+    if has_looked:
+        assert other.status().counts == "2 pending", "a look goes on without it"
+    with pytest.raises(BackendError, match="Fake: unavailable"):
+        other.cancel()
+    assert machines.living() == [(1, 0)]
+    assert left.has("cancel.json")
+    assert left.outcome() is None
+    machines.forgive()
+    other.cancel()
+    assert machines.living() == []
 
 
 def test_one_request_tells_of_all_jobs_of_a_group(machines: Machines) -> None:
