@@ -19,6 +19,7 @@ from executors.task.record import RunRecord
 MAX_WHY = 2000  # characters
 OTHERS_FAIL_S = 2.0  # what fails everywhere does so within this: then nobody trains on
 PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
+UNSEEN_S = 60.0  # without a look: longer than any pause between two looks of one wait
 
 
 class Patience:
@@ -37,7 +38,7 @@ class Patience:
 
     def begin(self) -> None:
         """Begin a look. What failed before a pause in which nobody looked says nothing of that time."""
-        if self._clock() - self._looked_at > PATIENCE_S:
+        if self._clock() - self._looked_at > UNSEEN_S:
             self._failing_since.clear()
 
     def bear(self, error: StoreError | BackendError) -> None:
