@@ -259,8 +259,8 @@ class JobExecutor:
             if (state := states.get(replica.key)) is None:
                 return Observation()
             if self._ends.may_live(replica, state):
-                unknown = f"{self.service.name} does not know its job"
-                return Observation(doing=unknown if state.is_unknown else state.message)
+                unknown = f"{self.service.name} does not know its job" if state.is_hearsay else ""
+                return Observation(doing=state.message or unknown)
             return Observation(self._ends.conclude(replica, state))
 
         if sum(state.has_ended for state in states.values()) < 2:

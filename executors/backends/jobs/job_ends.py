@@ -54,13 +54,14 @@ class JobEnds:
         self._heartbeats = Standstills(clock)
 
     def may_live(self, replica: JobReplica, state: JobState) -> bool:
-        """Whether a replica may live on: its job runs, or the service does not know the job, and the replica beats.
+        """Whether a replica may live on: its job runs, or its end is hearsay, and the replica beats.
 
-        An answer may be stale, a proxy's, or that of another account than the one that runs the job. So a replica whose
-        job is unknown has ended once its last sign of life has stood still. It is read once in that time.
+        That a job is unknown may be a stale answer, a proxy's, or that of another account than the one that runs it; a
+        node that is only cut off runs what its cluster wants gone. So such a replica has ended once its last sign of
+        life has stood still. It is read once in that time.
         """
         attempt = replica.attempt
-        if not state.is_unknown:
+        if not state.is_hearsay:
             self._heartbeats.forget(attempt.place)
             return not state.has_ended
         if self._heartbeats.is_new(attempt.place, STILL_S):
@@ -69,7 +70,7 @@ class JobEnds:
         return not is_over and not attempt.has("cancel.json")
 
     def hurry(self, replica: JobReplica) -> None:
-        """Let the next look read whether a replica whose job is unknown was cancelled."""
+        """Let the next look read whether a replica whose end is hearsay was cancelled."""
         self._heartbeats.forget(replica.attempt.place)
 
     def conclude(self, replica: JobReplica, state: JobState) -> Outcome:
