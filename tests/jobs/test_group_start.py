@@ -32,6 +32,12 @@ def launched(machines: Machines, n: int = N, run_id: str = "otter") -> Run:
     return run
 
 
+def cancels(rank: int | None = None) -> bool:
+    """Cancel a rank, None: all, as somebody else does."""
+    attached().cancel(rank)
+    return True
+
+
 def test_one_call_starts_all_ranks_and_each_knows_which_it_is(machines: Machines) -> None:
     machines.is_held = False
     run = start(3)
@@ -112,7 +118,7 @@ def test_jobs_that_nobody_left_a_handle_of_are_found_each_by_its_key(machines: M
 
 
 def test_a_rank_that_is_cancelled_while_its_group_waits_ends_no_other(machines: Machines) -> None:
-    machines.fail("start", "unavailable", when=lambda: attached().cancel(3) or True)
+    machines.fail("start", "unavailable", when=lambda: cancels(3))
     run = launched(machines)
     assert [str(state.status) for state in run.status().replicas if state.rank != 3] == ["pending"] * (N - 1)
     assert run.status().replicas[3].status == "cancelled"
@@ -120,7 +126,7 @@ def test_a_rank_that_is_cancelled_while_its_group_waits_ends_no_other(machines: 
 
 
 def test_a_group_that_is_cancelled_while_it_waits_is_not_asked_for_again(machines: Machines) -> None:
-    machines.fail("start", "unavailable", when=lambda: attached().cancel() or True)
+    machines.fail("start", "unavailable", when=cancels)
     with pytest.raises(LaunchError, match="it was cancelled while it was being started"):
         start(N)
     assert machines.count("start") == 1
