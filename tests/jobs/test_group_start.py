@@ -10,7 +10,10 @@ from executors.attempt import Attempt
 from executors.backends.jobs.gang_start import LOOKS
 from executors.backends.jobs.service import JobKey, Kind
 from executors.errors import BackendError, LaunchError
+from executors.native import Parent
+from executors.protocol import ReplicaStatus
 from executors.resume import resume
+from executors.run.recipe import recipes_of, vouched_task
 from executors.testing import eventually
 
 N = 8
@@ -150,6 +153,22 @@ def test_a_cancel_is_not_called_done_where_the_service_cannot_say_whether_there_
     machines.forgive()
     other.cancel()
     assert machines.living() == []
+
+
+def test_a_supervisor_whose_job_the_service_cannot_look_for_now_counts_as_one_that_lives(machines: Machines) -> None:
+    run = launch(FakeExecutor(), "job.py:main", 2, run_id="otter", restarts="2", detach=True)
+    attempt = Attempt(run.store, "otter", 0)
+    end = attempt.record(attempt.ended(ReplicaStatus.FAILED, "exception"))
+    run.store.delete(attempt.key("handle.json"))
+    other = attached()
+    keeper = other.keep_here(recipes_of(other, vouched_task(other), detach=True), None)
+    machines.fail("find", "unavailable", times=None)
+    other.status()
+    assert keeper._parents([end]) == {0: Parent(is_alive=True)}
+    machines.forgive()
+    machines.end(machines.jobs[0], "cancelled")
+    eventually(lambda: not keeper._parents([end])[0].is_alive)
+    run.cancel()
 
 
 def test_one_request_tells_of_all_jobs_of_a_group(machines: Machines) -> None:
