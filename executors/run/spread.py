@@ -318,8 +318,8 @@ class SpreadExecutor:
         return TailedLog(lambda n_lines: self.stream_logs(handle, n_lines=n_lines))
 
     def find_handle(self, handle: ReplicaHandle, *, insists: bool = False) -> ReplicaHandle | None:
-        """Find a replica that was announced only; for a look None also where its backend is not to be had here."""
-        executor = self._of(handle) if insists else self._at_hand(handle)
+        """Find a replica that was announced only; None also where its backend is not to be had here."""
+        executor = self._at_hand(handle)
         return None if executor is None else executor.find_handle(handle, insists=insists)
 
     def of(self, rank: int) -> ServerlessExecutor:
