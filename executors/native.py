@@ -250,11 +250,16 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
     def open_log(self, handle: ReplicaHandle) -> Log:
         """Return the log of the attempt that a handle names, and of no later one."""
 
-    def find_handle(self, handle: ReplicaHandle) -> ReplicaHandle | None:
+    def find_handle(self, handle: ReplicaHandle, *, insists: bool = False) -> ReplicaHandle | None:
         """Find a replica whose launcher announced it, and died before it wrote the whole handle.
 
         Args:
             handle: one that has nothing but `store_url`, `run_id` and `attempt`.
+            insists: whether the caller acts upon it: None then means that there is none. A caller that only looks gets
+                None as well where that cannot be found out now, or is not asked again so soon.
+
+        Raises:
+            BackendError: the backend refuses the credentials, or the caller insists, and it cannot be found out.
         """
 
 

@@ -30,6 +30,7 @@ from executors.backends.hf_hardware import CPU_FLAVOR, flavor_of, price_per_hour
 from executors.backends.jobs.executor import JobExecutor, options_of
 from executors.backends.jobs.job_logs import StreamedLog
 from executors.backends.jobs.service import (
+    UNKNOWN,
     ForeignJobError,
     Job,
     JobId,
@@ -249,7 +250,7 @@ class HFJobsExecutor(JobExecutor):
 
 def _state_of(info: hub.JobInfo | None) -> JobState:
     if info is None:
-        return JobState(True, "lost")
+        return UNKNOWN
     stage, message = _stage(info), info.status.message or ""
     if stage not in ENDED:
         return JobState(False, message=message or ("scheduling" if stage == "SCHEDULING" else ""))

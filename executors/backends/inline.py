@@ -143,7 +143,7 @@ class InlineExecutor:
         """Return what `launch_replicas` would call, with the environment's values masked."""
         return {"process": "this one", "cwd": os.getcwd(), "env": dict.fromkeys(run.env, MASK)}
 
-    def find_handle(self, handle: ReplicaHandle) -> None:
+    def find_handle(self, handle: ReplicaHandle, *, insists: bool = False) -> None:
         """Return None: an attempt begins with its whole handle."""
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:

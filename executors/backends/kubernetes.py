@@ -156,7 +156,7 @@ class KubernetesJobs(PodOptions, JobService):
         state = state_of(pod, job, index, stuck_s)
         if pod is None and not state.has_ended and not state.message:
             return replace(state, message=self._why_no_pod(job))
-        if pod is not None and pod.status.phase == "Running" and state.message:
+        if pod is not None and pod.status.phase == "Running" and state.message and state.reason in (None, "preempted"):
             self._disrupted[name, index] = state.message
         if pod is None and state.reason == "lost" and index in self._stopped.get(name, ()):
             return JobState(True, "cancelled")

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from executors.backends.jobs.service import JobKey, JobState
+from executors.backends.jobs.service import UNKNOWN, JobKey, JobState
 from executors.backends.kubernetes_manifest import CONTAINER, RANKS, SPARE, group_labels
 
 JOB_NAME = "batch.kubernetes.io/job-name"
@@ -22,7 +22,6 @@ STUCK = (
 )
 STUCK_S = 300.0  # for which one process saw it: a registry or a Secret may be late
 STUCK_AT_AGE_S = 3600.0  # of the pod, for processes that look once: its clock is another, and a first pull takes long
-SILENT_S = 120.0  # after its grace, for which a pod that is deleted may be there: of a dead node it stays for ever
 DISRUPTED = ("Evicted", "Preempting", "NodeShutdown", "Terminated")
 
 
@@ -67,9 +66,10 @@ def state_of(pod: Any, job: Any, index: int, stuck_s: float = 0.0) -> JobState:
     if status.phase == "Succeeded":
         return JobState(True, exit_code=0)
     ended = _container(status, "terminated")
-    if status.phase != "Failed" and ended is None and _is_silent(pod):  # if its node comes back, its attempt is fenced
-        words = _said(disrupted) or "it was deleted, and its node does not say that it is gone"
-        return JobState(True, "preempted" if disrupted else "lost", message=words)
+    if status.phase != "Failed" and ended is None and pod.metadata.deletion_timestamp is not None:
+        # It is in its grace, or its node is cut off or dead: then it stays for ever.
+        words = _said(disrupted) or "its pod is being deleted"
+        return JobState(True, "preempted" if disrupted else "lost", message=words, is_hearsay=True)
     if status.phase == "Pending":
         return _pending(pod, stuck_s)
     if status.phase != "Failed" and ended is None:
@@ -100,7 +100,7 @@ def indexes(text: str | None) -> set[int]:
 
 def _without_a_pod(job: Any, index: int) -> JobState:
     if job is None or job.metadata.deletion_timestamp is not None:
-        return JobState(True, "lost")
+        return UNKNOWN
     if index in indexes(job.status.completed_indexes):
         return JobState(True, exit_code=0)
     if index in indexes(job.status.failed_indexes):
@@ -108,12 +108,6 @@ def _without_a_pod(job: Any, index: int) -> JobState:
     if failed := _condition(job.status, "Failed") or _condition(job.status, "FailureTarget"):
         return JobState(True, "lost", message=_said(failed))
     return JobState(False, message="suspended, as in a queue" if job.spec.suspend else "")
-
-
-def _is_silent(pod: Any) -> bool:
-    """Return whether a pod should be gone for a while, and nobody says that it is."""
-    gone_by = pod.metadata.deletion_timestamp  # the end of its grace
-    return gone_by is not None and time.time() - gone_by.timestamp() > SILENT_S
 
 
 def _pending(pod: Any, stuck_s: float) -> JobState:

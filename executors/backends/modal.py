@@ -16,6 +16,7 @@ from typing import Any
 
 from executors.backends.jobs.executor import MARGIN_S, JobExecutor, options_of
 from executors.backends.jobs.service import (
+    UNKNOWN,
     ForeignJobError,
     Job,
     JobId,
@@ -140,7 +141,7 @@ class ModalJobs(JobService):
                 return JobState(False)
             sandbox.wait()  # the exit code alone does not say why it ended; what `wait` raises does
         except modal.exception.NotFoundError:
-            return JobState(True, "lost")
+            return UNKNOWN
         except modal.exception.SandboxTimeoutError:
             return JobState(True, "timeout", 124)
         except modal.exception.SandboxTerminatedError:

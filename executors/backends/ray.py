@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from executors.backends.jobs.executor import JobExecutor, options_of
 from executors.backends.jobs.service import (
+    UNKNOWN,
     ForeignJobError,
     Job,
     JobId,
@@ -127,7 +128,7 @@ class RayJobs(JobService):
 
     def state(self, job_id: JobId) -> JobState:
         job = self._client.job(job_id["id"])
-        return JobState(True, "lost") if job is None else self._state_of(job)
+        return UNKNOWN if job is None else self._state_of(job)
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
         ours = {key.name: key for key, job_id in jobs.items() if job_id == self._id(key.name)}

@@ -25,6 +25,7 @@ from executors.attempt import Attempt
 from executors.backends import slurm_commands as commands
 from executors.backends.jobs.executor import INSTALL_S, JobExecutor, options_of
 from executors.backends.jobs.service import (
+    UNKNOWN,
     ForeignJobError,
     Job,
     JobId,
@@ -299,4 +300,4 @@ def _runs(row: commands.Row, key: JobKey) -> bool:
 
 def _state_of(row: commands.Row | None) -> JobState:
     # A task of an array that is cancelled before it starts is forgotten at once.
-    return JobState(True, "lost") if row is None else row.job_state
+    return UNKNOWN if row is None else row.job_state

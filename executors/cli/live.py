@@ -186,17 +186,18 @@ def follow(
     patience = Patience(lambda words: view.say(words, "yellow"), clock)
     waits = run.pauses()
     while True:
+        patience.begin()
         try:
             status = run.status()
             while run.keep(status.replicas):  # the look after may find other ends
                 status = run.status()
+            view.update(status)
+            if status.failed_early and (told := run.end_early(status, "--fail-fast")):
+                view.say(told[:1].upper() + told[1:], "yellow")
         except (StoreError, BackendError) as error:
             patience.bear(error)
         else:
             patience.succeed()
-            view.update(status)
-            if status.failed_early and (told := run.end_early(status, "--fail-fast")):
-                view.say(told[:1].upper() + told[1:], "yellow")
             if status.is_terminal:
                 return True
         if after_each():

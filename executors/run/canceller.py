@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from executors.errors import BackendError, CorruptObjectError, ReplicasError, RunNotFoundError
 from executors.native import NativeExecutor
@@ -72,8 +73,18 @@ class Canceller:
         observer, executor = self._observer, self._executor
         states = [state for state in seen if not state.status.is_terminal]
         alive = [state.rank for state in states if not state.is_over]
-        launched = [r for r in alive if observer.handle(r) is not None]
-        for r in set(alive) - set(launched):
+
+        def find(rank: int) -> Any:
+            try:
+                return observer.handle(rank, insists=True)
+            except BackendError as error:  # the store can be reached all the same, and the replica looks there
+                observer.attempt(rank).request_cancel(why)
+                return error
+
+        found = dict(zip(alive, observer.map(find, alive), strict=True))
+        unclear = {r: handle for r, handle in found.items() if isinstance(handle, BackendError)}
+        launched = [r for r, handle in found.items() if handle is not None and r not in unclear]
+        for r in (r for r, handle in found.items() if handle is None):
             attempt = observer.attempt(r)
             if not isinstance(executor(), NativeExecutor):
                 raise RunNotFoundError(
@@ -94,7 +105,7 @@ class Canceller:
 
         # What is over raises what is wrong with its records.
         ended = in_parallel(end, [*launched, *(state.rank for state in states if state.is_over)])
-        if error := next(filter(None, ended), None):
+        if error := next(filter(None, [*ended, *unclear.values()]), None):
             raise error
 
     def _bar(self, ranks: Sequence[int] | None, why: str) -> None:

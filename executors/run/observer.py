@@ -219,16 +219,17 @@ class Observer:
         found = self._problems.get(rank)
         return found if found is not None and found.attempt == self._inventory.newest(rank) else None
 
-    def handle(self, rank: int) -> Any:
-        """Return a rank's handle; None while it has left none.
+    def handle(self, rank: int, *, insists: bool = False) -> Any:
+        """Return a rank's handle; None while it has left none, or unless the caller insists, none that can be found.
 
         Raises:
             CorruptObjectError: what it left is not a handle of this backend.
+            BackendError: the caller insists, and the backend cannot say now whether it has a job of that rank.
         """
         _, handle = self._handles.get(rank, (None, None))
         if handle is None:  # it may still come: its launcher may be at work
             self.update(RECENT_S)
-            handle = self._newest_handle(rank)
+            handle = self._newest_handle(rank, insists=insists)
         return handle
 
     def handles(self) -> list[Any]:
@@ -309,7 +310,7 @@ class Observer:
             self._problems[rank] = unreadable(self.attempt(rank), error)
             return None
 
-    def _newest_handle(self, rank: int) -> Any:
+    def _newest_handle(self, rank: int, *, insists: bool = False) -> Any:
         """Return the handle of the newest attempt that has one; read again when a newer one was launched."""
         launched = self._inventory.newest_launched(rank)
         if launched is None or self._has_handle(rank, launched):
@@ -318,7 +319,7 @@ class Observer:
         found = self._launches.get(launched, {}).get(rank) or attempt.handle(self.backend(rank))
         executor = self._executor() if found is None else None
         if isinstance(executor, NativeExecutor):
-            found = executor.find_handle(attempt.announced(self.backend(rank)))
+            found = executor.find_handle(attempt.announced(self.backend(rank)), insists=insists)
             if found is None and (outcome := attempt.outcome()):  # it was found that it was never started
                 self._outcomes[rank] = outcome
         self._handles[rank] = (launched, found)

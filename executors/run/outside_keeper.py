@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from executors.attempt import TOLD_BY_SERVICES, Attempt
 from executors.errors import BackendError, StoreError
@@ -106,16 +107,24 @@ class OutsideKeeper:
     def _parents(self, failed: Sequence[Outcome]) -> Mapping[int, Parent]:
         """Ask whether the supervisors of ranks live, but of those that are known to be gone."""
         asked = [end for end in failed if (end.rank, end.attempt) not in self._gone]
-        handles = {end.rank: self._observer.handle(end.rank) for end in asked}
-        ours = [end for end in asked if handles[end.rank] is not None]
+        handles = dict(zip((end.rank for end in asked), self._observer.map(self._handle_of, asked), strict=True))
+        found = {rank: handle for rank, handle in handles.items() if isinstance(handle, Parent)}
+        ours = [end for end in asked if handles[end.rank] is not None and end.rank not in found]
         replicas = [Unfinished(handles[end.rank], end.attempt) for end in ours]
         told = parents_of(self.hands.executor, replicas) if ours else []
-        found = {end.rank: parent for end, parent in zip(ours, told, strict=True)}
+        found.update({end.rank: parent for end, parent in zip(ours, told, strict=True)})
         for end in asked:
             parent = found.setdefault(end.rank, Parent(is_alive=False))
             if not parent.is_alive:
                 self._gone[end.rank, end.attempt] = parent
         return {end.rank: self._gone.get((end.rank, end.attempt)) or found[end.rank] for end in failed}
+
+    def _handle_of(self, end: Outcome) -> Any:
+        """Return a rank's handle, None: it has none; or where that cannot be found out now, a supervisor that lives."""
+        try:
+            return self._observer.handle(end.rank, insists=True)
+        except BackendError:
+            return Parent(is_alive=True)
 
     def _is_free(self, end: Outcome, parent: Parent) -> bool:
         """Return whether nobody nearer answers an end, or carries its answer out."""

@@ -317,10 +317,10 @@ class SpreadExecutor:
             return executor.open_log(handle)
         return TailedLog(lambda n_lines: self.stream_logs(handle, n_lines=n_lines))
 
-    def find_handle(self, handle: ReplicaHandle) -> ReplicaHandle | None:
+    def find_handle(self, handle: ReplicaHandle, *, insists: bool = False) -> ReplicaHandle | None:
         """Find a replica that was announced only; None also where its backend is not to be had here."""
         executor = self._at_hand(handle)
-        return None if executor is None else executor.find_handle(handle)
+        return None if executor is None else executor.find_handle(handle, insists=insists)
 
     def of(self, rank: int) -> ServerlessExecutor:
         """Return the executor of a rank.

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from executors.errors import BackendError, CorruptObjectError, RunNotFoundError, StoreError
+from executors.errors import BackendError, CorruptObjectError, RunNotFoundError, StoreError, UnwritableStoreError
 from executors.pauses import wait_until
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.observer import Observer
@@ -19,6 +19,7 @@ from executors.task.record import RunRecord
 MAX_WHY = 2000  # characters
 OTHERS_FAIL_S = 2.0  # what fails everywhere does so within this: then nobody trains on
 PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
+UNSEEN_S = 60.0  # without a look: longer than any pause between two looks of one wait
 
 
 class Patience:
@@ -33,7 +34,12 @@ class Patience:
         self._clock = clock
         self._has_seen = False
         self._failing_since: dict[str, float] = {}
-        self._failed_at = -math.inf
+        self._failed_at = self._looked_at = -math.inf
+
+    def begin(self) -> None:
+        """Begin a look. What failed before a pause in which nobody looked says nothing of that time."""
+        if self._clock() - self._looked_at > UNSEEN_S:
+            self._failing_since.clear()
 
     def bear(self, error: StoreError | BackendError) -> None:
         """Note that a look failed.
@@ -45,7 +51,7 @@ class Patience:
         what = "rendezvous" if isinstance(error, StoreError) else "backend"
         if not self._has_seen and (what == "backend" or isinstance(error, CorruptObjectError)):
             raise error  # a missing SDK or account, or unreadable records: waiting does not help
-        self._failed_at = self._clock()
+        self._failed_at = self._looked_at = self._clock()
         if what not in self._failing_since:
             self._failing_since[what] = self._failed_at
             self._say(f"The {what} fails; retrying: {error}")
@@ -55,8 +61,9 @@ class Patience:
     def succeed(self) -> None:
         """Note that a look succeeded."""
         self._has_seen = True
+        self._looked_at = self._clock()
         self._failing_since.pop("rendezvous", None)
-        if self._clock() - self._failed_at > PATIENCE_S:  # most looks ask the store alone
+        if self._looked_at - self._failed_at > PATIENCE_S:  # most looks ask the store alone
             self._failing_since.pop("backend", None)
 
 
@@ -128,8 +135,8 @@ class Waiter:
             self._failing_since = time.monotonic()
         if not self._record.fail_fast and time.monotonic() - self._failing_since < OTHERS_FAIL_S:
             return None
-        self._watches_for_failures = False
         if not self._record.fail_fast:
+            self._watches_for_failures = False
             them = "them" if len(now.failed_early) > 1 else "it"
             ranks = f"{name_ranks(now.failed_early)} {FAILED_EARLY}"
             return f"{ranks}; the others train on without {them}. {option} ends the run instead."
@@ -137,18 +144,24 @@ class Waiter:
         failed = next(state.outcome for state in now.replicas if state.rank == now.failed_early[0])
         alive = [state.rank for state in now.replicas if not state.status.is_terminal]
         why = f"{first}: {failed.headline[:MAX_WHY]}" if failed else first
-        self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), alive)
-        with contextlib.suppress(RunNotFoundError):  # only the process that launched it has its handles
-            try:
-                self._cancel()
-            except BackendError as error:
-                return f"{first}, which ends the run as soon as each replica sees it: {error}"
-        return f"{first}, which ends the run."
+        told = f"{first}, which ends the run."
+        try:
+            self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), alive)
+            self._cancel()
+        except RunNotFoundError:
+            pass  # only the process that launched it has its handles
+        except UnwritableStoreError as error:
+            told = f"{first}; this process cannot end the run: {error}"
+        except (BackendError, CorruptObjectError) as error:
+            told = f"{first}, which ends the run as soon as each replica sees it: {error}"
+        self._watches_for_failures = False  # not where the store failed for a moment: the next look ends the run
+        return told
 
     def _patient(self, look: Callable[[], bool]) -> Callable[[], bool]:
         """Return a look that is False where it fails: who left a wait for that would end an attached run."""
 
         def bears() -> bool:
+            self._patience.begin()
             try:
                 found = look()
             except (StoreError, BackendError) as error:

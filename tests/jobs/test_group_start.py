@@ -9,8 +9,11 @@ from executors import Run, launch
 from executors.attempt import Attempt
 from executors.backends.jobs.gang_start import LOOKS
 from executors.backends.jobs.service import JobKey, Kind
-from executors.errors import LaunchError
+from executors.errors import BackendError, LaunchError
+from executors.native import Parent
+from executors.protocol import ReplicaStatus
 from executors.resume import resume
+from executors.run.recipe import recipes_of, vouched_task
 from executors.testing import eventually
 
 N = 8
@@ -30,6 +33,12 @@ def launched(machines: Machines, n: int = N, run_id: str = "otter") -> Run:
     assert machines.living() == [(rank, 0) for rank in range(n)]
     assert [machines.job_of(run, rank).job.key.rank for rank in range(n)] == list(range(n))
     return run
+
+
+def cancels(rank: int | None = None) -> bool:
+    """Cancel a rank, None: all, as somebody else does."""
+    attached().cancel(rank)
+    return True
 
 
 def test_one_call_starts_all_ranks_and_each_knows_which_it_is(machines: Machines) -> None:
@@ -109,6 +118,57 @@ def test_jobs_that_nobody_left_a_handle_of_are_found_each_by_its_key(machines: M
     eventually(lambda: None not in other.handles, "they are not looked for all the time")
     other.cancel()
     assert machines.living() == []
+
+
+def test_a_rank_that_is_cancelled_while_its_group_waits_ends_no_other(machines: Machines) -> None:
+    machines.fail("start", "unavailable", when=lambda: cancels(3))
+    run = launched(machines)
+    assert [str(state.status) for state in run.status().replicas if state.rank != 3] == ["pending"] * (N - 1)
+    assert run.status().replicas[3].status == "cancelled"
+    run.cancel()
+
+
+def test_a_group_that_is_cancelled_while_it_waits_is_not_asked_for_again(machines: Machines) -> None:
+    machines.fail("start", "unavailable", when=cancels)
+    with pytest.raises(LaunchError, match="it was cancelled while it was being started"):
+        start(N)
+    assert machines.count("start") == 1
+
+
+@pytest.mark.parametrize("has_looked", [False, True])
+def test_a_cancel_is_not_called_done_where_the_service_cannot_say_whether_there_is_a_job(
+    machines: Machines, has_looked: bool
+) -> None:
+    run, other = launched(machines, 2), attached()
+    left = Attempt(run.store, "otter", 1)
+    run.store.delete(left.key("handle.json"))
+    machines.fail("find", "unavailable", times=None)
+    if has_looked:
+        assert other.status().counts == "2 pending", "a look goes on without it"
+    with pytest.raises(BackendError, match="Fake: unavailable"):
+        other.cancel()
+    assert machines.living() == [(1, 0)]
+    assert left.has("cancel.json")
+    assert left.outcome() is None
+    machines.forgive()
+    other.cancel()
+    assert machines.living() == []
+
+
+def test_a_supervisor_whose_job_the_service_cannot_look_for_now_counts_as_one_that_lives(machines: Machines) -> None:
+    run = launch(FakeExecutor(), "job.py:main", 2, run_id="otter", restarts="2", detach=True)
+    attempt = Attempt(run.store, "otter", 0)
+    end = attempt.record(attempt.ended(ReplicaStatus.FAILED, "exception"))
+    run.store.delete(attempt.key("handle.json"))
+    other = attached()
+    keeper = other.keep_here(recipes_of(other, vouched_task(other), detach=True), None)
+    machines.fail("find", "unavailable", times=None)
+    other.status()
+    assert keeper._parents([end]) == {0: Parent(is_alive=True)}
+    machines.forgive()
+    machines.end(machines.jobs[0], "cancelled")
+    eventually(lambda: not keeper._parents([end])[0].is_alive)
+    run.cancel()
 
 
 def test_one_request_tells_of_all_jobs_of_a_group(machines: Machines) -> None:

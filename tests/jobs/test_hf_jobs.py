@@ -12,7 +12,7 @@ from servers.hub.faults import Misconduct, Request
 from servers.hub.server import HubServer, Reply
 
 from executors import HFJobsExecutor, Run, attach, launch
-from executors.backends.jobs.service import Job, JobId, JobKey, JobService, JobServiceError, JobState
+from executors.backends.jobs.service import UNKNOWN, Job, JobId, JobKey, JobService, JobServiceError, JobState
 from executors.errors import BackendError, MissingDependencyError
 from executors.testing import eventually
 
@@ -189,7 +189,7 @@ def test_a_page_that_is_not_found_by_a_proxy_says_nothing_of_a_job(
     hf.fail("inspect", 404, headers={"Content-Type": "text/html"})
     assert kind_of(lambda: service.state(job_id)) == ("unavailable", 0.0)
     hf.fail("inspect", 404)
-    assert service.state(job_id) == JobState(True, "lost")
+    assert service.state(job_id) == UNKNOWN
 
 
 def test_only_a_time_limit_is_a_time_limit(hf: HubServer, service: JobService, job_id: JobId) -> None:

@@ -124,6 +124,25 @@ def test_a_single_look_at_a_replica_whose_job_is_unknown_goes_by_the_age_of_its_
     assert attached().status().counts == ("1 running" if age_s == 600 else "1 failed")
 
 
+@pytest.mark.parametrize("has_started", [True, False])
+@pytest.mark.parametrize("age_s", [600, 3600])
+def test_a_single_look_at_a_replica_that_never_beat_goes_by_when_it_was_begun(
+    machines: Machines, age_s: float, has_started: bool
+) -> None:
+    machines.is_held = True
+    run = start()
+    machines.end(machines.job_of(run, 0))
+    machines.jobs[0].is_forgotten = True
+    begun_at = time.time() - age_s
+    queued_s = 86400 if has_started else 0  # the claim is the later sign of life
+    intent = {"nonce": "n", "by": "its launcher", "at": begun_at - queued_s}
+    run.store.put("otter/replicas/0000/0/intent.json", to_bytes(intent))
+    if has_started:
+        run.store.put("otter/replicas/0000/0/started.json", to_bytes({"nonce": "n", "at": begun_at}))
+    alive = "1 running" if has_started else "1 pending"
+    assert attached().status().counts == (alive if age_s == 600 else "1 failed")
+
+
 def test_a_replica_whose_job_is_unknown_can_be_cancelled_at_once(machines: Machines) -> None:
     run = start(function="hang", args={"deaf": True})
     wait_until_hanging(run)

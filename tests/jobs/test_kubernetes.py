@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from servers.kubernetes.server import ApiServer
+from support.fake_jobs import FakeJob, Machines, attached, start, wait_until_hanging
 from support.kubernetes_jobs import SLEEP, job, started, state
 
 from executors import attach, launch
 from executors.attempt import Attempt
-from executors.backends.jobs.service import JobServiceError, JobState
+from executors.backends.jobs.service import UNKNOWN, JobServiceError, JobState
 from executors.backends.kubernetes import KubernetesExecutor, KubernetesJobs
 from executors.backends.kubernetes_client import _asked, client
+from executors.backends.kubernetes_pods import state_of
 from executors.errors import BackendError, LaunchError
 from executors.resume import resume
+from executors.store.records import to_bytes
 from executors.testing import eventually
 
 
@@ -40,14 +45,14 @@ def test_a_secret_goes_with_its_job_and_the_job_shows_no_value_of_it(k8s: ApiSer
     assert made["metadata"]["ownerReferences"][0]["name"] == made["metadata"]["name"] == job_id["job"]
     k8s.cluster.delete_job(job_id["job"])
     assert not k8s.cluster.secrets
-    assert service.state(job_id) == JobState(True, "lost")
+    assert service.state(job_id) == UNKNOWN
 
 
 def test_a_secret_goes_when_its_job_does_after_its_time(k8s: ApiServer) -> None:
     service = KubernetesJobs(keep_s=1)
     (job_id,) = service.start_jobs([job()])
     k8s.until(lambda: not k8s.cluster.jobs and not k8s.cluster.secrets and not k8s.cluster.pods)
-    assert service.state(job_id) == JobState(True, "lost")
+    assert service.state(job_id) == UNKNOWN
 
 
 @pytest.mark.parametrize("after_applying", [False, True])
@@ -187,13 +192,35 @@ def test_a_pod_that_was_seen_being_evicted_was_preempted(k8s: ApiServer, service
     pod = k8s.pod(job_id["job"], 0)
     k8s.cluster.drain(pod.name)
     told = {job().key: job_id}
-    assert service.states(told) == {job().key: JobState(False, message="EvictionByEvictionAPI: Eviction API: evicting")}
+    preempted = JobState(True, "preempted", None, "EvictionByEvictionAPI: Eviction API: evicting")
+    assert service.states(told) == {job().key: replace(preempted, is_hearsay=True)}, "it may be saving"
     k8s.cluster.kill(pod.name)
     k8s.until(lambda: not k8s.cluster.pods)
-    preempted = JobState(True, "preempted", None, "EvictionByEvictionAPI: Eviction API: evicting")
     assert service.states(told) == {job().key: preempted}
     assert service.state(job_id) == preempted
     assert KubernetesJobs().state(job_id) == JobState(True, "lost", None, "its pod was deleted")
+
+
+@pytest.mark.parametrize("gone_by_s", [30.0, -3600.0], ids=["in its grace", "by a clock that is ahead"])
+def test_a_pod_that_should_be_gone_has_ended_once_the_heartbeat_of_its_replica_has_stood_still_too(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, gone_by_s: float
+) -> None:
+    run = start(function="hang", args={"deaf": True})
+    wait_until_hanging(run)
+    evicted = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
+    metadata = {"deletionTimestamp": datetime.now(UTC) + timedelta(seconds=gone_by_s)}
+    status = {"phase": "Running", "conditions": [evicted]}
+    told = state_of(client.V1Pod.from_dict({"metadata": metadata, "status": status}), None, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeJob, "state", lambda job: told)
+        for _ in range(2):
+            (state,) = attached().status().replicas
+            assert (state.status, state.note) == ("running", "DeletionByTaintManager"), "it beats"
+    machines.end(machines.job_of(run, 0))
+    run.store.put("otter/replicas/0000/0/heartbeat.json", to_bytes({"at": time.time() - 3600}))
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeJob, "state", lambda job: told)
+        assert [outcome.reason for outcome in attached().outcomes()] == ["preempted"]
 
 
 def script_of(scripts: list[str]) -> str:
@@ -239,7 +266,7 @@ def test_a_job_in_a_queue_is_deleted_once_all_its_ranks_are_stopped(k8s: ApiServ
     assert not k8s.cluster.jobs
     assert not k8s.cluster.secrets
     assert {service.state(job_id) for job_id in ids} == {JobState(True, "cancelled")}
-    assert KubernetesJobs().state(ids[0]) == JobState(True, "lost")
+    assert KubernetesJobs().state(ids[0]) == UNKNOWN
 
 
 def test_a_queue_takes_pods_back_and_lets_them_come_again(k8s: ApiServer) -> None:

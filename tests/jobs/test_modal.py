@@ -24,7 +24,7 @@ from support.modal import alive, create_of, of_backend
 from support.sandboxes import gpu
 
 from executors import ModalExecutor, attach, launch, open_store
-from executors.backends.jobs.service import Job, JobKey, JobService, JobServiceError, JobState
+from executors.backends.jobs.service import UNKNOWN, Job, JobKey, JobService, JobServiceError, JobState
 from executors.errors import BackendError, LaunchError, MissingDependencyError
 from executors.launcher import plan_launch
 from executors.task.launch_request import LaunchRequest
@@ -212,7 +212,7 @@ def test_each_way_to_end_has_its_state(modal_runs: ModalServer, service: JobServ
         JobState(True, "oom", 137),  # what killed it from inside the container is most likely the kernel
         JobState(True, "oom", 137),
         JobState(True, "preempted", 137),
-        JobState(True, "lost"),
+        UNKNOWN,
         JobState(True, "preempted", 137),  # a cancel marker says that it was us
     ]
     assert [service.logs(each, 9) for each in ids] == ["hanging\n"] * 3 + ["", "hanging\n"]

@@ -10,7 +10,8 @@ from support.cli import HereInstead
 from support.third_party import PopenExecutor
 
 from executors import LocalProcessExecutor, Run, attach, launch
-from executors.errors import ReplicaFailedError
+from executors.attempt import Attempt
+from executors.errors import ReplicaFailedError, StoreError, UnwritableStoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.status import ReplicaState, RunStatus
 from executors.store.memory import MemoryStore
@@ -33,6 +34,41 @@ def test_where_nobody_else_does_it_the_one_who_waits_ends_the_run(
     assert "rank 1 failed before the first round: RuntimeError: " in (run.outcomes()[0].error or "")
     assert "rank 1 failed before the first round, which ends the run.\n" in capfd.readouterr().err
     assert attach(run.run_id).record.fail_fast
+
+
+def test_fail_fast_ends_the_others_though_the_store_failed_when_they_were_to_be_told(
+    third_party: PopenExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request_cancel, failures = Attempt.request_cancel, iter([StoreError("no answer")] * 2)
+
+    def fails_twice(attempt: Attempt, why: str) -> None:
+        if error := next(failures, None):
+            raise error
+        request_cancel(attempt, why)
+
+    monkeypatch.setattr(Attempt, "request_cancel", fails_twice)
+    run = launch(third_party, "support.tasks:fail_or_hang", 2, args={"rank": 1}, fail_fast=True)
+    assert run.wait(30)
+    assert [row.status for row in run.outcomes()] == ["cancelled", "failed"]
+
+
+def test_who_may_only_read_is_told_once_that_it_cannot_end_the_run(
+    third_party: PopenExecutor, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuses(attempt: Attempt, why: str) -> None:
+        raise UnwritableStoreError("you may only read.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Attempt, "request_cancel", refuses)
+        run = launch(third_party, "support.tasks:fail_or_hang", 2, args={"rank": 1}, fail_fast=True)
+        said = ""
+        while not said:
+            assert not run.wait(1)
+            said = capfd.readouterr().err
+        assert not run.wait(1)
+    assert said.endswith("rank 1 failed before the first round; this process cannot end the run: you may only read.\n")
+    assert "cannot end" not in capfd.readouterr().err
+    run.cancel()
 
 
 def test_who_waits_elsewhere_and_cannot_end_the_run_has_no_error(third_party: PopenExecutor) -> None:

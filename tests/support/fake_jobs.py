@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from executors import Run, attach, launch
 from executors.backends.jobs.executor import JobExecutor
 from executors.backends.jobs.service import (
+    UNKNOWN,
     ForeignJobError,
     Job,
     JobId,
@@ -258,7 +259,7 @@ class FakeJobs(JobService):
     def state(self, job_id: JobId) -> JobState:
         def look() -> JobState:
             made = self._job(job_id)
-            return JobState(True, "lost") if made is None else made.state()
+            return UNKNOWN if made is None else made.state()
 
         return self._call("state", self._rank(job_id), look)
 

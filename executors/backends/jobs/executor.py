@@ -260,8 +260,8 @@ class JobExecutor:
             if (state := states.get(replica.key)) is None:
                 return Observation()
             if self._ends.may_live(replica, state):
-                unknown = f"{self.service.name} does not know its job"
-                return Observation(doing=unknown if state.is_unknown else state.message)
+                unknown = f"{self.service.name} does not know its job" if state.is_hearsay else ""
+                return Observation(doing=state.message or unknown)
             return Observation(self._ends.conclude(replica, state))
 
         if sum(state.has_ended for state in states.values()) < 2:
@@ -310,13 +310,16 @@ class JobExecutor:
         """Wait for the replicas' outcomes, at most `timeout` seconds, and return them in the order of `handles`."""
         return collect_rows(self.poll, self.backend_name, handles, timeout)
 
-    def find_handle(self, handle: ReplicaHandle) -> ReplicaHandle | None:
+    def find_handle(self, handle: ReplicaHandle, *, insists: bool = False) -> ReplicaHandle | None:
         """Find a replica whose launcher wrote its intent and no handle; see `NativeExecutor.find_handle`."""
         place = handle.metadata
         attempt = Attempt(store_at(place["store_url"]), place["run_id"], handle.rank, place["attempt"])
-        is_due = attempt.place not in self._starting and self._states.may_look_for(attempt.place)
+        if attempt.place in self._starting:
+            return None
+        if insists:
+            return retrying()(self._look_for, attempt)
         try:
-            return self._look_for(attempt) if is_due else None
+            return self._look_for(attempt) if self._states.may_look_for(attempt.place) else None
         except JobServiceError as error:
             self._states.warn(error, f"rank {attempt.rank}")
             return None

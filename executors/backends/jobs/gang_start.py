@@ -288,7 +288,7 @@ class GangStart:
         for start in batch:
             start.may_exist = True
         try:
-            if is_again and any(call_each(lambda start: start.attempt.has("outcome.json"), batch, ASKING_THREADS)):
+            if is_again and all(call_each(lambda start: start.attempt.has("outcome.json"), batch, ASKING_THREADS)):
                 raise JobServiceError("somebody recorded its end before it was started.", "rejected")
             jobs = [start.job for start in batch]
             found = self._service.start_jobs(jobs) if self._service.starts_together else [self._service.start(*jobs)]
@@ -296,7 +296,7 @@ class GangStart:
             for start in batch:
                 start.is_unclear = start.is_unclear or error.kind == "unknown"
                 start.may_exist = start.is_unclear
-            if error.kind == "rejected" and any(start.attempt.has("cancel.json") for start in batch):
+            if error.kind == "rejected" and all(start.attempt.has("cancel.json") for start in batch):
                 raise CancelledWhileStartingError from error
             raise
         for start, job_id in zip(batch, found, strict=True):

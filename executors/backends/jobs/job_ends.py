@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from executors.attempt import Attempt
+from executors.attempt import Attempt, Claim, Intent
 from executors.attempt.outcome import ENDINGS, MAX_ATTEMPTS, OUTPUT_TAIL_BYTES, OUTPUT_TAIL_LINES
 from executors.backends.jobs.job_states import JobStates
 from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobState, retrying, stop_others
@@ -54,23 +54,23 @@ class JobEnds:
         self._heartbeats = Standstills(clock)
 
     def may_live(self, replica: JobReplica, state: JobState) -> bool:
-        """Whether a replica may live on: its job runs, or the service does not know the job, and the replica beats.
+        """Whether a replica may live on: its job runs, or its end is hearsay, and the replica beats.
 
-        An answer may be stale, a proxy's, or that of another account than the one that runs the job. So a replica whose
-        job is unknown has ended once its heartbeat, or the lack of one, has stood still. It is read once in that time.
+        That a job is unknown may be a stale answer, a proxy's, or that of another account than the one that runs it; a
+        node that is only cut off runs what its cluster wants gone. So such a replica has ended once its last sign of
+        life has stood still. It is read once in that time.
         """
         attempt = replica.attempt
-        if not state.is_unknown:
+        if not state.is_hearsay:
             self._heartbeats.forget(attempt.place)
             return not state.has_ended
         if self._heartbeats.is_new(attempt.place, STILL_S):
             return True
-        beat = attempt.beat()
-        is_over = self._heartbeats.is_over(attempt.place, None if beat is None else beat.at, STILL_S)
+        is_over = self._heartbeats.is_over(attempt.place, _last_sign_of(attempt), STILL_S)
         return not is_over and not attempt.has("cancel.json")
 
     def hurry(self, replica: JobReplica) -> None:
-        """Let the next look read whether a replica whose job is unknown was cancelled."""
+        """Let the next look read whether a replica whose end is hearsay was cancelled."""
         self._heartbeats.forget(replica.attempt.place)
 
     def conclude(self, replica: JobReplica, state: JobState) -> Outcome:
@@ -121,6 +121,17 @@ class JobEnds:
                 output_tail=output,
             )
         )
+
+
+def _last_sign_of(attempt: Attempt) -> float | None:
+    """Return when a replica gave its last sign of life: its heartbeat, else its claim, else its launcher's intent."""
+    if (beat := attempt.beat()) is not None:
+        return beat.at
+    claim = attempt.find("started.json", Claim.parse)
+    if claim is not None and claim.at is not None:
+        return claim.at
+    intent = attempt.find("intent.json", Intent.parse)
+    return None if intent is None else intent.at
 
 
 def explain(

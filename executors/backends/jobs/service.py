@@ -126,10 +126,12 @@ class JobState:
     holds: bool = False
     """Whether what ended still holds its place at the service: who concludes the end stops it."""
 
-    @property
-    def is_unknown(self) -> bool:
-        """Whether the service says no more than that it does not know the job: gone, or another account's."""
-        return self == JobState(True, "lost")
+    is_hearsay: bool = False
+    """Whether nobody saw it end. The replica has ended once its heartbeat has stood still as well."""
+
+
+UNKNOWN = JobState(True, "lost", is_hearsay=True)
+"""What a service says of a job that it does not know: gone, or another account's."""
 
 
 class JobServiceError(BackendError):
@@ -258,10 +260,7 @@ class JobService(abc.ABC):
 
     @abc.abstractmethod
     def state(self, job_id: JobId) -> JobState:
-        """Return the job's state without waiting; of a job that the service does not know `JobState(True, "lost")`.
-
-        That alone ends no replica: it is lost once its heartbeat has stood still as well.
-        """
+        """Return the job's state without waiting; of a job that the service does not know `UNKNOWN`."""
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
         """Return the states of those of these jobs of one run that one request shows; others are asked for one by one.

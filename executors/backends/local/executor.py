@@ -232,7 +232,7 @@ class LocalProcessExecutor:
         del request["nonce"], request["by"]  # those of the launch to come are others
         return {"preload": AUTO if self.finds_imports else list(self.preload), **request}
 
-    def find_handle(self, handle: ReplicaHandle) -> None:
+    def find_handle(self, handle: ReplicaHandle, *, insists: bool = False) -> None:
         """Return None: an attempt begins with its whole handle."""
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:

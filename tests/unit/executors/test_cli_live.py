@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,7 +16,9 @@ from executors.cli.table import replica_table
 from executors.errors import BackendError, ReplicasError, StoreError
 from executors.pauses import pauses
 from executors.protocol import Outcome, ReplicaStatus
+from executors.run.observer import Observer
 from executors.run.run import Run
+from executors.run.waiter import Patience, Waiter
 from executors.status import Decided, ReplicaState, RestartState, RunStatus
 from executors.task.record import RunRecord
 
@@ -82,6 +84,27 @@ def test_a_failure_before_the_first_round_is_said_aloud(capsys: pytest.CaptureFi
 
     assert show(script, clock)
     assert "Rank 1 failed early; --fail-fast ends the run.\n" in capsys.readouterr().out
+
+
+def test_a_store_that_fails_while_a_run_is_ended_early_is_asked_again_at_the_next_look(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+
+    def end_early(run: ScriptedRun, status: RunStatus, option: str) -> str:
+        if clock.now < 5:
+            raise StoreError("no answer")
+        return "it ends the run."
+
+    monkeypatch.setattr(ScriptedRun, "end_early", end_early)
+
+    def script() -> RunStatus:
+        others = SUCCEEDED if clock.now > 8 else RUNNING
+        return state(replica(0, others), replica(1, FAILED, "Oops: no"), at=clock.now)
+
+    assert show(script, clock)
+    said = capsys.readouterr().out
+    assert said.index("The rendezvous fails; retrying: no answer") < said.index("It ends the run.")
 
 
 def test_each_change_of_status_is_one_line_and_progress_comes_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,3 +211,38 @@ def test_a_table_of_many_ranks_shows_the_failed_ones_and_counts_the_rest() -> No
     Console(width=80, file=screen).print(replica_table(state(*ranks), 5, width=80))
     shown_ranks = [line.split()[0] for line in screen.getvalue().splitlines()]
     assert shown_ranks == ["rank", "0", "1", "2", "7", "90", "…"]
+
+
+class FailingObserver:
+    """What a wait looks at: the time is over before it looks again."""
+
+    ranks = (0,)
+    error: ReplicasError | None = None
+
+    def look(self) -> list[ReplicaState]:
+        if self.error is not None:
+            raise self.error
+        return []
+
+    def pauses(self) -> Iterator[float]:
+        return itertools.repeat(0.0)
+
+
+@pytest.mark.parametrize("error", [StoreError("no answer"), BackendError("no answer")])
+def test_what_failed_before_a_pause_between_two_waits_does_not_count_to_the_minute(error: ReplicasError) -> None:
+    observer, clock, said = FailingObserver(), Clock(), list[str]()
+    waiter = Waiter("mine", ScriptedRun.record, cast(Observer, observer), lambda: None, lambda states: False)
+    waiter._patience = Patience(said.append, clock)
+    assert not waiter.wait(None, 0, None)
+    observer.error = error
+    assert not waiter.wait(None, 0, None)
+    clock.sleep(600)  # the script works on what has come
+    assert not waiter.wait(None, 0, None)
+    assert len(said) == 2, "it is another failure"
+    for _ in range(6):  # a script that waits in small parts looks all the time
+        clock.sleep(10)
+        assert not waiter.wait(None, 0, None)
+    assert len(said) == 2
+    clock.sleep(1)
+    with pytest.raises(type(error)):
+        waiter.wait(None, 0, None)

@@ -11,7 +11,7 @@ from servers.kubernetes.pods import expanded
 from servers.kubernetes.rules import wrong_with_job
 from servers.kubernetes.schema import problems
 
-from executors.backends.jobs.service import Job, JobKey, JobServiceError, JobState
+from executors.backends.jobs.service import UNKNOWN, Job, JobKey, JobServiceError, JobState
 from executors.backends.kubernetes import KubernetesJobs
 from executors.backends.kubernetes_manifest import name_of, secret_data
 from executors.backends.kubernetes_pods import index_of, indexes, ranks_of, state_of
@@ -19,7 +19,7 @@ from executors.backends.kubernetes_pods import index_of, indexes, ranks_of, stat
 LONG_AGO = datetime.now(UTC) - timedelta(seconds=3700)
 JUST_NOW = datetime.now(UTC) + timedelta(hours=1)  # when this module is loaded: its tests may run long after
 DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "evicting"}
-SILENT = "it was deleted, and its node does not say that it is gone"
+BEING_DELETED = JobState(True, "lost", None, "its pod is being deleted", is_hearsay=True)
 UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "Insufficient cpu"}
 
 
@@ -99,13 +99,13 @@ PODS: list[tuple[dict[str, Any], JobState]] = [
     ),
     ({"phase": "Running"}, JobState(False)),
     ({"phase": "Running", "conditions": [DISRUPTED]}, JobState(False, message="EvictionByEvictionAPI: evicting")),
-    ({"phase": "Running", "gone_by": JUST_NOW}, JobState(False)),
-    ({"phase": "Running", "gone_by": LONG_AGO}, JobState(True, "lost", None, SILENT)),
-    ({"phase": "Unknown", "gone_by": LONG_AGO}, JobState(True, "lost", None, SILENT)),
-    ({"phase": "Pending", "gone_by": LONG_AGO}, JobState(True, "lost", None, SILENT)),
+    ({"phase": "Running", "gone_by": JUST_NOW}, BEING_DELETED),
+    ({"phase": "Running", "gone_by": LONG_AGO}, BEING_DELETED),
+    ({"phase": "Unknown", "gone_by": LONG_AGO}, BEING_DELETED),
+    ({"phase": "Pending", "gone_by": LONG_AGO}, BEING_DELETED),
     (
         {"phase": "Running", "conditions": [DISRUPTED], "gone_by": LONG_AGO},
-        JobState(True, "preempted", None, "EvictionByEvictionAPI: evicting"),
+        JobState(True, "preempted", None, "EvictionByEvictionAPI: evicting", is_hearsay=True),
     ),
     ({"phase": "Running", "gone_by": LONG_AGO, **ended(3)}, JobState(True, None, 3, holds=True)),
     ({"phase": "Succeeded", **ended(0, "Completed")}, JobState(True, None, 0)),
@@ -126,10 +126,10 @@ PODS: list[tuple[dict[str, Any], JobState]] = [
     ({"phase": "Failed", "reason": "OutOfcpu"}, JobState(True, "start_failed", None, "OutOfcpu")),
 ]
 WITHOUT_A_POD: list[tuple[Any, JobState]] = [
-    (None, JobState(True, "lost")),
+    (None, UNKNOWN),
     (job(), JobState(False)),
     (job(suspend=True), JobState(False, message="suspended, as in a queue")),
-    (job(is_deleted=True), JobState(True, "lost")),
+    (job(is_deleted=True), UNKNOWN),
     (job(failedIndexes="0,3-5"), JobState(True, "lost", None, "its pod was deleted")),
     (job(failedIndexes="0,2-3"), JobState(False)),
     (job(completedIndexes="4"), JobState(True, None, 0)),

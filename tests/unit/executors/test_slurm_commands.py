@@ -11,7 +11,7 @@ from support.new_runs import create_run
 from executors import ReplicaStatus, SlurmExecutor, attach
 from executors.attempt import Attempt
 from executors.backends.jobs.executor import INSTALL_S
-from executors.backends.jobs.service import Job, JobKey, JobServiceError, JobState, retrying
+from executors.backends.jobs.service import UNKNOWN, Job, JobKey, JobServiceError, JobState, retrying
 from executors.backends.slurm import SlurmJobs
 from executors.backends.slurm_commands import (
     Row,
@@ -177,7 +177,7 @@ def test_a_job_whose_number_another_has_by_now_is_lost(answer: Path, monkeypatch
     key = JobKey("s3://bucket/runs", "otter", 3, 0)
     job_id = {"id": "184", "task": 3, "cluster": "here"}
     service = SlurmJobs()
-    for name, state in ((key.group, JobState(False)), ("another", JobState(True, "lost"))):
+    for name, state in ((key.group, JobState(False)), ("another", UNKNOWN)):
         (answer / "said").write_text(f"184|3|RUNNING|None|0|{key.group}|\n")
         service.verify(job_id, key)
         (answer / "said").write_text(f"184|3|RUNNING|None|0|{name}|\n")
