@@ -40,11 +40,11 @@ def check_what_is_kept(diloco: DiLoCo) -> None:
     """Let each record be compared with the rounds that it is said to be after, and with the steps made since."""
     training, keep = diloco._participant, diloco._attached.keep
 
-    def checked(position: int, progress: list[torch.Tensor], uncounted_since: list[int]) -> None:
+    def checked(position: int, progress: list[torch.Tensor], uncounted_since: list[int], buffers: Any) -> None:
         assert training.apart(lambda: training._rounds.position) == position
         for away, n in zip(progress, training.phase.made, strict=True):
             assert -float(away.mean()) == pytest.approx(n, abs=1e-3)
-        keep(position, progress, uncounted_since)
+        keep(position, progress, uncounted_since, buffers)
 
     diloco.attach_state("generator", torch.Generator())
     diloco._attached.keep = checked  # type: ignore[method-assign,assignment]

@@ -277,10 +277,10 @@ class GangStart:
             with one_try:
                 batch[0].given_up.wait(self._rate.reserve())
                 batch[0].check_not_given_up()
-                missing = self._look_for(batch) if batch[0].is_unclear else batch
-                if not missing:
+                if not (missing := self._look_for(batch) if batch[0].is_unclear else batch):
                     return
-                self._ask_for(missing, is_again=one_try.retry_state.attempt_number > 1)
+                # Where an answer was lost, an outcome may be that of the job which is not found yet.
+                self._ask_for(missing, is_again=one_try.retry_state.attempt_number > 1 and not batch[0].is_unclear)
                 if batch[0].is_unclear:
                     call_each(self._only_one, missing, ASKING_THREADS)
 

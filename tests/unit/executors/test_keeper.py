@@ -295,7 +295,10 @@ def test_a_stop_has_its_time_whatever_the_clock_of_a_keeper_says(
     ahead_s: float, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     observer: Any = SimpleNamespace(
-        ranks=[0], outcome=lambda rank: None, attempt=lambda rank: Attempt(scene.store, "run", rank)
+        ranks=[0],
+        outcome=lambda rank: None,
+        attempt=lambda rank: Attempt(scene.store, "run", rank),
+        map=lambda act, things: [act(thing) for thing in things],
     )
     record, ended = RunRecord.parse(run_json(restarts="3")), list[str]()
     hands: Any = SimpleNamespace(how="launch", free={}, may_start=lambda rank: False)
