@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -162,10 +163,19 @@ def test_a_terminated_collect_leaves_nothing_beside_its_folder(
     log = log_of(attach("mine").handles[0], state_home)
     log.unlink()
     os.mkfifo(log)  # whoever reads it waits
+    writers = list[int]()
+
+    def is_read() -> bool:
+        with contextlib.suppress(OSError):  # nobody has opened it
+            writers.append(os.open(log, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(writers)
+
     with folder.started("collect", "mine", "--out", "deep/out") as command:
-        eventually(lambda: list(folder.path.glob("deep/.replicas-collect-*")))
+        eventually(is_read)
+        assert list(folder.path.glob("deep/.replicas-collect-*"))
         command.interrupt(number)
-        assert command.ends() == 130
+        assert command.ends() == 130, command.output
+    os.close(writers[0])
     assert list((folder.path / "deep").iterdir()) == []
 
 
