@@ -30,6 +30,7 @@ LOOK_S = 1.0
 OLD_S = 2.5  # a rank beats and ticks once a second
 READ_S, AGAIN_S = 0.2, 1.0  # a dump takes milliseconds; a second one tells stuck from slow
 BUSY = 0.05  # of a core
+LEAST_BUSY_S = 0.03  # of processor time, which is counted in hundredths: to dump its stacks takes one or two
 MAX_STACKS, MAX_DUMPS = 1 << 20, 20
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -205,7 +206,7 @@ class Watchdog:
         before, self._seen = self._seen, None if seen is None else (self._now, seen.cpu_s)
         if seen is None or before is None or self._now <= before[0]:
             return None
-        return seen.cpu_s - before[1] > BUSY * (self._now - before[0])
+        return seen.cpu_s - before[1] > max(LEAST_BUSY_S, BUSY * (self._now - before[0]))
 
     def _sentence(self, diagnosis: str, limit_s: float) -> str:
         reached, n = self._page.reached or {}, int(self._page.n_stacks)
