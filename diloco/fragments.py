@@ -7,7 +7,7 @@ stay local, and so do buffers that the model does not save or that hold infiniti
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, prod
 from typing import Literal, TypeAlias
@@ -126,27 +126,6 @@ def marks_of_frozen(model: nn.Module) -> dict[str, float]:
     for name, p in model.named_parameters():
         if not p.requires_grad and type(p.data) is Tensor and p.is_floating_point() and not p.is_meta and p.numel():
             mark = p.detach().reshape(-1)[:: -(-p.numel() // MARK_VALUES)].cpu().double().abs().mean().item()
-            marks.update({name: mark} if isfinite(mark) else {})
-    return marks
-
-
-def own_buffers(model: nn.Module, fragments: Sequence[Fragment]) -> dict[str, Tensor]:
-    """Return the buffers that are saved with the model and in no fragment: each replica's own."""
-    saved = model.state_dict(keep_vars=True).keys() - {slot.name for fragment in fragments for slot in fragment.slots}
-    return {
-        name: buffer
-        for name, buffer in model.named_buffers()
-        if name in saved and type(buffer) is Tensor and buffer.layout == torch.strided and not buffer.is_meta
-    }
-
-
-def marks_of_buffers(buffers: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return a number for each that depends on the places of its values, too: permutations have the same ones."""
-    marks = {}
-    for name, buffer in buffers.items():
-        if buffer.numel() > 1 and not buffer.is_complex():
-            values = buffer.reshape(-1)[:: -(-buffer.numel() // MARK_VALUES) | 1].cpu().double()  # odd: of all columns
-            mark = (values / torch.arange(1, len(values) + 1, device="cpu")).sum().item()
             marks.update({name: mark} if isfinite(mark) else {})
     return marks
 

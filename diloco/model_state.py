@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from xxhash import xxh3_128
 
-from diloco.fragments import Fragment, check_is_whole, marks_of_buffers, marks_of_frozen, own_buffers
+from diloco.fragments import Fragment, check_is_whole, marks_of_frozen
 from diloco.outer_optimizer import CHUNK, GivenOptimizer, NesterovSGD, OuterOptimizer
+from diloco.own_buffers import OwnBuffers
 from diloco.pseudo_gradient import difference, has_moved, live_tensors, pack, set_live
 from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.training_state import Agreement, Array, Arrays, Packed, Verdict
@@ -24,9 +23,6 @@ from diloco.settings import Settings
 from diloco.shadow import Room, Shadow
 from diloco.wires import wire_named
 from diloco.wires.wire import BLOCK_ELEMENTS, blocks_of, decoded
-
-LARGE = 1 << 20
-"""Values of a table, as quantised weights, that takes too long to read whenever state is kept."""
 
 
 class ModelState:
@@ -49,9 +45,7 @@ class ModelState:
         self.is_back = False
         """Whether this is a later attempt of its rank, whose own buffers may have changed since the run began."""
         self._frozen = marks_of_frozen(model)
-        self._digests = Digests()
-        self._own_at_first = {name: self._digests.of(name, b) for name, b in own_buffers(model, fragments).items()}
-        self._marks_at_first = marks_of_buffers(own_buffers(model, fragments))
+        self.own_buffers = OwnBuffers(model, fragments)
         self._unmoved: dict[int, int] = {}
         """By fragment, the newest entry for which no parameter had moved."""
         self.carries = settings.late == "carry"
@@ -88,7 +82,7 @@ class ModelState:
             for fragment in self.fragments
             for slot in fragment.slots
         }
-        marks = self._frozen if self.is_back else self._frozen | self._marks_at_first
+        marks = self._frozen if self.is_back else self._frozen | self.own_buffers.marks
         frozen = {"frozen": marks} if marks else {}
         stepped = [fragment.n_stepped for fragment in self.fragments]  # before the buffers
         return {"tensors": tensors, "stepped": stepped, **self._settings.agreed(), **frozen}
@@ -230,18 +224,6 @@ class ModelState:
             else:
                 set_live(self.model, fragment, anchor - self._mix * progress[index])
 
-    def new_buffers(self) -> dict[str, Tensor]:
-        """Return what nobody averages and training has changed, as statistics where a wire is too coarse for them."""
-        buffers = own_buffers(self.model, self.fragments)
-        return {name: b for name, b in buffers.items() if self._digests.of(name, b) != self._own_at_first.get(name)}
-
-    @torch.no_grad()
-    def give_buffers(self, kept: Mapping[str, Tensor]) -> None:
-        """Take such buffers back, as far as the model has them."""
-        for name, buffer in own_buffers(self.model, self.fragments).items():
-            if name in kept and kept[name].shape == buffer.shape:
-                buffer.copy_(kept[name])
-
     def checkpoint(self) -> dict[str, Any]:
         """Return copies of the anchor, by name, and of the outer optimizers' states."""
         anchor = {name: values.clone() for name, values in self.anchor_views().items()}
@@ -294,31 +276,3 @@ class ModelState:
     def _of(self, entry: int) -> tuple[Fragment, Tensor, Shadow]:
         index = entry % len(self.fragments)
         return self.fragments[index], self.anchors[index], self._shadows[index]
-
-
-class Digests:
-    """The digests of a model's buffers.
-
-    A `LARGE` table of whole numbers is read again only where it is another tensor, or torch has noted a write to it.
-    Floats are always read: batch normalisation writes its statistics without a note.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[ReferenceType[Tensor], tuple[int, int], bytes]] = {}
-
-    def of(self, name: str, buffer: Tensor) -> bytes:
-        if buffer.numel() <= LARGE or buffer.is_floating_point() or buffer.is_complex() or buffer.is_inference():
-            return _digest(buffer)
-        written = (buffer.data_ptr(), buffer._version)
-        if name in self._known:
-            of, then, digest = self._known[name]
-            if of() is buffer and then == written:
-                return digest
-        digest = _digest(buffer)
-        self._known[name] = (ref(buffer), written, digest)
-        return digest
-
-
-def _digest(values: Tensor) -> bytes:
-    flat = values.detach().cpu().contiguous().reshape(-1)
-    return xxh3_128(flat.view(torch.uint8).numpy().data).digest() if flat.numel() else b""

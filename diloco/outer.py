@@ -190,7 +190,7 @@ class DiLoCo:
             self._participant.start(None if kept is None else kept.restored(self._model_state.sizes()))
         if context.origin is not None and kept is None:
             self._attached.take_over(context.origin, self.rounds)
-        self._model_state.give_buffers(self._attached.kept_buffers())
+        self._model_state.own_buffers.give(self._attached.kept_buffers())
         self._steps_before, self._kept_period = self._attached.step, self.rounds // settings.entries_per_snapshot
         self._model_state.before_hold = self._keep_if_due
         self._liaison.plan(None if total_steps is None else _begun_at + total_steps, me.nonce)
@@ -381,8 +381,8 @@ class DiLoCo:
 
     def _keep_attached(self) -> None:
         """Keep what is attached, with this replica's live work; nothing is in flight."""
-        progress = self._participant.apart(self._model_state.progress)
-        self._attached.keep(self.rounds, progress, self._participant.uncounted_since, self._model_state.new_buffers())
+        here, state = self._participant, self._model_state
+        self._attached.keep(self.rounds, here.apart(state.progress), here.uncounted_since, state.own_buffers.changed())
 
     def _leave_if_asked(self, *, after_round: bool) -> None:
         """Keep what is attached, tell the others, and leave by `SystemExit`, where this replica is asked to end."""

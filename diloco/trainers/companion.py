@@ -43,9 +43,9 @@ class Companion:
         self, model: nn.Module, total_steps: int | None, options: Mapping[str, Any], *, begun_at: int = 0
     ) -> None:
         self.model = model
-        place = _place_of(options)
+        place = place_of(options)
         is_added = place.rank is None or place.rank >= place.world_size
-        known = step_of_begin(options, waits=is_added) if is_added or current_replica().attempt else None
+        known = step_of_begin(place, options, waits=is_added) if is_added or current_replica().attempt else None
         self.begun_at = begun_at if known is None else known
         self.total_steps = None if total_steps is None else total_steps - self.begun_at
         self.last: RoundReport | None = None
@@ -115,17 +115,16 @@ class Companion:
             live[name].copy_(values)
 
 
-def _place_of(options: Mapping[str, Any]) -> Place:
+def place_of(options: Mapping[str, Any]) -> Place:
     return find_place(*(options.get(name) for name in ("store", "run_id", "rank", "world_size")))
 
 
-def step_of_begin(options: Mapping[str, Any], *, waits: bool) -> int | None:
+def step_of_begin(place: Place, options: Mapping[str, Any], *, waits: bool) -> int | None:
     """Return the trainer's step at which a run has begun, as all its replicas agreed; None: it cannot be read.
 
     Args:
         waits: for a run that has not begun yet, since its own replicas alone know the step, up to `round_timeout_s`.
     """
-    place = _place_of(options)
     store = PatientStore(place.store, clock=monotonic, error_patience_s=Limits().error_patience_s)
     keys, proof = Keys(place.run_id, options.get("name", "main")), proof_of(place.key_of_run(options.get("key")))
     key, tries, pauses = keys.snapshot(0), 0, backoff(random.Random())

@@ -18,7 +18,7 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership, claim
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.testing import run_replicas
-from diloco.trainers.companion import Companion, step_of_begin
+from diloco.trainers.companion import Companion, place_of, step_of_begin
 from executors.attempt import replica_key
 from executors.store import MemoryStore
 from executors.store.added_ranks import added_key
@@ -138,7 +138,7 @@ def test_a_rank_that_was_added_to_a_run_that_never_begins_does_not_wait_for_ever
     if is_aborted:
         store.put(KEYS.abort(), b"rank 0: it is over")
     options = {"inner_steps": 4, "round_timeout_s": 1800.0 if is_aborted else 0.1, **place(store), "rank": 1}
-    assert step_of_begin(options, waits=True) is None
+    assert step_of_begin(place_of(options), options, waits=True) is None
 
 
 def test_only_who_plans_another_number_of_steps_is_told_of_shares() -> None:
