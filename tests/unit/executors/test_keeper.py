@@ -16,11 +16,12 @@ from executors.attempt import Attempt
 from executors.errors import CorruptObjectError
 from executors.policy import Restarts
 from executors.protocol import STOPPED, Outcome, ReplicaStatus
+from executors.run.canceller import Canceller
 from executors.run.outside_keeper import OutsideKeeper
 from executors.store.memory import MemoryStore
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.keeper import CARRY_S, LEAVE_S, Keeper, Sight, Terms
-from executors.supervision.orders import order_stop
+from executors.supervision.orders import order_cancel, order_stop
 from executors.task.record import RunRecord
 
 POLICY = Restarts.parse("3,backoff=4s:8s")
@@ -321,3 +322,17 @@ def test_a_second_stop_takes_no_time_from_the_first_whatever_the_clocks_say(ahea
     order_stop(DecisionLog(store, "run", lambda: time.time() + ahead_s), within_s=600.0)
     given = [order_stop(DecisionLog(store, "run"), within_s).within_s for within_s in (900.0, 60.0, 600.0)]
     assert given == [600.0, 60.0, 60.0]
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
+def test_who_asks_for_a_stop_waits_as_long_as_it_gives_whatever_clock_wrote_to_the_log_before(ahead_s: float) -> None:
+    store, waited = MemoryStore(), list[float]()
+    order_cancel(DecisionLog(store, "run", lambda: time.time() + ahead_s), [0], "by another machine")
+    nothing: Any = None
+
+    def wait(for_s: float) -> bool:
+        waited.append(for_s)
+        return True
+
+    Canceller(store, "run", nothing, "local", nothing).stop(60.0, wait)
+    assert waited == [60.0]
