@@ -127,9 +127,15 @@ class LaunchPlan:
             name = self.executor.backend_name
             print(f"replicas: the replicas of backend {name!r} must see {store.url}", file=sys.stderr)
         handles = self.executor.launch_replicas(**self._plain_call(store.url))
-        for rank, handle in enumerate(handles):
-            if isinstance(handle, ReplicaHandle):
-                store.put(Attempt(store, self.run_id, rank).key("handle.json"), handle.to_json().encode())
+        try:
+            for rank, handle in enumerate(handles):
+                if isinstance(handle, ReplicaHandle):
+                    store.put(Attempt(store, self.run_id, rank).key("handle.json"), handle.to_json().encode())
+        except BaseException:  # nobody else knows of them, and each costs until its limit
+            for handle in handles:
+                with contextlib.suppress(Exception):
+                    self.executor.cancel(handle)
+            raise
         return handles
 
     def _plain_call(self, store_url: str) -> dict[str, Any]:

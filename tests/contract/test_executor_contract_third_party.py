@@ -14,9 +14,11 @@ import pytest
 from support.processes import end, is_alive
 from support.third_party import PopenExecutor
 
-from executors import ReplicasError, ServerlessExecutor, attach, launch
+from executors import ReplicaHandle, ReplicasError, ServerlessExecutor, attach, launch
 from executors.attempt import Attempt
-from executors.errors import ReplicaCancelledError, ReplicaFailedError, ReplicaLostError
+from executors.errors import ReplicaCancelledError, ReplicaFailedError, ReplicaLostError, StoreError
+from executors.store.faulty import FaultyStore
+from executors.store.file import FileStore
 from executors.store.url import store_at
 from executors.testing import ExecutorContract, eventually
 from executors.testing.executor_contract import task
@@ -124,6 +126,40 @@ def test_a_run_on_a_third_party_can_be_cancelled_and_leaving_the_block_does(exec
     with pytest.raises(ReplicaCancelledError):
         run.results()
     assert not any(is_alive(handle.process.pid) for handle in (*run.handles, *left.handles))
+
+
+class NotedExecutor(PopenExecutor):
+    """One whose handles can be noted in the run's store, and that refuses to cancel rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tickets: list[Any] = []
+
+    def launch_replicas(self, *args: Any, **more: Any) -> list[Any]:
+        self.tickets = super().launch_replicas(*args, **more)
+        return [ReplicaHandle(ticket.rank, self.backend_name, {}) for ticket in self.tickets]
+
+    def cancel(self, handle: Any) -> None:
+        if handle.rank == 0:
+            raise RuntimeError("their API is down")
+        super().cancel(self.tickets[handle.rank])
+
+
+@pytest.mark.usefixtures("third_party")
+@pytest.mark.parametrize("kind", [StoreError, KeyboardInterrupt])
+def test_a_third_partys_replicas_are_cancelled_when_their_handles_cannot_be_noted(
+    kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise kind("for a moment")
+
+    store = FaultyStore(FileStore(tmp_path), seed=0)
+    store.fail_at("put", key="*/0001/0/handle.json", before=fail)
+    monkeypatch.setattr("executors.launcher.launch_plan.open_store", lambda url: store)
+    noted = NotedExecutor()
+    with pytest.raises(kind):
+        launch(cast(ServerlessExecutor, noted), task("hang"), 3, rendezvous=tmp_path)
+    assert [is_alive(ticket.process.pid) for ticket in noted.tickets] == [True, False, False]
 
 
 LEAVES = """
