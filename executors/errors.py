@@ -32,7 +32,7 @@ Bad values of arguments (`n=0`) raise `ValueError`, wrong types `TypeError`, as 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from executors.protocol import Outcome
@@ -66,6 +66,17 @@ class ReplicasError(Exception):
 
     outcome_reason: ClassVar[str] = "exception"
     """The `reason` of a replica's outcome when its entrypoint ends with this error."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let it be pickled, as a pool of processes does with what its task raised."""
+        return _without_fields, (type(self), self.args), vars(self)
+
+
+def _without_fields(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
+    """Return an error that has its message alone: its `__init__` may ask for more, and what it sets comes after."""
+    error = kind.__new__(kind)
+    Exception.__init__(error, *args)
+    return error
 
 
 class HangError(BaseException):

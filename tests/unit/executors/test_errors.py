@@ -1,8 +1,34 @@
-"""Messages that several errors share."""
+"""What several errors share: their messages, and that they travel between processes."""
 
 from __future__ import annotations
 
-from executors.errors import did_you_mean, unknown_name
+import inspect
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import diloco.errors  # noqa: F401 - its errors are among those below
+from executors.backends.jobs.service import JobServiceError
+from executors.errors import ReplicasError, did_you_mean, unknown_name
+
+
+def kinds(base: type[ReplicasError]) -> Iterator[type[ReplicasError]]:
+    yield base
+    for kind in base.__subclasses__():
+        yield from kinds(kind)
+
+
+def test_every_error_comes_back_from_a_pickle_with_its_fields_and_notes() -> None:
+    errors: list[ReplicasError] = [JobServiceError("what happened", "rejected", retry_after_s=3.0)]
+    for kind in {*kinds(ReplicasError)}:
+        if kind.__module__ in ("executors.errors", "diloco.errors"):
+            parameters = inspect.signature(kind.__init__).parameters.values()
+            given: Any = {each.name: (3, 4) for each in parameters if each.kind is each.KEYWORD_ONLY}
+            errors.append(kind("what happened", **given))
+    for error in errors:
+        error.add_note("a note")
+        back = pickle.loads(pickle.dumps(error))
+        assert (type(back), str(back), vars(back)) == (type(error), "what happened", vars(error))
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_all_known_ones() -> None:
