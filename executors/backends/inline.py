@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from executors.attempt import TICKS, Attempt, collect_rows
 from executors.attempt.outcome import PID
 from executors.entrypoint import check_entrypoint
-from executors.errors import BackendError
+from executors.errors import BackendError, StoreError
 from executors.logs.readers import TailedLog
 from executors.native import Log, Observation, Parent, Recordable, RunSpec, Unfinished
 from executors.process import is_alive, start_time, this_machine
@@ -33,6 +33,8 @@ from executors.task.launch_request import LaunchRequest
 from executors.worker.main import call
 
 MACHINE = re.compile(r"\S+ \S+ \S+")  # as `this_machine` names one
+_calls: list[tuple[str, int]] = []
+"""The run and the rank of each call that this process is inside of."""
 
 
 @dataclass(frozen=True)
@@ -124,17 +126,23 @@ class InlineExecutor:
         handle = ReplicaHandle(announced.rank, self.backend_name, {**announced.metadata, **process})
         if not attempt.store.put_if_absent(attempt.key("handle.json"), handle.to_json().encode()):
             return []  # another process began it first
-        with _surroundings_of(run, attempt.rank, entrypoint):
-            try:
-                call(address_of(run.store_url, run.run_id), run.task_digest)
-            except SystemExit:
-                pass  # its outcome says how it left
-            except Exception as error:  # noqa: BLE001 - the user's code raised it, and its outcome has it
-                trace = error.__traceback__
-                while trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("executors."):
-                    trace = trace.tb_next  # the user's frames are enough
-                traceback.print_exception(error.with_traceback(trace))
-                sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace  # for pdb.pm()
+        _calls.append((run.run_id, attempt.rank))
+        try:
+            with _surroundings_of(run, attempt.rank, entrypoint):
+                try:
+                    call(address_of(run.store_url, run.run_id), run.task_digest)
+                except SystemExit:
+                    pass  # its outcome says how it left
+                except Exception as error:  # noqa: BLE001 - the user's code raised it, and its outcome has it
+                    trace = error.__traceback__
+                    while trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("executors."):
+                        trace = trace.tb_next  # the user's frames are enough
+                    traceback.print_exception(error.with_traceback(trace))
+                    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace  # for pdb.pm()
+        finally:
+            _calls.remove((run.run_id, attempt.rank))
+            with contextlib.suppress(StoreError):  # where it left no outcome, other processes see that it is over
+                self._conclude(attempt, handle)
         return [handle]
 
     def describe_launch(
@@ -147,7 +155,7 @@ class InlineExecutor:
         """Return None: an attempt begins with its whole handle."""
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        """Return the replica's status. The first to find its process gone records it as lost.
+        """Return the replica's status. The first to find its process gone, or its call over, records it as lost.
 
         Raises:
             UnknownHandleError: no such replica was ever launched.
@@ -198,9 +206,11 @@ class InlineExecutor:
 
     def _conclude(self, attempt: Attempt, handle: ReplicaHandle) -> Outcome | None:
         process = _process_of(attempt, handle)
-        if process.machine != this_machine() or is_alive(process.pid, process.pid_started):
+        is_over = process.pid == os.getpid() and (attempt.run_id, attempt.rank) not in _calls
+        if process.machine != this_machine() or (is_alive(process.pid, process.pid_started) and not is_over):
             return None
-        return attempt.outcome() or attempt.record_lost("its process is gone")  # its last act may have been to write it
+        # Its last act may have been to write it.
+        return attempt.outcome() or attempt.record_lost("its call is over" if is_over else "its process is gone")
 
 
 def _process_of(attempt: Attempt, handle: ReplicaHandle) -> _Process:

@@ -14,8 +14,12 @@ from support.cli import Folder, HereInstead, Terminal
 from support.runs import lose_store
 
 from executors import ReplicasError, attach, current_replica, launch
-from executors.errors import ReplicaFailedError
+from executors.attempt import Attempt
+from executors.errors import ReplicaFailedError, ReplicaLostError, UnwritableStoreError
 from executors.replica import CONTRACT, set_current_replica
+from executors.run_index import local_store
+from executors.store import Data
+from executors.store.file import FileStore
 from executors.testing import eventually
 from executors.worker import main
 
@@ -90,6 +94,38 @@ def test_what_the_entrypoint_raises_is_passed_on_though_its_store_takes_nothing(
     printed = capsys.readouterr().err
     assert "how it ended cannot be recorded: Cannot create" in printed
     assert "trying again" not in printed
+
+
+def test_an_inline_run_whose_outcome_could_not_be_written_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_if_absent = FileStore.put_if_absent
+
+    def refuse(store: FileStore, key: str, data: Data) -> bool:
+        if key.endswith("outcome.json"):
+            raise UnwritableStoreError("no space is left")
+        return put_if_absent(store, key, data)
+
+    monkeypatch.setattr(FileStore, "put_if_absent", refuse)
+    monkeypatch.setattr(main, "RETRY_S", 0.1)
+    monkeypatch.setattr(main, "OUTAGE_S", 0.3)
+    run = launch("inline", "os:getpid", 1)
+    assert run.wait(timeout=5)
+    with pytest.raises(ReplicaLostError, match="its call is over and it left no outcome"):
+        run.results()
+    run.cancel()
+
+
+def test_a_run_that_was_left_while_it_wrote_its_last_is_over_for_other_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def leave(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("executors.worker.main._Worker.stop", leave)
+    with pytest.raises(KeyboardInterrupt):
+        launch("inline", "os:getpid", 1, run_id="left")
+    outcome = Attempt(local_store(), "left", 0).outcome()
+    assert outcome is not None, "which another process need not ask this one for"
+    assert outcome.reason == "lost"
 
 
 def test_a_file_is_read_again_at_each_launch(tmp_path: Path) -> None:
