@@ -138,7 +138,8 @@ class InlineExecutor:
                     while trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("executors."):
                         trace = trace.tb_next  # the user's frames are enough
                     traceback.print_exception(error.with_traceback(trace))
-                    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace  # for pdb.pm()
+                    # For pdb.pm(), which looks at `last_exc` since Python 3.12.
+                    vars(sys).update(last_exc=error, last_type=type(error), last_value=error, last_traceback=trace)
         finally:
             _calls.remove((run.run_id, attempt.rank))
             with contextlib.suppress(StoreError):  # where it left no outcome, other processes see that it is over

@@ -47,7 +47,11 @@ def test_the_entrypoint_runs_in_this_process_as_rank_0_of_a_run_that_is_on_recor
     assert current_replica().is_alone, "this process is a replica no more"
 
 
-def test_what_the_entrypoint_raises_is_its_outcome_and_a_debugger_finds_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_entrypoint_raises_is_its_outcome_and_a_debugger_finds_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.last_exc", ValueError("an older one"), raising=False)
+
     def entrypoint() -> None:
         in_the_frame = 42
         raise ValueError(f"boom {in_the_frame}")
@@ -58,6 +62,7 @@ def test_what_the_entrypoint_raises_is_its_outcome_and_a_debugger_finds_it(capsy
     printed = capsys.readouterr().err
     assert "ValueError: boom 42" in printed
     assert "executors/worker" not in printed, "the user's frames alone"
+    assert vars(sys)["last_exc"] is sys.last_value, "which pdb.pm() looks at since Python 3.12"
     trace = sys.last_traceback
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
