@@ -6,7 +6,7 @@ import inspect
 import linecache
 import os
 from collections.abc import Callable, Iterator, Mapping
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 MAX_CHARACTERS = 1 << 20
@@ -22,7 +22,7 @@ def sources_of(function: Callable[..., Any], pickled: bytes) -> dict[str, str]:
         if code.co_filename.encode(errors="surrogatepass") in pickled:
             try:
                 lines, first = inspect.getsourcelines(code)
-            except (OSError, TypeError):  # typed into an interpreter that keeps no text
+            except Exception:  # noqa: BLE001 - no text is kept, or one that was edited since: tracebacks do without
                 continue
             text = found.setdefault(code.co_filename, [])
             text += ["\n"] * (first - 1 + len(lines) - len(text))
@@ -38,7 +38,8 @@ def _codes(value: Any, seen: set[int]) -> Iterator[CodeType]:
     seen.add(id(value))
     if isinstance(value, type):
         for member in vars(value).values():
-            yield from _codes(getattr(member, "__func__", member), seen)
+            is_wrapped = isinstance(member, classmethod | staticmethod)
+            yield from _codes(member.__func__ if is_wrapped else member, seen)
     elif isinstance(value, FunctionType):
         yield value.__code__
         inner = [value.__code__]
@@ -47,7 +48,8 @@ def _codes(value: Any, seen: set[int]) -> Iterator[CodeType]:
             for name in code.co_names:
                 yield from _codes(value.__globals__.get(name), seen)
         for cell in value.__closure__ or ():
-            yield from _codes(cell.cell_contents, seen)
+            if cell != CellType():  # else its variable was never set
+                yield from _codes(cell.cell_contents, seen)
 
 
 def show_sources(sources: Mapping[str, Any]) -> None:

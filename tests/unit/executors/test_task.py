@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import linecache
 import re
 import threading
 from enum import StrEnum
@@ -38,6 +39,42 @@ def test_a_callable_and_its_arguments_come_back() -> None:
     function, args = task.load(ME)
     assert function(**args) == 103
     assert (task.record.seed, spec.ranks, spec.world_size) == (7, (0, 1), 2)
+
+
+def test_a_closure_with_a_variable_that_was_never_set_is_launched() -> None:
+    def entrypoint(uses_it: bool) -> int:
+        return never_set if uses_it else 1
+
+    if ME["rank"] == 0:
+        never_set = 2
+    store = MemoryStore()
+    spec = create_run(store, "r", entrypoint, {"uses_it": False}, 1, backend="local")
+    function, args = read_task(store, "r", spec.task_digest).load(ME)
+    assert function(**args) == 1
+
+
+class Unconnected:
+    def __getattr__(self, name: str) -> Any:
+        if name == "__func__":
+            raise RuntimeError("it is not connected")
+        raise AttributeError(name)
+
+
+def test_what_has_no_readable_source_travels_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Holder:
+        client = Unconnected()
+
+    edited = "def main():\n    return [\n"  # since it was imported
+    lines = edited.splitlines(keepends=True)
+    monkeypatch.setitem(linecache.cache, "<edited>", (len(edited), None, lines, "<edited>"))
+    named: dict[str, Any] = {"__name__": "__main__", "Holder": Holder}
+    exec(compile("def main():\n    return Holder.__name__", "<edited>", "exec"), named)
+    store = MemoryStore()
+    spec = create_run(store, "r", named["main"], {}, 1, backend="local")
+    task = read_task(store, "r", spec.task_digest)
+    function, _ = task.load(ME)
+    assert function() == "Holder"
+    assert "<edited>" not in task.record.sources
 
 
 def test_rank_env_names_a_variable_and_is_no_argument() -> None:
