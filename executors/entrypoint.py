@@ -387,7 +387,12 @@ def describe(entrypoint: str | Callable[..., Any]) -> str:
     """Name an entrypoint in one string, as records have it: of an object its class, for others may read them."""
     if isinstance(entrypoint, str):
         return entrypoint
-    while isinstance(entrypoint, functools.partial):
-        entrypoint = entrypoint.func
-    named = entrypoint if hasattr(entrypoint, "__qualname__") else type(entrypoint)
+    named = named_by(entrypoint)
     return f"{getattr(named, '__module__', '?')}.{named.__qualname__}"
+
+
+def named_by(function: Callable[..., Any]) -> Any:
+    """Return what a callable is named by: of a partial what it calls, and of an object its class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if hasattr(function, "__qualname__") else type(function)

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from executors import replica as environment
-from executors.entrypoint import describe, parse_entrypoint, shown
+from executors.entrypoint import describe, named_by, parse_entrypoint, shown
 from executors.errors import EntrypointError
 from executors.native import Package, RunSpec
 from executors.shipping.requirements import requirements_of
 from executors.shipping.script_header import script_of
 from executors.shipping.workspace import LIMIT_BYTES, OURS, snapshot_workspace
+from executors.task.pickles import is_by_value
 from executors.task.stored import installed_version
 
 
@@ -79,12 +80,14 @@ def _check_shipped(entrypoint: str | Callable[..., Any], root: Path, files: Sequ
         )
 
 
-def _file_of(function: object) -> Path | None:
+def _file_of(function: Any) -> Path | None:
     """Return the file from which a replica would have to import a callable; None when it needs none of the user's."""
-    module = sys.modules.get(str(getattr(function, "__module__", None)))
+    named = named_by(function)
+    module = sys.modules.get(str(getattr(named, "__module__", None)))
     file = getattr(module, "__file__", None)
-    by_value = "<" in getattr(function, "__qualname__", "<")  # cloudpickle, for <locals> and <lambda>
-    if module is None or file is None or module is sys.modules.get("__main__") or by_value:
+    if module is None or file is None or module is sys.modules.get("__main__"):
+        return None
+    if "<" in named.__qualname__ or is_by_value(module.__name__):  # cloudpickle, for <locals> and <lambda>
         return None
     path = Path(file).resolve()
     ours = Path(__file__).resolve().parents[2]

@@ -29,7 +29,7 @@ def pickle_call(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> tupl
         def reducer_override(self, each: Any) -> Any:
             reduced = super().reducer_override(each)
             if isinstance(each, ModuleType):
-                is_by_name = sys.modules.get(each.__name__) is each and not _is_by_value(each.__name__)
+                is_by_name = sys.modules.get(each.__name__) is each and not is_by_value(each.__name__)
                 named.update([each.__name__] if is_by_name else [])  # else what it holds is written, too
             elif reduced is NotImplemented and isinstance(each, FunctionType | type):
                 named.update([each.__module__] if isinstance(each.__module__, str) else [])
@@ -42,7 +42,7 @@ def pickle_call(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> tupl
     return pickled, sorted(modules - sys.stdlib_module_names - {"__main__"})
 
 
-def _is_by_value(module: str) -> bool:
+def is_by_value(module: str) -> bool:
     """Return whether the user has registered a module, or the package it is in, to be written into pickles."""
     import cloudpickle
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import shutil
 import sys
 import tarfile
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import cloudpickle
 import pytest
 from support.git import git, repository
 from support.new_runs import create_run
@@ -321,9 +325,19 @@ def test_an_entrypoint_that_replicas_would_not_find_is_refused(root: Path) -> No
 def a_function_of_another_folder() -> None: ...
 
 
+class OfAnotherFolder:
+    def __call__(self) -> None: ...
+
+
 def test_a_callable_that_replicas_could_not_import_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EntrypointError, match=r"a_function_of_another_folder' lies outside the workspace"):
-        make_package(a_function_of_another_folder, root=root)
+    outside: tuple[tuple[Callable[..., Any], str], ...] = (
+        (a_function_of_another_folder, "a_function_of_another_folder"),
+        (functools.partial(functools.partial(a_function_of_another_folder)), "a_function_of_another_folder"),
+        (OfAnotherFolder(), "OfAnotherFolder"),
+    )
+    for entrypoint, name in outside:
+        with pytest.raises(EntrypointError, match=rf"{name}' lies outside the workspace"):
+            make_package(entrypoint, root=root)
     here = Path(__file__).parents[3]
     for travels, folder in (
         (a_function_of_another_folder, here),
@@ -333,6 +347,12 @@ def test_a_callable_that_replicas_could_not_import_is_refused(root: Path, monkey
         (pytest.skip, root),
     ):
         make_package(travels, root=folder)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        for entrypoint, _ in outside:
+            make_package(entrypoint, root=root)
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules[__name__])  # as `__mp_main__` is in children of "spawn"
     make_package(a_function_of_another_folder, root=root)
 
