@@ -43,7 +43,7 @@ from executors.task.launch_request import LaunchRequest
 from executors.task.pickles import pickle_call
 from executors.task.record import LaunchedWith, RunRecord
 from executors.task.sources import sources_of
-from executors.task.stored import PYTHON, StoredTask, folder_of, versions_here
+from executors.task.stored import MAX_TASK_BYTES, PYTHON, StoredTask, folder_of, versions_here
 
 MASK = "***"  # shown instead of a value of the environment
 
@@ -101,6 +101,11 @@ def plan_run(
         tracker=request.tracker,
     )
     task, pickled = _pack_task(request, launched_with, package)
+    if (size_bytes := max(len(task), len(pickled or b""))) > MAX_TASK_BYTES:
+        raise EntrypointArgumentsError(
+            f"{describe(request.entrypoint)} and its arguments are {size_bytes:,} bytes, more than the "
+            f"{MAX_TASK_BYTES:,} that replicas read. Load such data inside the function."
+        )
     record = RunRecord(
         **vars(launched_with),
         task_digest=hashlib.sha256(task).hexdigest(),

@@ -151,6 +151,17 @@ def test_a_hundred_megabytes_of_arguments_travel() -> None:
     assert function(**args) == 100 << 20
 
 
+def test_a_task_that_no_replica_would_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executors.task.create.MAX_TASK_BYTES", 100_000)
+    monkeypatch.setattr("executors.task.stored.MAX_TASK_BYTES", 100_000)
+    store = MemoryStore()
+    for entrypoint in (add, "operator:add"):
+        with pytest.raises(EntrypointArgumentsError, match=r"add and its arguments are 100,\d+ bytes, more than"):
+            create_run(store, "r", entrypoint, {"a": "x" * 100_000}, 1, backend="local")
+        assert not list(store.list(""))
+    create_run(store, "r", add, {"a": "x" * 90_000}, 1, backend="local")
+
+
 def test_values_of_environment_and_secrets_are_never_recorded() -> None:
     store = MemoryStore()
     spec = create_run(store, "r", add, {"a": 1}, 1, backend="local", env={"TOKEN": "hunter2"}, secret_names=["KEY"])
