@@ -317,10 +317,12 @@ def current_replica() -> Replica:
 
 @functools.cache  # the line is printed once
 def _replica_alone() -> Replica:
-    script = sys.argv[0] if sys.argv[0].endswith(".py") else "FILE.py"
+    # A notebook has no file, and its kernel's is in argv.
+    is_script = hasattr(sys.modules["__main__"], "__file__") and sys.argv[0].endswith(".py")
+    how = f"replicas launch {sys.argv[0]} --n 4" if is_script else 'executors.launch("local", your_function, n=4)'
     print(
         "replicas: this process is not a replica, so it is alone: world size 1, in memory, and nothing is kept. With "
-        f"others: replicas launch {script} --n 4",
+        f"others: {how}",
         file=sys.stderr,
     )
     nonce = os.urandom(16).hex()

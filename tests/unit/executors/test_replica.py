@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -41,6 +43,15 @@ def test_a_process_that_nobody_launched_is_rank_0_of_1_and_one_line_says_so(
     (line,) = capsys.readouterr().err.splitlines()
     assert "not a replica, so it is alone: world size 1, in memory, and nothing is kept. With others: " in line
     assert find_replica() is None, "code that wants to know can tell the difference"
+
+
+def test_the_advice_in_a_notebook_names_no_file_of_the_kernel(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/lib/site-packages/ipykernel_launcher.py", "-f", "kernel.json"])
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    current_replica()
+    assert capsys.readouterr().err.endswith('With others: executors.launch("local", your_function, n=4)\n')
 
 
 def test_an_integer_beyond_all_floats_is_reported_as_infinite() -> None:
