@@ -37,7 +37,7 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
     when = "" if lease_s is None else f", {lease_s / 60:.0f} minutes after it"
 
     def leave() -> None:
-        if pid != os.getpid() or run.is_awaited:
+        if pid != os.getpid():
             return
         store = impatient_store(run.store.url, STORE_LIMIT_S)
         attempts = [Attempt(store, run.run_id, rank) for rank in run.fleet.ranks]
@@ -51,6 +51,7 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
         if not is_native:
             _cancel(run, attempts)
 
+    run.at_exit = leave
     atexit.register(leave)
     return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -40,8 +41,8 @@ class Run(Traces):
         handles: Sequence[Any] | None = None,
     ) -> None:
         super().__init__(store, run_id, executor=executor, handles=handles)
-        self.is_awaited = False
-        """Whether this process has waited for the run's end, or ended it."""
+        self.at_exit: Callable[[], None] = lambda: None
+        """What this process does at its exit, unless it has waited for the run's end, or ended it."""
         self.shows_progress = False
         """Whether waiting for it draws how far it is."""
         self._leases: list[LeaseHolder] = []
@@ -245,7 +246,7 @@ class Run(Traces):
 
     def _settle(self) -> None:
         """The run has ended: whoever goes on finds that the cells say so."""
-        self.is_awaited = True
+        atexit.unregister(self.at_exit)
         for lease in self._leases:
             lease.end()
         if "_display" in self.__dict__:
