@@ -7,6 +7,7 @@ import json
 import sqlite3
 import struct
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 
 from executors import LocalProcessExecutor, Run, launch
 from executors.errors import MissingDependencyError
+from executors.report.trackers import Tracked
 from executors.resume import resume
+from executors.worker import tracking
 
 TRAIN, NOTES = "support.trackers:train", "support.trackers:Notes"
 
@@ -67,6 +70,21 @@ def test_the_tracker_of_rank_0_gets_the_page_of_the_run_as_it_is_at_its_end(
     assert [{"page": name} in noted(folder, rank) for rank in range(2)] == [True, False]
     page = (folder / name).read_text()
     assert [text in page for text in (f"<title>{run.run_id}", '"loss"')] == [True, True]
+
+
+def test_a_page_that_takes_too_long_does_not_keep_a_tracker_from_its_finish(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tracking, "FINISH_S", 2.0)
+    store_answers = threading.Event()
+    tracked = Tracked(run_id="slow", rank=0, world_size=1, attempt=0)
+    handing = tracking.Tracking("support.trackers:KeepsPage", tracked, lambda _: store_answers.wait())
+    handing.start()
+    handing.finish(has_succeeded=True, is_hurried=False)
+    store_answers.set()
+    assert noted(folder)[-1] == {"finish": True}
+    error = capfd.readouterr().err
+    assert error.endswith("'support.trackers:KeepsPage' did not get the page of the run: it was not written in time\n")
 
 
 @pytest.mark.parametrize(
