@@ -24,7 +24,7 @@ from executors.report.trackers import TakesPage, Tracked, load_tracker
 from executors.task.stored import StoredTask
 
 MAX_WAITING = 10_000  # lines that wait for the tracker: hours of them
-FINISH_S = 20.0  # how long a replica waits at its end for what is left, and for half of it for the page of the run
+FINISH_S = 20.0  # how long a replica waits at its end for what is left; half of it for the page of the run
 HURRIED_S = 2.5  # where it is killed soon
 
 
@@ -126,7 +126,7 @@ class Tracking:
                 sys.stderr.write(f"replicas: rank {self._tracked.rank}: the tracker {self._name!r} {what}\n")
 
 
-def tracked(task: StoredTask, replica: Replica) -> Tracked:
+def tracked(task: StoredTask, replica: Replica, launched_at: float) -> Tracked:
     """Return what a tracker is told of a replica and of its task."""
     launched, record = task.launched_with, task.record
     settings = {
@@ -142,6 +142,7 @@ def tracked(task: StoredTask, replica: Replica) -> Tracked:
     config = {name: value for name, value in settings.items() if value is not None}
     return Tracked(
         run_id=task.run_id,
+        launched_at=launched_at,
         rank=replica.rank,
         world_size=replica.world_size,
         attempt=replica.attempt,

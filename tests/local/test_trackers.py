@@ -33,6 +33,11 @@ def noted(folder: Path, rank: int = 0, attempt: int = 0) -> list[dict[str, Any]]
     return [json.loads(line) for line in (folder / f"{rank}-{attempt}").read_text().splitlines()]
 
 
+def name_of(run: Run) -> str:
+    """Return the name by which trackers tell a run from others of its id."""
+    return Tracked(run_id=run.run_id, launched_at=run.record.created_at, rank=0, world_size=1, attempt=0).run
+
+
 def tracked_and_resumed(local: LocalProcessExecutor, tracker: str, env: dict[str, str]) -> Run:
     """Launch two replicas whose first attempts fail, and resume them."""
     run = launch(local, TRAIN, 2, args={"steps": 2, "fails_at": 1}, tracker=tracker, env=env)
@@ -49,7 +54,7 @@ def test_a_tracker_gets_the_numbers_of_each_rank_and_attempt_beside_the_training
     run = tracked_and_resumed(local, NOTES, {"NOTES": str(folder)})
     for rank in range(2):
         first, again = noted(folder, rank), noted(folder, rank, 1)
-        assert [notes[0]["name"] for notes in (first, again)] == [f"{run.run_id} rank {rank}"] * 2
+        assert [notes[0]["name"] for notes in (first, again)] == [f"{name_of(run)} rank {rank}"] * 2
         assert first[0]["of"] == 2
         assert first[0]["begin"].items() >= {
             "run": run.run_id, "entrypoint": TRAIN, "replicas": 2, "backend": "local", "args.steps": 2,
@@ -58,6 +63,18 @@ def test_a_tracker_gets_the_numbers_of_each_rank_and_attempt_beside_the_training
         assert [each.get("loss") for each in again[1:-1] if "loss" in each] == [1.0, 0.5]
         assert (first[-1], again[-1]) == ({"finish": False}, {"finish": True})
     assert run.record.tracker == NOTES
+
+
+def test_a_tracker_does_not_take_a_run_for_an_earlier_one_of_that_id(folder: Path) -> None:
+    names = set()
+    for _ in range(2):
+        run = launch("inline", TRAIN, 1, tracker=NOTES, run_id="again")
+        assert run.wait()
+        (note,) = (each["name"] for each in noted(folder) if "name" in each)
+        names.add(note)
+        (folder / "0-0").unlink()
+        run.remove()
+    assert len(names) == 2
 
 
 def test_the_tracker_of_rank_0_gets_the_page_of_the_run_as_it_is_at_its_end(
@@ -77,7 +94,7 @@ def test_a_page_that_takes_too_long_does_not_keep_a_tracker_from_its_finish(
 ) -> None:
     monkeypatch.setattr(tracking, "FINISH_S", 2.0)
     store_answers = threading.Event()
-    tracked = Tracked(run_id="slow", rank=0, world_size=1, attempt=0)
+    tracked = Tracked(run_id="slow", launched_at=0.0, rank=0, world_size=1, attempt=0)
     handing = tracking.Tracking("support.trackers:KeepsPage", tracked, lambda _: store_answers.wait())
     handing.start()
     handing.finish(has_succeeded=True, is_hurried=False)
@@ -154,7 +171,7 @@ def test_trackio_has_a_run_for_each_rank_that_its_next_attempt_goes_on_with(
             rows.setdefault((name, "loss"), []).extend(v for k, v in json.loads(text).items() if k == "loss")
         configs = [json.loads(text) for (text,) in connection.execute("SELECT config FROM configs")]
         artifacts = [name for (name,) in connection.execute("SELECT name FROM artifacts")]
-    assert rows == {(f"{run.run_id} rank {rank}", "loss"): [1.0, 1.0, 0.5] for rank in range(2)}
+    assert rows == {(f"{name_of(run)} rank {rank}", "loss"): [1.0, 1.0, 0.5] for rank in range(2)}
     assert {config["args.steps"] for config in configs} == {2}
     assert artifacts == [run.run_id], "the page of the run"
 
@@ -180,7 +197,7 @@ def test_wandb_offline_has_the_numbers_of_each_attempt(local: LocalProcessExecut
             ]
         found.setdefault(of, []).extend(losses)
     assert {of: sorted(losses) for of, losses in found.items()} == {
-        f"{run.run_id} {run.run_id}-{rank} {run.run_id} rank {rank}": [0.5, 1.0, 1.0] for rank in range(2)
+        f"{name_of(run)} {name_of(run)}-{rank} {name_of(run)} rank {rank}": [0.5, 1.0, 1.0] for rank in range(2)
     }
     assert artifacts == {run.run_id}, "the page of the run"
 
@@ -214,7 +231,7 @@ def test_mlflow_has_a_run_for_each_rank_that_its_next_attempt_goes_on_with(
     experiment = client.get_experiment_by_name("replicas")
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
-    assert sorted(each.info.run_name for each in runs) == [f"{run.run_id} rank {rank}" for rank in range(2)]
+    assert sorted(each.info.run_name for each in runs) == [f"{name_of(run)} rank {rank}" for rank in range(2)]
     for each in runs:
         assert (each.info.status, each.data.params["args.steps"]) == ("FINISHED", "2")
         assert each.data.tags["replicas.run"] == run.run_id
