@@ -111,9 +111,7 @@ def test_a_folder_of_events_belongs_to_one_run_and_one_export(exported: Path) ->
 def test_a_folder_of_events_of_an_earlier_run_of_that_id_is_refused(exported: Path) -> None:
     metrics = calm().metrics
     write(exported, metrics)
-    said = (
-        "holds the events of run 'calm-otter-7f3a, launched 2026-09-21 14:13:20 UTC'. Choose another folder for 'calm"
-    )
+    said = "run 'calm-otter-7f3a, launched 2026-09-21 14:13:20 UTC'. Choose another folder for 'calm-otter-7f3a, "
     with pytest.raises(ReplicasError, match=said):
         write(exported, metrics, launched_at=BEGAN_AT + 60)
 
