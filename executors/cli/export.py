@@ -79,7 +79,7 @@ def _export(
         if tensorboard is not None:
             from executors.report.tensorboard import open_event_files
 
-            events = stack.enter_context(open_event_files(tensorboard, run.run_id))
+            events = stack.enter_context(open_event_files(tensorboard, run.run_id, run.record.created_at))
         tell = stack.enter_context(output.busy(f"{'Following' if follow else 'Reading'} {run.run_id}"))
         for pause_s in run.pauses():
             began = time.monotonic()

@@ -51,6 +51,8 @@ class Numbers:
     """Seconds since the attempt's claim, by its own clock; as in every row."""
     values: Mapping[str, float]
     """Finite ones below `LARGEST` only."""
+    not_finite: tuple[str, ...] = ()
+    """The names of the others."""
 
     @classmethod
     def of(cls, line: Mapping[str, Any], rank: int, attempt: int, where: str, strange: Counter[str]) -> Numbers:
@@ -59,7 +61,7 @@ class Numbers:
         Raises:
             CorruptObjectError: a value is not a number.
         """
-        values, refusal = {}, Fields(dict(line), where)
+        values, refused, refusal = {}, list[str](), Fields(dict(line), where)
         for name, value in line.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 refusal.take(name, number())
@@ -67,9 +69,11 @@ class Numbers:
             if abs(value) < LARGEST:
                 values[shown] = value
             else:
-                strange[shown[:MAX_NAME]] += 1
+                refused.append(shown[:MAX_NAME])
+        strange.update(refused)
         values.pop("t", None)
-        return cls(rank=rank, attempt=attempt, t=refusal.take("t", SECONDS), values=values)
+        t = refusal.take("t", SECONDS)
+        return cls(rank=rank, attempt=attempt, t=t, values=values, not_finite=tuple(refused))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from executors.errors import CorruptObjectError, StoreError
@@ -82,9 +82,8 @@ class Lines:
             self.problems.append(f"{whose} segments are missing, the first is number {gap}.")
         if self._left_out:
             self.problems.append(f"{whose} {self._left_out} lines were dropped, because no segment could be written.")
-        strange = f"that is not finite, or beyond {LARGEST:g}"
         for name, n in sorted(self._strange.items())[:10]:
-            self.problems.append(f"{whose} {name!r} was reported {n} times as a value {strange}.")
+            self.problems.append(f"{whose} {name!r} is not finite, or beyond {LARGEST:g}, in {n} lines.")
         if self._unnamed:
             limits = f"beyond {MAX_NAMES}, or longer than {MAX_NAME} characters,"
             self.problems.append(f"{whose} {len(self._unnamed)} names of numbers {limits} are left out.")
@@ -113,7 +112,7 @@ class Lines:
         if not self._unnamed:
             return row
         kept = {name: value for name, value in row.values.items() if name in self._names}
-        return Numbers(rank=row.rank, attempt=row.attempt, t=row.t, values=kept)
+        return replace(row, values=kept)
 
 
 def read_segments(

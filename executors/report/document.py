@@ -96,6 +96,7 @@ def document(subject: Subject) -> dict[str, Any]:
         "launched": _launched(subject),
         "settings": _settings(subject),
         "numbers": measures.six(),
+        "not_finite": measures.not_finite,
         "curves": curves(metrics),
         "replicas": [
             {

@@ -34,7 +34,11 @@ def _sentences(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _loss(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    curves = document["curves"]
+    curves, not_finite = document["curves"], document["not_finite"]
+    if not_finite:
+        step = min((step for step in not_finite.values() if step is not None), default=None)
+        since = "" if step is None else f" since step {step:,.0f}"
+        yield "bad", f"The loss of {name_ranks(not_finite)} is not finite{since}."
     curve = next((each for each in curves["shown"] if each["name"] == "loss"), None)
     if curve is None or not curve["lines"]:
         return
@@ -49,7 +53,7 @@ def _loss(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     x0, (x1, last) = curve["x"][0], found[-1]
     over = f"steps {x0:,.0f} to {x1:,.0f}" if curves["over"] == "step" else name_duration(x1 - x0)
     words = f"Loss {name_number(first)} → {name_number(last)} over {over}{f' ({whose})' if whose else ''}."
-    yield ("good" if last < first else "bad"), words
+    yield ("good" if last < first and not not_finite else "bad"), words
 
 
 def is_late(document: Mapping[str, Any], rank: int) -> bool:

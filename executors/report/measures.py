@@ -55,6 +55,17 @@ class Measures:
                 known |= {name: row.values[name] for name in SHOWN if name in row.values and name not in known}
         return found
 
+    @cached_property
+    def not_finite(self) -> dict[int, float | None]:
+        """By rank whose loss is not finite any more, since which step; None: it reported none."""
+        found: dict[int, float | None] = {}
+        for row in self.metrics.numbers:
+            if "loss" in row.not_finite:
+                found.setdefault(row.rank, row.values.get("step"))
+            elif "loss" in row.values:
+                found.pop(row.rank, None)
+        return found
+
     @property
     def restarts(self) -> dict[int, int]:
         """By rank, how often a later attempt was begun; without those that never were."""
@@ -106,7 +117,7 @@ class Measures:
         work = self.metrics.ledger.by_rank.get(rank)
         return {
             "step": values.get("step"),
-            "loss": values.get("loss"),
+            "loss": None if rank in self.not_finite else values.get("loss"),
             "alive_s": self.alive_s.get(rank, 0.0),
             "training_s": _training_s(rounds),
             "waiting_s": _waiting_s(rounds),

@@ -19,7 +19,7 @@ from executors.metrics.metrics import Metrics
 from executors.metrics.rows import Round
 from executors.report.document import first_losses
 from executors.report.scalars import scalars
-from executors.report.words import one_line
+from executors.report.words import name_moment, one_line
 
 MISSING = (
     "Event files for TensorBoard are written with the package 'tensorboard'. Install it with: "
@@ -31,18 +31,19 @@ MAX_WAITING = 1000  # events that wait for the thread that writes them
 
 
 @contextlib.contextmanager
-def open_event_files(directory: Path, run_id: str) -> Iterator[EventFiles]:
+def open_event_files(directory: Path, run_id: str, launched_at: float) -> Iterator[EventFiles]:
     """Open the folder for the events of a run; it may hold some of them already.
 
     Raises:
         MissingDependencyError: tensorboard is not installed.
-        ReplicasError: the folder is of another run, or another process writes to it.
+        ReplicasError: the folder is of another run, maybe an earlier one of this id, or another process writes to it.
         OSError: it cannot be written to.
     """
     try:
         from tensorboard.summary.writer import event_file_writer  # noqa: F401 - whether it is here
     except ImportError as error:
         raise MissingDependencyError(MISSING) from error
+    mine = f"{run_id}, launched {name_moment(launched_at)}"
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / NOTE).open("a+", encoding="utf-8") as note:
         try:
@@ -50,12 +51,12 @@ def open_event_files(directory: Path, run_id: str) -> Iterator[EventFiles]:
         except BlockingIOError:
             raise ReplicasError(f"Another process exports to {str(directory)!r}. Let it, or end it first.") from None
         note.seek(0)
-        if (found := note.read(200)) not in ("", run_id):
+        if (found := note.read(200)) not in ("", mine):
             raise ReplicasError(
-                f"{str(directory)!r} holds the events of run {one_line(found)!r}. Choose another folder for {run_id!r}."
+                f"{str(directory)!r} holds the events of run {one_line(found)!r}. Choose another folder for {mine!r}."
             )
         if not found:
-            note.write(run_id)
+            note.write(mine)
             note.flush()
         files = EventFiles(directory)
         try:

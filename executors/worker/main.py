@@ -103,9 +103,10 @@ def call(run: str, digest: str | None = None) -> Any:
     Returns: what the user's entrypoint returned, as a JSON value. Its exceptions are passed on.
     """
     store_url, run_id = split_address(run)
-    world_size = read_record(store_at(store_url), f"{run_id}/run.json", RunRecord.parse).world_size
+    record = read_record(store_at(store_url), f"{run_id}/run.json", RunRecord.parse)
     rank = int(os.environ[environment.RANK])
-    worker = _Worker(Assignment(RunSpec(run_id, store_url, "", world_size, (rank,)), rank))
+    spec = RunSpec(run_id, store_url, "", record.world_size, (rank,), launched_at=record.created_at)
+    worker = _Worker(Assignment(spec, rank))
     set_environment(worker.replica)
     worker.heartbeat.start()
     try:
@@ -204,7 +205,8 @@ class _Worker:
 
         # Loaded before the generators are seeded: what it draws is not the user's. Begun after: it loads more modules.
         page = functools.partial(write_page, replica) if replica.rank == 0 else None
-        tracking = Tracking(launched.tracker, tracked(task, replica), page)
+        about = tracked(task, replica, self._assignment.spec.launched_at)
+        tracking = Tracking(launched.tracker, about, page)
         loaded = _load(replica, task, self._assignment.gpu)
         self._tracking, replica.recorder.on_line = tracking, tracking.take
         tracking.start()

@@ -10,6 +10,7 @@ import queue
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from executors.report.trackers import TakesPage, Tracked, load_tracker
 from executors.task.stored import StoredTask
 
 MAX_WAITING = 10_000  # lines that wait for the tracker: hours of them
-FINISH_S = 20.0  # how long a replica waits at its end for what is left
+FINISH_S = 20.0  # how long a replica waits at its end for what is left; half of it for the page of the run
 HURRIED_S = 2.5  # where it is killed soon
 
 
@@ -42,6 +43,7 @@ class Tracking:
         self._waiting = queue.Queue[tuple[float, Mapping[str, Any]] | None](MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._has_succeeded = self._is_hurried = False
+        self._page_by = 0.0
         self._has_complained = False
         self._class: Any = None
         with self._told("cannot be loaded here, so it gets no numbers"):
@@ -68,6 +70,7 @@ class Tracking:
             return
         self._has_succeeded, self._is_hurried = has_succeeded, is_hurried
         limit_s = HURRIED_S if is_hurried else FINISH_S
+        self._page_by = time.monotonic() + limit_s / 2
         with contextlib.suppress(queue.Full):  # it hangs
             self._waiting.put_nowait(None)
         thread.join(limit_s)
@@ -94,10 +97,19 @@ class Tracking:
         if self._write_page is not None and isinstance(tracker, TakesPage) and not self._is_hurried:
             with self._told("did not take the page of the run"), tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, f"{self._tracked.run_id}.html")
-                self._write_page(path)
-                tracker.page(path)
+                writing = threading.Thread(target=self._write, args=(self._write_page, path), daemon=True)
+                writing.start()  # a store that does not answer would keep the tracker from its end
+                writing.join(max(0.0, self._page_by - time.monotonic()))
+                if writing.is_alive():
+                    self._complain("did not get the page of the run: it was not written in time")
+                elif path.exists():
+                    tracker.page(path)
         with self._told("did not finish, so some numbers may be missing there"):
             tracker.finish(has_succeeded=self._has_succeeded)
+
+    def _write(self, write_page: Callable[[Path], object], path: Path) -> None:
+        with self._told("did not get the page of the run"):
+            write_page(path)
 
     @contextlib.contextmanager
     def _told(self, what: str) -> Iterator[None]:
@@ -114,7 +126,7 @@ class Tracking:
                 sys.stderr.write(f"replicas: rank {self._tracked.rank}: the tracker {self._name!r} {what}\n")
 
 
-def tracked(task: StoredTask, replica: Replica) -> Tracked:
+def tracked(task: StoredTask, replica: Replica, launched_at: float) -> Tracked:
     """Return what a tracker is told of a replica and of its task."""
     launched, record = task.launched_with, task.record
     settings = {
@@ -130,6 +142,7 @@ def tracked(task: StoredTask, replica: Replica) -> Tracked:
     config = {name: value for name, value in settings.items() if value is not None}
     return Tracked(
         run_id=task.run_id,
+        launched_at=launched_at,
         rank=replica.rank,
         world_size=replica.world_size,
         attempt=replica.attempt,

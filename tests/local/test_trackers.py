@@ -7,6 +7,7 @@ import json
 import sqlite3
 import struct
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 
 from executors import LocalProcessExecutor, Run, launch
 from executors.errors import MissingDependencyError
+from executors.report.trackers import Tracked
 from executors.resume import resume
+from executors.worker import tracking
 
 TRAIN, NOTES = "support.trackers:train", "support.trackers:Notes"
 
@@ -28,6 +31,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def noted(folder: Path, rank: int = 0, attempt: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"{rank}-{attempt}").read_text().splitlines()]
+
+
+def name_of(run: Run) -> str:
+    """Return the name by which trackers tell a run from others of its id."""
+    return Tracked(run_id=run.run_id, launched_at=run.record.created_at, rank=0, world_size=1, attempt=0).run
 
 
 def tracked_and_resumed(local: LocalProcessExecutor, tracker: str, env: dict[str, str]) -> Run:
@@ -46,7 +54,7 @@ def test_a_tracker_gets_the_numbers_of_each_rank_and_attempt_beside_the_training
     run = tracked_and_resumed(local, NOTES, {"NOTES": str(folder)})
     for rank in range(2):
         first, again = noted(folder, rank), noted(folder, rank, 1)
-        assert [notes[0]["name"] for notes in (first, again)] == [f"{run.run_id} rank {rank}"] * 2
+        assert [notes[0]["name"] for notes in (first, again)] == [f"{name_of(run)} rank {rank}"] * 2
         assert first[0]["of"] == 2
         assert first[0]["begin"].items() >= {
             "run": run.run_id, "entrypoint": TRAIN, "replicas": 2, "backend": "local", "args.steps": 2,
@@ -55,6 +63,18 @@ def test_a_tracker_gets_the_numbers_of_each_rank_and_attempt_beside_the_training
         assert [each.get("loss") for each in again[1:-1] if "loss" in each] == [1.0, 0.5]
         assert (first[-1], again[-1]) == ({"finish": False}, {"finish": True})
     assert run.record.tracker == NOTES
+
+
+def test_a_tracker_does_not_take_a_run_for_an_earlier_one_of_that_id(folder: Path) -> None:
+    names = set()
+    for _ in range(2):
+        run = launch("inline", TRAIN, 1, tracker=NOTES, run_id="again")
+        assert run.wait()
+        (note,) = (each["name"] for each in noted(folder) if "name" in each)
+        names.add(note)
+        (folder / "0-0").unlink()
+        run.remove()
+    assert len(names) == 2
 
 
 def test_the_tracker_of_rank_0_gets_the_page_of_the_run_as_it_is_at_its_end(
@@ -67,6 +87,21 @@ def test_the_tracker_of_rank_0_gets_the_page_of_the_run_as_it_is_at_its_end(
     assert [{"page": name} in noted(folder, rank) for rank in range(2)] == [True, False]
     page = (folder / name).read_text()
     assert [text in page for text in (f"<title>{run.run_id}", '"loss"')] == [True, True]
+
+
+def test_a_page_that_takes_too_long_does_not_keep_a_tracker_from_its_finish(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tracking, "FINISH_S", 2.0)
+    store_answers = threading.Event()
+    tracked = Tracked(run_id="slow", launched_at=0.0, rank=0, world_size=1, attempt=0)
+    handing = tracking.Tracking("support.trackers:KeepsPage", tracked, lambda _: store_answers.wait())
+    handing.start()
+    handing.finish(has_succeeded=True, is_hurried=False)
+    store_answers.set()
+    assert noted(folder)[-1] == {"finish": True}
+    error = capfd.readouterr().err
+    assert error.endswith("'support.trackers:KeepsPage' did not get the page of the run: it was not written in time\n")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +171,7 @@ def test_trackio_has_a_run_for_each_rank_that_its_next_attempt_goes_on_with(
             rows.setdefault((name, "loss"), []).extend(v for k, v in json.loads(text).items() if k == "loss")
         configs = [json.loads(text) for (text,) in connection.execute("SELECT config FROM configs")]
         artifacts = [name for (name,) in connection.execute("SELECT name FROM artifacts")]
-    assert rows == {(f"{run.run_id} rank {rank}", "loss"): [1.0, 1.0, 0.5] for rank in range(2)}
+    assert rows == {(f"{name_of(run)} rank {rank}", "loss"): [1.0, 1.0, 0.5] for rank in range(2)}
     assert {config["args.steps"] for config in configs} == {2}
     assert artifacts == [run.run_id], "the page of the run"
 
@@ -162,7 +197,7 @@ def test_wandb_offline_has_the_numbers_of_each_attempt(local: LocalProcessExecut
             ]
         found.setdefault(of, []).extend(losses)
     assert {of: sorted(losses) for of, losses in found.items()} == {
-        f"{run.run_id} {run.run_id}-{rank} {run.run_id} rank {rank}": [0.5, 1.0, 1.0] for rank in range(2)
+        f"{name_of(run)} {name_of(run)}-{rank} {name_of(run)} rank {rank}": [0.5, 1.0, 1.0] for rank in range(2)
     }
     assert artifacts == {run.run_id}, "the page of the run"
 
@@ -196,7 +231,7 @@ def test_mlflow_has_a_run_for_each_rank_that_its_next_attempt_goes_on_with(
     experiment = client.get_experiment_by_name("replicas")
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
-    assert sorted(each.info.run_name for each in runs) == [f"{run.run_id} rank {rank}" for rank in range(2)]
+    assert sorted(each.info.run_name for each in runs) == [f"{name_of(run)} rank {rank}" for rank in range(2)]
     for each in runs:
         assert (each.info.status, each.data.params["args.steps"]) == ("FINISHED", "2")
         assert each.data.tags["replicas.run"] == run.run_id

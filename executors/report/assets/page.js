@@ -164,7 +164,7 @@
         const isPositive = lines.every((line) => line.y.every((y) => y == null || y > 0));
         log.disabled = !isPositive;
         curves.querySelector(".thinned").textContent = curve.bins
-          ? `Thinned: of each of ${curve.bins} bins every line keeps its least and its greatest value (${number(curve.points)} were reported).` : "";
+          ? `Thinned: of each of ${curve.bins} bins every line keeps its least and its greatest value (${number(curve.points)} were kept).` : "";
         return { x: curve.x, lines, over: data.curves.over === "step" ? "step" : "time", log: log.checked && isPositive };
       });
     }

@@ -5,6 +5,7 @@ One tracker run for each rank. `launch(tracker=…)` names one of `BUILT_IN`, or
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import re
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ class Tracked:
     """The replica whose numbers a tracker gets."""
 
     run_id: str
+    launched_at: float
+    """Unix time of the launch."""
     rank: int
     world_size: int
     attempt: int
@@ -34,9 +37,14 @@ class Tracked:
     """How the run was launched: JSON values, the entrypoint's arguments as `args.NAME`."""
 
     @property
+    def run(self) -> str:
+        """A name of the run that no other run has, nor an earlier one of its id, which was removed."""
+        return f"{self.run_id}-{hashlib.sha256(repr(self.launched_at).encode()).hexdigest()[:8]}"
+
+    @property
     def name(self) -> str:
         """A name of the rank that no rank of another run has."""
-        return f"{self.run_id} rank {self.rank}"
+        return f"{self.run} rank {self.rank}"
 
 
 class Tracker(Protocol):

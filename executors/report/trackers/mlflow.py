@@ -12,7 +12,7 @@ from executors.report.trackers import PROJECT, Tracked
 FORBIDDEN = re.compile(r"[^\w\-. :/]")  # in names of metrics and parameters
 MAX_NAME, MAX_VALUE = 250, 500
 MAX_PARAMS = 100  # of one call
-RUN, RANK = "replicas.run", "replicas.rank"
+RUN, LAUNCHED, RANK = "replicas.run", "replicas.launched", "replicas.rank"
 
 
 class Tracker:
@@ -24,12 +24,12 @@ class Tracker:
 
         self._client = MlflowClient()
         experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT)
-        mine = f"tags.`{RUN}` = '{tracked.run_id}' and tags.`{RANK}` = '{tracked.rank}'"
+        tags = {RUN: tracked.run_id, LAUNCHED: repr(tracked.launched_at), RANK: str(tracked.rank)}
+        mine = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
         if found := self._client.search_runs([experiment], mine, max_results=1):
             self._run_id = found[0].info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
             return
-        tags = {RUN: tracked.run_id, RANK: str(tracked.rank)}
         self._run_id = self._client.create_run(experiment, tags=tags, run_name=tracked.name).info.run_id
         config = [Param(_name(name), str(value)[:MAX_VALUE]) for name, value in tracked.config.items()]
         self._client.log_batch(self._run_id, params=config[:MAX_PARAMS])

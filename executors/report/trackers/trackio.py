@@ -18,7 +18,7 @@ class Tracker:
         self._run = trackio.init(
             os.environ.get("TRACKIO_PROJECT") or PROJECT,
             name=tracked.name,
-            group=tracked.run_id,
+            group=tracked.run,
             config=dict(tracked.config),
             resume="allow",
             embed=False,

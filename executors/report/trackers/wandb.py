@@ -17,9 +17,9 @@ class Tracker:
 
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
-            group=tracked.run_id,
+            group=tracked.run,
             name=tracked.name,
-            id=f"{tracked.run_id}-{tracked.rank}",
+            id=f"{tracked.run}-{tracked.rank}",
             resume="allow",
             config=dict(tracked.config),
             settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),

@@ -27,8 +27,8 @@ def exported(tmp_path: Path) -> Path:
     return tmp_path / "events"
 
 
-def write(folder: Path, metrics: Metrics, *, is_over: bool = True) -> int:
-    with open_event_files(folder, metrics.run_id) as files:
+def write(folder: Path, metrics: Metrics, *, is_over: bool = True, launched_at: float = BEGAN_AT) -> int:
+    with open_event_files(folder, metrics.run_id, launched_at) as files:
         return files.write(metrics, is_over=is_over)
 
 
@@ -84,7 +84,7 @@ def test_no_event_is_written_twice_and_none_is_missing_however_often_an_export_i
     metrics = with_kills().metrics
     whole = exported.parent / "whole"
     write(whole, metrics)
-    with open_event_files(exported, metrics.run_id) as files:
+    with open_event_files(exported, metrics.run_id, BEGAN_AT) as files:
         for second in (10.0, 10.0, 33.0):
             files.write(until(metrics, second), is_over=False)
     (file,) = (exported / "rank-1").glob("events*")
@@ -99,10 +99,21 @@ def test_no_event_is_written_twice_and_none_is_missing_however_often_an_export_i
 
 def test_a_folder_of_events_belongs_to_one_run_and_one_export(exported: Path) -> None:
     metrics = calm().metrics
-    with open_event_files(exported, metrics.run_id), pytest.raises(ReplicasError, match="Another process exports to"):
+    with (
+        open_event_files(exported, metrics.run_id, BEGAN_AT),
+        pytest.raises(ReplicasError, match="Another process exports to"),
+    ):
         write(exported, metrics)
-    with pytest.raises(ReplicasError, match="holds the events of run 'calm-otter-7f3a'"):
+    with pytest.raises(ReplicasError, match="holds the events of run 'calm-otter-7f3a, "):
         write(exported, with_kills().metrics)
+
+
+def test_a_folder_of_events_of_an_earlier_run_of_that_id_is_refused(exported: Path) -> None:
+    metrics = calm().metrics
+    write(exported, metrics)
+    said = "run 'calm-otter-7f3a, launched 2026-09-21 14:13:20 UTC'. Choose another folder for 'calm-otter-7f3a, "
+    with pytest.raises(ReplicasError, match=said):
+        write(exported, metrics, launched_at=BEGAN_AT + 60)
 
 
 def test_without_tensorboard_the_error_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

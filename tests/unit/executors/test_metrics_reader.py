@@ -126,8 +126,9 @@ def test_numbers_that_are_not_finite_or_too_large_are_left_out_and_counted() -> 
         {"step": 3, "loss": 2.5},
         *({"step": n} for n in range(1, 6)),
     ]
-    said = "Rank 0, attempt 0: 'loss' was reported 5 times as a value that is not finite, or beyond 1e+300."
+    said = "Rank 0, attempt 0: 'loss' is not finite, or beyond 1e+300, in 5 lines."
     assert found.problems == [said]
+    assert [row.not_finite for row in found.numbers] == [(), *[("loss",)] * 5]
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -18,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.made_up_runs import HOSTILE, SCENES, Scene, failed_at_once, hostile, made_up, with_kills
+from support.made_up_runs import HOSTILE, SCENES, Scene, calm, failed_at_once, hostile, made_up, with_kills
 
-from executors.metrics.rows import Round
+from executors.metrics.rows import Numbers, Round, Row
 from executors.report.document import ANCHOR, Subject, document
 from executors.report.page import ASSETS, page, write_page
 from executors.report.scalars import scalars
@@ -237,6 +238,22 @@ def test_a_run_that_failed_at_once_begins_with_its_cause() -> None:
     assert text.index("<h2>Failures") < text.index("<h2>Time line")
     assert "last words" in text
     assert "No replica reported a number." in text
+
+
+def test_a_loss_that_is_not_a_number_any_more_is_neither_the_last_one_nor_good() -> None:
+    def read(row: Row) -> Row:
+        if not isinstance(row, Numbers) or row.rank > 1 or not 300 <= row.values["step"] < 500 + 500 * row.rank:
+            return row
+        line = {**row.values, "t": row.t, "loss": math.nan}
+        return Numbers.of(line, row.rank, row.attempt, "a line", Counter())
+
+    subject = calm()
+    made = document(replace(subject, metrics=replace(subject.metrics, rows=[*map(read, subject.metrics.rows)])))
+    assert [row["loss"] is None for row in made["replicas"]] == [False, True, False, False], "rank 0 recovered"
+    tones = {each["text"]: each["tone"] for each in made["in_short"] if "oss" in each["text"]}
+    assert tones.pop("The loss of rank 1 is not finite since step 300.") == "bad"
+    assert [*tones.values()] == ["bad"], "though it fell until then"
+    assert page(made).count("<td>not finite</td>") == 1
 
 
 def test_a_young_run_is_not_said_to_have_reported_nothing() -> None:
