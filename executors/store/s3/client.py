@@ -61,7 +61,7 @@ def connect(
         if address.endpoint_url is None and not _is_aws(found):  # from AWS_ENDPOINT_URL or a profile
             found = client("path")
         return found, tuple(value for value in _credentials(session).values() if value)
-    except failures() as error:
+    except (*failures(), ValueError) as error:  # ValueError: the endpoint is not a url
         raise explain(error, address, None, "use") from error
 
 

@@ -38,6 +38,8 @@ ADVICE = {
     "SSLError": "If the server has a certificate of your own, name its authority in AWS_CA_BUNDLE.",
     "ConnectTimeoutError": "Check endpoint_url and that the network lets this machine reach it.",
     "EndpointConnectionError": "Check endpoint_url (its host and port) and that the server runs.",
+    "InvalidRegionError": "Correct ?region=, or AWS_DEFAULT_REGION.",
+    "ValueError": "Correct ?endpoint_url=, or AWS_ENDPOINT_URL: it is a url such as https://s3.example.com.",
 }
 REFUSED = (401, 403)
 WRITING = ("create", "write")
