@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -96,15 +97,20 @@ def will_pass(error: BaseException) -> bool:
 def retried(
     act: Callable[[], T], *, deadline_s: float, sleep: Callable[[float], None], clock: Callable[[], float]
 ) -> T:
-    """Act until it succeeds, fails for good, or the deadline is near; wait longer and longer, at random, in between."""
-    started, longest_s = clock(), FIRST_WAIT_S
+    """Act until it succeeds or fails for good; wait longer and longer, at random, in between.
+
+    Args:
+        deadline_s: how long after its first failure it is repeated: a large object may take longer to send. 0: once.
+    """
+    failed_at, longest_s = math.inf, FIRST_WAIT_S
     while True:
         try:
             return act()
         except Exception as error:
+            failed_at = min(failed_at, clock())
             longest_s = min(LONGEST_WAIT_S, 2 * longest_s)
             wait_s = _dice.uniform(0, longest_s)
-            if not will_pass(error) or clock() + wait_s - started >= deadline_s:
+            if not will_pass(error) or clock() + wait_s - failed_at >= deadline_s:
                 raise
         sleep(wait_s)
 
