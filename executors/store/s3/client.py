@@ -16,6 +16,7 @@ from executors.store.s3.errors import explain, failures, status_of
 
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 60
+ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # what is there must be restored before it can be read
 Problem = tuple[str, str, str]
 """A setting, what is wrong with it, and what to do."""
 
@@ -114,12 +115,17 @@ def risky_settings(client: Any, address: S3Address) -> Iterator[Problem]:
     with contextlib.suppress(refused):
         for rule in client.get_bucket_lifecycle_configuration(**bucket).get("Rules", ()):
             scope = rule.get("Filter", {})
-            covered = str(rule.get("Prefix") or scope.get("Prefix") or scope.get("And", {}).get("Prefix") or "")
+            scope = {**scope, **scope.get("And", {})}
+            covered = str(rule.get("Prefix") or scope.get("Prefix") or "")
             is_here = address.prefix.startswith(covered) or covered.startswith(address.prefix)
-            if is_here and rule.get("Status") == "Enabled" and "Expiration" in rule:
-                name = rule.get("ID") or "without a name"
-                advice = "Exempt the prefix: the seals of a run must stay for as long as it may be resumed."
+            if not is_here or rule.get("Status") != "Enabled" or {"Tag", "Tags"} & scope.keys():  # no object has tags
+                continue
+            name = rule.get("ID") or "without a name"
+            advice = "Exempt the prefix: the seals of a run must stay readable for as long as it may be resumed."
+            if {"Days", "Date"} & rule.get("Expiration", {}).keys():  # else it only removes delete markers
                 yield "lifecycle", f"rule {name!r} lets objects here expire", advice
+            if any(each.get("StorageClass") in ARCHIVES for each in rule.get("Transitions", ())):
+                yield "lifecycle", f"rule {name!r} moves objects here to an archive", advice
 
 
 def _send_small_bodies_at_once(params: dict[str, Any], **_: Any) -> None:

@@ -32,6 +32,7 @@ ADVICE = {
     "ExpiredToken": "The session token has expired. Get new credentials.",
     "RequestTimeTooSkewed": "This machine's clock is wrong. Set it, or run a time service.",
     "EntityTooLarge": "Write the object in parts, under keys of their own.",
+    "InvalidObjectState": "The object was moved to an archive by a lifecycle rule. Restore it, and exempt the prefix.",
     # Errors of botocore, by class:
     "NoCredentialsError": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a profile: ?profile=NAME.",
     "PartialCredentialsError": "Set both AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.",
