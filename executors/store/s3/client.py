@@ -56,14 +56,43 @@ def connect(
         return made
 
     try:
-        session = Session(profile=address.profile)
-        session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
+        session = _with_descriptions(Session(profile=address.profile))
         found = client("auto" if address.endpoint_url is None else "path")
         if address.endpoint_url is None and not _is_aws(found):  # from AWS_ENDPOINT_URL or a profile
             found = client("path")
         return found, tuple(value for value in _credentials(session).values() if value)
     except (*failures(), ValueError) as error:  # ValueError: the endpoint is not a url
         raise explain(error, address, None, "use") from error
+
+
+def located(address: S3Address) -> S3Address:
+    """Return an address with the endpoint and the region that variables and profiles of this machine give it.
+
+    Nothing is asked, and no credentials are needed. What cannot be found out stays as it is.
+    """
+    try:
+        from botocore import UNSIGNED
+        from botocore.config import Config
+        from botocore.session import Session
+
+        session = _with_descriptions(Session(profile=address.profile))
+        config = Config(signature_version=UNSIGNED)
+        client = session.create_client("s3", address.region, endpoint_url=address.endpoint_url, config=config)
+    except ImportError:
+        return address
+    except (*failures(), ValueError):  # who connects is told
+        return address
+    endpoint_url = None if _is_aws(client) else client.meta.endpoint_url
+    return replace(
+        address,
+        region=address.region or session.get_config_variable("region"),
+        endpoint_url=address.endpoint_url or endpoint_url,
+    )
+
+
+def _with_descriptions(session: Any) -> Any:
+    session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
+    return session
 
 
 @functools.cache
