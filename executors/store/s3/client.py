@@ -61,7 +61,7 @@ def connect(
         if address.endpoint_url is None and not _is_aws(found):  # from AWS_ENDPOINT_URL or a profile
             found = client("path")
         return found, tuple(value for value in _credentials(session).values() if value)
-    except (*failures(), ValueError) as error:  # ValueError: the endpoint is not a url
+    except failures(ValueError) as error:  # ValueError: the endpoint is not a url
         raise explain(error, address, None, "use") from error
 
 
@@ -80,7 +80,7 @@ def located(address: S3Address) -> S3Address:
         client = session.create_client("s3", address.region, endpoint_url=address.endpoint_url, config=config)
     except ImportError:
         return address
-    except (*failures(), ValueError):  # who connects is told
+    except failures(ValueError):  # who connects is told
         return address
     endpoint_url = None if _is_aws(client) else client.meta.endpoint_url
     return replace(

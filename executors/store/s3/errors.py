@@ -68,12 +68,12 @@ def _response(error: BaseException) -> dict[str, Any]:
     return getattr(error, "response", None) or {}  # None: the server was silent, or hung up
 
 
-def failures() -> tuple[type[Exception], ...]:
-    """Return the errors of a boto3 client, and `TornReplyError`."""
+def failures(*more: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return the errors of a boto3 client, `TornReplyError`, and more."""
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
 
-    return (ClientError, BotoCoreError, ResponseParserError, TornReplyError)
+    return (ClientError, BotoCoreError, ResponseParserError, TornReplyError, *more)
 
 
 def will_pass(error: BaseException) -> bool:
