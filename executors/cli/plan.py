@@ -17,7 +17,7 @@ from executors.cli.options import parse_duration
 from executors.cli.output import JsonOption, Output, UsageProblem, name_age, refuse, usage_errors
 from executors.cli.planned import MeasuredLink, describe_link, find_link, load_planner, note_link
 from executors.report.words import name_number, name_share, name_size
-from executors.store.url import check_scheme, directory_of, is_near
+from executors.store.url import check_scheme, directory_of, is_near, located_url
 
 if TYPE_CHECKING:
     from executors.store.link import LinkSpeed
@@ -151,17 +151,18 @@ def plan(
         if found.late_s:
             with contextlib.suppress(ValueError):  # the run is shorter than any round that is usual
                 free = planner.choose(job)
-    kind = _kind_of(url)
+    place = None if url is None else located_url(url)
+    kind = _kind_of(place)
     prices = planner.PRICES.get(kind, planner.Prices())
     prices = replace(prices, **(price or {}))
     is_priced = kind in planner.PRICES or price is not None
     if as_json:
         output.document(_document(found, prices if is_priced else None, url, source, planner.PRICED_ON))
         return 0
-    place = "" if url is None else f", {url}"
-    output.say(f"{_short(params)} parameters, {n} replica{'s' * (n > 1)}, {step:g} s a step{place} "
+    where = "" if url is None else f", {url}"
+    output.say(f"{_short(params)} parameters, {n} replica{'s' * (n > 1)}, {step:g} s a step{where} "
                f"({source}: {describe_link(speed)})", "bold", wrap=True)  # fmt: skip
-    for line in (*_lines(found), _sums(found, prices, is_priced, kind, url)):
+    for line in (*_lines(found), _sums(found, prices, is_priced, kind, place)):
         output.say(line, wrap=True)
     for line in _advice(found, free, source):
         output.say(line, "yellow", wrap=True)

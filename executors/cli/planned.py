@@ -24,7 +24,7 @@ from executors.store.records import (
     text,
     to_bytes,
 )
-from executors.store.url import is_near
+from executors.store.url import is_near, located_url
 
 if TYPE_CHECKING:
     from executors.run.run import Run
@@ -98,7 +98,7 @@ def find_link(url: str, n: int) -> MeasuredLink | None:
 
 
 def link_key(url: str) -> str:
-    return f"{LINKS}/{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
+    return f"{LINKS}/{hashlib.sha256(located_url(url).encode()).hexdigest()[:16]}.json"
 
 
 @dataclass(frozen=True, kw_only=True)

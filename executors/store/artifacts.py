@@ -14,7 +14,8 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
-from executors.store.protocol import MAX_KEY_BYTES, MAX_SEGMENT_BYTES, Store
+from executors.errors import KeyNotFoundError, StoreError
+from executors.store.protocol import MAX_KEY_BYTES, MAX_SEGMENT_BYTES, Entry, Store
 
 PART_BYTES = 256 << 20
 KEPT = re.compile(r"(0|[1-9][0-9]{0,3})/artifacts/(.*)", re.DOTALL)
@@ -55,16 +56,27 @@ class Artifact:
         return self.store.get(self.key)
 
     def parts(self) -> Iterator[memoryview]:
-        """Yield the file's content, in parts that fit into memory."""
-        for start in range(0, self.size_bytes, PART_BYTES):
-            yield self.store.get(self.key, start=start, size=min(PART_BYTES, self.size_bytes - start))
+        """Yield the file's content as it is now, which may be newer than the listing, in parts that fit into memory.
+
+        Raises:
+            StoreError: it cannot be read, or was replaced meanwhile.
+        """
+        if self.size_bytes <= PART_BYTES:
+            yield self.read()
+            return
+        now = self._entry()
+        for start in range(0, now.size_bytes, PART_BYTES):
+            yield self.store.get(self.key, start=start, size=min(PART_BYTES, now.size_bytes - start))
+        if self._entry() != now:
+            message = f"{self.key!r} in {self.store.url} was replaced while it was read. Read it again."
+            raise StoreError(message, key=self.key, url=self.store.url)
 
     def save(self, path: str | Path) -> None:
         """Write the content to a file, all of it or nothing, over the file if there is one; make its folders.
 
         Raises:
             OSError: it cannot be written to; or the path is a folder, a device, a pipe.
-            StoreError: the content cannot be read.
+            StoreError: the content cannot be read, or was replaced meanwhile.
         """
         parts = self._parts_from_the_first()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +87,7 @@ class Artifact:
 
         Raises:
             OSError: the name cannot be a path, or something is in the way.
-            StoreError: the content cannot be read.
+            StoreError: the content cannot be read, or was replaced meanwhile.
         """
         if self.problem is not None:
             raise OSError(self.problem)
@@ -86,6 +98,12 @@ class Artifact:
             raise OSError("a symbolic link on the way leads out of the folder")
         _replace(path, parts)
         return path
+
+    def _entry(self) -> Entry:
+        for entry in self.store.list(self.key):
+            if entry.key == self.key:
+                return entry
+        raise KeyNotFoundError(f"No object {self.key!r} in {self.store.url}.", key=self.key, url=self.store.url)
 
     def _parts_from_the_first(self) -> Iterator[memoryview]:
         """Return the parts when the first is read: no folder is made for what cannot be read."""

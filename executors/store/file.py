@@ -2,8 +2,9 @@
 
 Objects are written to an anonymous file (`O_TMPFILE`, or a hidden one where the file system has none) and get
 their name only when they are whole: by `link`, which fails if the name is taken, or by `rename`, which replaces
-it. So nothing half-written is ever visible, a killed writer leaves nothing, and creation is exclusive across
-processes and, on a network file system with working `link`, across machines.
+it. So nothing half-written is ever visible, and creation is exclusive across processes and, on a network file system
+with working `link`, across machines. A killed writer leaves nothing, or a hidden file, which is removed when the
+store is opened a day later.
 
 No symbolic link below the store's directory is followed: other users may be able to write there.
 
@@ -38,6 +39,7 @@ UNFINISHED = ".unfinished~"  # the one reserved name at the top: files that have
 MAP_FROM_BYTES = 128 * 1024  # below this, copying is cheaper than the page faults of a mapping
 ALIGNED_BYTES = 2 << 20  # a large page on x86 and most ARM machines
 PRUNING_RACES = 1000  # how often in a row a folder may vanish between its making and its use
+LEFTOVER_S = 86400  # a hidden file that nobody wrote to for so long was left by a killed writer
 WRITEV_MAX_BUFFERS = 1024  # IOV_MAX
 WRITEV_MAX_BYTES = 1 << 30  # Linux transfers at most 0x7ffff000 bytes a call
 NO_ANONYMOUS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
@@ -216,6 +218,7 @@ class FileStore:
             try:
                 with self._new_file() as file:
                     if file.link(name) and not file.link(name):
+                        self._remove_leftovers(os.fstat(file.descriptor).st_mtime - LEFTOVER_S)
                         return
             except OSError as error:
                 if error.errno in READ_ONLY:
@@ -231,6 +234,15 @@ class FileStore:
             "there could not agree on anything. Use a directory on another file system, or an object store.",
             url=self.url,
         )
+
+    def _remove_leftovers(self, before: float) -> None:
+        """Remove hidden files of killed writers: those last written before a time, by the file system's clock."""
+        hidden = os.path.join(self._folder, UNFINISHED)
+        with contextlib.suppress(OSError), _opened(hidden, os.O_RDONLY) as folder, os.scandir(folder) as found:
+            for entry in found:
+                with contextlib.suppress(OSError):  # another user's, or gone
+                    if entry.stat(follow_symlinks=False).st_mtime < before:
+                        os.unlink(entry.name, dir_fd=folder)
 
     def _translated_errors(self, verb: str, key: str | None = None) -> _TranslatedErrors:
         return _TranslatedErrors(self.root, verb, key)

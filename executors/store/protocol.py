@@ -24,7 +24,7 @@ class Entry:
     key: str
     size_bytes: int
     modified_at: float
-    """Seconds since the epoch by the store's clock; for people only, nothing is decided by it."""
+    """Seconds since the epoch by the store's clock; no replica decides anything by it."""
 
 
 @runtime_checkable

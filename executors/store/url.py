@@ -150,6 +150,16 @@ def real_url(url: str) -> str:
     return url if directory is None else Path(os.path.realpath(directory)).as_uri()
 
 
+def located_url(url: str) -> str:
+    """Return a store's url with what it says only on this machine: a bucket's endpoint and region. Nothing is asked."""
+    if not url.startswith("s3:"):
+        return url
+    from executors.store.s3.address import S3Address
+    from executors.store.s3.client import located
+
+    return located(S3Address.parse(url)).url
+
+
 def is_near(url: str) -> bool:
     """Return whether looking into a store costs next to nothing: a directory, or this process's memory."""
     return directory_of(url) is not None or url.startswith("memory:")

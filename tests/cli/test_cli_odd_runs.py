@@ -239,6 +239,24 @@ def test_a_missing_boto3_hides_no_other_run(
     assert (away["run_id"], away["status"], "needs boto3" in away["problem"]) == ("away", "unknown", True)
 
 
+@pytest.mark.parametrize("at_launch", ["", "?endpoint_url=https://under_score"], ids=["variable", "url"])
+def test_a_run_at_an_endpoint_that_is_no_url_hides_no_other_in_ls(
+    here: HereInstead,
+    local: LocalProcessExecutor,
+    s3_credentials: None,
+    monkeypatch: pytest.MonkeyPatch,
+    at_launch: str,
+) -> None:
+    launch(local, "job:main", 1, run_id="mine").wait()
+    remember("away", f"s3://bucket/runs{at_launch}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
+    away, mine = sorted(here.replicas("ls", "--json").json, key=lambda row: row["run_id"])
+    assert (mine["run_id"], mine["status"]) == ("mine", "succeeded")
+    assert (away["run_id"], away["status"], "AWS_ENDPOINT_URL" in away["problem"]) == ("away", "unknown", True)
+    removed = here.replicas("rm", "away")
+    assert (removed.code, "Invalid endpoint" in removed.stderr) == (2, True), removed
+
+
 def test_with_json_there_is_one_document_also_where_something_cannot_be_written(
     here: HereInstead, local: LocalProcessExecutor, tmp_path: Path
 ) -> None:

@@ -65,6 +65,30 @@ def test_a_plan_says_what_speaks_against_it(here: HereInstead, more: tuple[str, 
     assert said in here.replicas("plan", *SMALL, *given, *more).stdout
 
 
+def test_a_plan_for_an_endpoint_of_the_environment_is_priced_as_that_endpoint(
+    here: HereInstead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config").write_text(
+        "[profile mine]\nregion = auto\nendpoint_url = https://account.r2.cloudflarestorage.com\n"
+        "[profile theirs]\nregion = eu-north-1\n"
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    note_link(MeasuredLink(url="s3://bucket/runs", n=2, at=1.795e9, up=210e6, down=260e6, latency_s=0.048))
+
+    def planned(store: str) -> str:
+        return here.replicas("plan", *EXAMPLE, "--store", store).stdout
+
+    assert "(measured" in planned("s3://bucket/runs")
+    assert "unless the replicas run in eu-north-1" in planned("s3://bucket/runs?profile=theirs")
+    at_r2 = planned("s3://bucket/runs?profile=mine")
+    assert ("of requests" in at_r2, "of egress" in at_r2) == (True, False)
+    assert "(assumed" in planned("s3://bucket/runs?profile=of-another-machine")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://s3.example.com")
+    elsewhere = planned("s3://bucket/runs")
+    assert "what s3.example.com costs is not known here" in elsewhere
+    assert "(assumed" in elsewhere, "the measurement is of another service"
+
+
 def test_a_plan_for_a_bucket_has_objects_that_a_bucket_takes(here: HereInstead) -> None:
     large = ("--params", "8B", "--n", "8", "--step", "20", "--store", BUCKET, "--gpu", "H100")
     assert here.replicas("plan", *large, "--json").json["settings"]["fragments"] > 1

@@ -7,6 +7,7 @@ import random
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from servers.s3.server import BUCKET, S3Server
@@ -78,6 +79,22 @@ def test_a_server_that_stays_unavailable_is_given_up_at_the_deadline(
     assert 60 < clock.now_s <= 120
     assert max(clock.slept_s) <= 5
     assert len({round(slept_s, 6) for slept_s in clock.slept_s}) > 5, "waits are random, so that replicas spread"
+
+
+def test_a_write_that_was_cut_off_after_minutes_is_sent_again(
+    s3: S3Server, store: S3Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_object = store._client.put_object
+
+    def slow(**request: Any) -> Any:
+        clock.now_s += 600
+        return put_object(**request)
+
+    monkeypatch.setattr(store._client, "put_object", slow)
+    s3.misbehave_once("dropped", "PUT", "runs/large")
+    store.put("large", b"x" * MIB)
+    assert store.get("large") == b"x" * MIB
+    assert clock.now_s < 1205
 
 
 def test_an_object_larger_than_one_request_may_be_is_refused_before_it_is_sent(s3: S3Server, store: S3Store) -> None:

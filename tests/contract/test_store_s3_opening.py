@@ -6,7 +6,9 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
@@ -106,6 +108,34 @@ def test_what_the_credentials_do_not_allow_is_named(s3: S3Server) -> None:
         assert (caught.value.key, caught.value.url) == ("x", store.url)
     with pytest.raises(StoreError, match=r"Cannot list .*s3:ListBucket"):
         store.list("")
+
+
+def test_a_rule_that_only_removes_delete_markers_is_no_risk_and_one_that_archives_is(s3: S3Server) -> None:
+    store = S3Store(s3.url("runs"))
+    rules: list[dict[str, Any]] = [
+        {"ID": "markers", "Filter": {"Prefix": ""}, "Expiration": {"ExpiredObjectDeleteMarker": True}},
+        {"ID": "tagged", "Filter": {"Tag": {"Key": "a", "Value": "b"}}, "Expiration": {"Days": 3}},
+        {
+            "ID": "both",
+            "Filter": {"And": {"Prefix": "runs/", "Tags": [{"Key": "a", "Value": "b"}]}},
+            "Expiration": {"Days": 3},
+        },
+        {"ID": "warm", "Filter": {"Prefix": ""}, "Transitions": [{"Days": 30, "StorageClass": "GLACIER_IR"}]},
+        {"ID": "dated", "Filter": {"Prefix": "runs/"}, "Expiration": {"Date": datetime(2030, 1, 1)}},
+        {"ID": "large", "Filter": {"ObjectSizeGreaterThan": 1000}, "Expiration": {"Days": 3}},
+        {"ID": "cold", "Filter": {"Prefix": ""}, "Transitions": [{"Days": 30, "StorageClass": "GLACIER"}]},
+    ]
+    store._client.put_bucket_lifecycle_configuration(
+        Bucket=BUCKET, LifecycleConfiguration={"Rules": [{"Status": "Enabled", **rule} for rule in rules]}
+    )
+    assert [problem for what, problem, _ in store.risky_settings() if what == "lifecycle"] == [
+        "rule 'dated' lets objects here expire",
+        "rule 'large' lets objects here expire",
+        "rule 'cold' moves objects here to an archive",
+    ]
+    store._client.put_object(Bucket=BUCKET, Key="runs/seal", Body=b"1", StorageClass="GLACIER")
+    with pytest.raises(StoreError, match=r"InvalidObjectState.*Restore it, and exempt the prefix"):
+        store.get("seal")
 
 
 def test_a_server_that_takes_no_checksums_is_served(s3: S3Server) -> None:

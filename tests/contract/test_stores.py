@@ -78,6 +78,37 @@ def test_a_directory_gives_no_name_to_what_is_being_written(tmp_path: Path) -> N
     assert [path for path in root.rglob("*") if path.is_file()] == []
 
 
+def test_what_a_killed_writer_left_without_anonymous_files_is_gone_when_the_store_is_opened_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "O_TMPFILE")
+    root, hidden = tmp_path / "store", tmp_path / "store" / ".unfinished~"
+    store = open_store(root)
+    args = ["support.stores:open_without_anonymous_files", store.url, "write_one", "put", "half", "2048"]
+    with python_process(Path(store_process.__file__), *args) as writer:
+        assert receive(writer) == "ready"
+        eventually(lambda: bytes_being_written(writer.pid, root), "the writer writes", every_s=0)
+        writer.kill()
+        writer.wait()
+    (left,) = hidden.iterdir()
+    open_store(root)
+    assert left.exists(), "it may be another's that writes"
+    os.utime(left, (0, time.time() - 2 * 86400))
+    FileStore(root)
+    assert not hidden.exists()
+
+
+def test_no_file_elsewhere_is_taken_for_what_a_killed_writer_left(tmp_path: Path) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (theirs := elsewhere / "old").touch()
+    os.utime(theirs, (0, 0))
+    store = FileStore(tmp_path / "store")
+    (store.root / ".unfinished~").symlink_to(elsewhere)
+    with contextlib.suppress(StoreError):
+        FileStore(store.root)
+    assert theirs.exists()
+
+
 def bytes_being_written(pid: int, root: Path) -> int:
     """Return the size of the unfinished file that a process holds open below the store."""
     for number in Path(f"/proc/{pid}/fd").iterdir():

@@ -16,6 +16,7 @@ from executors.store.s3.errors import explain, failures, status_of
 
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 60
+ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # what is there must be restored before it can be read
 Problem = tuple[str, str, str]
 """A setting, what is wrong with it, and what to do."""
 
@@ -55,14 +56,43 @@ def connect(
         return made
 
     try:
-        session = Session(profile=address.profile)
-        session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
+        session = _with_descriptions(Session(profile=address.profile))
         found = client("auto" if address.endpoint_url is None else "path")
         if address.endpoint_url is None and not _is_aws(found):  # from AWS_ENDPOINT_URL or a profile
             found = client("path")
         return found, tuple(value for value in _credentials(session).values() if value)
-    except failures() as error:
+    except failures(ValueError) as error:  # ValueError: the endpoint is not a url
         raise explain(error, address, None, "use") from error
+
+
+def located(address: S3Address) -> S3Address:
+    """Return an address with the endpoint and the region that variables and profiles of this machine give it.
+
+    Nothing is asked, and no credentials are needed. What cannot be found out stays as it is.
+    """
+    try:
+        from botocore import UNSIGNED
+        from botocore.config import Config
+        from botocore.session import Session
+
+        session = _with_descriptions(Session(profile=address.profile))
+        config = Config(signature_version=UNSIGNED)
+        client = session.create_client("s3", address.region, endpoint_url=address.endpoint_url, config=config)
+    except ImportError:
+        return address
+    except failures(ValueError):  # who connects is told
+        return address
+    endpoint_url = None if _is_aws(client) else client.meta.endpoint_url
+    return replace(
+        address,
+        region=address.region or session.get_config_variable("region"),
+        endpoint_url=address.endpoint_url or endpoint_url,
+    )
+
+
+def _with_descriptions(session: Any) -> Any:
+    session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
+    return session
 
 
 @functools.cache
@@ -114,12 +144,17 @@ def risky_settings(client: Any, address: S3Address) -> Iterator[Problem]:
     with contextlib.suppress(refused):
         for rule in client.get_bucket_lifecycle_configuration(**bucket).get("Rules", ()):
             scope = rule.get("Filter", {})
-            covered = str(rule.get("Prefix") or scope.get("Prefix") or scope.get("And", {}).get("Prefix") or "")
+            scope = {**scope, **scope.get("And", {})}
+            covered = str(rule.get("Prefix") or scope.get("Prefix") or "")
             is_here = address.prefix.startswith(covered) or covered.startswith(address.prefix)
-            if is_here and rule.get("Status") == "Enabled" and "Expiration" in rule:
-                name = rule.get("ID") or "without a name"
-                advice = "Exempt the prefix: the seals of a run must stay for as long as it may be resumed."
+            if not is_here or rule.get("Status") != "Enabled" or {"Tag", "Tags"} & scope.keys():  # no object has tags
+                continue
+            name = rule.get("ID") or "without a name"
+            advice = "Exempt the prefix: the seals of a run must stay readable for as long as it may be resumed."
+            if {"Days", "Date"} & rule.get("Expiration", {}).keys():  # else it only removes delete markers
                 yield "lifecycle", f"rule {name!r} lets objects here expire", advice
+            if any(each.get("StorageClass") in ARCHIVES for each in rule.get("Transitions", ())):
+                yield "lifecycle", f"rule {name!r} moves objects here to an archive", advice
 
 
 def _send_small_bodies_at_once(params: dict[str, Any], **_: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ ADVICE = {
     "ExpiredToken": "The session token has expired. Get new credentials.",
     "RequestTimeTooSkewed": "This machine's clock is wrong. Set it, or run a time service.",
     "EntityTooLarge": "Write the object in parts, under keys of their own.",
+    "InvalidObjectState": "The object was moved to an archive by a lifecycle rule. Restore it, and exempt the prefix.",
     # Errors of botocore, by class:
     "NoCredentialsError": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a profile: ?profile=NAME.",
     "PartialCredentialsError": "Set both AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.",
@@ -38,6 +40,8 @@ ADVICE = {
     "SSLError": "If the server has a certificate of your own, name its authority in AWS_CA_BUNDLE.",
     "ConnectTimeoutError": "Check endpoint_url and that the network lets this machine reach it.",
     "EndpointConnectionError": "Check endpoint_url (its host and port) and that the server runs.",
+    "InvalidRegionError": "Correct ?region=, or AWS_DEFAULT_REGION.",
+    "ValueError": "Correct ?endpoint_url=, or AWS_ENDPOINT_URL: it is a url such as https://s3.example.com.",
 }
 REFUSED = (401, 403)
 WRITING = ("create", "write")
@@ -64,12 +68,12 @@ def _response(error: BaseException) -> dict[str, Any]:
     return getattr(error, "response", None) or {}  # None: the server was silent, or hung up
 
 
-def failures() -> tuple[type[Exception], ...]:
-    """Return the errors of a boto3 client, and `TornReplyError`."""
+def failures(*more: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return the errors of a boto3 client, `TornReplyError`, and more."""
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
 
-    return (ClientError, BotoCoreError, ResponseParserError, TornReplyError)
+    return (ClientError, BotoCoreError, ResponseParserError, TornReplyError, *more)
 
 
 def will_pass(error: BaseException) -> bool:
@@ -94,15 +98,20 @@ def will_pass(error: BaseException) -> bool:
 def retried(
     act: Callable[[], T], *, deadline_s: float, sleep: Callable[[float], None], clock: Callable[[], float]
 ) -> T:
-    """Act until it succeeds, fails for good, or the deadline is near; wait longer and longer, at random, in between."""
-    started, longest_s = clock(), FIRST_WAIT_S
+    """Act until it succeeds or fails for good; wait longer and longer, at random, in between.
+
+    Args:
+        deadline_s: how long after its first failure it is repeated: a large object may take longer to send. 0: once.
+    """
+    failed_at, longest_s = math.inf, FIRST_WAIT_S
     while True:
         try:
             return act()
         except Exception as error:
+            failed_at = min(failed_at, clock())
             longest_s = min(LONGEST_WAIT_S, 2 * longest_s)
             wait_s = _dice.uniform(0, longest_s)
-            if not will_pass(error) or clock() + wait_s - started >= deadline_s:
+            if not will_pass(error) or clock() + wait_s - failed_at >= deadline_s:
                 raise
         sleep(wait_s)
 

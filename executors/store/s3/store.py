@@ -44,7 +44,7 @@ class S3Store:
         url: bucket, prefix, and how to reach them. An endpoint other than AWS is addressed in path style.
         range_bytes: objects larger than this are read as ranges of this size.
         parallel_ranges: how many of them at once, besides the first.
-        retry_deadline_s: how long a request is repeated before its error is raised.
+        retry_deadline_s: how long after its first failure a request is repeated before its error is raised.
         read_timeout_s: how long the server may be silent.
         checks_later: check that the bucket creates exclusively before something is created, not now.
         sleep, clock: what the repetitions wait and measure with.

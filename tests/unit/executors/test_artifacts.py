@@ -52,6 +52,34 @@ def test_a_file_that_cannot_be_read_to_its_end_leaves_no_part_and_an_older_one_w
 
 
 @pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+@pytest.mark.parametrize("listed", [b"", b"0123", b"0123456789"], ids=["empty", "in one part", "in parts"])
+@pytest.mark.parametrize("newer", [b"abc", b"abcdefghijklm"], ids=["shorter", "longer"])
+def test_an_artifact_that_was_saved_again_since_it_was_listed_is_written_whole(
+    store: FaultyStore, tmp_path: Path, save: Callable[[Artifact, Path], object], listed: bytes, newer: bytes
+) -> None:
+    store.put("kept/model.pt", listed)
+    store.put("kept/model.pt.json", b"another")
+    artifact, _ = find_artifacts(store, 0, "kept/")
+    store.put("kept/model.pt", newer)
+    save(artifact, tmp_path)
+    assert (tmp_path / "model.pt").read_bytes() == newer
+
+
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+@pytest.mark.parametrize("newer", [b"abcdefghij", b"abcdefghijklm"], ids=["as large", "larger"])
+def test_an_artifact_that_is_saved_again_while_it_is_read_in_parts_is_refused(
+    store: FaultyStore, tmp_path: Path, save: Callable[[Artifact, Path], object], newer: bytes
+) -> None:
+    (artifact,) = find_artifacts(store, 0, "kept/")
+    store.fail_at("get", key="kept/*", count=2, after=lambda: store.put("kept/model.pt", newer))
+    with pytest.raises(StoreError, match="was replaced while it was read"):
+        save(artifact, tmp_path)
+    assert [*tmp_path.iterdir()] == []
+    save(artifact, tmp_path)
+    assert (tmp_path / "model.pt").read_bytes() == newer
+
+
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
 def test_a_file_is_written_neither_through_a_link_nor_over_what_is_no_file(
     store: FaultyStore, tmp_path: Path, save: Callable[[Artifact, Path], object]
 ) -> None:
