@@ -180,9 +180,6 @@ class JobService(abc.ABC):
 
     name: ClassVar[str]
     """The service's name for people, as in "Modal"."""
-    starts_at_once: ClassVar[int] = 10_000
-    """How many jobs may be asked for at once; `starts_per_s` more follow each second."""
-    starts_per_s: ClassVar[float] = 1000.0
     log_advice: ClassVar[str] = ""
     """What to do where logs are files, and the one of a replica that ran is not here."""
     starts_together: ClassVar[bool] = False
