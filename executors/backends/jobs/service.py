@@ -325,11 +325,13 @@ def retrying(sleep: Callable[[float], Any] = time.sleep, *, patience_s: float = 
 
     For what may be done twice; `GangStart` looks for the job first. The last error is raised.
     """
+    usual, more = tenacity.wait_exponential(FIRST_PAUSE_S, LONGEST_PAUSE_S), tenacity.wait_random(0, FIRST_PAUSE_S)
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(
             lambda error: isinstance(error, JobServiceError) and error.kind != "rejected"
         ),
-        wait=_RetryAfter() + tenacity.wait_random(0, FIRST_PAUSE_S),
+        # Exponential pauses, each at least as long as the service asked for.
+        wait=lambda state: max(usual(state), _asked_s(state)) + more(state),
         stop=lambda state: state.attempt_number >= TRIES or state.idle_for + _asked_s(state) > patience_s,
         before_sleep=_tell_of_a_long_pause,
         sleep=sleep,
@@ -340,16 +342,6 @@ def retrying(sleep: Callable[[float], Any] = time.sleep, *, patience_s: float = 
 def _asked_s(state: tenacity.RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome else None
     return error.retry_after_s if isinstance(error, JobServiceError) else 0.0
-
-
-class _RetryAfter(tenacity.wait.wait_base):
-    """Exponential pauses, each at least as long as the service asked for."""
-
-    def __init__(self) -> None:
-        self._usual = tenacity.wait_exponential(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-
-    def __call__(self, retry_state: tenacity.RetryCallState) -> float:
-        return max(self._usual(retry_state), _asked_s(retry_state))
 
 
 _telling, _told_until = threading.Lock(), 0.0
