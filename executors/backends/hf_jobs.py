@@ -150,10 +150,6 @@ class HFJobs(JobService):
             and job_id == self._job_id(info.id, namespace)
         }
 
-    def logs(self, job_id: JobId, n_lines: int) -> str:
-        with contextlib.closing(self.open_log(job_id)) as log:
-            return log.tail(n_lines)
-
     def open_log(self, job_id: JobId) -> StreamedLog:
         connect = functools.partial(log_stream, self.endpoint, job_id["namespace"], job_id["id"])
         return StreamedLog(connect, lambda: self.state(job_id).has_ended)

@@ -169,9 +169,6 @@ class ModalJobs(JobService):
             if (name := str(job_id.get("sandbox_id"))) in running and job_id == self._job_id(name, job_id.get("app_id"))
         }
 
-    def logs(self, job_id: JobId, n_lines: int) -> str:
-        return self.open_log(job_id).tail(n_lines) if n_lines > 0 else ""
-
     def open_log(self, job_id: JobId) -> TimedLog:
         """Return what one sandbox writes, also before it is scheduled, and after its end."""
         sandbox_id = job_id["sandbox_id"]

@@ -147,9 +147,6 @@ class SlurmJobs(JobService):
                 found[key] = _state_of(row)
         return found
 
-    def logs(self, job_id: JobId, n_lines: int) -> str:
-        return self.open_log(job_id).tail(n_lines)
-
     def open_log(self, job_id: JobId) -> FileLog:
         """Return the file that Slurm writes. Where it is comes from the key: a record names no file that is read."""
         key = self._keys.get((job_id["id"], job_id["task"]))

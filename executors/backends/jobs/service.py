@@ -7,6 +7,7 @@ A service's own file knows one SDK and nothing of runs, stores or outcomes; `exe
 from __future__ import annotations
 
 import abc
+import contextlib
 import hashlib
 import logging
 import re
@@ -268,9 +269,13 @@ class JobService(abc.ABC):
         """
         return {}
 
-    @abc.abstractmethod
     def logs(self, job_id: JobId, n_lines: int) -> str:
-        """Return the last lines that a job wrote, without waiting for more. Empty for a job that is unknown."""
+        """Return the last lines that a job wrote, without waiting for more. Empty for a job that is unknown.
+
+        Override this, or `open_log`: each is made of the other.
+        """
+        with contextlib.closing(self.open_log(job_id)) as log:
+            return log.tail(n_lines)
 
     def open_log(self, job_id: JobId) -> Log:
         """Return a job's log, to be followed; where the service has no better way, by its last lines."""
