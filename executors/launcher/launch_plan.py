@@ -31,7 +31,7 @@ from executors.registry import check_executor, describe_executor, get_executor, 
 from executors.run.prices import affordable_s, usd_per_hour
 from executors.run.spread import SpreadExecutor, options_to_note
 from executors.run_index import NOTE, keep_key, local_store, locate, remember, state_path
-from executors.shipping.checkout import Checkout, look_at
+from executors.shipping.checkout import Checkout, Look
 from executors.shipping.script_header import check_python, script_header, script_of
 from executors.store import Store, open_store
 from executors.store.records import exists
@@ -222,7 +222,7 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
         )
     package = None
     args = request.args or {}
-    with look_at(Path.cwd()) as look:
+    with contextlib.closing(Look(Path.cwd())) as look:
         if native is not None:
             native.warm_up()
             for module in NEEDED_SOON:  # meanwhile other processes warm up, and ask git

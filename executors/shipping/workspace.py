@@ -14,6 +14,7 @@ Equal files give an equal archive, and so an equal digest: names are sorted, own
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import gzip
 import hashlib
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from executors.errors import EntrypointError
 from executors.native import Package
-from executors.shipping.checkout import git, look_at
+from executors.shipping.checkout import Look, git
 
 WORKSPACE, PACKAGES = "workspace", "packages"  # the archive's two folders
 LIMIT_BYTES = 64 << 20
@@ -65,7 +66,7 @@ def snapshot_workspace(root: Path, *, limit_bytes: int = LIMIT_BYTES) -> Package
         raise EntrypointError(
             f"The workspace {str(root)!r} cannot be packed: {error}. Make the file readable, or name it in .gitignore."
         ) from error
-    with look_at(root) as look:
+    with contextlib.closing(Look(root)) as look:
         checkout = look.result(patience_s=None)
     return Package(
         archive,
