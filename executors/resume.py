@@ -41,7 +41,7 @@ from executors.store.records import exists
 from executors.store.url import new_run_id
 from executors.supervision.decisions import DecisionLog, hang_of, policy_of
 from executors.supervision.lease import hold_lease, release_lease
-from executors.supervision.orders import order_cancel, order_policy, order_resume, take_back_resume
+from executors.supervision.orders import abandon_run, order_cancel, order_policy, order_resume, take_back_resume
 from executors.task.create import continue_run
 from executors.task.stored import StoredTask
 
@@ -202,9 +202,7 @@ def _begin_from_snapshot(run: Run, task: StoredTask, recipe: Recipe, tell: Calla
     except BaseException as error:
         if lease is not None:
             lease.end()
-        with contextlib.suppress(StoreError):
-            for rank in spec.ranks:
-                Attempt(run.store, spec.run_id, rank).abandon(error)
+        abandon_run(run.store, spec.run_id, spec.world_size, error)
         raise
     keep_handles(run.store, spec.run_id, 0, handles)
     begun = Run(run.store, spec.run_id, executor=executor)
