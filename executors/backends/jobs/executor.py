@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from executors.attempt import Attempt, Intent, collect_rows
 from executors.backends.jobs.gang_start import GangStart
-from executors.backends.jobs.job_ends import LOG_LINES, JobEnds, JobReplica
+from executors.backends.jobs.job_ends import LOG_LINES, JobEnds, JobReplica, Standstills
 from executors.backends.jobs.job_logs import PatientLog
 from executors.backends.jobs.job_states import MAX_THREADS, JobStates
 from executors.backends.jobs.max_cost import limits_left
@@ -31,7 +31,6 @@ from executors.backends.jobs.service import (
     stop_others,
 )
 from executors.backends.jobs.spares import spares_of, start_spares
-from executors.backends.jobs.standstills import Standstills
 from executors.entrypoint import check_entrypoint
 from executors.errors import StoreError
 from executors.logs.readers import TailedLog
