@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
@@ -19,6 +18,7 @@ from executors.backends.jobs.job_ends import LOG_LINES, JobEnds, JobReplica, Sta
 from executors.backends.jobs.job_logs import PatientLog
 from executors.backends.jobs.job_states import MAX_THREADS, JobStates
 from executors.backends.jobs.max_cost import limits_left
+from executors.backends.jobs.sdk import call_each
 from executors.backends.jobs.service import (
     LONGEST_PATIENCE_S,
     ForeignJobError,
@@ -265,8 +265,7 @@ class JobExecutor:
 
         if sum(state.has_ended for state in states.values()) < 2:
             return list(map(observation, replicas))
-        with ThreadPoolExecutor(min(MAX_THREADS, len(replicas))) as pool:  # each takes some round trips
-            return list(pool.map(observation, replicas))
+        return call_each(observation, replicas, MAX_THREADS)  # each takes some round trips
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = LOG_LINES) -> str:
         """Return the last lines of the replica's output, as far as the service keeps it."""
